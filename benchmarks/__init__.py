@@ -1,4 +1,4 @@
-"""Benchmarks: rlframe and its peers, side by side in one run. Not part of the installed package."""
+"""Benchmarks of rlframe and its peers, measured in the same run. Not part of the installed package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """`rlframe bench [NAME...]`; see `benchmarks.runner.main`."""
+    """Run `rlframe bench [NAME...]`; see `benchmarks.runner.main`."""
     from benchmarks.runner import main as run
 
     return run(arguments)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME...]`; see `benchmarks.runner`."""
+"""Run `python -m benchmarks [NAME...]`; see `benchmarks.runner`."""
 
 import sys
 

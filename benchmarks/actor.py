@@ -1,7 +1,7 @@
-"""Where the time of an Actor's step goes, and the framework's tax: what a step costs beyond its bare parts.
+"""Time profile of an Actor's step, and the framework's tax: the time of a step beyond its bare parts.
 
-The bare parts are EnvPool's own send and receive, the agent's jitted call with its answer as numpy, and a copy of the
-step's arrays into a preallocated ring. They are measured in turns with the Actor, each turn a few dozen steps.
+The bare parts are EnvPool's own send and receive, the agent's jitted call with a numpy result, and a copy of the step's
+arrays into a preallocated ring. They are measured in alternating turns with the Actor. A turn is a few dozen steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlframe.programs.topologies.single_process import single_process
 if TYPE_CHECKING:
     from rlframe.programs.training.loop import TrainingLoop
 
-TAX = 30.0  # microseconds for a batch
+TAX = 30.0  # microseconds per batch
 TURN = 32  # steps
 PARTS = ("environment", "inference", "replay add")
 
@@ -50,11 +50,11 @@ WORKLOADS = (
 )
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     tables = []
     for workload in WORKLOADS:
-        say(workload.title)
+        log(workload.title)
         tables.append(_measure(workload, max(2, workload.turns // 8) if context.quick else workload.turns))
     return tables
 
@@ -69,7 +69,7 @@ def _measure(workload: Workload, turns: int) -> Table:
         bare_clocks = {name: Clock() for name in bare}
         spent, bare_spent = [], []
         for turn in range(turns + 2):
-            if turn == 2:  # the first two compile and warm up
+            if turn == 2:  # the first two turns compile and warm up
                 for clock in (*clocks.values(), *bare_clocks.values()):
                     clock.times.clear()
             watch = Stopwatch()
@@ -79,23 +79,23 @@ def _measure(workload: Workload, turns: int) -> Table:
             spent.append(watch.processor_us(TURN))
             watch = Stopwatch()
             for _ in range(TURN):
-                for name, call in bare.items():  # in an Actor's order: caches are as cold as they are there
+                for name, call in bare.items():  # in the order of an Actor, so that caches are equally cold
                     with bare_clocks[name]:
                         call()
             bare_spent.append(watch.processor_us(TURN))
-            loop.replay_buffer.sample()  # nothing piles up in a queue
+            loop.replay_buffer.sample()  # keeps the queue empty
     finally:
         loop.close()
     return _table(
         workload.title,
-        {name: clock.middle() for name, clock in clocks.items()},
-        {name: clock.middle() for name, clock in bare_clocks.items()},
+        {name: clock.median() for name, clock in clocks.items()},
+        {name: clock.median() for name, clock in bare_clocks.items()},
         (float(np.median(spent[2:])), float(np.median(bare_spent[2:]))),
     )
 
 
 def _loop(experiment: Any) -> TrainingLoop:
-    """The objects of a run in one process, in a directory that nothing is written to."""
+    """Build the objects of a single-process run, with a run directory that nothing is written to."""
     engine = _topology_config(experiment).engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
     session = _session_class()(experiment, _make_agent(experiment), path, until=experiment.steps, began=0.0)
@@ -103,7 +103,7 @@ def _loop(experiment: Any) -> TrainingLoop:
     return engine.handle_of("train")
 
 
-# With `--against`, this file also measures checkouts in which the next four had other names.
+# With `--against`, this file also measures checkouts in which the objects of the next four functions have other names.
 
 
 def _topology_config(experiment: Any) -> Any:
@@ -133,12 +133,12 @@ def _table(title: str, ours: dict[str, float], bare: dict[str, float], spent: tu
     rows = [Row("the whole step", ours["step"], processor=spent[0])]
     rows += [Row(f"  {name}", ours[name], note=f"bare: {bare[name]:.1f}") for name in PARTS]
     rows.append(Row("  the Actor itself", own))
-    ours_row = Row("the framework's tax", tax, TAX, "the step less its bare parts", spent[0] - spent[1])
+    ours_row = Row("the framework's tax", tax, TAX, "the step minus its bare parts", spent[0] - spent[1])
     return Table(f"An Actor's step: {title}", "µs, medians", ours_row, tuple(rows), False, ratios=False)
 
 
 class Clock:
-    """Times of the blocks that it was around, in seconds."""
+    """A context manager that records the duration of its blocks, in seconds."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -149,13 +149,13 @@ class Clock:
     def __exit__(self, *error: object) -> None:
         self.times.append(time.perf_counter() - self._start)
 
-    def middle(self) -> float:
-        """The median, in microseconds."""
+    def median(self) -> float:
+        """Return the median in microseconds."""
         return float(np.median(self.times)) * 1e6
 
 
 def _attach(loop: TrainingLoop, clocks: dict[str, Clock]) -> None:
-    """Puts a clock around each call that the Actor makes."""
+    """Time each call of the Actor with a clock."""
     for owner, method, name in (
         (loop.pool, "step", "environment"),
         (loop.inferencer, "inference", "inference"),
@@ -175,7 +175,7 @@ def _timed(function: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
 
 
 def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], Any]]:
-    """The same work as a step's, with nothing of rlframe around it."""
+    """Return functions that do the work of a step without any code of rlframe around it."""
     seen: list[Any] = []
     add = loop.replay_buffer.add
     loop.replay_buffer.add = lambda env_ids, step: (seen.append(step), add(env_ids, step))
@@ -193,7 +193,7 @@ def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], An
         for kept, array in zip(ring, arrays, strict=True):
             kept[row] = array
 
-    # The very function that the Inferencer calls, without the Inferencer.
+    # The function that the Inferencer calls, without the Inferencer.
     inferencer: Any = loop.inferencer
     act, rng, (_, params) = _jitted_step(inferencer), inferencer._rng, inferencer._acting
 
@@ -204,7 +204,7 @@ def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], An
 
 
 def _bare_env(described: Any, action: np.ndarray) -> Callable[[], Any]:
-    """EnvPool's C++ object, without EnvPool's own Python layer either."""
+    """Return a function that steps EnvPool's C++ object without EnvPool's own Python layer."""
     from rlframe.envs.envpool import EnvPoolAdapter
 
     pool = EnvPoolAdapter(

@@ -1,8 +1,8 @@
-"""`rlframe bench NAME --against CHECKOUT`: runs another checkout and this one in turns, and compares them.
+"""`rlframe bench NAME --against CHECKOUT` compares another checkout (the old one) with this one (the new one).
 
-Both run with this interpreter and its packages, so that what differs is the code, unless the old is given another one:
-with `--against .` what differs is that. Both are measured by this checkout's benchmarks where they run with the old
-code, else each by its own.
+Both run in alternating turns, with this interpreter and its packages, so that only the code differs. With another
+interpreter for the old checkout and `--against .`, only the interpreter differs. The benchmark programs of this
+checkout measure both. If they do not work with the old code, each checkout is measured by its own programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.comparison import Comparison, Rows, compare
 from benchmarks.context import ROOT
 from rlframe.errors import UsageError
 
-TURN_SECONDS = 3600.0  # after which a turn of a benchmark, which takes minutes, has failed
+TURN_SECONDS = 3600.0  # time limit of one turn, which normally takes minutes
 
 
 def run(
@@ -32,26 +32,36 @@ def run(
     turns: int,
     quick: bool,
     as_json: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     old_python: str = sys.executable,
 ) -> int:
-    """Compares in the named benchmarks, and prints what it finds. `old_python` is the interpreter of the old.
+    """Compare the checkouts in the named benchmarks and print the results.
+
+    Args:
+        names: names of benchmarks.
+        against: the old checkout, as a folder or a git revision.
+        turns: number of turns.
+        quick: run short turns.
+        as_json: also print one JSON object.
+        log: receives progress messages.
+        old_python: interpreter of the old checkout.
 
     Returns:
-        0: no row is slower by more than the old differs from itself. 1: one is, or no row could be compared.
+        0 if no row is slower by more than the old checkout differs from itself. 1 if a row is slower, or no row could
+        be compared.
 
     Raises:
-        UsageError: `against` is neither a checkout nor a revision.
+        UsageError: `against` is not a checkout and not a revision.
     """
     found: list[Comparison] = []
     missing: list[str] = []
     with checkout(against) as old, tempfile.TemporaryDirectory(prefix="rlframe-bench-") as folder:
         for name in names:
-            compared, lacking = compare(
-                Sides(name, ROOT, old, Path(folder, name), say, old_python).take_turns(turns, quick)
+            compared, not_compared = compare(
+                CheckoutPair(name, ROOT, old, Path(folder, name), log, old_python).take_turns(turns, quick)
             )
             print("", *compared, sep="\n\n" if len(compared) > 1 else "\n", flush=True)
-            found, missing = found + compared, missing + [f"{name}: {line}" for line in lacking]
+            found, missing = found + compared, missing + [f"{name}: {line}" for line in not_compared]
     slower = [one for one in found if one.is_slower]
     print()
     if missing:
@@ -61,8 +71,8 @@ def run(
     elif not slower:
         print(f"None of {len(found)} rows is slower.")
     _list("Slower", [one for one in slower if not one.waits])
-    _list("Slower for no more processor time: they wait", [one for one in slower if one.waits])
-    _list("Not slower, but of more processor time", [one for one in found if one.only_works_more])
+    _list("Slower without more processor time (waiting)", [one for one in slower if one.waits])
+    _list("Not slower, but more processor time", [one for one in found if one.needs_more_processor_time])
     if as_json:
         print(json.dumps({"turns": turns, "rows": [one.record() for one in found], "not_compared": missing}))
     return 1 if slower or not found else 0
@@ -75,12 +85,12 @@ def _list(heading: str, comparisons: list[Comparison]) -> None:
 
 @contextlib.contextmanager
 def checkout(given: str) -> Iterator[Path]:
-    """The folder of a checkout; of a git revision of this one, a folder that is there for the time of the `with`."""
+    """Yield the folder of a checkout. For a git revision, this is a temporary folder."""
     if Path(given, "rlframe", "__init__.py").is_file():
         yield Path(given).resolve()
         return
     if Path(given).is_dir():
-        raise UsageError(f"--against {given}: the folder is no checkout of rlframe; there is no rlframe/__init__.py.")
+        raise UsageError(f"--against {given}: the folder is not a checkout of rlframe. It has no rlframe/__init__.py.")
     command = ["git", "-C", str(ROOT), "archive", "--format=tar", given, "rlframe", "benchmarks"]
     try:
         done = subprocess.run(command, capture_output=True)
@@ -88,32 +98,32 @@ def checkout(given: str) -> Iterator[Path]:
     except OSError as error:
         failure = str(error)
     if failure:
-        raise UsageError(f"--against {given}: neither a folder nor a revision of this repository ({failure}).")
+        raise UsageError(f"--against {given}: there is no folder and no revision with this name ({failure}).")
     with tempfile.TemporaryDirectory(prefix="rlframe-against-") as folder:
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
             archive.extractall(folder)
         yield Path(folder)
 
 
-class Failed(Exception):
-    """A turn that gave no rows; the message says why."""
+class TurnFailed(Exception):
+    """Raised for a turn without results. The message contains the reason."""
 
 
-class Sides:
-    """The old and the new of one benchmark, each in a folder that has the code and the programs that measure it."""
+class CheckoutPair:
+    """The old and the new code for one benchmark, each in a folder together with benchmark programs."""
 
     def __init__(
-        self, name: str, new: Path, old: Path, folder: Path, say: Callable[[str], None], old_python: str
+        self, name: str, new: Path, old: Path, folder: Path, log: Callable[[str], None], old_python: str
     ) -> None:
         self._name = name
-        self._say = say
+        self._log = log
         self._old_python = old_python
         self._new = _lay_out(folder / "new", new, new)
         self._old = _lay_out(folder / "old", old, new)
         self._old_alone = _lay_out(folder / "old_alone", old, old)
 
     def take_turns(self, turns: int, quick: bool) -> list[tuple[Rows, Rows, Rows]]:
-        """The rows of so many turns of the old, the new, and the old again, after a quick one that warms up."""
+        """Return the rows of each turn (old, new, old again), after a quick turn for warm-up."""
         old = self._warm_up()
         taken = []
         for turn in range(1, turns + 1):
@@ -123,7 +133,7 @@ class Sides:
         return taken
 
     def _warm_up(self) -> Path:
-        """The old with the programs that measure more of the rows that the new has."""
+        """Return the folder of the old code whose programs measure more of the new code's rows."""
         wanted = _measured(self._measure("warm-up, the new", self._new, True))
         by_new = _measured(self._measure("warm-up, the old", self._old, True)) & wanted
         if by_new == wanted:
@@ -131,21 +141,21 @@ class Sides:
         by_old = _measured(self._measure("warm-up, the old by its own benchmarks", self._old_alone, True)) & wanted
         if len(by_old) <= len(by_new):
             return self._old
-        self._say(f"{self._name}: the old is measured by its own benchmarks; this checkout's do not run with it")
+        self._log(f"{self._name}: the old code is measured by its own benchmarks, because ours do not work with it")
         return self._old_alone
 
-    def _measure(self, what: str, tree: Path, quick: bool) -> Rows:
-        """No rows where it fails, and says so."""
-        self._say(f"{self._name}, {what}")
+    def _measure(self, label: str, tree: Path, quick: bool) -> Rows:
+        """Return the rows of one turn, or no rows and a message if it fails."""
+        self._log(f"{self._name}, {label}")
         try:
             return _run(sys.executable if tree is self._new else self._old_python, tree, self._name, quick)
-        except Failed as why:
-            self._say(f"{self._name}, {what}: {why}")
+        except TurnFailed as why:
+            self._log(f"{self._name}, {label}: {why}")
             return {}
 
 
 def _lay_out(folder: Path, code: Path, programs: Path) -> Path:
-    """A folder in which Python finds the rlframe of `code`, the benchmarks of `programs`, and our `turn` with them."""
+    """Create a folder with links to the rlframe of `code`, the benchmarks of `programs`, and our own `turn` module."""
     (folder / "benchmarks").mkdir(parents=True)
     (folder / "rlframe").symlink_to(code / "rlframe")
     (folder / "benchmarks" / "turn.py").symlink_to(ROOT / "benchmarks" / "turn.py")
@@ -157,7 +167,7 @@ def _lay_out(folder: Path, code: Path, programs: Path) -> Path:
 
 def _run(python: str, tree: Path, name: str, quick: bool) -> Rows:
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    # Not pipes: what it left behind might hold them open.
+    # Files instead of pipes, because processes left behind could keep pipes open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [python, "-m", "benchmarks.turn", name, *(["--quick"] if quick else [])],
@@ -165,25 +175,25 @@ def _run(python: str, tree: Path, name: str, quick: bool) -> Rows:
             env={**os.environ, "PYTHONPATH": path},
             stdout=out,
             stderr=errors,
-            start_new_session=True,  # a group to end with all that it started
+            start_new_session=True,  # a process group, so that all its processes can be killed
         )
         try:
             process.wait(TURN_SECONDS)
         except subprocess.TimeoutExpired:
-            raise Failed(f"it had not ended after {TURN_SECONDS:g} s, and was killed") from None
+            raise TurnFailed(f"it did not end within {TURN_SECONDS:g} s and was killed") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         out.seek(0)
         errors.seek(0)
-        lines, complaints = out.read().strip().splitlines(), errors.read().strip().splitlines()
+        lines, error_lines = out.read().strip().splitlines(), errors.read().strip().splitlines()
     if process.returncode != 0 or not lines:
-        raise Failed((complaints or ["nothing on stderr"])[-1][:300])
-    said = json.loads(lines[-1])
-    if Path(said["rlframe"]).parent != tree / "rlframe":
-        raise Failed(f"it ran {said['rlframe']}, not {tree / 'rlframe'}")
-    return {(row["title"], row["row"]): row for row in said["rows"]}
+        raise TurnFailed((error_lines or ["nothing on stderr"])[-1][:300])
+    result = json.loads(lines[-1])
+    if Path(result["rlframe"]).parent != tree / "rlframe":
+        raise TurnFailed(f"it imported {result['rlframe']} instead of {tree / 'rlframe'}")
+    return {(row["title"], row["row"]): row for row in result["rows"]}
 
 
 def _measured(rows: Rows) -> set[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""What it costs to wait for the slowest environment: SyncEnv and AsyncEnv over the same workers, with uneven steps.
+"""The cost of waiting for the slowest environment: SyncEnv and AsyncEnv with the same workers and uneven step times.
 
     rlframe bench async_envs
 
-A step only sleeps, so it takes no core from the others: this is a simulator on another machine, or a device.
+A step only sleeps and uses no core, like a simulator on another machine or a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.context import Context
-from benchmarks.envs import BusyEnv, Contender, Wanted, ours, table
+from benchmarks.envs import BusyEnv, Contender, RowTarget, pool_rate, table
 from benchmarks.report import Table
 from rlframe.envs import AsyncEnv, SyncEnv
 
@@ -22,7 +22,7 @@ MILLISECONDS = 2.0
 
 
 class SleepingEnv(BusyEnv):
-    """Sleeps with each step, for an exponentially distributed time with a mean of so many milliseconds."""
+    """An environment whose step sleeps for an exponentially distributed time. `milliseconds` is its mean."""
 
     def step(self, action: Any) -> Any:
         time.sleep(self.np_random.exponential(self.seconds))
@@ -30,21 +30,22 @@ class SleepingEnv(BusyEnv):
 
 
 def rows(kind: str, workers: int) -> list[Contender]:
-    """Both pools over as many workers."""
+    """Return rows for both pools with the same number of workers."""
     make = functools.partial(SleepingEnv, MILLISECONDS)
     options: dict[str, Any] = {"type": kind, "num_workers": workers}
     return [
-        ("AsyncEnv", lambda seconds: ours(lambda: AsyncEnv(make, SIZE, WAIT_NUM, **options), seconds)),
-        ("SyncEnv", lambda seconds: ours(lambda: SyncEnv(make, SIZE, **options), seconds)),
+        ("AsyncEnv", lambda seconds: pool_rate(lambda: AsyncEnv(make, SIZE, WAIT_NUM, **options), seconds)),
+        ("SyncEnv", lambda seconds: pool_rate(lambda: SyncEnv(make, SIZE, **options), seconds)),
     ]
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     tables = []
-    # A worker steps its share one environment after another, which evens the steps out: the fewer, the less is lost.
+    # A worker steps its environments one after another, which averages their times. With fewer workers, less time is
+    # lost.
     for kind, workers, least in (("thread", 16, 2.0), ("process", 16, 1.5), ("process", 4, 1.2)):
         ideal = workers * 1000.0 / MILLISECONDS
         title = f"{SIZE} environments of {MILLISECONDS:g} ms on average, {workers} workers ({kind}); ideal {ideal:,.0f}"
-        tables.append(table(title, rows(kind, workers), context, say, Wanted("AsyncEnv", {"SyncEnv": least})))
+        tables.append(table(title, rows(kind, workers), context, log, RowTarget("AsyncEnv", {"SyncEnv": least})))
     return tables

@@ -1,6 +1,6 @@
-"""A call from one process to another: the transports of rlframe, and the standard library's connections.
+"""Calls from one process to another: rlframe's transports and the standard library's connections.
 
-The other process is `python -m benchmarks.calls WAY`, which answers until its standard input ends.
+The other process is `python -m benchmarks.calls WAY`. It runs until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlframe.transport.sockets import SocketTransport
 
 SOCKETS = "Unix sockets"
 WAYS = {"sockets": SOCKETS, "courier": "Courier", "connection": "multiprocessing.connection"}
-AT_LEAST = {"courier": 1.0}  # of its speed, in every row
+AT_LEAST = {"courier": 1.0}  # minimum ratio to Courier's speed, in every row
 _ROOT = Path(__file__).parents[1]
 _ROWS = 64
 
@@ -40,7 +40,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "inference": lambda env_ids, timestep, state: _ANSWER,
     "get_params": lambda: _PARAMS,
 }
-# What is called, with what, and how often in a turn.
+# title -> (method, arguments, number of calls in a turn)
 CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {
     "A call without arguments": ("ping", (), 1_000),
     f"A request of {_ROWS} CartPole rows, in arrays": ("inference", (np.arange(_ROWS), _TIMESTEP, ()), 500),
@@ -48,14 +48,14 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {
 }
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     ways = [way for way in WAYS if way != "courier" or extras.is_installed("launchpad")]
     taken: dict[tuple[str, str], list[float]] = {}
     with contextlib.ExitStack() as opened:
         call = {way: opened.enter_context(_client(way)) for way in ways}
         for turn in range(context.repeats):
-            say(f"calls: turn {turn + 1} of {context.repeats}")
+            log(f"calls: turn {turn + 1} of {context.repeats}")
             for title, (method, args, count) in CALLS.items():
                 for way in ways:
                     seconds = _per_call(call[way], method, args, context.steps(count, count // 10))
@@ -81,7 +81,7 @@ def _per_call(call: Callable[..., Any], method: str, args: tuple[Any, ...], coun
 
 @contextlib.contextmanager
 def _client(way: str) -> Iterator[Callable[..., Any]]:
-    """What calls a method of another process."""
+    """Yield a function that calls a method of another process."""
     command = [sys.executable, "-m", "benchmarks.calls", way]
     with subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
@@ -100,7 +100,7 @@ def _client(way: str) -> Iterator[Callable[..., Any]]:
 
 
 def serve(way: str) -> None:
-    """The other process."""
+    """Serve `METHODS` until standard input is closed."""
     if way == "connection":
         with multiprocessing.connection.Listener(family="AF_UNIX") as listener:
             print(listener.address, flush=True)

@@ -1,6 +1,6 @@
-"""Is the new program slower than the old one by more than the old one differs from itself?
+"""Compare two checkouts: is the new code slower by more than the old code differs from itself?
 
-Each turn measures the old, the new, and the old again, so that the machine's slow minutes are in both answers.
+Each turn measures the old code, the new code, and the old code again, so that slow periods of the machine affect both.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from benchmarks.report import number
+from benchmarks.report import format_number
 
-CONFIDENCE = 0.9  # of the interval in which a median lies
+CONFIDENCE = 0.9  # probability that the interval contains the true median
 
 
 class Turn(NamedTuple):
@@ -21,11 +21,11 @@ class Turn(NamedTuple):
 
     old: float
     new: float
-    again: float  # the old once more
+    again: float  # the old code again
 
 
 class Spread(NamedTuple):
-    """A median, and between which values it lies."""
+    """A median with its confidence interval."""
 
     middle: float
     low: float
@@ -36,10 +36,10 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """The median, and the narrowest pair of values that holds the true one with 90% (the sign test's interval).
+    """Return the median and its narrowest confidence interval of at least 90% (sign test).
 
-    Up to seven values these are the least and the greatest (94% of five, 75% of three); of eight the outermost pair is
-    left out, of eleven two.
+    Up to seven values, the interval is from the lowest to the highest value (94% confidence for five values, 75% for
+    three). With eight values, the outermost pair is left out, and with eleven the two outermost pairs.
     """
     ordered = sorted(values)
     count, cut = len(ordered), 0
@@ -49,40 +49,40 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def _tail(count: int, at_most: int) -> float:
-    """The probability of at most so many heads in `count` throws of a coin."""
+    """Return the probability of at most `at_most` heads in `count` coin tosses."""
     return sum(math.comb(count, heads) for heads in range(at_most + 1)) / 2**count
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One figure over the turns. Ratios are above 1 where the new, or the old the second time, is the better one."""
+    """One figure over all turns. Ratios are above 1 if the new code, or the old code's second run, is better."""
 
     turns: tuple[Turn, ...]
     higher_is_better: bool
 
     @property
     def old(self) -> float:
-        """The median of all that was measured of the old."""
+        """The median of all measurements of the old code."""
         return statistics.median(value for turn in self.turns for value in (turn.old, turn.again))
 
     @property
     def new(self) -> float:
-        """The median of what was measured of the new."""
+        """The median of all measurements of the new code."""
         return statistics.median(turn.new for turn in self.turns)
 
     @property
     def ratio(self) -> Spread:
-        """The new to the old before and after it (their geometric mean): what drifts evenly cancels."""
+        """Ratio of the new code to the geometric mean of the old code before and after it. Linear drift cancels out."""
         return spread(self._better(turn.new, math.sqrt(turn.old * turn.again)) for turn in self.turns)
 
     @property
     def itself(self) -> Spread:
-        """The old to itself."""
+        """Ratio of the old code's second run to its first run."""
         return spread(self._better(turn.again, turn.old) for turn in self.turns)
 
     @property
     def is_worse(self) -> bool:
-        """Whether the new is worse by more than the old differs from itself, be that up or down."""
+        """True if the new code is worse by more than the old code differs from itself in either direction."""
         itself = self.itself
         return self.ratio.middle < min(itself.low, 1 / itself.high)
 
@@ -92,34 +92,34 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A row of a benchmark, for two checkouts."""
+    """A row of a benchmark for two checkouts."""
 
     title: str
     row: str
     unit: str
     value: Figure
-    processor: Figure | None  # microseconds a step; None where one of them did not take it
+    processor: Figure | None  # microseconds per step; None if it was not measured for both
 
     @property
     def is_slower(self) -> bool:
-        """Whether the new is worse in its figure, whatever it does meanwhile."""
+        """True if the new code is worse in the row's figure. Processor time is not considered."""
         return self.value.is_worse
 
     @property
     def waits(self) -> bool:
-        """Whether it is slower for no more processor time: by a sleep or a lock, or because other work disturbed it."""
+        """True if it is slower without more processor time: because of a sleep, a lock, or a busy machine."""
         return self.value.is_worse and self.processor is not None and not self.processor.is_worse
 
     @property
-    def only_works_more(self) -> bool:
-        """Whether it takes more processor time, and is not slower for it."""
+    def needs_more_processor_time(self) -> bool:
+        """True if it needs more processor time but is not slower."""
         return not self.value.is_worse and self.processor is not None and self.processor.is_worse
 
     def verdict(self) -> str:
-        """The answer, in words."""
+        """Return the result in words."""
         if self.is_slower:
-            return "yes, for no more processor time: it waits" if self.waits else "yes"
-        return "no, but it takes more processor time" if self.only_works_more else "no"
+            return "yes, without more processor time (waiting)" if self.waits else "yes"
+        return "no, but more processor time" if self.needs_more_processor_time else "no"
 
     def __str__(self) -> str:
         lines = [f"{self.title}: {self.row}"]
@@ -130,13 +130,13 @@ class Comparison:
                 lines.append(f"  {name:<{width}}  not measured by both")
                 continue
             lines.append(
-                f"  {name:<{width}}  old {number(figure.old):>9}  new {number(figure.new):>9}  {figure.ratio}"
-                f"  the old to itself {figure.itself}"
+                f"  {name:<{width}}  old {format_number(figure.old):>9}  new {format_number(figure.new):>9}"
+                f"  {figure.ratio}  old to itself {figure.itself}"
             )
-        return "\n".join([*lines, f"  slower by more than the old differs from itself: {self.verdict()}"])
+        return "\n".join([*lines, f"  slower by more than the old code differs from itself: {self.verdict()}"])
 
     def record(self) -> dict[str, Any]:
-        """All of it, for `--json`."""
+        """Return all values for `--json`."""
         return {
             "title": self.title,
             "row": self.row,
@@ -160,12 +160,19 @@ def _record(figure: Figure | None) -> dict[str, Any] | None:
     }
 
 
-# Rows of a run of `benchmarks.turn`, by (title, row).
+# Rows of one run of `benchmarks.turn`, by (title, row).
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def compare(turns: list[tuple[Rows, Rows, Rows]]) -> tuple[list[Comparison], list[str]]:
-    """(the rows that both have, a line for each that one or none has), of turns of the old, the new, and the old."""
+    """Compare the rows of all turns.
+
+    Args:
+        turns: rows of the old code, the new code, and the old code again for each turn.
+
+    Returns:
+        (comparisons of rows that both have, one line for each row that could not be compared).
+    """
     found, missing = [], []
     for key in dict.fromkeys(key for turn in turns for rows in turn for key in rows):
         value, processor = _figure(turns, key, "value"), _figure(turns, key, "processor")
@@ -178,7 +185,7 @@ def compare(turns: list[tuple[Rows, Rows, Rows]]) -> tuple[list[Comparison], lis
 
 
 def _figure(turns: list[tuple[Rows, Rows, Rows]], key: tuple[str, str], name: str) -> Figure | None:
-    """What the turns say in which all three have a value; ratios need them above 0."""
+    """Collect a figure from the turns with all three values. Values must be above 0, because ratios need this."""
     complete, higher_is_better = [], False
     for turn in turns:
         values = [rows[key][name] for rows in turn if key in rows]
@@ -192,7 +199,7 @@ def _why(turns: list[tuple[Rows, Rows, Rows]], key: tuple[str, str]) -> str:
     has_old = any(key in rows and rows[key]["value"] is not None for old, _, again in turns for rows in (old, again))
     has_new = any(key in new and new[key]["value"] is not None for _, new, _ in turns)
     if has_old and has_new:
-        return "in no turn a figure above 0 of both"
+        return "no turn has figures above 0 for both"
     if has_old or has_new:
         side, rows = ("new", [turn[1] for turn in turns]) if has_old else ("old", [turn[0] for turn in turns])
         return f"only the {'old' if has_old else 'new'} has it{_note(side, rows, key)}"

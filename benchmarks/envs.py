@@ -1,8 +1,8 @@
-"""How fast the environment pools are, against peers and against what the machine allows, in one run.
+"""Speed of the environment pools, compared with peers and with the limit of the machine, in one run.
 
     rlframe bench envs
 
-Ratios are of medians over interleaved repeats, so that a noisy neighbor slows all rows alike.
+Ratios use medians over interleaved repeats, so that other work on the machine affects all rows.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import numpy as np
 
 from benchmarks.context import Context
 from benchmarks.processor import Stopwatch
-from benchmarks.report import Row, Table, middle, processor
+from benchmarks.report import Row, Table, median, processor
 from rlframe.envs import AsyncEnv, SyncEnv
 
 WORKERS = 2
-Rate = dict[str, float]  # as a Stopwatch gives it
-Contender = tuple[str, Callable[[float], Rate]]  # (name, seconds -> steps per second)
+Rate = dict[str, float]  # as returned by a Stopwatch
+Contender = tuple[str, Callable[[float], Rate]]  # (name, function that measures for the given seconds)
 
-OURS = ("SyncEnv", "AsyncEnv")  # the names of our rows begin so
+OURS = ("SyncEnv", "AsyncEnv")  # prefixes of the names of our rows
 ALONE = "two processes that do not communicate"
 PROCESSES = "SyncEnv process"
 GYMNASIUM = "gymnasium AsyncVectorEnv"
 CHOSEN = "SyncEnv envpool, as it chooses"
 
 
-class Wanted(NamedTuple):
-    """Which row is ours, and what is asked of it."""
+class RowTarget(NamedTuple):
+    """The name of our row, and its targets."""
 
     of: str
-    ratios: dict[str, float]  # the least multiple of these rows
+    ratios: dict[str, float]  # row -> minimum multiple of this row
     least: float | None = None  # steps per second
 
 
@@ -54,7 +54,7 @@ SPACES: dict[str, gymnasium.Space] = {
 
 
 class IdleEnv(gymnasium.Env):
-    """Gives the same observation at each step, in no time: what a step takes is the pool's own."""
+    """An environment whose step takes no time, so that only the overhead of the pool is measured."""
 
     action_space = gymnasium.spaces.Discrete(2)
 
@@ -71,7 +71,7 @@ class IdleEnv(gymnasium.Env):
 
 
 class BusyEnv(gymnasium.Env):
-    """Keeps a core busy for so many milliseconds of wall time a step, as a Python simulator does."""
+    """An environment whose step uses a core for the given milliseconds of wall time, like a Python simulator."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -91,8 +91,8 @@ class BusyEnv(gymnasium.Env):
         return self.observation, 0.0, False, False, {}
 
 
-def count(step: Callable[[], Any], steps_per_call: int, seconds: float) -> Rate:
-    """Steps per second of `step` over about `seconds`, after a warm-up, and processor time of a step."""
+def step_rate(step: Callable[[], Any], steps_per_call: int, seconds: float) -> Rate:
+    """Return steps per second of `step` during about `seconds`, after a warm-up, and processor time per step."""
     for _ in range(3):
         step()
     calls, watch = 0, Stopwatch()
@@ -102,42 +102,42 @@ def count(step: Callable[[], Any], steps_per_call: int, seconds: float) -> Rate:
     return watch.rate(calls * steps_per_call)
 
 
-def ours(make: Callable[[], Any], seconds: float) -> Rate:
-    """A SyncEnv or AsyncEnv under constant actions."""
+def pool_rate(make: Callable[[], Any], seconds: float) -> Rate:
+    """Measure a SyncEnv or AsyncEnv with constant actions."""
     with make() as pool:
         batch = pool.num_envs if pool.is_sync else pool.wait_num
         actions = np.zeros((batch, *pool.action_spec.shape), pool.action_spec.dtype)
         if pool.is_sync:
             pool.reset()
-            return count(lambda: pool.step(actions), batch, seconds)
+            return step_rate(lambda: pool.step(actions), batch, seconds)
 
         def turn() -> None:
             env_ids, _ = pool.recv()
             pool.send(env_ids, actions)
 
-        return count(turn, batch, seconds)
+        return step_rate(turn, batch, seconds)
 
 
 def gymnasium_async(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> Rate:
-    """gymnasium's own process pool: one process for each environment, shared memory for observations."""
+    """Measure gymnasium's process pool: one process per environment, shared memory for observations."""
     pool = gymnasium.vector.AsyncVectorEnv([make] * size)
     try:
         pool.reset(seed=0)
         actions = np.zeros(size, np.int64)
-        return count(lambda: pool.step(actions), size, seconds)
+        return step_rate(lambda: pool.step(actions), size, seconds)
     finally:
         pool.close()
 
 
 def sb3_subproc(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> Rate:
-    """Stable-Baselines3's process pool, where it is installed."""
+    """Measure Stable-Baselines3's process pool, if it is installed."""
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
     pool = SubprocVecEnv([make] * size)
     try:
         pool.reset()
         actions = np.zeros(size, np.int64)
-        return count(lambda: pool.step(actions), size, seconds)
+        return step_rate(lambda: pool.step(actions), size, seconds)
     finally:
         pool.close()
 
@@ -155,11 +155,11 @@ def _alone(make: Callable[[], gymnasium.Env], size: int, seconds: float, barrier
                 env.reset()
 
     barrier.wait()
-    results.put(count(turn, size, seconds)["steps_per_second"])
+    results.put(step_rate(turn, size, seconds)["steps_per_second"])
 
 
 def no_communication(make: Callable[[], gymnasium.Env], size: int, seconds: float) -> Rate:
-    """The limit: as many processes as workers, each stepping its share in a loop and telling nobody."""
+    """Measure the limit: each worker process steps its environments in a loop without communication."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(WORKERS), context.Queue()
     arguments = (make, size // WORKERS, seconds, barrier, results)
@@ -185,13 +185,13 @@ def busy_5ms() -> gymnasium.Env:
 
 
 def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **options: Any) -> list[Contender]:
-    """The process pools against each other and against processes that do not communicate."""
+    """Return rows for the process pools, and for processes that do not communicate."""
     rows: list[Contender] = [
         (ALONE, lambda s: no_communication(make, size, s)),
-        (PROCESSES, lambda s: ours(lambda: SyncEnv(name, size, "process", num_workers=WORKERS, **options), s)),
+        (PROCESSES, lambda s: pool_rate(lambda: SyncEnv(name, size, "process", num_workers=WORKERS, **options), s)),
         (
             "AsyncEnv process, half of them",
-            lambda s: ours(lambda: AsyncEnv(name, size, size // 2, "process", num_workers=WORKERS, **options), s),
+            lambda s: pool_rate(lambda: AsyncEnv(name, size, size // 2, "process", num_workers=WORKERS, **options), s),
         ),
         (GYMNASIUM, lambda s: gymnasium_async(make, size, s)),
     ]
@@ -203,16 +203,16 @@ def process_rows(make: Callable[[], gymnasium.Env], size: int, name: Any, **opti
 
 
 def space_rows(size: int) -> list[Contender]:
-    """The pool that steps environments in a loop, by what they observe."""
+    """Return rows for the loop pool, one for each kind of observation."""
 
     def row(name: str, space: gymnasium.Space) -> Contender:
-        return f"SyncEnv loop, {name}", lambda seconds: ours(lambda: SyncEnv(lambda: IdleEnv(space), size), seconds)
+        return f"SyncEnv loop, {name}", lambda s: pool_rate(lambda: SyncEnv(lambda: IdleEnv(space), size), s)
 
     return [row(name, space) for name, space in SPACES.items()]
 
 
 def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
-    """EnvPool itself and under SyncEnv."""
+    """Return rows for EnvPool alone and in SyncEnv."""
 
     def bare(seconds: float) -> Rate:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -220,10 +220,10 @@ def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
         pool = envpool.make_gymnasium(task, num_envs=size, num_threads=threads)
         pool.reset()
         actions = np.zeros((size, *pool.action_space.shape), pool.action_space.dtype)
-        return count(lambda: pool.step(actions), size, seconds)
+        return step_rate(lambda: pool.step(actions), size, seconds)
 
     def pool(num_workers: int | None) -> Callable[[float], Rate]:
-        return lambda seconds: ours(lambda: SyncEnv(task, size, "envpool", num_workers=num_workers), seconds)
+        return lambda seconds: pool_rate(lambda: SyncEnv(task, size, "envpool", num_workers=num_workers), seconds)
 
     return [
         (f"EnvPool, {threads} threads", bare),
@@ -232,9 +232,9 @@ def envpool_rows(task: str, size: int, threads: int) -> list[Contender]:
     ]
 
 
-def table(title: str, rows: list[Contender], context: Context, say: Callable[[str], None], wanted: Wanted) -> Table:
-    """Steps per second of each row, in turns; `wanted` names what is ours and how much is asked of it."""
-    say(f"envs: {title}")
+def table(title: str, rows: list[Contender], context: Context, log: Callable[[str], None], target: RowTarget) -> Table:
+    """Measure steps per second of each row in alternating turns. `target` defines our row and its targets."""
+    log(f"envs: {title}")
     rows = [row for row in rows if row[0].startswith(OURS) or not context.only_ours]
     rates: dict[str, list[Rate]] = {name: [] for name, _ in rows}
     for _ in range(context.repeats):
@@ -243,28 +243,28 @@ def table(title: str, rows: list[Contender], context: Context, say: Callable[[st
 
     def row(name: str, limit: float | None) -> Row:
         spent = processor(rates[name]) if name.startswith(OURS) else None
-        return Row(name, middle(rate["steps_per_second"] for rate in rates[name]), limit, processor=spent)
+        return Row(name, median(rate["steps_per_second"] for rate in rates[name]), limit, processor=spent)
 
-    others = [row(name, wanted.ratios.get(name)) for name in rates if name != wanted.of]
-    return Table(title, "steps/s", row(wanted.of, wanted.least), tuple(others))
+    others = [row(name, target.ratios.get(name)) for name in rates if name != target.of]
+    return Table(title, "steps/s", row(target.of, target.least), tuple(others))
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     warnings.simplefilter("ignore")
-    processes = Wanted(PROCESSES, {ALONE: 0.4, GYMNASIUM: 8.0})
+    processes = RowTarget(PROCESSES, {ALONE: 0.4, GYMNASIUM: 8.0})
     rows = process_rows(cart_pole, 64, "gymnasium:CartPole-v1")
-    tables = [table("CartPole, 64 environments, 2 workers", rows, context, say, processes)]
+    tables = [table("CartPole, 64 environments, 2 workers", rows, context, log, processes)]
     for milliseconds, make in ((1, busy_1ms), (5, busy_5ms)):
         ideal = WORKERS * 1000.0 / milliseconds
         title = f"A Python environment of {milliseconds} ms, 8 of them; ideal {ideal:,.0f}"
-        wanted = Wanted(PROCESSES, {}, 0.95 * ideal if milliseconds == 5 else None)
-        tables.append(table(title, process_rows(make, 8, make), context, say, wanted))
+        target = RowTarget(PROCESSES, {}, 0.95 * ideal if milliseconds == 5 else None)
+        tables.append(table(title, process_rows(make, 8, make), context, log, target))
     for size in (1, 8, 64):
-        wanted = Wanted("SyncEnv loop, Box float32", {})
+        target = RowTarget("SyncEnv loop, Box float32", {})
         title = f"An environment whose step takes no time, {size} of them, by its observation space"
-        tables.append(table(title, space_rows(size), context, say, wanted))
+        tables.append(table(title, space_rows(size), context, log, target))
     for task, size in (("CartPole-v1", 8), ("CartPole-v1", 64), ("HalfCheetah-v4", 8), ("Pong-v5", 8)):
         rows = [*envpool_rows(task, size, 1), *envpool_rows(task, size, 2)]
-        tables.append(table(f"EnvPool {task}, {size} environments", rows, context, say, Wanted(CHOSEN, {})))
+        tables.append(table(f"EnvPool {task}, {size} environments", rows, context, log, RowTarget(CHOSEN, {})))
     return tables

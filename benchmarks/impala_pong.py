@@ -1,23 +1,23 @@
-"""IMPALA on EnvPool's Pong-v5 with two actors, at the preset, against what it does on the same cores without a program.
+"""IMPALA on EnvPool's Pong-v5 with two actors and the preset, compared with the limit of the same cores.
 
-Every step is learned from once, so the limit is a step of the environment, of inference and of learning one after the
-other, each as quick as all cores do it alone; or a bare loop of the three in a process, where that is quicker.
+Each step is used once for learning. The limit is therefore an environment step, inference and learning in sequence,
+each as fast as with all cores alone. If a bare loop of the three in one process is faster, it is the limit.
 """
 
 from __future__ import annotations
 
-from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle, processor
+from benchmarks.context import Context, run_interleaved
+from benchmarks.report import Row, Table, median, processor
 
 TOPOLOGIES = ("heavy_env", "light_env")
 PARTS = {"env": "environments alone", "inference": "inference alone", "learner": "learner steps alone"}
 LOOP = "a bare loop of the three"
-WAYS = ((2, 1), (1, 2))  # (processes, threads of each); the quicker counts
-WANTED = 0.8  # of the limit
+WAYS = ((2, 1), (1, 2))  # (processes, threads per process); the faster one counts
+TARGET = 0.8  # minimum fraction of the limit
 
 
-def run(context: Context, say=print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log=print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     program, part = context.steps(40, 2), context.steps(6, 1)
     contenders = {
         topology: lambda topology=topology: context.ours("impala", "program", topology, "--seconds", program)
@@ -29,10 +29,10 @@ def run(context: Context, say=print) -> list[Table]:
             contenders[f"{name} {way}"] = lambda name=name, options=options: context.ours(
                 "impala", "part", name, *options
             )
-    results, failures = in_turns(contenders, context.repeats, say)
+    results, failures = run_interleaved(contenders, context.repeats, log)
 
     def value(name: str) -> float | None:
-        return middle(result["steps_per_second"] for result in results.get(name, ()))
+        return median(result["steps_per_second"] for result in results.get(name, ()))
 
     def best(name: str, title: str) -> Row:
         values = {way: found for way in WAYS if (found := value(f"{name} {way}"))}
@@ -42,8 +42,8 @@ def run(context: Context, say=print) -> list[Table]:
         return Row(title, values[way], note="one process" if way[0] == 1 else f"{way[0]} processes")
 
     parts, loop = [best(name, title) for name, title in PARTS.items()], best("loop", LOOP)
-    limit = max(filter(None, (in_turn([row.value for row in parts]), loop.value)), default=None)
-    limits = (Row("the limit: the better of the two ways", limit, WANTED), loop, *parts)
+    limit = max(filter(None, (sequential_rate([row.value for row in parts]), loop.value)), default=None)
+    limits = (Row("the limit: the better of parts and loop", limit, TARGET), loop, *parts)
     return [
         Table(
             f"IMPALA on Pong-v5, Nature CNN, 2 actors, {topology}",
@@ -55,6 +55,6 @@ def run(context: Context, say=print) -> list[Table]:
     ]
 
 
-def in_turn(rates: list[float | None]) -> float | None:
-    """Steps/s of doing for each step one thing after the other, which alone reach `rates`."""
+def sequential_rate(rates: list[float | None]) -> float | None:
+    """Return the combined steps/s of parts that run in sequence and reach `rates` alone."""
     return 1.0 / sum(1.0 / rate for rate in rates if rate) if all(rates) else None

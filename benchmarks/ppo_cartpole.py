@@ -1,25 +1,25 @@
-"""PPO on CartPole-v1 at the settings of rl-baselines3-zoo: steps per second, and wall time until it is solved.
+"""PPO on CartPole-v1 with the settings of rl-baselines3-zoo: steps per second, and wall time until it is solved.
 
-8 environments x 32 steps, 20 epochs of one minibatch of 256. The bare twin is one plain loop over the same
-libraries (`peers/bare_ppo.py`), under both of XLA's CPU runtimes.
+8 environments x 32 steps, 20 epochs with one minibatch of 256. The bare loop is one plain loop over the same libraries
+(`peers/bare_ppo.py`), with both of XLA's CPU runtimes.
 """
 
 from __future__ import annotations
 
-from benchmarks.context import OLD_RUNTIME, Context, in_turns
-from benchmarks.report import Row, Table, middle, processor
+from benchmarks.context import OLD_RUNTIME, Context, run_interleaved
+from benchmarks.report import Row, Table, median, processor
 
 EVALUATE_EVERY = 4096  # environment steps
 ZOO = ("--num-envs", 8, "--num-steps", 32, "--num-minibatches", 1, "--update-epochs", 20, "--gae-lambda", 0.8)
 ZOO += ("--gamma", 0.98, "--learning-rate", 1e-3, "--ent-coef", 0.0)
 
 
-def run(context: Context, say=print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
-    return [_speed(context, say), *_solving(context, say)]
+def run(context: Context, log=print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
+    return [_speed(context, log), *_solving(context, log)]
 
 
-def _speed(context: Context, say) -> Table:
+def _speed(context: Context, log) -> Table:
     fast = ("--steps", context.steps(100_000, 20_000), "--warm-up", 6_000)
     slow = context.steps(40_960, 10_240)
     contenders = {
@@ -39,17 +39,17 @@ def _speed(context: Context, say) -> Table:
             "ppo", ("--line-steps", 512, "--skip-lines", 10, "--threads", 1), ("--total-timesteps", slow)
         ),
     }
-    wanted = {
+    target = {
         "bare loop, XLA's older runtime": 0.8,
         "bare loop, XLA's default runtime": 0.8,
         "Stable-Baselines3": 5.0,
     }
-    results, failures = in_turns(contenders, context.repeats, say)
+    results, failures = run_interleaved(contenders, context.repeats, log)
     rows = [
         Row(
             name,
-            middle(result.get("steps_per_second") for result in results[name]),
-            wanted.get(name),
+            median(result.get("steps_per_second") for result in results[name]),
+            target.get(name),
             failures.get(name, ""),
             processor(results[name]),
         )
@@ -59,8 +59,8 @@ def _speed(context: Context, say) -> Table:
     return Table(title, "environment steps/s", rows[0], tuple(rows[1:]))
 
 
-def _solving(context: Context, say) -> list[Table]:
-    """Until it is solved, from the start of the process; the time that evaluations take is left out."""
+def _solving(context: Context, log) -> list[Table]:
+    """Measure the time until CartPole is solved, from the start of the process. The time of evaluations is excluded."""
     budget = context.steps(100_000, 20_000)
     until = ("--steps", budget, "--solve-every", EVALUATE_EVERY)
     seeds = {name: iter(range(1, 1_000)) for name in ("rlframe", "bare", "sb3")}
@@ -73,10 +73,10 @@ def _solving(context: Context, say) -> list[Table]:
             "sb3_ppo", "cartpole", *until, "--warm-up", 0, "--threads", 1, "--seed", next(seeds["sb3"])
         ),
     }
-    results, failures = in_turns(contenders, context.repeats, say)
+    results, failures = run_interleaved(contenders, context.repeats, log)
     measures = {
         "last_100": "mean of the last 100 training episodes at 475",
-        "evaluated": f"mean of 20 greedy episodes at 475, looked at every {EVALUATE_EVERY} steps",
+        "evaluated": f"mean of 20 greedy episodes at 475, evaluated every {EVALUATE_EVERY} steps",
     }
     tables = []
     for key, measure in measures.items():
@@ -89,8 +89,8 @@ def _solving(context: Context, say) -> list[Table]:
                 solved = [result.get(key) or {} for result in results[name]]
                 values = [found.get(quantity) for found in solved]
                 note = failures.get(name) or _seeds_note(values)
-                wanted = factor if name == "Stable-Baselines3" and key == "last_100" else None
-                rows.append(Row(name, middle(values), wanted, note, processor(solved)))
+                target = factor if name == "Stable-Baselines3" and key == "last_100" else None
+                rows.append(Row(name, median(values), target, note, processor(solved)))
             title = f"PPO on CartPole-v1 until solved: {measure}"
             tables.append(Table(title, unit, rows[0], tuple(rows[1:]), higher_is_better=False))
     return tables

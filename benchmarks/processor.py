@@ -1,6 +1,6 @@
-"""Processor time: what a step takes of the cores, whoever else uses them.
+"""Processor time: the time that a step uses the cores, regardless of other processes.
 
-It differs less from run to run than wall time does, and shows work that waiting hides.
+It varies less between runs than wall time, and shows work that is hidden by waiting.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 def processor_seconds(pid: int | None = None) -> float:
-    """User and system time so far of a process, of its living descendants, and of those that they waited for.
+    """Return the user and system time so far of a process tree.
+
+    The tree consists of the process, its living descendants, and the ended children that they waited for.
 
     Args:
-        pid: of another process; None: this one.
+        pid: process id. None means this process.
     """
     if pid is not None:
-        return _of(pid)
+        return _tree_seconds(pid)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_of, _children(os.getpid())))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_tree_seconds, _children(os.getpid())))
 
 
 class Stopwatch:
-    """Wall and processor time since it was made."""
+    """Measures wall time and processor time since its creation."""
 
     def __init__(self) -> None:
         self._processor = processor_seconds()
@@ -35,30 +37,30 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """Wall time so far."""
+        """Seconds of wall time so far."""
         return time.perf_counter() - self._wall
 
     def rate(self, steps: int) -> dict[str, float]:
-        """Steps per second so far, and microseconds of a processor for each."""
+        """Return steps per second so far, and microseconds of processor time per step."""
         per_second = steps / self.seconds
         return {"steps_per_second": per_second, "processor_us": self.processor_us(steps)}
 
     def processors(self) -> float:
-        """How many processors were in use, on average."""
+        """Return the mean number of processors in use."""
         return (processor_seconds() - self._processor) / self.seconds
 
     def processor_us(self, steps: int) -> float:
-        """Microseconds of a processor for each of so many steps."""
+        """Return the microseconds of processor time per step."""
         return 1e6 * (processor_seconds() - self._processor) / max(1, steps)
 
 
-def _of(pid: int) -> float:
-    """Seconds of a process that may end meanwhile, and of its descendants."""
+def _tree_seconds(pid: int) -> float:
+    """Return the processor time of a process and its descendants, or 0 if the process has ended."""
     with contextlib.suppress(OSError):
-        # Linux's clock of another process (clock_getcpuclockid); its /proc/PID/stat counts in ticks of 10 ms.
+        # Clock of another process on Linux (clock_getcpuclockid). /proc/PID/stat only counts in ticks of 10 ms.
         own = time.clock_gettime((~pid << 3) | 2)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return own + (int(fields[13]) + int(fields[14])) / TICK + sum(map(_of, _children(pid)))
+        return own + (int(fields[13]) + int(fields[14])) / TICK + sum(map(_tree_seconds, _children(pid)))
     return 0.0
 
 

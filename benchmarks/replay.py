@@ -1,9 +1,9 @@
-"""Replay buffers side by side, with bare numpy as the floor and other libraries as peers.
+"""Replay buffers compared with a bare numpy ring as the lower limit, and with other libraries.
 
     python -m benchmarks.replay [--peers-python PATH] [--rounds N]
 
-`--peers-python` names an interpreter that has Stable-Baselines3, cpprb or flashbax; they are measured in the same run,
-in turns with this project, since the speed of a shared machine changes by the minute. The least time counts.
+`--peers-python` is an interpreter that has Stable-Baselines3, cpprb or flashbax. All are measured in one run in
+alternating turns, because the speed of a shared machine changes every minute. The minimum time counts.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from benchmarks.report import Row, Table
 from rlframe.replay import ReplayBuffer
 from rlframe.types import AgentOutput, ReplaySpec, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 
-# Microseconds that a row may take, and how many times as quick as the floor it must be.
+# Maximum microseconds of a row, and its minimum speed as a multiple of the numpy ring's.
 LIMITS = {"cartpole insert 64": 10.0, "cartpole sample 256, 1-step": 25.0, "cartpole sample 256, 3-step": 80.0}
 FLOORS = {"pong insert 64": 1 / 1.2, "pong sample 256, 1-step": 1 / 1.2}
 FLOOR, FRAMES = "a ring of numpy arrays", "rlframe, single frames"
 
 
-class Floor:
-    """A ring of raw arrays: no items, no episodes, no checks. Nothing written in numpy can be quicker."""
+class NumpyRing:
+    """A ring of raw arrays without items, episodes or checks: the lower limit for code in numpy."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, capacity: int):
         fields = data(shape, dtype)
         self._batch = [fields[key] for key in ("obs", "act", "rew", "done")]
-        # Fresh observations, as an environment gives them: 50 different ones, so that they do not stay in the cache.
+        # 50 different observations, so that they do not stay in the cache, as with a real environment.
         self._observations = [self._batch[0].copy() for _ in range(50)]
         self._size = capacity // ENVS * ENVS
         self._arrays = [np.zeros((self._size, *a.shape[1:]), a.dtype) for a in self._batch]
         for a in self._arrays:
-            a[:] = 1  # touched, as in a buffer that is full
+            a[:] = 1  # touch the memory, as in a full buffer
         self._at, self._rng = 0, np.random.default_rng(0)
         self._out = [np.empty((BATCH, *a.shape[1:]), a.dtype) for a in [*self._arrays, self._arrays[0]]]
 
     def insert(self) -> None:
-        """Writes 64 steps."""
+        """Write 64 steps."""
         at = self._at
         self._batch[0] = self._observations[at // ENVS % 50]
         for array, values in zip(self._arrays, self._batch):
@@ -55,7 +55,7 @@ class Floor:
         self._at = (at + ENVS) % self._size
 
     def sample(self) -> list[np.ndarray]:
-        """Takes 256 one-step transitions into the same arrays each time."""
+        """Copy 256 one-step transitions into preallocated arrays."""
         index = self._rng.integers(0, self._size - ENVS, BATCH)
         for array, out in zip(self._arrays, self._out):
             array.take(index, axis=0, out=out, mode="clip")
@@ -64,7 +64,7 @@ class Floor:
 
 
 def steps(shape: tuple[int, ...], dtype: Any, count: int, end: float) -> tuple[np.ndarray, list[Step]]:
-    """A cycle of `count` steps of 64 environments; each stack of frames continues the one before it."""
+    """Return a cycle of `count` steps of 64 environments. Each stack of frames continues the previous stack."""
     rng = np.random.default_rng(0)
     frames = rng.integers(0, 255, (count + shape[0], ENVS, *shape[1:])).astype(dtype)
     out, step_type = [], np.zeros(ENVS, np.uint8)
@@ -86,8 +86,8 @@ def steps(shape: tuple[int, ...], dtype: Any, count: int, end: float) -> tuple[n
     return global_env_ids(0, np.arange(ENVS)), out
 
 
-class Ours:
-    """A full `ReplayBuffer` and calls on it."""
+class FilledReplay:
+    """A full `ReplayBuffer` with the operations to measure."""
 
     def __init__(
         self, workload: Any, kind: str = "uniform", n_step: int = 1, single_frame: bool = False, count: int = 50
@@ -106,24 +106,28 @@ class Ours:
         self._priorities = np.random.default_rng(0).random(BATCH)
 
     def insert(self) -> None:
-        """Adds 64 steps."""
+        """Add 64 steps."""
         self.buffer.add(self._ids, self._steps[self._t])
         self._t = (self._t + 1) % len(self._steps)
 
     def sample(self) -> Any:
-        """Draws 256."""
+        """Sample 256 items."""
         return self.buffer.sample()
 
     def cycle(self) -> None:
-        """Draws 256 and gives them priorities."""
+        """Sample 256 items and update their priorities."""
         self.buffer.update_priorities(self.buffer.sample().keys, self._priorities)
 
 
 def contenders() -> dict[str, dict[str, Callable[[], Any]]]:
-    """Row -> name -> call."""
-    floor, pong_floor = Floor(*CARTPOLE), Floor(*PONG)
-    one, three, prioritized = Ours(CARTPOLE), Ours(CARTPOLE, n_step=3), Ours(CARTPOLE, "prioritized")
-    whole, frames = Ours(PONG), Ours(PONG, single_frame=True)
+    """Return the calls to measure, by row and contender."""
+    floor, pong_floor = NumpyRing(*CARTPOLE), NumpyRing(*PONG)
+    one, three, prioritized = (
+        FilledReplay(CARTPOLE),
+        FilledReplay(CARTPOLE, n_step=3),
+        FilledReplay(CARTPOLE, "prioritized"),
+    )
+    whole, frames = FilledReplay(PONG), FilledReplay(PONG, single_frame=True)
     return {
         "cartpole insert 64": {FLOOR: floor.insert, "rlframe": one.insert},
         "cartpole insert 64, 3-step": {"rlframe": three.insert},
@@ -144,26 +148,26 @@ def contenders() -> dict[str, dict[str, Callable[[], Any]]]:
     }
 
 
-def peers(python: Path | str, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
-    """Measures the peers that `python` has; says which it has not."""
+def peers(python: Path | str, log: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Measure the peers that `python` has, and log the missing ones."""
     command = [str(python), str(Path(__file__).with_name("replay_peers.py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     for line in done.stderr.splitlines():
         if "is left out" in line:
-            say(line)
+            log(line)
     if done.returncode:
-        say(f"The peers could not be measured: {done.stderr.strip().splitlines()[-1]}")
+        log(f"The peers could not be measured: {done.stderr.strip().splitlines()[-1]}")
         return {}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     rows, seconds = contenders(), 0.05 if context.quick else 0.4
     best: dict[str, dict[str, float]] = {row: {} for row in rows}
     spent: dict[str, dict[str, float]] = {row: {} for row in rows}
     for turn in range(context.repeats):
-        say(f"replay: turn {turn + 1} of {context.repeats}")
+        log(f"replay: turn {turn + 1} of {context.repeats}")
         for row, calls in rows.items():
             for name, call in calls.items():
                 if name == FLOOR and context.only_ours:
@@ -172,7 +176,7 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
                 best[row][name] = min(taken.least, best[row].get(name, taken.least))
                 spent[row][name] = min(taken.processor, spent[row].get(name, taken.processor))
         if context.peers_python is not None:
-            for row, values in peers(context.peers_python, say).items():
+            for row, values in peers(context.peers_python, log).items():
                 for name, value in values.items():
                     best[row][name] = min(value, best[row].get(name, value))
     return [_table(row, values, spent[row]) for row, values in best.items()]
@@ -183,7 +187,7 @@ def _table(row: str, values: dict[str, float], spent: dict[str, float]) -> Table
     if FLOOR in values:
         others.append(Row(FLOOR, values[FLOOR], FLOORS.get(row)))
     if FRAMES in values:
-        others.append(Row(FRAMES, values[FRAMES], None, "less memory: a quarter", spent[FRAMES]))
+        others.append(Row(FRAMES, values[FRAMES], None, "a quarter of the memory", spent[FRAMES]))
     others += [Row(name, values.get(name), 1.0, "" if name in values else "not measured") for name in PEERS]
     ours = Row("rlframe", values["rlframe"], LIMITS.get(row), processor=spent["rlframe"])
     return Table(row, "microseconds", ours, tuple(others), higher_is_better=False)
@@ -191,8 +195,8 @@ def _table(row: str, values: dict[str, float], spent: dict[str, float]) -> Table
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers-python", type=Path, help=f"an interpreter with {', '.join(PEERS)}")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that each contender gets")
+    parser.add_argument("--peers-python", type=Path, help=f"a Python with {', '.join(PEERS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     arguments = parser.parse_args()
     print(*run(Context(peers_python=arguments.peers_python, repeats=arguments.rounds)), sep="\n\n")
     return 0

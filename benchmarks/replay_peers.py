@@ -1,7 +1,7 @@
-"""Other replay buffers on the workloads of `benchmarks/replay.py`. Prints one JSON object: {row: {peer: microseconds}}.
+"""Other replay buffers with the workloads of `benchmarks/replay.py`.
 
-Run by `benchmarks/replay.py` with an interpreter that has them; needs no rlframe. A peer that cannot be imported is
-left out.
+Prints one JSON object: {row: {peer: microseconds}}. `benchmarks/replay.py` runs this script with an interpreter that
+has the peers and needs no rlframe. Peers that cannot be imported are left out.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ CARTPOLE = ((4,), np.float32, 100_000)
 PONG = ((4, 84, 84), np.uint8, 10_048)
 
 
-class Taken(NamedTuple):
-    """What a call takes, in microseconds."""
+class CallTimes(NamedTuple):
+    """The duration of a call in microseconds."""
 
-    least: float  # wall time, over short runs: other work on the machine only ever adds
-    processor: float  # of this process, on average
+    least: float  # minimum wall time over short runs, because other work on the machine can only increase it
+    processor: float  # mean processor time of this process
 
 
-def measure(call: Callable[[], Any], seconds: float = 0.4) -> Taken:
-    """Calls it for about so long."""
+def measure(call: Callable[[], Any], seconds: float = 0.4) -> CallTimes:
+    """Measure repeated calls for about `seconds`."""
     call()
     start = time.perf_counter()
     call()
@@ -38,17 +38,17 @@ def measure(call: Callable[[], Any], seconds: float = 0.4) -> Taken:
         for _ in range(repeats):
             call()
         best, runs = min(best, (time.perf_counter() - start) / repeats), runs + 1
-    return Taken(best * 1e6, 1e6 * (time.process_time() - processor) / max(1, runs * repeats))
+    return CallTimes(best * 1e6, 1e6 * (time.process_time() - processor) / max(1, runs * repeats))
 
 
-def repeat(insert: Callable[[], None], capacity: int) -> None:
-    """Fills a buffer."""
+def fill(insert: Callable[[], None], capacity: int) -> None:
+    """Fill a buffer."""
     for _ in range(capacity // ENVS + 10):
         insert()
 
 
 def data(shape: tuple[int, ...], dtype: Any, count: int = ENVS) -> dict[str, np.ndarray]:
-    """A batch of transitions of `count` environments."""
+    """Return a batch of transitions of `count` environments."""
     rng = np.random.default_rng(0)
 
     def make() -> np.ndarray:
@@ -65,8 +65,8 @@ def data(shape: tuple[int, ...], dtype: Any, count: int = ENVS) -> dict[str, np.
     }
 
 
-def stable_baselines3(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, Taken]:
-    """With its defaults, which tell truncation from termination as rlframe does."""
+def stable_baselines3(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, CallTimes]:
+    """Measure with default options, which distinguish truncation from termination as rlframe does."""
     import gymnasium
     from stable_baselines3.common import buffers
 
@@ -78,17 +78,17 @@ def stable_baselines3(name: str, shape: tuple[int, ...], dtype: Any, capacity: i
         buffer.add(d["obs"], d["next_obs"], d["act"][:, None], d["rew"], d["done"], infos)
 
     buffer = buffers.ReplayBuffer(capacity, *spaces, device="cpu", n_envs=ENVS)
-    repeat(add, capacity)
+    fill(add, capacity)
     rows = {f"{name} insert 64": measure(add), f"{name} sample 256, 1-step": measure(lambda: buffer.sample(BATCH))}
     if name == "cartpole" and hasattr(buffers, "NStepReplayBuffer"):
         buffer = buffers.NStepReplayBuffer(capacity, *spaces, device="cpu", n_envs=ENVS, n_steps=3, gamma=GAMMA)
-        repeat(add, capacity)
+        fill(add, capacity)
         rows[f"{name} sample 256, 3-step"] = measure(lambda: buffer.sample(BATCH))
     return rows
 
 
-def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, Taken]:
-    """Its n-step buffer knows one environment only, so 3-step sampling is measured on one stream."""
+def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, CallTimes]:
+    """Measure cpprb. Its n-step buffer supports only one environment, so 3-step sampling uses one stream."""
     import cpprb as library
 
     fields = {
@@ -100,7 +100,7 @@ def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[
     }
     d, priorities = data(shape, dtype), np.random.default_rng(0).random(BATCH)
     buffer = library.ReplayBuffer(capacity, fields)
-    repeat(lambda: buffer.add(**d), capacity)
+    fill(lambda: buffer.add(**d), capacity)
     rows = {
         f"{name} insert 64": measure(lambda: buffer.add(**d)),
         f"{name} sample 256, 1-step": measure(lambda: buffer.sample(BATCH)),
@@ -109,10 +109,10 @@ def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[
         return rows
     nstep = {"size": 3, "gamma": GAMMA, "rew": "rew", "next": "next_obs"}
     buffer = library.ReplayBuffer(capacity, fields, Nstep=nstep)
-    repeat(lambda: buffer.add(**d), capacity)
+    fill(lambda: buffer.add(**d), capacity)
     rows[f"{name} sample 256, 3-step"] = measure(lambda: buffer.sample(BATCH))
     buffer = library.PrioritizedReplayBuffer(capacity, fields, alpha=0.6)
-    repeat(lambda: buffer.add(**d), capacity)
+    fill(lambda: buffer.add(**d), capacity)
     rows[f"{name} insert 64, prioritized"] = measure(lambda: buffer.add(**d))
     rows[f"{name} sample + update 256, prioritized"] = measure(
         lambda: buffer.update_priorities(buffer.sample(BATCH, beta=0.4)["indexes"], priorities)
@@ -120,8 +120,8 @@ def cpprb(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[
     return rows
 
 
-def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, Taken]:
-    """Jitted, with its state donated."""
+def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> dict[str, CallTimes]:
+    """Measure jitted functions with donated state."""
     import flashbax as fbx
     import jax
 
@@ -129,8 +129,8 @@ def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> di
     one, key = {field: value[0] for field, value in d.items()}, jax.random.PRNGKey(0)
     priorities = np.random.default_rng(0).random(BATCH).astype(np.float32)
 
-    def measured(buffer: Any, batch: dict[str, np.ndarray], update: bool = False) -> tuple[Taken, Taken]:
-        """Returns what (an insert, a sample) takes; `update`: a sample and an update of its priorities."""
+    def measured(buffer: Any, batch: dict[str, np.ndarray], update: bool = False) -> tuple[CallTimes, CallTimes]:
+        """Return the times of an insert and a sample. With `update`, the sample includes an update of priorities."""
         add, sample = jax.jit(buffer.add, donate_argnums=0), jax.jit(buffer.sample)
         set_priorities = jax.jit(buffer.set_priorities, donate_argnums=0) if update else None
         state = buffer.init(one)
@@ -145,7 +145,7 @@ def flashbax(name: str, shape: tuple[int, ...], dtype: Any, capacity: int) -> di
             if set_priorities is not None:
                 state = jax.block_until_ready(set_priorities(state, drawn.indices, priorities))
 
-        repeat(insert, capacity)
+        fill(insert, capacity)
         return measure(insert), measure(draw)
 
     insert, draw = measured(fbx.make_flat_buffer(capacity, BATCH, BATCH, add_batch_size=ENVS), d)

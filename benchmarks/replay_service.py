@@ -1,6 +1,6 @@
-"""The replay service beside Reverb: what goes in and what comes out, each server in a process of its own.
+"""Inserts and samples of the replay service compared with Reverb, with each server in a separate process.
 
-Everything is CartPole's size, and the service is called over Unix sockets.
+All data has the size of CartPole. The service is called over Unix sockets.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.context import Context, in_turns
-from benchmarks.report import Row, Table, middle, processor
+from benchmarks.context import Context, run_interleaved
+from benchmarks.report import Row, Table, median, processor
 
-# What is measured -> (title, the service's way, Reverb's, the figure of Reverb's, its name).
+# name -> (title, argument for the service's script, arguments for Reverb's script, Reverb's result key, Reverb's label)
 ROWS: dict[str, tuple[str, str, tuple[Any, ...], str, str]] = {
     "single": (
         "insert: steps of one environment",
@@ -40,8 +40,8 @@ ROWS: dict[str, tuple[str, str, tuple[Any, ...], str, str]] = {
 }
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Measures; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the benchmark; see `benchmarks.runner`."""
     seconds = context.steps(3, 1)
     tables = []
     for title, way, reverb, figure, name in ROWS.values():
@@ -50,18 +50,18 @@ def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
             "service": functools.partial(context.ours, "replay_service", way, "--seconds", seconds),
             "reverb": functools.partial(context.ours, "reverb", *reverb, *timed),
         }
-        tables.append(_table(f"Replay service, {title}", contenders, figure, name, context, say))
+        tables.append(_table(f"Replay service, {title}", contenders, figure, name, context, log))
     own = {"service": functools.partial(context.ours, "replay_service", "prioritized", "--seconds", seconds)}
-    return [*tables, _table("Replay service, sample: 256 by priority, and update", own, "", "", context, say)]
+    return [*tables, _table("Replay service, sample: 256 by priority, and update", own, "", "", context, log)]
 
 
-def _table(title: str, contenders: Any, figure: str, name: str, context: Context, say: Callable[[str], None]) -> Table:
-    results, failures = in_turns(contenders, context.repeats, say)
+def _table(title: str, contenders: Any, figure: str, name: str, context: Context, log: Callable[[str], None]) -> Table:
+    results, failures = run_interleaved(contenders, context.repeats, log)
     service = results["service"]
-    value = middle(turn.get("steps_per_second") for turn in service)
+    value = median(turn.get("steps_per_second") for turn in service)
     ours = Row("the service", value, None, failures.get("service", ""), processor(service))
     others = [
-        Row(name, middle(turn.get(figure) for turn in turns), 1.0, failures.get(way, ""))
+        Row(name, median(turn.get(figure) for turn in turns), 1.0, failures.get(way, ""))
         for way, turns in results.items()
         if way != "service"
     ]

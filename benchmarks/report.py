@@ -1,4 +1,4 @@
-"""Tables: our figure, the others' figures from the same run, the ratio, and what was asked for."""
+"""Tables of our figure, the figures of others from the same run, ratios, and targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class NotMeasured(Exception):
-    """A figure that could not be taken here; the message says why."""
+    """Raised if a figure could not be measured. The message contains the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,80 +20,82 @@ class Row:
     """One figure of a table."""
 
     name: str
-    value: float | None  # None: not measured, and `note` says why
-    wanted: float | None = None  # the least that our figure is to be, as a multiple of this one
+    value: float | None  # None if not measured; `note` contains the reason
+    target: float | None = None  # target of our figure, as a multiple of this one
     note: str = ""
-    processor: float | None = None  # microseconds of processor time for one step, where the row is of rlframe
+    processor: float | None = None  # microseconds of processor time per step, for rows of rlframe
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Our figure against others. Ratios are above 1 where ours is the better one."""
+    """Our figure compared with others. Ratios are above 1 if ours is better."""
 
     title: str
     unit: str
-    ours: Row  # its `wanted` is absolute, in the table's unit
+    ours: Row  # its `target` is absolute, in the table's unit
     others: tuple[Row, ...] = ()
     higher_is_better: bool = True
-    ratios: bool = True  # False: the others are parts of ours, not rivals
+    ratios: bool = True  # False if the other rows are parts of ours, not competitors
     note: str = ""
 
     def ratio(self, other: Row) -> float | None:
-        """How many times better our figure is than `other`'s."""
+        """Return how many times better our figure is than that of `other`."""
         if not self.ratios or not self.ours.value or not other.value:
             return None
         ratio = self.ours.value / other.value
         return ratio if self.higher_is_better else 1 / ratio
 
-    def misses(self) -> list[str]:
-        """What was asked for and is not reached."""
-        ours, missed = self.ours, []
-        if ours.wanted is not None and ours.value is not None:
-            reached = ours.value >= ours.wanted if self.higher_is_better else ours.value <= ours.wanted
+    def missed_targets(self) -> list[str]:
+        """Return a line for each missed target."""
+        ours, lines = self.ours, []
+        if ours.target is not None and ours.value is not None:
+            reached = ours.value >= ours.target if self.higher_is_better else ours.value <= ours.target
             if not reached:
-                missed.append(f"{self.title}: {number(ours.value)} {self.unit}, wanted {number(ours.wanted)}")
+                lines.append(
+                    f"{self.title}: {format_number(ours.value)} {self.unit}, target {format_number(ours.target)}"
+                )
         for row in self.others:
             ratio = self.ratio(row)
-            if row.wanted is not None and ratio is not None and ratio < row.wanted:
-                missed.append(f"{self.title}: {ratio:.2f} times {row.name}, wanted {row.wanted:g}")
-        return missed
+            if row.target is not None and ratio is not None and ratio < row.target:
+                lines.append(f"{self.title}: {ratio:.2f} times {row.name}, target {row.target:g}")
+        return lines
 
     def __str__(self) -> str:
         rows = (self.ours, *self.others)
         width = max(len(row.name) for row in rows)
         lines = [f"{self.title}  ({self.unit}{'' if self.higher_is_better else '; less is better'})"]
         for row in rows:
-            line = f"  {row.name:<{width}}  {number(row.value):>10}"
+            line = f"  {row.name:<{width}}  {format_number(row.value):>10}"
             if row is self.ours:
                 line += self._absolute(row)
             elif row.value is not None:
                 line += self._relative(row)
             if row.processor is not None:
-                line += f"  processor {number(row.processor)} µs"
+                line += f"  processor {format_number(row.processor)} µs"
             lines.append(f"{line}  {row.note}".rstrip())
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
 
     def _absolute(self, row: Row) -> str:
-        if row.wanted is None or row.value is None:
+        if row.target is None or row.value is None:
             return " " * 8
         bound = "at least" if self.higher_is_better else "at most"
-        reached = row.value >= row.wanted if self.higher_is_better else row.value <= row.wanted
-        return f"{'':8}  wanted: {bound} {number(row.wanted)}: {_verdict(reached)}"
+        reached = row.value >= row.target if self.higher_is_better else row.value <= row.target
+        return f"{'':8}  target: {bound} {format_number(row.target)}: {_verdict(reached)}"
 
     def _relative(self, row: Row) -> str:
         ratio = self.ratio(row)
         if ratio is None:
             return " " * 8
         text = f"  x {ratio:<5.2f}"
-        if row.wanted is not None:
-            text += f"  wanted: x {row.wanted:g}: {_verdict(ratio >= row.wanted)}"
+        if row.target is not None:
+            text += f"  target: x {row.target:g}: {_verdict(ratio >= row.target)}"
         return text
 
 
-def number(value: float | None) -> str:
-    """A figure with three or four digits that count."""
+def format_number(value: float | None) -> str:
+    """Format a figure with three or four significant digits."""
     if value is None:
         return "-"
     if abs(value) >= 1000:
@@ -101,19 +103,19 @@ def number(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def middle(values: Iterable[float | None]) -> float | None:
-    """The median of what was measured."""
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are not None."""
     measured = [value for value in values if value is not None]
     return statistics.median(measured) if measured else None
 
 
 def processor(results: Iterable[dict[str, Any]]) -> float | None:
-    """The median of the processor time of a step, in microseconds, where the turns' results say it."""
-    return middle(result.get("processor_us") for result in results)
+    """Return the median processor time per step in microseconds, from the results that have it."""
+    return median(result.get("processor_us") for result in results)
 
 
 def machine() -> str:
-    """The machine and the versions that the figures are of."""
+    """Return a description of the machine and the versions."""
     model = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:

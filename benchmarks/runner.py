@@ -1,4 +1,4 @@
-"""`rlframe bench [NAME...]`: runs the benchmarks and prints their tables."""
+"""`rlframe bench [NAME...]` runs the benchmarks and prints their tables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from benchmarks.report import Table, machine
 from rlframe import extras
 from rlframe.errors import UsageError
 
-# name -> what it compares. Each is a module here with `run(context, say) -> list[Table]`.
+# name -> description. Each is a module in this package with `run(context, log) -> list[Table]`.
 BENCHMARKS = {
-    "actor": "where the time of an Actor's step goes",
+    "actor": "time profile of an Actor's step",
     "envs": "environment pools, against gymnasium's AsyncVectorEnv",
-    "async_envs": "AsyncEnv against SyncEnv, where some steps take much longer than others",
+    "async_envs": "AsyncEnv against SyncEnv with very uneven step times",
     "replay": "insert and sample, against Stable-Baselines3, cpprb and flashbax",
     "inference": "the inference service, against its jitted call alone and against unbatched calls",
     "calls": "a call to another process, against Courier and the standard library's connections",
     "engines": "programs of several processes under each engine",
     "scaling": "a model of programs of 1 to 1,000 actors, against a simulation of them",
-    "shared_memory": "replay between processes, against the buffer in one process",
+    "shared_memory": "replay between processes, against the in-process buffer",
     "replay_service": "the replay service, against Reverb",
     "reverb": "Reverb through rlframe's buffer, against Reverb alone; shared memory against its inserts",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
@@ -38,7 +38,7 @@ BENCHMARKS = {
     "trajectories": "the trajectory service on disk, against the published server in memory",
     "coordinator": "200 scripted workers on one coordinator",
 }
-NEEDS = {  # name -> extras, for those that need some
+NEEDS = {  # name -> required extras
     "replay_service": ("reverb",),
     "reverb": ("reverb",),
     "lm": ("trajectories",),
@@ -47,14 +47,14 @@ NEEDS = {  # name -> extras, for those that need some
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Runs the benchmarks named in `arguments`, all if none is.
+    """Run the benchmarks named in `arguments`, or all.
 
     Returns:
-        0: all that was asked for is reached; with `--against`, no row is slower. 1: something is not, or one is.
-        2: an unknown name or option.
+        0: all targets are reached, or with `--against`, no row is slower. 1: a target is missed, or a row is slower. 2:
+            unknown name or option.
 
     Raises:
-        UsageError: a benchmark that was named needs an extra which is missing; if none was, such a one is left out.
+        UsageError: a named benchmark needs a missing extra. Without names, such a benchmark is left out.
     """
     args = _arguments(arguments)
     unknown = [name for name in args.names if name not in BENCHMARKS]
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         )
         return 2
     if args.list:
-        print("\n".join(f"{name:16}{what}" for name, what in BENCHMARKS.items()))
+        print("\n".join(f"{name:16}{text}" for name, text in BENCHMARKS.items()))
         return 0
     names = [name for name in args.names or BENCHMARKS if _can_run(name, bool(args.names))]
     if args.against is not None:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     print(machine(), flush=True)
     tables: list[Table] = []
     for name in names:
-        found = importlib.import_module(f"benchmarks.{name}").run(context, _say)
+        found = importlib.import_module(f"benchmarks.{name}").run(context, _log)
         print("", *found, sep="\n\n" if len(found) > 1 else "\n", flush=True)
         tables += found
     return _sum_up(tables)
@@ -99,43 +99,43 @@ def _against(args: argparse.Namespace, names: list[str]) -> int:
     print(machine(), flush=True)
     try:
         python = args.old_python or sys.executable
-        return against.run(names, args.against, args.turns or 5, args.quick, args.json, _say, python)
+        return against.run(names, args.against, args.turns or 5, args.quick, args.json, _log, python)
     except UsageError as error:
         print(f"rlframe bench: {error}", file=sys.stderr)
         return 2
 
 
 def _sum_up(tables: list[Table]) -> int:
-    missed = [line for table in tables for line in table.misses()]
+    missed = [line for table in tables for line in table.missed_targets()]
     unmeasured = sum(row.value is None for table in tables for row in (table.ours, *table.others))
     if not tables:
         return 0
     print()
     if unmeasured:
-        print(f"{unmeasured} figures were not measured; docs/benchmarks.md says how to set the peers up.")
-    print(*(["Not reached:", *missed] if missed else ["All that was asked for and measured is reached."]), sep="\n  ")
+        print(f"{unmeasured} figures were not measured. To set up the peers, see docs/benchmarks.md.")
+    print(*(["Missed targets:", *missed] if missed else ["All measured targets are reached."]), sep="\n  ")
     return 1 if missed else 0
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rlframe bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
-    parser.add_argument("--list", action="store_true", help="say what there is")
-    parser.add_argument("--peers-python", help="the Python of an environment that holds the peers")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    parser.add_argument("--peers-python", help="Python of an environment with the peers")
     parser.add_argument("--cleanrl", help="a checkout of CleanRL")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each contender; the medians are shown")
-    parser.add_argument("--quick", action="store_true", help="one short turn: shows that everything runs")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each contender; tables show medians")
+    parser.add_argument("--quick", action="store_true", help="one short turn, to check that everything runs")
     parser.add_argument("--against", metavar="CHECKOUT", help="compare with another checkout, or a git revision")
-    parser.add_argument("--turns", type=int, help="with --against: turns of the old, the new, and the old (default: 5)")
-    parser.add_argument("--old-python", help="with --against: the Python that runs the old, of another version, say")
-    parser.add_argument("--json", action="store_true", help="with --against: the last line is one JSON object")
+    parser.add_argument("--turns", type=int, help="with --against: turns of old, new and old again (default: 5)")
+    parser.add_argument("--old-python", help="with --against: Python for the old checkout")
+    parser.add_argument("--json", action="store_true", help="with --against: print one JSON object as the last line")
     args = parser.parse_args(list(arguments))
     if args.against is None and (args.turns is not None or args.json or args.old_python):
-        parser.error("--turns, --json and --old-python go with --against.")
+        parser.error("--turns, --json and --old-python require --against.")
     if args.against is not None and (args.peers_python or args.cleanrl):
-        parser.error("--against leaves the peers out: --peers-python and --cleanrl do not go with it.")
+        parser.error("--against does not measure peers, so it cannot be combined with --peers-python or --cleanrl.")
     if args.turns is not None and args.turns < 1:
-        parser.error(f"--turns {args.turns}: it takes at least one.")
+        parser.error(f"--turns must be at least 1, got {args.turns}.")
     return args
 
 
@@ -144,5 +144,5 @@ def _path(option: str | None, variable: str) -> Path | None:
     return Path(given) if given else None
 
 
-def _say(what: str) -> None:
-    print(f"  {what} ...", file=sys.stderr, flush=True)
+def _log(text: str) -> None:
+    print(f"  {text} ...", file=sys.stderr, flush=True)

@@ -1,8 +1,9 @@
-"""How a program grows with its actors: the model of docs/scaling.md, and a simulation that has queues and chance.
+"""Scaling of a program with its actors: the model of docs/scaling.md, and a simulation with queues and randomness.
 
-The model is a minimum: each part of a program (actors, shards of the replay service, the learner, the inference
-service, its network) can carry so many environment steps a second, and the least decides. The simulation (SimPy) runs
-the same program message by message. `rlframe bench scaling` prints both and draws docs/images/scaling.png.
+The model is a minimum. Each part of a program (actors, shards of the replay service, the learner, the inference
+service, the network) has a maximum number of environment steps per second, and the lowest maximum is the limit. The
+simulation (SimPy) runs the same program message by message. `rlframe bench scaling` prints both and draws
+docs/images/scaling.png.
 """
 
 from __future__ import annotations
@@ -26,146 +27,148 @@ ACTORS = (1, 3, 10, 30, 100, 180, 300, 560, 1000)
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds that a core is busy: CartPole, two layers of 64. docs/scaling.md says how each was measured."""
+    """Busy seconds of a core for CartPole with two layers of 64. docs/scaling.md describes the measurements."""
 
-    step: float = 316e-6  # an actor's step: the pool, inference on a CPU, replay, itself
-    step_env: float = 2.1e-6  # and for each environment in it
-    remote: float = 300e-6  # the first where a service has inference: the call takes as long
-    insert: float = 30e-6  # a message of unrolls, at the shard that takes it
-    insert_step: float = 0.163e-6
-    draw: float = 30e-6  # a batch of unrolls, at the shard that gives it
-    draw_step: float = 0.26e-6
-    byte: float = 0.2e-9  # for each byte of either
-    update: float = 1.5e-3  # a learner's update, with the draw's end and the new version
-    update_step: float = 0.75e-6  # for each environment step in the batch
-    call: float = 107e-6  # a request of 64 rows and its answer, on their way
-    batch: float = 20e-6  # the service's call of the network, for as many requests as wait
-    batch_row: float = 0.2e-6
-    request: float = 190e-6  # and what it does for each request: read it, put it with others, answer
+    step: float = 316e-6  # an actor's step: pool, inference on a CPU, replay, and the Actor itself
+    step_env: float = 2.1e-6  # added for each environment in the step
+    remote: float = 300e-6  # an actor's step with an inference service, whose call takes about as long
+    insert: float = 30e-6  # a message of unrolls, at the receiving shard
+    insert_step: float = 0.163e-6  # added for each environment step in it
+    draw: float = 30e-6  # a batch of unrolls, at the sending shard
+    draw_step: float = 0.26e-6  # added for each environment step in it
+    byte: float = 0.2e-9  # added for each byte of a message or a batch
+    update: float = 1.5e-3  # a learner's update, including the end of the draw and the new version
+    update_step: float = 0.75e-6  # added for each environment step in the batch
+    call: float = 107e-6  # transfer of a request of 64 rows and its response
+    batch: float = 20e-6  # the service's call of the network, for all waiting requests
+    batch_row: float = 0.2e-6  # added for each row
+    request: float = 190e-6  # added for each request: receive, batch, respond
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program of the topology distributed, or of light_env where there is a service of inference."""
+    """A program of the topology distributed, or of light_env if `service` is True."""
 
     actors: int
-    envs: int = 8  # of an actor
-    env_seconds: float = 1e-3  # that a step of one environment takes; an actor steps its own one after another
-    spread: float = 0.5  # standard deviation of that, as a share of it
-    unroll: int = 20  # steps
-    batch: int = 64  # unrolls
+    envs: int = 8  # environments per actor
+    env_seconds: float = 1e-3  # duration of one environment step; an actor steps its environments one after another
+    spread: float = 0.5  # standard deviation of env_seconds, as a fraction of it
+    unroll: int = 20  # steps per unroll
+    batch: int = 64  # unrolls per batch
     shards: int = 1
-    queued: int = 2  # batches that a shard holds before writers wait
-    service: bool = False  # inference by one service; False: at each actor
-    rows: int = 512  # that a call of the service takes at most
-    param_bytes: float = 40e3  # of a version
-    step_bytes: float = 40.0  # of experience
+    queued: int = 2  # batches in the queue of a shard before writers wait
+    service: bool = False  # True: one inference service; False: inference in each actor
+    rows: int = 512  # maximum rows per call of the service
+    param_bytes: float = 40e3  # bytes per version of the parameters
+    step_bytes: float = 40.0  # bytes per environment step
     actors_per_node: int = 32
-    bandwidth: float = 1.25e9  # bytes a second out of, and into, the learner's node: 10 Gbit/s
-    cores: int | None = None  # that all of it shares, on one machine; None: each part has one of its own
+    bandwidth: float = 1.25e9  # bytes per second from and to the learner's node: 10 Gbit/s
+    cores: int | None = None  # cores shared by all parts on one machine; None: one core per part
     costs: Costs = Costs()
 
     @property
     def nodes(self) -> int:
-        """Machines that have actors."""
+        """Number of machines with actors."""
         return -(-self.actors // self.actors_per_node)
 
     @property
-    def message(self) -> int:
-        """Environment steps of a message: an unroll of each environment of an actor."""
+    def steps_per_message(self) -> int:
+        """Environment steps per message: one unroll of each environment of an actor."""
         return self.envs * self.unroll
 
     @property
-    def messages(self) -> int:
-        """Messages of a batch."""
+    def messages_per_batch(self) -> int:
+        """Messages per batch."""
         return max(1, self.batch // self.envs)
 
     @property
     def steps(self) -> int:
-        """Environment steps of a batch."""
-        return self.message * self.messages
+        """Environment steps per batch."""
+        return self.steps_per_message * self.messages_per_batch
 
     @property
-    def stepping(self) -> float:
-        """Seconds of an actor's step, less what it waits for a service."""
+    def step_seconds(self) -> float:
+        """Seconds of an actor's step, without waiting for a service."""
         own = self.costs.remote if self.service else self.costs.step
         return own + self.envs * (self.costs.step_env + self.env_seconds)
 
-    def answering(self, rows: int) -> float:
-        """Seconds of the service for so many rows, an actor's in each request."""
+    def answer_seconds(self, rows: int) -> float:
+        """Return the seconds of the service for `rows` rows, with the rows of one actor in each request."""
         costs = self.costs
         return costs.batch + costs.batch_row * rows + costs.request * rows / self.envs
 
     @property
-    def inserting(self) -> float:
-        """Seconds of a shard for a message."""
-        return self.costs.insert + (self.costs.insert_step + self.costs.byte * self.step_bytes) * self.message
+    def insert_seconds(self) -> float:
+        """Seconds of a shard per message."""
+        return self.costs.insert + (self.costs.insert_step + self.costs.byte * self.step_bytes) * self.steps_per_message
 
     @property
-    def drawing(self) -> float:
-        """Seconds of a shard for a batch."""
+    def draw_seconds(self) -> float:
+        """Seconds of a shard per batch."""
         return self.costs.draw + (self.costs.draw_step + self.costs.byte * self.step_bytes) * self.steps
 
     @property
-    def updating(self) -> float:
-        """Seconds of the learner for a batch, once it has it."""
+    def update_seconds(self) -> float:
+        """Seconds of the learner per batch, after its arrival."""
         return self.costs.update + self.costs.update_step * self.steps
 
     @property
-    def arriving(self) -> float:
-        """Seconds until a batch that was asked for is at the learner, less those of the shard."""
+    def arrival_seconds(self) -> float:
+        """Seconds from the request of a batch to its arrival at the learner, without the shard's own time."""
         return self.costs.call + self.step_bytes * self.steps / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a program does in a second."""
+    """The performance of a program."""
 
-    steps: float  # of environments
-    staleness: float  # versions between the one that began an unroll and the one that learned from it
+    steps: float  # environment steps per second
+    staleness: float  # versions between the start of an unroll and its update
     bound_by: str = ""
 
 
 def limits(program: Program) -> dict[str, float]:
-    """Environment steps a second that each part could carry alone."""
+    """Return the maximum environment steps per second of each part."""
     costs = program.costs
-    a_step = program.stepping  # of an actor, in seconds
+    step_seconds = program.step_seconds  # seconds of an actor's step
     found = {}
     if program.service:
-        found["inference"] = program.rows / program.answering(program.rows)
-        a_step += costs.call + program.answering(program.envs)
-    found["actors"] = program.actors * program.envs / a_step
-    found["shards"] = program.shards / (program.inserting / program.message + program.drawing / program.steps)
-    found["draws"] = program.steps / (program.drawing + program.arriving)
-    found["learner"] = program.steps / program.updating
+        found["inference"] = program.rows / program.answer_seconds(program.rows)
+        step_seconds += costs.call + program.answer_seconds(program.envs)
+    found["actors"] = program.actors * program.envs / step_seconds
+    found["shards"] = program.shards / (
+        program.insert_seconds / program.steps_per_message + program.draw_seconds / program.steps
+    )
+    found["draws"] = program.steps / (program.draw_seconds + program.arrival_seconds)
+    found["learner"] = program.steps / program.update_seconds
     if program.cores is not None:
-        core = program.stepping / program.envs + program.inserting / program.message
-        core += (program.drawing + program.updating) / program.steps
+        core = program.step_seconds / program.envs + program.insert_seconds / program.steps_per_message
+        core += (program.draw_seconds + program.update_seconds) / program.steps
         if program.service:
-            core += (program.answering(program.envs) + costs.call) / program.envs
+            core += (program.answer_seconds(program.envs) + costs.call) / program.envs
         found["cores"] = program.cores / core
     return found
 
 
 def model(program: Program) -> Outcome:
-    """The least of the limits; and how old experience is that waits for what bounds it."""
+    """Return the lowest limit, and the staleness of experience that waits for the limiting part."""
     found = limits(program)
     bound_by = min(found, key=lambda name: found[name])
     steps = found[bound_by]
-    versions = steps / program.steps  # a second
-    acting = program.actors * program.message / found["actors"]  # seconds of an unroll
-    gathering = 0.5 * (min(program.shards, program.actors) - 1)  # versions until a shard has a batch
-    fetching = program.param_bytes / program.bandwidth * (1 + program.nodes / 2)  # seconds, of a node, on average
+    versions = steps / program.steps  # versions per second
+    acting = program.actors * program.steps_per_message / found["actors"]  # seconds per unroll
+    gathering = 0.5 * (min(program.shards, program.actors) - 1)  # versions until a shard has a full batch
+    fetching = program.param_bytes / program.bandwidth * (1 + program.nodes / 2)  # mean seconds per node
     if bound_by == "actors":
         return Outcome(steps, versions * (acting + fetching) + gathering, bound_by)
-    # All that there is room for is full: unrolls in the hands of actors, queues, and what the learner has drawn ahead.
-    full = program.actors * program.message / program.steps + program.queued * program.shards
+    # All buffers are full: unrolls at the actors, queues, and batches that the learner has fetched ahead.
+    full = program.actors * program.steps_per_message / program.steps + program.queued * program.shards
     full += 2 if bound_by == "learner" else 1
     return Outcome(steps, full + versions * fetching, bound_by)
 
 
 def simulate(program: Program, seconds: float, seed: int = 0) -> Outcome:
-    """Runs the program, message by message, for three times `seconds`, of which the last two count."""
+    """Run the program message by message for three times `seconds`. Only the last two thirds are counted."""
     run = _Simulation(program, random.Random(seed))
     run.env.run(seconds)
     run.steps, run.staleness = 0, []
@@ -179,15 +182,15 @@ class _Simulation:
         self.steps, self.staleness = 0, list[float]()
         self._program, self._chance = program, chance
         self._cores = None if program.cores is None else simpy.Resource(self.env, program.cores)
-        # A shard's threads take turns: a draw does not wait for all inserts that have come before it.
+        # Threads of a shard alternate: a draw does not wait for all earlier inserts.
         self._shards = [simpy.PriorityResource(self.env) for _ in range(program.shards)]
-        room = program.queued * program.messages
+        room = program.queued * program.messages_per_batch
         self._queues = [simpy.Store(self.env, room) for _ in range(program.shards)]
         self._network = simpy.Resource(self.env)
         self._published, self._added = self.env.event(), self.env.event()
-        self._version, self._at_node = 0, [0] * program.nodes
-        self._asked = simpy.Store(self.env)
-        self._drawn = simpy.Store(self.env, 1)  # a batch that was drawn ahead
+        self._version, self._node_versions = 0, [0] * program.nodes
+        self._requests = simpy.Store(self.env)
+        self._drawn = simpy.Store(self.env, 1)  # a batch that was fetched ahead
         self.env.process(self._draws())
         self.env.process(self._learner())
         for node in range(program.nodes):
@@ -205,11 +208,11 @@ class _Simulation:
             yield core
             yield self.env.timeout(seconds)
 
-    def _stepping(self, steps: int) -> float:
-        """Seconds of so many steps: the environments' own time is chance."""
+    def _random_step_seconds(self, steps: int) -> float:
+        """Return the seconds of `steps` steps. The environments' own time is random."""
         program = self._program
         count = steps * program.envs
-        fixed, mean = steps * program.stepping - count * program.env_seconds, count * program.env_seconds
+        fixed, mean = steps * program.step_seconds - count * program.env_seconds, count * program.env_seconds
         if not mean or not program.spread:
             return fixed + mean
         shape = count / program.spread**2
@@ -218,22 +221,22 @@ class _Simulation:
     def _actor(self, rank: int) -> Generator[Any, Any, None]:
         program, shard = self._program, rank % self._program.shards
         node = rank // program.actors_per_node
-        yield self.env.timeout(self._chance.random() * program.unroll * program.stepping)
+        yield self.env.timeout(self._chance.random() * program.unroll * program.step_seconds)
         while True:
-            version = self._at_node[node]
+            version = self._node_versions[node]
             if program.service:
                 version = self._version
                 for _ in range(program.unroll):
-                    yield from self._work(self._stepping(1))
+                    yield from self._work(self._random_step_seconds(1))
                     yield self.env.timeout(program.costs.call)
                     answered = self.env.event()
-                    yield self._asked.put(answered)
+                    yield self._requests.put(answered)
                     yield answered
             else:
-                yield from self._work(self._stepping(program.unroll))
+                yield from self._work(self._random_step_seconds(program.unroll))
             with self._shards[shard].request(priority=1) as turn:
                 yield turn
-                yield from self._work(program.inserting)
+                yield from self._work(program.insert_seconds)
             yield self._queues[shard].put(version)
             added, self._added = self._added, self.env.event()
             added.succeed()
@@ -241,11 +244,11 @@ class _Simulation:
     def _service(self) -> Generator[Any, Any, None]:
         program, most = self._program, max(1, self._program.rows // self._program.envs)
         while True:
-            taken = [(yield self._asked.get())]
-            while self._asked.items and len(taken) < most:
-                taken.append((yield self._asked.get()))
+            taken = [(yield self._requests.get())]
+            while self._requests.items and len(taken) < most:
+                taken.append((yield self._requests.get()))
             rows = len(taken) * program.envs
-            yield from self._work(program.answering(rows))
+            yield from self._work(program.answer_seconds(rows))
             for answered in taken:
                 answered.succeed()
 
@@ -253,24 +256,24 @@ class _Simulation:
         program, first = self._program, 0
         while True:
             order = [(first + i) % program.shards for i in range(program.shards)]
-            shard = next((each for each in order if len(self._queues[each].items) >= program.messages), None)
+            shard = next((each for each in order if len(self._queues[each].items) >= program.messages_per_batch), None)
             if shard is None:
                 yield self._added
                 continue
             first = shard + 1
             versions = []
-            for _ in range(program.messages):
+            for _ in range(program.messages_per_batch):
                 versions.append((yield self._queues[shard].get()))
             with self._shards[shard].request(priority=0) as turn:
                 yield turn
-                yield from self._work(program.drawing)
-            yield self.env.timeout(program.arriving)
+                yield from self._work(program.draw_seconds)
+            yield self.env.timeout(program.arrival_seconds)
             yield self._drawn.put(sum(versions) / len(versions))
 
     def _learner(self) -> Generator[Any, Any, None]:
         while True:
             version = yield self._drawn.get()
-            yield from self._work(self._program.updating)
+            yield from self._work(self._program.update_seconds)
             self.steps += self._program.steps
             self.staleness.append(self._version - version)
             self._version += 1
@@ -278,59 +281,61 @@ class _Simulation:
             published.succeed()
 
     def _fetching(self, node: int) -> Generator[Any, Any, None]:
-        """A node takes the newest version, whenever there is one: one fetch for all its actors."""
+        """Fetch the newest version for a node, once for all its actors, whenever there is one."""
         program = self._program
         while True:
-            if self._at_node[node] == self._version:
+            if self._node_versions[node] == self._version:
                 yield self._published
             with self._network.request() as turn:
                 yield turn
                 version = self._version
                 yield self.env.timeout(program.param_bytes / program.bandwidth)
-            self._at_node[node] = version
+            self._node_versions[node] = version
 
 
-# A network for images on the actors' cores, and 28 kB a step; the learner has a device that is as quick as before.
+# An image network on the actors' cores, and 28 kB per step. The learner has a device, so its speed does not change.
 _FRAMES = functools.partial(Program, step_bytes=28_224.0, costs=Costs(step_env=155e-6))
 PROGRAMS: dict[str, Callable[[int], Program]] = {
     "an environment of 1 ms": Program,
     "batches of 16 unrolls, not 64": functools.partial(Program, batch=16),
     "inference by a service": functools.partial(Program, service=True),
-    "the same, 64 environments an actor": functools.partial(Program, service=True, envs=64, env_seconds=125e-6),
+    "the same, 64 environments per actor": functools.partial(Program, service=True, envs=64, env_seconds=125e-6),
     "40 MB of parameters, not 40 kB": functools.partial(Program, param_bytes=40e6),
-    "28 kB a step, one shard": _FRAMES,
+    "28 kB per step, one shard": _FRAMES,
     "the same, four shards, 100 Gbit/s": functools.partial(_FRAMES, shards=4, bandwidth=12.5e9),
 }
 
 
-def run(context: Context, say: Callable[[str], None] = print) -> list[Table]:
-    """Simulates, and draws; see `benchmarks.runner`."""
+def run(context: Context, log: Callable[[str], None] = print) -> list[Table]:
+    """Run the simulation and draw the curves; see `benchmarks.runner`."""
     tables, curves = [], {}
     for name, make in PROGRAMS.items():
-        say(name)
+        log(name)
         most = ACTORS[: 4 if context.quick else None]
         curves[name] = [(make(actors), simulate(make(actors), long_enough(make(actors)))) for actors in most]
-        rows = [Row(f"{program.actors} actors", seen.steps, None, _said(program)) for program, seen in curves[name]]
+        rows = [
+            Row(f"{program.actors} actors", seen.steps, None, _model_note(program)) for program, seen in curves[name]
+        ]
         tables.append(Table(f"{name}, simulated", "env steps/s", rows[-1], tuple(rows[:-1]), ratios=False))
     if not context.quick:
         draw(curves)
     return tables
 
 
-def _said(program: Program) -> str:
+def _model_note(program: Program) -> str:
     expected = model(program)
-    return f"the model says {expected.steps:,.0f}, bound by {expected.bound_by}; staleness {expected.staleness:.1f}"
+    return f"model: {expected.steps:,.0f}, limited by {expected.bound_by}; staleness {expected.staleness:.1f}"
 
 
 def long_enough(program: Program) -> float:
-    """Seconds in which each actor has sent some unrolls, and the learner has made some updates."""
+    """Return a duration in which each actor sends several unrolls and the learner makes several updates."""
     per_second = model(program).steps
-    everyone = 4 * program.actors * program.message / per_second
+    everyone = 4 * program.actors * program.steps_per_message / per_second
     return max(everyone, 20 * program.steps / per_second, 0.2 if program.service else 0.5)
 
 
 def draw(curves: dict[str, list[tuple[Program, Outcome]]], path: pathlib.Path = IMAGE) -> None:
-    """The modeled curves as lines, the simulated ones as points."""
+    """Draw the model as lines and the simulation as points."""
     import matplotlib
 
     matplotlib.use("Agg")

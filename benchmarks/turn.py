@@ -1,6 +1,7 @@
-"""One turn of a benchmark, of rlframe alone: `python -m benchmarks.turn NAME [--quick]`. Prints one JSON object.
+"""One turn of a benchmark, for rlframe only: `python -m benchmarks.turn NAME [--quick]`. Prints one JSON object.
 
-`benchmarks.against` runs it beside the programs of other checkouts, so it takes nothing for granted that they may lack.
+`benchmarks.against` also runs this module with the benchmark programs of other checkouts, so it must not rely on
+anything that they may lack.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.context import Context
 
 
 def main() -> None:
-    """Measures, and prints the rows that are of rlframe."""
+    """Measure and print the rows of rlframe."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--quick", action="store_true")
@@ -25,13 +26,13 @@ def main() -> None:
     known = {field.name for field in dataclasses.fields(Context)}
     given = {"repeats": 1, "quick": args.quick, "only_ours": True}
     context = Context(**{name: value for name, value in given.items() if name in known})
-    tables = importlib.import_module(f"benchmarks.{args.name}").run(context, _say)
+    tables = importlib.import_module(f"benchmarks.{args.name}").run(context, _log)
     rows = [row for table in tables for row in _own(table)]
     print(json.dumps({"rlframe": rlframe.__file__, "rows": rows}))
 
 
 def _own(table: Any) -> list[dict[str, Any]]:
-    """Our row of the table, and those of the others that are of rlframe too: their processor time was taken."""
+    """Return our row of the table, and other rows of rlframe, which are those with processor time."""
     others = [row for row in table.others if getattr(row, "processor", None) is not None]
     return [
         {
@@ -47,8 +48,8 @@ def _own(table: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _say(what: str) -> None:
-    print(f"    {what}", file=sys.stderr, flush=True)
+def _log(text: str) -> None:
+    print(f"    {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""rlframe's side of the comparisons: scripts that run in a process of their own."""
+"""rlframe's side of the comparisons: scripts that run in separate processes."""

@@ -1,8 +1,8 @@
 """One measurement of a Coordinator: `python -m benchmarks.ours.coordinator [--workers N] [--answer-after S]`.
 
-The Coordinator with its threads and its journal is real; the workers are scripted, in this process, and answer after
-`--answer-after` seconds. Prints messages handled per second, and from an answer to its worker's next call:
-the 50th and 99th percentile, in milliseconds.
+The Coordinator with its threads and its journal is real. The workers are scripted, run in this process, and respond
+after `--answer-after` seconds. Prints messages per second, and the 50th and 99th percentile of the milliseconds from a
+response to the next call of the same worker.
 """
 
 from __future__ import annotations
@@ -40,60 +40,60 @@ from rlframe.coordinator.messages import (
 
 
 class Workers:
-    """All of them, and the connections to them: one thread gives the answers that are due."""
+    """All workers and the connections to them. One thread sends the responses that are due."""
 
-    def __init__(self, answer_after: float) -> None:
-        self._answer_after = answer_after
+    def __init__(self, response_delay: float) -> None:
+        self._response_delay = response_delay
         self._due: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
         self._lock = threading.Condition()
-        self._answered_at: dict[str, float] = {}
+        self._responded_at: dict[str, float] = {}
         self._tasks: dict[str, tuple[str, int]] = {}
         self._steps: dict[str, int] = {}
-        self._ends = False
+        self._is_closed = False
         self.version = self.learned = 0
-        self.answers = 0
+        self.num_responses = 0
         self.waits: list[float] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         with self._lock:
-            self._ends = True
+            self._is_closed = True
             self._lock.notify()
         self._thread.join(5.0)
 
-    # --- as a transport
+    # --- methods of a transport
 
-    def connect(self, address: str) -> Connection:
-        """To the worker of this name."""
-        return Connection(self, address)
+    def connect(self, address: str) -> WorkerConnection:
+        """Return a connection to the worker with this id."""
+        return WorkerConnection(self, address)
 
-    def call(self, worker_id: str, method: str, args: tuple[Any, ...], answer: queue.SimpleQueue) -> None:
-        """Takes a call, which is answered in a while."""
+    def call(self, worker_id: str, method: str, args: tuple[Any, ...], response: queue.SimpleQueue) -> None:
+        """Schedule the response to a call."""
         now = time.perf_counter()
-        answered_at = self._answered_at.pop(worker_id, None) if method == "get_data" else None
-        if answered_at is not None:
-            self.waits.append(now - answered_at)
-        after = self._answer_after if method == "get_data" else 0.0
+        responded_at = self._responded_at.pop(worker_id, None) if method == "get_data" else None
+        if responded_at is not None:
+            self.waits.append(now - responded_at)
+        delay = self._response_delay if method == "get_data" else 0.0
         with self._lock:
-            heapq.heappush(self._due, (now + after, next(self._order), (worker_id, method, args, answer)))
+            heapq.heappush(self._due, (now + delay, next(self._order), (worker_id, method, args, response)))
             self._lock.notify()
 
     def _run(self) -> None:
-        while not self._ends:
+        while not self._is_closed:
             with self._lock:
                 wait = self._due[0][0] - time.perf_counter() if self._due else 1.0
                 if wait > 0:
                     self._lock.wait(wait)
                     continue
-                _, _, (worker_id, method, args, answer) = heapq.heappop(self._due)
+                _, _, (worker_id, method, args, response) = heapq.heappop(self._due)
             reply = self._reply(worker_id, method, *args)
-            self.answers += 1
+            self.num_responses += 1
             if method == "get_data":
-                self._answered_at[worker_id] = time.perf_counter()
-            answer.put(reply)
+                self._responded_at[worker_id] = time.perf_counter()
+            response.put(reply)
 
     def _reply(self, worker_id: str, method: str, header: Header | None = None, request: Any = None) -> WorkerReply:
         if header is None:
@@ -118,21 +118,21 @@ class Workers:
         return Collected({**counts, "rank": index, "incarnation": 0.0}, self.version)
 
 
-class Connection:
-    """To one worker: a client of the transport."""
+class WorkerConnection:
+    """A connection to one worker: a client of the transport."""
 
     def __init__(self, workers: Workers, worker_id: str) -> None:
         self._workers, self._worker_id = workers, worker_id
 
     def call(self, method: str, /, *args: Any) -> WorkerReply:
-        """Calls it, and waits for the answer."""
-        answer: queue.SimpleQueue[WorkerReply] = queue.SimpleQueue()
-        self._workers.call(self._worker_id, method, args, answer)
-        return answer.get()
+        """Call a method and wait for the response."""
+        response: queue.SimpleQueue[WorkerReply] = queue.SimpleQueue()
+        self._workers.call(self._worker_id, method, args, response)
+        return response.get()
 
 
 class Operator:
-    """Has all workers from the start."""
+    """An operator whose workers all exist from the start."""
 
     every, grace = 0.25, 0.0
 
@@ -142,26 +142,26 @@ class Operator:
         self._infos = [WorkerInfo("learner", 0, 0, "learner/0"), *collectors]
 
     def list_workers(self) -> list[WorkerInfo]:
-        """All."""
+        """Return all workers."""
         return self._infos
 
     def scale(self, role: str, n: int) -> None:
-        """They are there, until the end."""
+        """Remove the workers of a role for n = 0. Otherwise do nothing."""
         if n == 0:
             self._infos = [info for info in self._infos if info.role != role]
 
     def replace(self, key: WorkerKey) -> None:
-        """They stay."""
+        """Do nothing."""
 
     def release(self, key: WorkerKey) -> None:
-        """They stay."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """They stay."""
+        """Do nothing."""
 
 
 class Replay:
-    """Gives keys as fast as they are drawn."""
+    """A replay that returns keys immediately."""
 
     fetches_by_key = True
     is_saved_by_learner = False
@@ -171,22 +171,22 @@ class Replay:
         self._probabilities = np.ones(256)
 
     def draw(self, timeout: float = 0.0) -> BatchMeta:
-        """A batch of 256."""
+        """Return a batch of 256."""
         return BatchMeta(self._keys, self._probabilities)
 
     def release(self, keys: np.ndarray) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def note_update(self, keys: np.ndarray, version: int) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
     def stats(self) -> dict[str, int]:
-        """Nothing is counted."""
+        """Return constant counters."""
         return {"items": 0}
 
 
 def main() -> None:
-    """Measures, and prints one line of JSON."""
+    """Measure and print one line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=5.0)
@@ -197,17 +197,17 @@ def main() -> None:
         cfg = CoordinatorConfig(path, max_collectors=collectors, collectors=collectors)
         operator = Operator(workers, args.workers)
         coordinator = Coordinator(TrainOne(env_steps=10**12), operator, Replay(), None, cfg)
-        coordinator._job.requests.count_is_manual = True  # they are as many as they are
+        coordinator._job.requests.count_is_manual = True  # the number of collectors is fixed
         threading.Thread(target=coordinator.run, daemon=True).start()
         deadline = time.monotonic() + 60.0
         while len(workers._steps) < collectors:
-            assert time.monotonic() < deadline, f"{len(workers._steps)} of {collectors} collectors are at work"
+            assert time.monotonic() < deadline, f"Only {len(workers._steps)} of {collectors} collectors work."
             time.sleep(0.05)
         time.sleep(min(1.0, args.seconds / 4))
-        before, watch = workers.answers, Stopwatch()
+        before, watch = workers.num_responses, Stopwatch()
         workers.waits.clear()
         time.sleep(args.seconds)
-        measured = watch.rate(workers.answers - before)
+        measured = watch.rate(workers.num_responses - before)
         median, worst = np.percentile(np.array(workers.waits) * 1e3, [50, 99])
         coordinator.close()
     measured["messages_per_second"] = measured.pop("steps_per_second")

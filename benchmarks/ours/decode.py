@@ -1,8 +1,8 @@
-"""Times the decode engine beside the model's jitted decoding step alone, in turns. Prints one JSON object.
+"""Time the decode engine and the model's jitted decoding step alone, in alternating turns. Print one JSON object.
 
-The step alone does what cannot be left out: the model with its cache, donated, and the likeliest token, for as many
-rows as the engine has slots. It samples nothing, stops nowhere, prefills nothing and fetches nothing before its last
-token; but it attends to the whole cache, the engine only to what its longest row has in use.
+The step alone does only the unavoidable work: the model with its cache (donated), and the most likely token, for one
+row per slot of the engine. It does not sample, stop, prefill, or fetch tokens before the last one. But it attends to
+the whole cache, while the engine attends only to the part that its longest row uses.
 
 python -m benchmarks.ours.decode small --seconds 5
 """
@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.processor import Stopwatch
-from benchmarks.report import middle, processor
+from benchmarks.report import median, processor
 from rlframe.language import DecodeEngine, EngineConfig, ModelConfig, SamplingParams
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model import transformer
 
 SLOTS = 32
-PROMPTS, ANSWERS = (8, 16), (32, 128)  # tokens, uniform
+PROMPTS, ANSWERS = (8, 16), (32, 128)  # range of lengths in tokens, uniformly distributed
 TURNS = 4
 SMALL = ModelConfig()
 LARGE = ModelConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8)
@@ -34,16 +34,20 @@ MODELS = {"small": SMALL, "large": LARGE}
 
 
 def main() -> None:
-    """Measures both ways."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
+    parser.add_argument("--seconds", type=float, default=5.0, help="total seconds for each way")
     args = parser.parse_args()
     print(json.dumps(measure(MODELS[args.model], args.seconds)))
 
 
 def measure(config: ModelConfig, seconds: float) -> dict[str, Any]:
-    """{way: tokens per second}, each the median of the turns, the engine's processor time for one, and parameters."""
+    """Measure both ways.
+
+    Returns:
+        {way: tokens per second} (medians over the turns), the engine's processor time per token, and the number of
+        parameters.
+    """
     params = transformer.init(jax.random.key(0), config)
     length = power_of_two(PROMPTS[1] + ANSWERS[1])
     engine = DecodeEngine(config, params, EngineConfig(slots=SLOTS, length=length))
@@ -53,33 +57,33 @@ def measure(config: ModelConfig, seconds: float) -> dict[str, Any]:
         for turn in range(TURNS + 1):
             for way, run in ways.items():
                 rate = run(seconds / TURNS)
-                if turn:  # the first compiles
+                if turn:  # the first turn compiles
                     measured[way].append(rate)
-    found = {way: middle(rate["steps_per_second"] for rate in rates) for way, rates in measured.items()}
+    found = {way: median(rate["steps_per_second"] for rate in rates) for way, rates in measured.items()}
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     return {**found, "processor_us": processor(measured["engine"]), "parameters": parameters}
 
 
 def decode(engine: DecodeEngine, seconds: float) -> dict[str, float]:
-    """The rate of tokens of requests of many lengths, of which some always wait."""
+    """Return the token rate for requests of various lengths, some of which are always waiting."""
     rng = np.random.default_rng(0)
     handles: list[Any] = []
 
-    def ask() -> None:
+    def submit() -> None:
         prompt = rng.integers(0, 256, rng.integers(PROMPTS[0], PROMPTS[1] + 1)).tolist()
         sampling = SamplingParams(max_tokens=int(rng.integers(ANSWERS[0], ANSWERS[1] + 1)), seed=len(handles))
         handles.append(engine.submit(prompt, sampling))
 
     for _ in range(2 * SLOTS):
-        ask()
-    for handle in handles[:SLOTS]:  # by then answers are begun and ended all the time
+        submit()
+    for handle in handles[:SLOTS]:  # reach a steady state in which requests start and end all the time
         handle.result()
-        ask()
-    watch, before, answered = Stopwatch(), engine.stats()["tokens"], SLOTS
+        submit()
+    watch, before, num_completed = Stopwatch(), engine.stats()["tokens"], SLOTS
     while watch.seconds < seconds:
-        handles[answered].result()
-        answered += 1
-        ask()
+        handles[num_completed].result()
+        num_completed += 1
+        submit()
     rate = watch.rate(engine.stats()["tokens"] - before)
     for handle in handles:
         handle.cancel()

@@ -1,4 +1,4 @@
-"""Times IMPALA on EnvPool's Pong: a whole program, or its parts alone on the same cores (of any environment, too).
+"""Time IMPALA on EnvPool's Pong: a whole program, or its parts alone on the same cores (also for other environments).
 
 Prints one JSON object.
 
@@ -28,22 +28,21 @@ from benchmarks.processor import Stopwatch
 ACTORS = 2
 ENV = "Pong-v5"
 FOREVER = 100_000_000  # environment steps
-WARM_UP = 6  # updates before the clock of a program starts; the first compiles
-START_WITHIN = 240.0  # seconds until a program has made these, or a part is compiled
+WARM_UP = 6  # updates before the clock of a program starts; the first one compiles
+START_WITHIN = 240.0  # time limit in seconds for the warm-up of a program or the compilation of a part
 
 
 def main() -> None:
-    """Measures."""
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("program")
     command.add_argument("topology", choices=("heavy_env", "light_env", "distributed"))
     command.add_argument("--seconds", type=float, default=60.0)
-    command.add_argument("--options", nargs="*", default=[], help="of rlframe train, without --: num-pools=2")
+    command.add_argument("--options", nargs="*", default=[], help="options of rlframe train without --: num-pools=2")
     command = commands.add_parser("part")
     command.add_argument("part", choices=PARTS)
-    command.add_argument("--processes", type=int, default=1, help="which do not communicate; rates are of all")
-    command.add_argument("--threads", type=int, default=2, help="of each, for the environments and for XLA")
+    command.add_argument("--processes", type=int, default=1, help="independent processes; rates are summed")
+    command.add_argument("--threads", type=int, default=2, help="threads per process, for the environments and for XLA")
     command.add_argument("--seconds", type=float, default=10.0)
     command.add_argument("--env", default=ENV)
     args = parser.parse_args()
@@ -53,11 +52,11 @@ def main() -> None:
         print(json.dumps({"steps_per_second": parts(args.part, args.processes, args.threads, args.seconds, args.env)}))
 
 
-# The program
+# --- the program
 
 
 def program(topology: str, seconds: float, options: list[str]) -> dict[str, float]:
-    """Runs `rlframe train` until so many seconds after its warm-up; the rate is between two rows of its logs."""
+    """Run `rlframe train` until `seconds` after its warm-up. The rate is computed from two rows of its logs."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = pathlib.Path(directory) / "run"
         command = [sys.executable, "-m", "rlframe", "train", "--agent", "impala", "--env", ENV]
@@ -78,12 +77,12 @@ def program(topology: str, seconds: float, options: list[str]) -> dict[str, floa
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-    took = last["wall_seconds"] - first["wall_seconds"]
-    rate = (last["step"] - first["step"]) / took
+    duration = last["wall_seconds"] - first["wall_seconds"]
+    rate = (last["step"] - first["step"]) / duration
     return {
         "steps_per_second": rate,
         "processor_us": 1e6 * cores / rate,
-        "updates_per_second": (last["learner_steps"] - first["learner_steps"]) / took,
+        "updates_per_second": (last["learner_steps"] - first["learner_steps"]) / duration,
         "staleness": last["staleness"],
     }
 
@@ -91,7 +90,7 @@ def program(topology: str, seconds: float, options: list[str]) -> dict[str, floa
 def _watch(
     process: subprocess.Popen, path: pathlib.Path, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """(the first row after the warm-up, the first so many seconds later, processors in use between the two)."""
+    """Return (first row after the warm-up, first row `seconds` later, mean number of processors used in between)."""
     deadline, warm, watch = time.monotonic() + START_WITHIN + seconds, None, Stopwatch()
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -103,7 +102,7 @@ def _watch(
             if row["wall_seconds"] >= warm["wall_seconds"] + seconds:
                 return warm, row, watch.processors()
         time.sleep(0.5)
-    raise RuntimeError(f"The program was not through its warm-up within {START_WITHIN:.0f} s.")
+    raise RuntimeError(f"The program did not complete its warm-up within {START_WITHIN:.0f} s.")
 
 
 def _last_row(path: pathlib.Path) -> dict[str, Any] | None:
@@ -111,11 +110,11 @@ def _last_row(path: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(lines[-1]) if lines else None
 
 
-# Its parts
+# --- its parts
 
 
 def parts(part: str, processes: int, threads: int, seconds: float, env: str = ENV) -> float:
-    """Environment steps per second of so many processes that each do `part` over and over."""
+    """Return the environment steps per second of `processes` processes that each repeat `part`."""
     os.environ.update(NPROC=str(threads), OMP_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
     ready, rates = context.Barrier(processes), context.SimpleQueue()
@@ -132,7 +131,7 @@ def parts(part: str, processes: int, threads: int, seconds: float, env: str = EN
 
 def _measure(part: str, processes: int, threads: int, seconds: float, env: str, ready: Any, rates: Any) -> None:
     call, steps = PARTS[part](processes, threads, env)
-    for _ in range(3):  # the first compile
+    for _ in range(3):  # the first calls compile
         call()
     ready.wait(START_WITHIN)
     calls, began = 0, time.perf_counter()
@@ -143,7 +142,7 @@ def _measure(part: str, processes: int, threads: int, seconds: float, env: str, 
 
 
 def _objects(processes: int, threads: int, env: str) -> tuple[Any, Any, Any, Any]:
-    """(agent, pool of a process's share of the environments, learner, inferencer), as the preset says."""
+    """Return (agent, pool with a process's share of the environments, learner, inferencer) for the preset."""
     from rlframe.inferencers import Inferencer, InferencerConfig
     from rlframe.learners import Learner, LearnerConfig
     from rlframe.programs import make_experiment
@@ -159,7 +158,7 @@ def _objects(processes: int, threads: int, env: str) -> tuple[Any, Any, Any, Any
 def _env(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
     _, pool, _, _ = _objects(processes, threads, env)
     pool.reset()
-    # Not always the same action: the game goes on as it does when it is learned.
+    # Random actions instead of a constant action, so that the game proceeds as during training.
     actions = np.random.default_rng(0).integers(0, pool.action_spec.num_values, (97, pool.num_envs), np.int32)
     count = 0
 
@@ -172,7 +171,7 @@ def _env(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int
 
 
 def _inference(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
-    """Batches of an actor's environments, however many processes there are."""
+    """Infer batches with the environments of one actor, for any number of processes."""
     _, pool, _, inferencer = _objects(ACTORS, threads, env)
     timestep, env_ids = pool.reset(), np.arange(pool.num_envs)
     return lambda: inferencer.inference(env_ids, timestep, ()), pool.num_envs
@@ -185,7 +184,7 @@ def _learner(processes: int, threads: int, env: str) -> tuple[Callable[[], Any],
 
 
 def _loop(processes: int, threads: int, env: str) -> tuple[Callable[[], Any], int]:
-    """All three in turns: what a program would do that had nothing to send or to wait for."""
+    """Run all three parts in sequence, like a program without communication and waiting."""
     agent, pool, learner, inferencer = _objects(processes, threads, env)
     unrolls = _Unrolls(agent, pool, inferencer)
 
@@ -200,7 +199,7 @@ PARTS = {"env": _env, "inference": _inference, "learner": _learner, "loop": _loo
 
 
 class _Unrolls:
-    """Acts, and keeps unrolls in plain arrays: one of each environment at least, and those of a batch."""
+    """Acts and stores unrolls in plain arrays: at least one unroll per environment, and at least one batch."""
 
     def __init__(self, agent: Any, pool: Any, inferencer: Any) -> None:
         self._pool, self._inferencer = pool, inferencer
@@ -218,7 +217,7 @@ class _Unrolls:
         self._reward, self._discount, self._log_prob = (np.empty(shape, np.float32) for _ in range(3))
 
     def next(self) -> tuple[Any, int]:
-        """(a batch, the environment steps that it took)."""
+        """Return (a batch, its number of environment steps)."""
         from rlframe.types import Batch, SequenceBatch
 
         if self._used == self._count:

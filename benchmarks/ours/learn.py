@@ -1,7 +1,7 @@
-"""Times the Learner on a language model beside its jitted update alone, in turns. Prints one JSON object.
+"""Time the Learner on a language model and its jitted update alone, in alternating turns. Print one JSON object.
 
-The Learner draws batches from the trajectory service, whose queue is full: it is asked, its answers are decoded and
-padded, leases acknowledged, parameters published. The update alone has the same batches as arrays of the device.
+The Learner draws batches from a full queue of the trajectory service. This includes requests, decoding and padding of
+the responses, acknowledging leases, and publishing parameters. The update alone uses the same batches as device arrays.
 
 python -m benchmarks.ours.learn small --seconds 5
 """
@@ -23,33 +23,34 @@ import numpy as np
 from benchmarks.ours.decode import MODELS
 from benchmarks.ours.trajectories import serving
 from benchmarks.processor import Stopwatch
-from benchmarks.report import middle, processor
+from benchmarks.report import median, processor
 from rlframe import compilation
 from rlframe.agents import GRPO, GRPOConfig
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.trajectories import Group, TrajectoryBuffer, TrajectoryClient
 from rlframe.types import Batch
 
-GROUPS, GROUP_SIZE = 4, 8  # of a batch
-LENGTHS = 32, 128  # tokens, uniform; a batch is as long as its longest
+GROUPS, GROUP_SIZE = 4, 8  # groups in a batch; sequences in a group
+LENGTHS = 32, 128  # range of lengths in tokens, uniformly distributed; a batch is padded to its longest sequence
 MAX_TOKENS = 128
 TURNS = 4
-KEPT = 8  # batches that the update alone takes in turn
+KEPT = 8  # batches that the update alone cycles through
 
 
 def main() -> None:
-    """Measures both ways."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
+    parser.add_argument("--seconds", type=float, default=5.0, help="total seconds for each way")
     args = parser.parse_args()
     print(json.dumps(measure(args.model, args.seconds)))
 
 
 def measure(model: str, seconds: float) -> dict[str, Any]:
-    """{way: tokens per second, without padding}, each the median of the turns, and the share that is padding.
+    """Measure both ways.
 
-    `processor_us` is what the Learner and the service take for a token.
+    Returns:
+        {way: tokens per second without padding} (medians over the turns), the fraction of padding, and `processor_us`,
+        the processor time of the Learner and the service per token.
     """
     agent = GRPO(GRPOConfig(MODELS[model], max_tokens=MAX_TOKENS, batch_size=GROUPS * GROUP_SIZE))
     with serving(None) as server, TrajectoryClient(server.url) as client:
@@ -59,7 +60,7 @@ def measure(model: str, seconds: float) -> dict[str, Any]:
         buffer = TrajectoryBuffer(server.url)
         learner = Learner(LearnerConfig(), agent, buffer)
         batches = []
-        for _ in range(KEPT):  # compiles for their lengths
+        for _ in range(KEPT):  # compiles for the lengths of the batches
             post(1)
             batches.append(buffer.wait_for_batch(60.0))
             learner.step(batches[-1])
@@ -68,14 +69,14 @@ def measure(model: str, seconds: float) -> dict[str, Any]:
         learned, bare = [], []
         for _ in range(TURNS):
             count = max(4, int(rate * seconds / TURNS / _tokens(batches)))
-            post(count + 2)  # and those that are drawn ahead
+            post(count + 2)  # plus the batches that are fetched ahead
             learned.append(_learn(learner, buffer, count))
             bare.append(alone.run(seconds / TURNS))
         learner.close()
         buffer.close()
     padded = sum(batch.data.tokens.size for batch in batches)
     padding = 1 - sum(int(batch.data.lengths.sum()) for batch in batches) / padded
-    found = {"learner": middle(rate["steps_per_second"] for rate in learned), "processor_us": processor(learned)}
+    found = {"learner": median(rate["steps_per_second"] for rate in learned), "processor_us": processor(learned)}
     return {**found, "alone": statistics.median(bare), "padding": padding}
 
 
@@ -91,7 +92,7 @@ def _post(client: TrajectoryClient, rng: np.random.Generator, vocab_size: int, b
 
 
 def _tokens(batches: list[Batch]) -> float:
-    """Of a batch, on average."""
+    """Return the mean number of tokens in a batch."""
     return float(np.mean([batch.data.lengths.sum() for batch in batches]))
 
 
@@ -103,7 +104,7 @@ def _learn(learner: Learner, buffer: TrajectoryBuffer, count: int) -> dict[str, 
         for batch in itertools.islice(dataset, count):
             learner.step(batch)
             tokens += int(batch.data.lengths.sum())
-        learner.get_params()  # waits for the last update, and fetches what it published
+        learner.get_params()  # waits for the last update and fetches its parameters
         return watch.rate(tokens)
 
 
@@ -117,7 +118,7 @@ class _Alone:
         self.run(0.0)
 
     def run(self, seconds: float) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         tokens, start = 0, time.perf_counter()
         while not tokens or time.perf_counter() - start < seconds:
             for batch, length in zip(self._batches, self._lengths):

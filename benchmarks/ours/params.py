@@ -1,4 +1,4 @@
-"""Times how new parameters get from a learner's process to this one. Prints one JSON object.
+"""Time the transfer of new parameters from a learner's process to this process. Print one JSON object.
 
 python -m benchmarks.ours.params shared --reads 200
 """
@@ -19,11 +19,10 @@ from rlframe.engines.supervision.node_main import public_methods
 from rlframe.transport import DEFAULT
 from rlframe.transport.sockets import SocketTransport
 
-HIDDEN = (1024, 1016)  # of an MLP with 4 inputs: 4 MiB
+HIDDEN = (1024, 1016)  # layer sizes of an MLP with 4 inputs and 4 MiB of parameters
 
 
 def main() -> None:
-    """Measures one way."""
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=("shared", "sockets", "courier"))
     parser.add_argument("--reads", type=int, default=200)
@@ -32,9 +31,9 @@ def main() -> None:
 
 
 def _measure(way: str, reads: int) -> dict[str, float]:
-    """Microseconds, the median, from the question for a version that is not known to its tree.
+    """Return the median microseconds from the request for a newer version to its tree.
 
-    `processor_us` is what both processes take for a version, the update that makes it included.
+    `processor_us` is the processor time of both processes per version, including the update that creates it.
     """
     from rlframe.handles import Remote
     from rlframe.params.reader import ParamReader
@@ -47,23 +46,23 @@ def _measure(way: str, reads: int) -> dict[str, float]:
         raise TimeoutError("The learner did not start within 120 s.")
     learner: Any = Remote([here.recv()], "learner", transport=transport)
     learner = ParamReader(learner) if way == "shared" else learner
-    version, took, watch = learner.get_params()[0], [], Stopwatch()
+    version, durations, watch = learner.get_params()[0], [], Stopwatch()
     for _ in range(reads):
         here.send("learn")
         here.recv()
         began = time.perf_counter()
         newer, params = learner.get_params(version)
-        took.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
         assert newer > version and params is not None
         version = newer
     processor_us = watch.processor_us(reads)
     here.send("end")
     process.join(timeout=30.0)
-    return {"microseconds": 1e6 * statistics.median(took), "processor_us": processor_us}
+    return {"microseconds": 1e6 * statistics.median(durations), "processor_us": processor_us}
 
 
 def transport_of(way: str) -> Any:
-    """By which the learner is called in this way."""
+    """Return the transport for calls to the learner."""
     return DEFAULT if way == "courier" else SocketTransport()
 
 

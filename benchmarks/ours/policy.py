@@ -1,8 +1,8 @@
-"""Times the policy server through HTTP beside its own engine asked directly, in turns. Prints one JSON object.
+"""Time the policy server through HTTP and its engine called directly, in alternating turns. Print one JSON object.
 
-Both ways decode requests as `benchmarks/ours/decode.py` makes them: of many lengths, some always waiting. Through HTTP
-they come as environments send them, with token ids and log-probabilities, from a process of its own, which shares the
-machine's cores.
+Both ways decode the requests of `benchmarks/ours/decode.py`, with various lengths and some always waiting. HTTP
+requests have the form that environments use, with token ids and log-probabilities. They come from a separate process,
+which shares the cores of the machine.
 
 python -m benchmarks.ours.policy small --seconds 5
 """
@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ours.posts import Connection
+from benchmarks.ours.posts import PostConnection
 from benchmarks.processor import Stopwatch
-from benchmarks.report import middle, processor
+from benchmarks.report import median, processor
 
-SETTLING = 1.0  # seconds of a turn through HTTP before the measurement begins
+SETTLING = 1.0  # seconds of a turn through HTTP before the measurement starts
 TURNS = 4
 
 
 def main() -> None:
-    """Measures both ways; or, with --url, is the client."""
+    """Measure both ways. With --url, run the HTTP client instead."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=("small", "large"))
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
-    parser.add_argument("--url", help="of a policy server, to send requests to until stdin is closed")
+    parser.add_argument("--seconds", type=float, default=5.0, help="total seconds for each way")
+    parser.add_argument("--url", help="URL of a policy server, which receives requests until stdin is closed")
     args = parser.parse_args()
     if args.url is not None:
         send(args.url)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(model_name: str, seconds: float) -> dict[str, Any]:
-    """{way: tokens per second}, each the median of the turns, and the processor time for one through HTTP."""
+    """Return {way: tokens per second} (medians over the turns), and the processor time per token through HTTP."""
     import jax
 
     from benchmarks.ours import decode
@@ -65,12 +65,12 @@ def measure(model_name: str, seconds: float) -> dict[str, Any]:
         for turn in range(TURNS + 1):
             for way, run in ways.items():
                 rate = run()
-                if turn:  # the first compiles
+                if turn:  # the first turn compiles
                     measured[way].append(rate)
     finally:
         server.stop()
         thread.join(60.0)
-    found = {way: middle(rate["steps_per_second"] for rate in rates) for way, rates in measured.items()}
+    found = {way: median(rate["steps_per_second"] for rate in rates) for way, rates in measured.items()}
     return {**found, "processor_us": processor(measured["http"])}
 
 
@@ -88,36 +88,36 @@ def _through_http(url: str, engine: Any, seconds: float) -> dict[str, float]:
         client.stdin.close()
         client.wait(60.0)
         client.stdout.close()
-    while engine.stats()["running"] or engine.stats()["waiting"]:  # what the client left
+    while engine.stats()["running"] or engine.stats()["waiting"]:  # wait for the remaining requests of the client
         time.sleep(0.05)
     return rate
 
 
 def send(url: str) -> None:
-    """Twice as many connections as the engine has slots, each with one request after another."""
-    slots, prompts, answers = 32, (8, 16), (32, 128)  # as in decode.py, whose imports take seconds
+    """Send requests one after another on twice as many connections as the engine has slots."""
+    slots, prompts, answers = 32, (8, 16), (32, 128)  # copied from decode.py, whose imports take seconds
     rng = np.random.default_rng(0)
-    ended = threading.Event()
+    stopped = threading.Event()
 
-    def work(connection: Connection) -> None:
-        while not ended.is_set() and connection.post():
+    def work(connection: PostConnection) -> None:
+        while not stopped.is_set() and connection.post():
             pass
 
     connections = []
     for seed in range(2 * slots):
-        asked = {
+        request = {
             "model": "policy",
             "prompt": rng.integers(0, 256, rng.integers(prompts[0], prompts[1] + 1)).tolist(),
             "max_tokens": int(rng.integers(answers[0], answers[1] + 1)),
             "seed": seed,
             **dict(logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, ignore_eos=True),
         }
-        connections.append(Connection(f"{url}/completions", json.dumps(asked).encode(), "application/json"))
+        connections.append(PostConnection(f"{url}/completions", json.dumps(request).encode(), "application/json"))
     for connection in connections:
         threading.Thread(target=work, args=(connection,), daemon=True).start()
     print("ready", flush=True)
     sys.stdin.read()
-    ended.set()
+    stopped.set()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Posts one body over and over, from some connections at once: `python -m benchmarks.ours.posts URL BODY_FILE ...`.
+"""Post one body repeatedly on several connections: `python -m benchmarks.ours.posts URL BODY_FILE ...`.
 
-It does as little as it can, so that what is measured is the server. It says `ready`, begins when its stdin is closed
-or sends a line, and prints {"per_second", "posts"} at the end; `per_second` leaves the warm-up out.
+The client does as little work as possible, so that the server is measured. It prints `ready`, starts when its stdin is
+closed or receives a line, and prints {"per_second", "posts"} at the end. `per_second` excludes the warm-up.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 import urllib.parse
 
 
-class Connection:
-    """One connection, kept open."""
+class PostConnection:
+    """One connection that is kept open."""
 
     def __init__(self, url: str, body: bytes, content_type: str) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -26,12 +26,12 @@ class Connection:
         self._request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
     def post(self) -> bool:
-        """Whether the answer was 200."""
+        """Post the body. Return True if the status is 200."""
         self._socket.sendall(self._request)
-        answer = b""
-        while b"\r\n\r\n" not in answer:
-            answer += self._more()
-        head, _, body = answer.partition(b"\r\n\r\n")
+        response = b""
+        while b"\r\n\r\n" not in response:
+            response += self._more()
+        head, _, body = response.partition(b"\r\n\r\n")
         length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         while len(body) < length:
             body += self._more()
@@ -45,7 +45,7 @@ class Connection:
 
 
 def main() -> None:
-    """Connects, waits for the word, and posts."""
+    """Connect, wait for a line on stdin, and post."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("body")
@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.body, "rb") as file:
         body = file.read()
-    connections = [Connection(args.url, body, args.content_type) for _ in range(args.connections)]
+    connections = [PostConnection(args.url, body, args.content_type) for _ in range(args.connections)]
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.perf_counter() + args.warm_up

@@ -1,4 +1,4 @@
-"""Trains under a topology of several processes and an engine, and times it. Prints one JSON object.
+"""Train with a multi-process topology and an engine, and time it. Print one JSON object.
 
 python -m benchmarks.ours.program impala light_env local --steps 100000
 """
@@ -12,12 +12,11 @@ import tempfile
 import time
 from typing import Any
 
-STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
-_SETTLED = 0.25  # of the steps: before them everything compiles
+STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # includes the start of the interpreter
+_SETTLED = 0.25  # fraction of the steps before the measurement, in which everything compiles
 
 
 def main() -> None:
-    """Parses the command line, trains, prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("agent")
     parser.add_argument("topology")
@@ -28,11 +27,11 @@ def main() -> None:
 
 
 def measure(agent: str, topology: str, engine: str, steps: int) -> dict[str, float]:
-    """Steps and updates a second once everything is compiled, and the seconds until the first update was told."""
+    """Return steps and updates per second after compilation, and the seconds until the first update was reported."""
     from rlframe import programs
     from rlframe.programs import make_experiment
 
-    train = getattr(programs, "run_experiment", None) or programs.train  # its name in checkouts of before
+    train = getattr(programs, "run_experiment", None) or programs.train  # its name in older checkouts
 
     rows: list[dict[str, Any]] = []
     options = {"topology": topology, "engine": engine, "num_actors": 2, "log_every": steps // 50, "eval_episodes": 1}

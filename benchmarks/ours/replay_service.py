@@ -1,4 +1,4 @@
-"""Times a replay service in a process of its own: what goes in, and what comes out. Prints one JSON object.
+"""Time inserts and samples of a replay service in a separate process. Print one JSON object.
 
 python -m benchmarks.ours.replay_service steps --seconds 3
 """
@@ -28,7 +28,6 @@ BATCH = 256
 
 
 def main() -> None:
-    """Measures one way."""
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=WAYS)
     parser.add_argument("--seconds", type=float, default=3.0)
@@ -38,7 +37,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def served(agent: AgentSpecs, **options: Any) -> Iterator[ServiceReplayBuffer]:
-    """A buffer whose service is in another process."""
+    """Yield a buffer whose service is in another process."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(agent, options, there), daemon=True)
@@ -58,7 +57,7 @@ def served(agent: AgentSpecs, **options: Any) -> Iterator[ServiceReplayBuffer]:
 def _serve(agent: AgentSpecs, options: dict[str, Any], connection: Any) -> None:
     server = SocketTransport().serve(public_methods(ReplayService(agent, **options)))
     connection.send(server.address)
-    with contextlib.suppress(EOFError):  # its parent has ended
+    with contextlib.suppress(EOFError):  # the parent has exited
         connection.recv()
     server.stop()
 
@@ -67,7 +66,7 @@ def _adder(buffer: ServiceReplayBuffer, envs: int) -> Callable[[], None]:
     buffer.claim_rank(envs)
     ids, made = steps(SHAPE, np.float32, 50, end=0.02)
     made = [_of(step, envs) for step in made]
-    for turn in range(len(made)):  # as an Actor's steps follow each other
+    for turn in range(len(made)):  # consecutive steps, as from an Actor
         made[turn] = made[turn]._replace(timestep=made[turn - 1].next_timestep)
     turn = 0
 
@@ -80,7 +79,7 @@ def _adder(buffer: ServiceReplayBuffer, envs: int) -> Callable[[], None]:
 
 
 def _fill(buffer: ServiceReplayBuffer, count: int) -> None:
-    """Adds so many steps, and waits until they have arrived."""
+    """Add `count` steps and wait until the service has received them."""
     add = _adder(buffer, ENVS)
     for _ in range(count // ENVS):
         add()
@@ -94,14 +93,14 @@ def _of(step: Any, envs: int) -> Any:
 
 
 def insert_steps(seconds: float) -> dict[str, float]:
-    """Steps of one environment, one after another, each an item of its own."""
+    """Insert consecutive steps of one environment. Each is a separate item."""
     agent = AgentSpecs(ReplaySpec("uniform", Transition(1), batch_size=BATCH, capacity=200_000), STEP_SPEC)
     with served(agent) as buffer:
         return rate(_adder(buffer, 1), 1, seconds)
 
 
 def insert_unrolls(seconds: float) -> dict[str, float]:
-    """Unrolls of 64 environments, as an Actor adds them; the oldest make room."""
+    """Insert unrolls of 64 environments, as an Actor does. The oldest items are evicted."""
     spec = ReplaySpec("queue", Sequence(LENGTH), batch_size=ENVS, capacity=100 * ENVS * LENGTH)
     with served(AgentSpecs(spec, STEP_SPEC), waits=False) as buffer:
         add = _adder(buffer, ENVS)
@@ -109,7 +108,7 @@ def insert_unrolls(seconds: float) -> dict[str, float]:
 
 
 def sample_transitions(seconds: float) -> dict[str, float]:
-    """Batches of 256 transitions, by the dataset."""
+    """Sample batches of 256 transitions with the dataset."""
     spec, _ = WORKLOADS["transitions"]
     with served(AgentSpecs(spec, STEP_SPEC)) as buffer:
         _fill(buffer, spec.capacity)
@@ -118,7 +117,7 @@ def sample_transitions(seconds: float) -> dict[str, float]:
 
 
 def sample_prioritized(seconds: float) -> dict[str, float]:
-    """Batches of 256 transitions by priority, and their new priorities."""
+    """Sample batches of 256 transitions by priority, and update their priorities."""
     spec = ReplaySpec("prioritized", Transition(1), batch_size=BATCH, capacity=20_000, min_size=1_000)
     rng = np.random.default_rng(0)
     with served(AgentSpecs(spec, STEP_SPEC)) as buffer:
@@ -133,7 +132,7 @@ def sample_prioritized(seconds: float) -> dict[str, float]:
 
 
 def sample_unrolls(seconds: float, items: int = 64_000) -> dict[str, float]:
-    """Batches of 32 unrolls from a queue that holds so many, until it is empty; `seconds` says nothing here."""
+    """Sample batches of 32 unrolls from a queue of `items` unrolls until it is empty. `seconds` is ignored."""
     del seconds
     spec, _ = WORKLOADS["unrolls"]
     spec = dataclasses.replace(spec, capacity=(items + 2 * ENVS) * LENGTH)

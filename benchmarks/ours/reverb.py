@@ -1,4 +1,4 @@
-"""Times a Reverb server in a process of its own: what goes in, and what comes out. Prints one JSON object.
+"""Time inserts and samples of a Reverb server in a separate process. Print one JSON object.
 
 python -m benchmarks.ours.reverb insert ours --seconds 3
 python -m benchmarks.ours.reverb sample transitions --seconds 3
@@ -25,12 +25,13 @@ from rlframe.replay.reverb.item_bytes import ItemRows
 from rlframe.replay.reverb.server_tables import REPLAY
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence, StepSpec, Transition, specs
 
-SHAPE, ENVS, LENGTH, GAMMA = (4,), 64, 20, 0.99  # CartPole's observation; of an actor; steps of an unroll
+# CartPole's observation; environments of an actor; steps of an unroll; discount
+SHAPE, ENVS, LENGTH, GAMMA = (4,), 64, 20, 0.99
 STEP_SPEC = StepSpec(specs.Array(SHAPE, np.float32), specs.DiscreteArray(2, dtype=np.int32), {}, ())
 WARM_UP = 0.5  # seconds
 
-# DQN's transitions (two steps of Reverb's); IMPALA's unrolls, each by itself, and as `distributed` holds them: those of
-# a pool as one. (spec, unrolls of an item).
+# DQN's transitions (two Reverb steps each); IMPALA's unrolls as single items, and in blocks with all unrolls of a pool,
+# as in `distributed`. Values: (spec, unrolls per item).
 _UNROLLS = ReplaySpec("queue", Sequence(LENGTH), batch_size=32, capacity=LENGTH * 32)
 WORKLOADS = {
     "transitions": (ReplaySpec("uniform", Transition(1, GAMMA), batch_size=256, capacity=20_000, min_size=1_000), 1),
@@ -40,7 +41,6 @@ WORKLOADS = {
 
 
 def main() -> None:
-    """Measures."""
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("insert")
@@ -48,8 +48,8 @@ def main() -> None:
     command.add_argument("--seconds", type=float, default=3.0)
     command = commands.add_parser("sample")
     command.add_argument("workload", choices=WORKLOADS)
-    command.add_argument("--seconds", type=float, default=3.0, help="for transitions")
-    command.add_argument("--items", type=int, default=64_000, help="unrolls that are drawn")
+    command.add_argument("--seconds", type=float, default=3.0, help="duration for transitions")
+    command.add_argument("--items", type=int, default=64_000, help="number of unrolls to sample")
     args = parser.parse_args()
     if args.command == "insert":
         result = INSERTS[args.way](args.seconds)
@@ -62,7 +62,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def server(tables: Any) -> Iterator[str]:
-    """Serves what the picklable `tables()` gives in another process; gives its address."""
+    """Serve the tables from the picklable function `tables` in another process. Yield the address."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory() as checkpoints:
@@ -81,12 +81,12 @@ def _serve(tables: Callable[[], list[Any]], checkpoints: str, connection: Any) -
     reverb, _ = load()
     served = reverb.Server(tables(), port=None, checkpointer=reverb.checkpointers.DefaultCheckpointer(checkpoints))
     connection.send(served.port)
-    with contextlib.suppress(EOFError):  # its parent has ended
+    with contextlib.suppress(EOFError):  # the parent has exited
         connection.recv()
 
 
 def bare_table() -> list[Any]:
-    """A table of anybody's items, without a limit."""
+    """Return a table for any items, without a rate limit."""
     reverb, _ = load()
     return [
         reverb.Table(REPLAY, reverb.selectors.Uniform(), reverb.selectors.Fifo(), 1000, reverb.rate_limiters.MinSize(1))
@@ -94,7 +94,7 @@ def bare_table() -> list[Any]:
 
 
 def rate(call: Callable[[], Any], counts: int, seconds: float, warm_up: float = WARM_UP) -> dict[str, float]:
-    """Counts per second, and processor time for each; `call` counts for `counts`."""
+    """Return counts per second and processor time per count. One call of `call` is `counts` counts."""
     until = time.perf_counter() + warm_up
     while time.perf_counter() < until:
         call()
@@ -105,11 +105,11 @@ def rate(call: Callable[[], Any], counts: int, seconds: float, warm_up: float = 
     return watch.rate(calls * counts)
 
 
-# Inserting
+# --- inserting
 
 
 def insert_ours(seconds: float) -> dict[str, float]:
-    """Unrolls of 64 environments through the buffer, as an Actor adds them."""
+    """Insert unrolls of 64 environments through the buffer, as an Actor does."""
     agent = AgentSpecs(ReplaySpec("queue", Sequence(LENGTH), batch_size=ENVS, capacity=100 * ENVS * LENGTH), STEP_SPEC)
     with server(ReverbReplayBuffer.tables(agent, block=ENVS, when_full="drop")) as address:
         buffer = ReverbReplayBuffer(agent, address)
@@ -122,9 +122,10 @@ def insert_ours(seconds: float) -> dict[str, float]:
 
 
 def insert_blocks(seconds: float) -> dict[str, float]:
-    """The same arrays by Reverb's own writer alone, each an append and an item that is waited for."""
+    """Insert the same arrays with Reverb's own writer: one append and one item at a time, waiting for each."""
     agent = AgentSpecs(ReplaySpec("queue", Sequence(LENGTH), batch_size=ENVS, capacity=ENVS * LENGTH), STEP_SPEC)
-    block = np.random.default_rng(0).integers(0, 256, (ENVS, ItemRows(agent).nbytes), np.uint8)  # is not compressed
+    # random bytes, so that compression has no effect
+    block = np.random.default_rng(0).integers(0, 256, (ENVS, ItemRows(agent).nbytes), np.uint8)
     with _bare_writer(num_keep_alive_refs=1) as writer:
 
         def insert() -> None:
@@ -136,7 +137,7 @@ def insert_blocks(seconds: float) -> dict[str, float]:
 
 
 def insert_appends(seconds: float, length: int = LENGTH, period: int = LENGTH) -> dict[str, float]:
-    """Reverb's published way: an environment's steps appended one by one, and an item of the last `length` of them."""
+    """Insert as documented by Reverb: append single steps of an environment, and items of the last `length` steps."""
     step = {
         "observation": np.zeros(SHAPE, np.float32),
         "action": np.int32(0),
@@ -154,13 +155,13 @@ def insert_appends(seconds: float, length: int = LENGTH, period: int = LENGTH) -
             if taken >= length and taken % period == 0:
                 item = {name: column[-length:] for name, column in writer.history.items()}
                 writer.create_item(REPLAY, 1.0, item)
-                writer.flush(block_until_num_items=40)  # from 50 on their way Reverb warns
+                writer.flush(block_until_num_items=40)  # Reverb warns from 50 pending items on
 
         return rate(append, 1, seconds)
 
 
 def insert_transitions(seconds: float) -> dict[str, float]:
-    """The same with an item of two steps for each append, as DQN's adders insert."""
+    """Insert in the same way, with an item of two steps per append, like DQN's adders."""
     return insert_appends(seconds, length=2, period=1)
 
 
@@ -180,7 +181,7 @@ def _bare_writer(num_keep_alive_refs: int) -> Iterator[Any]:
 
 
 def _adder(buffer: Any, envs: int = ENVS) -> Callable[[], None]:
-    """Adds a step of each environment."""
+    """Return a function that adds one step of each environment."""
     ids, cycle = steps(SHAPE, np.float32, 50, end=0.02)
     ids, t = ids[:envs], 0
 
@@ -192,11 +193,11 @@ def _adder(buffer: Any, envs: int = ENVS) -> Callable[[], None]:
     return add
 
 
-# Sampling
+# --- sampling
 
 
 def sample_transitions(seconds: float) -> dict[str, float]:
-    """Items per second of a replay that nobody writes to."""
+    """Return items per second from a replay without writers."""
     spec, _ = WORKLOADS["transitions"]
     agent = AgentSpecs(spec, STEP_SPEC)
     with server(ReverbReplayBuffer.tables(agent)) as address:
@@ -215,7 +216,7 @@ def sample_transitions(seconds: float) -> dict[str, float]:
 
 
 def sample_unrolls(workload: str, items: int) -> dict[str, float]:
-    """Unrolls per second of a queue that was filled before."""
+    """Return unrolls per second from a filled queue."""
     spec, block = WORKLOADS[workload]
     agent = AgentSpecs(spec, STEP_SPEC)
     found = {}
@@ -239,26 +240,27 @@ def sample_unrolls(workload: str, items: int) -> dict[str, float]:
 
 
 def _both(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """{way: items per second}, and our processor time for an item."""
+    """Return {way: items per second}, and our processor time per item."""
     rates = {way: rate["steps_per_second"] for way, rate in found.items()}
     return {**rates, "processor_us": found["ours"]["processor_us"]}
 
 
 def _dataset(buffer: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """(gives a batch, ends it): as a Learner reads it."""
+    """Return (function that returns a batch as for a Learner, function that ends the dataset)."""
     dataset = buffer.make_dataset()
     return lambda: next(dataset), dataset.close
 
 
-def _bare_sampler(address: str, draws: int) -> tuple[Callable[[], np.ndarray], Callable[[], None]]:
-    """The same by Reverb's sampler below `reverb.Client`, which drops all but the rows, and makes no fields of them.
+def _bare_sampler(address: str, num_items: int) -> tuple[Callable[[], np.ndarray], Callable[[], None]]:
+    """Return the same two functions for Reverb's own sampler, below `reverb.Client`.
 
-    It asks for as many ahead as rlframe does: what is ahead of a queue gets older.
+    It discards everything except the rows, and builds no fields from them. It requests as many items ahead as rlframe
+    does, because items that are fetched ahead from a queue become older.
     """
-    sampler = load()[0].pybind.Client(address).NewSampler(REPLAY, -1, draws + 1)
+    sampler = load()[0].pybind.Client(address).NewSampler(REPLAY, -1, num_items + 1)
 
     def draw() -> np.ndarray:
-        drawn = [sampler.GetNextTrajectory() for _ in range(draws)]
+        drawn = [sampler.GetNextTrajectory() for _ in range(num_items)]
         return np.concatenate([rows for _, _, _, _, rows in drawn])
 
     return draw, sampler.Close

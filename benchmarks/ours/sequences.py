@@ -1,7 +1,7 @@
-"""Times R2D2's Learner on sequences from a prioritized replay beside its jitted update alone, in turns. Prints JSON.
+"""Time R2D2's Learner on sequences from a prioritized replay and its jitted update alone, in alternating turns.
 
-The Learner samples a batch, learns from it, publishes, and gives its priorities back, one after the other. The update
-alone has the same batches as arrays of the device.
+The Learner samples a batch, learns from it, publishes, and updates priorities, one after the other. The update alone
+uses the same batches as device arrays. Prints one JSON object.
 
 python -m benchmarks.ours.sequences paper --seconds 5
 """
@@ -19,17 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.processor import Stopwatch
-from benchmarks.report import middle, processor
+from benchmarks.report import median, processor
 from rlframe import compilation
 from rlframe.agents import R2D2, R2D2Config
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.replay import ReplayBuffer
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Batch, Step, TimeStep, global_env_ids, specs
 
-NUM_ENVS, NUM_STEPS = 64, 2_000  # of each environment
+NUM_ENVS, NUM_STEPS = 64, 2_000  # environments; steps of each environment
 TURNS = 4
-KEPT = 8  # batches that the update alone takes in turn
-# Sequences of the paper, and of the preset for CartPole; an update for each step, so that nothing waits.
+KEPT = 8  # batches that the update alone cycles through
+# Sequences of the paper and of the preset for CartPole, with one update per step, so that sampling never waits.
 CONFIGS = {
     "paper": R2D2Config(update_period=1, replay_capacity=NUM_ENVS * NUM_STEPS),
     "small": R2D2Config(32, 32, 8, 16, update_period=1, replay_capacity=NUM_ENVS * NUM_STEPS),
@@ -37,22 +37,26 @@ CONFIGS = {
 
 
 def main() -> None:
-    """Measures both ways."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config", choices=CONFIGS)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
+    parser.add_argument("--seconds", type=float, default=5.0, help="total seconds for each way")
     args = parser.parse_args()
     print(json.dumps(measure(CONFIGS[args.config], args.seconds)))
 
 
 def measure(cfg: R2D2Config, seconds: float) -> dict[str, Any]:
-    """{way: sequences per second}, each the median of the turns; `processor_us` is what the Learner takes for one."""
+    """Measure both ways.
+
+    Returns:
+        {way: sequences per second} (medians over the turns), and `processor_us`, the Learner's processor time per
+        sequence.
+    """
     agent = R2D2(cfg, specs.Array((2,), np.float32), specs.DiscreteArray(2))
     buffer = ReplayBuffer(agent)
     _fill(agent, buffer)
     learner = Learner(LearnerConfig(), agent, buffer)
     batches = []
-    for _ in range(KEPT):  # the first one compiles
+    for _ in range(KEPT):  # the first update compiles
         batches.append(buffer.sample())
         learner.step(batches[-1])
     alone = _Alone(agent, batches)
@@ -62,12 +66,12 @@ def measure(cfg: R2D2Config, seconds: float) -> dict[str, Any]:
         learned.append(_learn(learner, buffer, max(4, int(rate * seconds / TURNS / cfg.batch_size))))
         bare.append(alone.run(seconds / TURNS))
     learner.close()
-    found = {"learner": middle(rate["steps_per_second"] for rate in learned), "processor_us": processor(learned)}
+    found = {"learner": median(rate["steps_per_second"] for rate in learned), "processor_us": processor(learned)}
     return {**found, "alone": statistics.median(bare)}
 
 
 def _fill(agent: R2D2, buffer: ReplayBuffer) -> None:
-    """Episodes of 100 steps, at random."""
+    """Add random episodes of 100 steps."""
     buffer.claim_rank(NUM_ENVS)
     rng, env_ids = np.random.default_rng(0), global_env_ids(0, np.arange(NUM_ENVS))
     ones = np.ones(NUM_ENVS, np.float32)
@@ -91,7 +95,7 @@ def _learn(learner: Learner, buffer: ReplayBuffer, count: int) -> dict[str, floa
         batch = buffer.sample()
         learner.step(batch)
         sequences += len(batch.keys)
-    learner.get_params()  # waits for the last update, and fetches what it published
+    learner.get_params()  # waits for the last update and fetches its parameters
     return watch.rate(sequences)
 
 
@@ -105,7 +109,7 @@ class _Alone:
         self.run(0.0)
 
     def run(self, seconds: float) -> float:
-        """Sequences per second."""
+        """Return sequences per second."""
         sequences, start = 0, time.perf_counter()
         while not sequences or time.perf_counter() - start < seconds:
             for batch in self._batches:

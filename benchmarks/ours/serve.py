@@ -1,7 +1,7 @@
-"""Serves inference to clients in other processes, and counts the rows. Prints one JSON object.
+"""Serve inference to clients in other processes, and count the rows. Print one JSON object.
 
-All ways to answer are measured in turns by the same processes, since the speed of a machine drifts: the jitted call
-alone, the service as clients reach it, and as threads of its own process do.
+The same processes measure all ways in alternating turns, because the speed of a machine drifts. The ways are the jitted
+call alone, the service with remote clients, and the service with client threads in the same process.
 
 python -m benchmarks.ours.serve cnn --seconds 5
 """
@@ -24,11 +24,11 @@ from rlframe.engines.supervision.node_main import public_methods
 from rlframe.transport import DEFAULT
 from rlframe.transport.sockets import SocketTransport
 
-CLIENTS, PROCESSES, ROWS = 8, 2, 8  # clients in all; the processes that they share; environments of each
-TURNS, SETTLING = 5, 0.3  # of each way; seconds of a turn before the measurement begins
-BUCKETS = (8, 16, 24, 32, 48, 64)  # compiled before
+CLIENTS, PROCESSES, ROWS = 8, 2, 8  # number of clients; processes of the clients; environments per client
+TURNS, SETTLING = 5, 0.3  # turns of each way; seconds of a turn before the measurement starts
+BUCKETS = (8, 16, 24, 32, 48, 64)  # batch sizes to compile before the measurement
 SHAPES = {"cnn": ((4, 84, 84), np.uint8), "mlp": ((4,), np.float32)}
-# way -> what the service is given. Unbatched: no call takes in more than one request.
+# way -> options of the service. With `unbatched`, each call handles one request.
 SERVICES: dict[str, dict[str, Any]] = {
     "sockets": {},
     "shared": {},
@@ -40,16 +40,15 @@ ALONE, TOGETHER, PAUSE, STOP = "alone", "together", -1, -2
 
 
 def main() -> None:
-    """Measures every way to answer."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=SHAPES)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each way, in all")
+    parser.add_argument("--seconds", type=float, default=5.0, help="total seconds for each way")
     args = parser.parse_args()
     print(json.dumps(measure(args.workload, args.seconds)))
 
 
 def request(workload: str, rows: int) -> tuple[Any, ...]:
-    """The arguments of `inference` for so many environments."""
+    """Return the arguments of `inference` for `rows` environments."""
     from rlframe.types import MID, TimeStep
 
     shape, dtype = SHAPES[workload]
@@ -59,24 +58,29 @@ def request(workload: str, rows: int) -> tuple[Any, ...]:
 
 
 def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
-    """{way: {"rows_per_second", "rows_per_call", "processor_us" of a row, clients included}}: medians of all turns."""
+    """Measure all ways.
+
+    Returns:
+        {way: {"rows_per_second", "rows_per_call", "processor_us"}}, medians over the turns. `processor_us` is the
+        processor time per row, including the clients.
+    """
     names = [way for way in SERVICES if way != "courier" or extras.is_installed("launchpad")]
     plain = Service(workload, {})
     services = {way: Service(workload, config) if (config := SERVICES[way]) else plain for way in names}
     alone, arguments = inferencer(workload, sync_interval=10**9), request(workload, CLIENTS * ROWS)
     servers = {way: transport_of(way).serve(public_methods(one.inferencer)) for way, one in services.items()}
     context = multiprocessing.get_context("spawn")
-    answered, ready, phase = context.Value("q", 0), context.Semaphore(0), context.Value("q", PAUSE)
+    rows_served, ready, phase = context.Value("q", 0), context.Semaphore(0), context.Value("q", PAUSE)
     addresses = {way: server.address for way, server in servers.items()}
     clients = [
-        context.Process(target=_clients, args=(addresses, workload, answered, ready, phase), daemon=True)
+        context.Process(target=_run_clients, args=(addresses, workload, rows_served, ready, phase), daemon=True)
         for _ in range(PROCESSES)
     ]
     for client in clients:
         client.start()
     for _ in range(CLIENTS):
         if not ready.acquire(timeout=120.0):
-            raise TimeoutError("A client got no answer within 120 s.")
+            raise TimeoutError("A client got no response within 120 s.")
 
     def turn_of(way: str) -> dict[str, float]:
         if way == ALONE:
@@ -87,14 +91,14 @@ def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
             rate = watch.rate(rows := calls * CLIENTS * ROWS)
         elif way == TOGETHER:
             calls, watch = plain.calls, Stopwatch()
-            rows = _asked_by_threads(plain, workload, watch, seconds / TURNS)
+            rows = _rows_from_threads(plain, workload, watch, seconds / TURNS)
             calls, rate = plain.calls - calls, watch.rate(rows)
         else:
             phase.value = names.index(way)
             time.sleep(SETTLING)
-            before, calls, watch = answered.value, services[way].calls, Stopwatch()
+            before, calls, watch = rows_served.value, services[way].calls, Stopwatch()
             time.sleep(seconds / TURNS)
-            rows, calls = answered.value - before, services[way].calls - calls
+            rows, calls = rows_served.value - before, services[way].calls - calls
             rate = watch.rate(rows)
             phase.value = PAUSE
             for _ in range(CLIENTS):
@@ -119,7 +123,7 @@ def measure(workload: str, seconds: float) -> dict[str, dict[str, float]]:
 
 
 def inferencer(workload: str, **config: Any) -> Any:
-    """PPO's, with parameters as they were at first; it has answered batches of all sizes that come."""
+    """Return PPO's inferencer with initial parameters, compiled for all batch sizes that occur."""
     from rlframe.agents import PPO, PPOConfig
     from rlframe.inferencers import Inferencer, InferencerConfig
     from rlframe.learners import Learner, LearnerConfig
@@ -128,18 +132,19 @@ def inferencer(workload: str, **config: Any) -> Any:
     shape, dtype = SHAPES[workload]
     observation_spec = specs.BoundedArray(shape, dtype, 0, 255, "observation")
     agent = PPO(PPOConfig(), observation_spec, specs.DiscreteArray(6, np.int32, "action"))
-    made = Inferencer(InferencerConfig(**config), agent, Learner(LearnerConfig(), agent, None))
+    result = Inferencer(InferencerConfig(**config), agent, Learner(LearnerConfig(), agent, None))
     for rows in BUCKETS:
-        made.inference(*request(workload, rows))
-    return made
+        result.inference(*request(workload, rows))
+    return result
 
 
 class Service:
-    """An inferencer that runs."""
+    """A running inferencer."""
 
     def __init__(self, workload: str, config: dict[str, Any]) -> None:
         self.inferencer = inferencer(workload, **config)
-        self._runner = threading.Thread(target=self.inferencer.run, daemon=True)  # an error elsewhere ends the process
+        # daemon, so that it does not keep the process alive after an error
+        self._runner = threading.Thread(target=self.inferencer.run, daemon=True)
         self._runner.start()
 
     @property
@@ -152,30 +157,30 @@ class Service:
 
 
 def transport_of(way: str) -> Any:
-    """By which clients call in this way."""
+    """Return the transport of the clients."""
     return DEFAULT if way == "courier" else SocketTransport()
 
 
-def _asked_by_threads(service: Service, workload: str, watch: Stopwatch, seconds: float) -> int:
-    """Rows that were answered to so many clients as threads of this process, which no call leaves."""
-    answered = [0] * CLIENTS
+def _rows_from_threads(service: Service, workload: str, watch: Stopwatch, seconds: float) -> int:
+    """Return the number of rows served to client threads in this process, without remote calls."""
+    rows_served = [0] * CLIENTS
 
     def work(client: int) -> None:
         arguments = request(workload, ROWS)
         while watch.seconds < seconds:
             service.inferencer.inference(*arguments)
-            answered[client] += ROWS
+            rows_served[client] += ROWS
 
     threads = [threading.Thread(target=work, args=(client,)) for client in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(answered)
+    return sum(rows_served)
 
 
-def _clients(addresses: dict[str, str], workload: str, answered: Any, ready: Any, phase: Any) -> None:
-    """So many clients as threads, each with one call under way."""
+def _run_clients(addresses: dict[str, str], workload: str, rows_served: Any, ready: Any, phase: Any) -> None:
+    """Run the clients of one process as threads, each with one pending call."""
     from rlframe.handles import Remote
     from rlframe.inferencers.shared_calls import RemoteInferencer
 
@@ -193,8 +198,8 @@ def _clients(addresses: dict[str, str], workload: str, answered: Any, ready: Any
             while (way := phase.value) >= 0:
                 paused = False
                 remotes[way].inference(*arguments)
-                with answered.get_lock():
-                    answered.value += ROWS
+                with rows_served.get_lock():
+                    rows_served.value += ROWS
             if not paused:
                 ready.release()
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Trains with rlframe as `rlframe train` does, logs and files included, and times it. Prints one JSON object.
+"""Train with rlframe as `rlframe train` does, including logs and files, and time it. Print one JSON object.
 
 python -m benchmarks.ours.train ppo_cartpole --steps 60000 --warm-up 6000
 python -m benchmarks.ours.train ppo_cartpole --steps 100000 --solve-every 4096
@@ -20,11 +20,11 @@ from benchmarks.processor import processor_seconds
 if TYPE_CHECKING:
     from rlframe.programs.training.callbacks import CallbackInfo
 
-STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
+STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # includes the start of the interpreter
 
 
 def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int, total: int) -> Any:
-    """The experiment called `name`: the settings of the peers that it is compared with."""
+    """Return the experiment `name`, with the settings of the peers."""
     from rlframe.agents import DQNConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.programs import make_experiment
@@ -38,16 +38,17 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         "schedule_steps": total,
     }
     if name == "ppo_cartpole":
-        return make_experiment("ppo", "CartPole-v1", gae_lambda=0.8, **common)  # rl-baselines3-zoo's, as the peers
+        # the value of rl-baselines3-zoo, also used for the peers
+        return make_experiment("ppo", "CartPole-v1", gae_lambda=0.8, **common)
     if name == "ppo_pong":
-        return make_experiment("ppo", "Pong-v5", **common)  # the preset is CleanRL's
+        return make_experiment("ppo", "Pong-v5", **common)  # the preset is the same as CleanRL's
     if name == "sac":
         return make_experiment(
             "sac", "HalfCheetah-v4", preset="none", num_envs=1, env_type="envpool", eval_episodes=1, **common
         )
     # With `--against`, this file also measures checkouts in which DQN had no heads.
     huber = "head_huber_threshold" if "head" in DQNConfig.__dataclass_fields__ else "huber_threshold"
-    # CleanRL, dqn_jax.py; its counts of environment steps are learner steps here, one every 10.
+    # Settings of CleanRL's dqn_jax.py. It counts environment steps where we count learner steps, one every 10 steps.
     return make_experiment(
         "dqn",
         "CartPole-v1",
@@ -57,7 +58,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         num_envs={"dqn_1": 1, "dqn_8": 8}[name],
         batch_size=128,
         replay_capacity=10_000,
-        min_replay_size=9_000,  # it starts at 10,000 steps; the buffer here also holds LAST timesteps
+        min_replay_size=9_000,  # CleanRL starts at 10,000 steps; our buffer also contains LAST timesteps
         update_period=10,
         target_update_period=50,  # 500 steps
         discount=0.99,
@@ -72,11 +73,11 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
 
 
 class Solved(Exception):
-    """Both measures of CartPole's being solved have been seen."""
+    """Raised when both measures show that CartPole is solved."""
 
 
-class Moment(NamedTuple):
-    """A row of the logs, and when it came."""
+class LogRow(NamedTuple):
+    """The steps and the time of one row of the logs."""
 
     steps: int
     time: float
@@ -84,25 +85,25 @@ class Moment(NamedTuple):
 
 
 class Watch:
-    """Reads the rows of the logs: the time of each, and when CartPole is solved by either measure."""
+    """A callback that records the time of each row of the logs, and when CartPole is solved by each measure."""
 
     def __init__(self, warm_up: int, solve: bool) -> None:
         self._warm_up = warm_up
         self._solve = solve
         self._returns: collections.deque[float] = collections.deque(maxlen=100)
-        self._before = self.last = Moment(0, 0.0, 0.0)
-        self._evaluating = Moment(0, 0.0, 0.0)  # the time that evaluations took
-        self.first: Moment | None = None
+        self._before = self.last = LogRow(0, 0.0, 0.0)
+        self._evaluating = LogRow(0, 0.0, 0.0)  # the time spent in evaluations
+        self.first: LogRow | None = None
         self.evaluated: dict[str, float] | None = None
         self.last_100: dict[str, float] | None = None
 
     def __call__(self, info: CallbackInfo) -> None:
         env_steps, values = info.step, info.values
-        now = Moment(env_steps, time.time(), processor_seconds())
+        now = LogRow(env_steps, time.time(), processor_seconds())
         if "return_mean" in values:
-            # The row of the logs comes right before the evaluation at the same step.
+            # The row of the logs directly precedes the evaluation at the same step.
             _, before, processor = self._before
-            self._evaluating = Moment(
+            self._evaluating = LogRow(
                 0, self._evaluating.time + now.time - before, self._evaluating.processor + now.processor - processor
             )
             if values["return_mean"] >= 475 and self.evaluated is None:
@@ -119,7 +120,7 @@ class Watch:
         if self._solve and self.evaluated and self.last_100:
             raise Solved
 
-    def _when(self, now: Moment) -> dict[str, float]:
+    def _when(self, now: LogRow) -> dict[str, float]:
         return {
             "steps": now.steps,
             "seconds": now.time - STARTED - self._evaluating.time,
@@ -128,20 +129,19 @@ class Watch:
 
 
 def main() -> None:
-    """Parses the command line, trains, prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("experiment", choices=("ppo_cartpole", "ppo_pong", "dqn_1", "dqn_8", "sac"))
     parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
-    parser.add_argument("--warm-up", type=int, default=0, help="of these, steps before the clock starts")
-    parser.add_argument("--total", type=int, default=100_000, help="steps over which schedules run")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps before the clock starts, included in --steps")
+    parser.add_argument("--total", type=int, default=100_000, help="steps of the schedules")
     parser.add_argument("--log-every", type=int, default=1024)
-    parser.add_argument("--solve-every", type=int, default=0, help="evaluate so often; stop when solved twice over")
+    parser.add_argument("--solve-every", type=int, default=0, help="steps between evaluations; stop when solved")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
     from rlframe import programs
 
-    train = getattr(programs, "run_experiment", None) or programs.train  # its name in checkouts of before
+    train = getattr(programs, "run_experiment", None) or programs.train  # its name in older checkouts
 
     described = experiment(args.experiment, args.seed, args.steps, args.log_every, args.solve_every, args.total)
     watch = Watch(args.warm_up, bool(args.solve_every))

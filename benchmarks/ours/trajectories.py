@@ -1,7 +1,7 @@
 """One measurement of a trajectory server: `python -m benchmarks.ours.trajectories ingest|queue [--published PYTHON]`.
 
-The server is `rlframe serve trajectories` on SQLite, where every group is on disk before it is acknowledged, or the
-published one, in memory, run by the Python that has `atroposlib`.
+The server is `rlframe serve trajectories` with SQLite, where every group is on disk before it is acknowledged. With
+--published, it is the published in-memory server, run by a Python that has `atroposlib`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from benchmarks.processor import processor_seconds
 
 SEQUENCES, TOKENS = 8, 2048
 CLIENTS = 8
-DEADLINE = 60.0  # seconds for the server to start, or to give an answer
-GIVE_UP = 20.0  # seconds for a batch
+DEADLINE = 60.0  # seconds for the server to start or to respond
+BATCH_DEADLINE = 20.0  # time limit in seconds for one batch
 SMALL = {"tokens": [[7] * 16] * 2, "masks": [[-100] * 8 + [7] * 8] * 2, "scores": [1.0, 0.0]}
-SMALL_BATCH = 16  # sequences: 8 of the small groups
+SMALL_BATCH = 16  # sequences, that is 8 small groups
 
 
 def large_group(packed: bool) -> bytes:
-    """8 x 2048 tokens with masks and log-probabilities, as clients send them."""
+    """Return a group of 8 x 2048 tokens with masks and log-probabilities, in the format that clients send."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 50_000, (SEQUENCES, TOKENS)).astype("<i4")
     masks = tokens.copy()
@@ -51,49 +51,49 @@ def large_group(packed: bool) -> bytes:
 
 
 class Server:
-    """A server of either kind, with a trainer and an environment registered."""
+    """A server of either kind, with a registered trainer and environment."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
         self._http = http.client.HTTPConnection(url.removeprefix("http://"), timeout=DEADLINE)
 
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
+    def request(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body)
         self._http.request(method, path, data, {"Content-Type": "application/json"})
-        with self._http.getresponse() as answer:
-            content = answer.read()
-            if answer.status != 200:
-                raise RuntimeError(f"{method} {path}: {answer.status} {content[:200]!r}")
+        with self._http.getresponse() as response:
+            content = response.read()
+            if response.status != 200:
+                raise RuntimeError(f"{method} {path}: {response.status} {content[:200]!r}")
         return json.loads(content)
 
-    def hang_up(self) -> None:
-        """The next request has a connection of its own."""
+    def disconnect(self) -> None:
+        """Close the connection. The next request opens a new one."""
         self._http.close()
 
     def register(self, batch_size: int, group_size: int) -> None:
         settings = {"wandb_group": "", "wandb_project": "", "batch_size": batch_size, "max_token_len": TOKENS}
         settings |= {"checkpoint_dir": "", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 1_000_000}
-        self.ask("POST", "/register", settings)
-        self.ask("GET", "/batch")
+        self.request("POST", "/register", settings)
+        self.request("GET", "/batch")
         env = {"max_token_length": TOKENS, "desired_name": "env", "weight": 1.0, "group_size": group_size}
-        assert self.ask("POST", "/register-env", env)["env_id"] == 0
+        assert self.request("POST", "/register-env", env)["env_id"] == 0
 
     def cpu(self) -> float:
-        """Seconds of processor time so far."""
+        """Return the seconds of processor time so far."""
         return processor_seconds(self.process.pid)
 
     def resident(self) -> int:
-        """Bytes."""
+        """Return the resident memory in bytes."""
         return psutil.Process(self.process.pid).memory_info().rss
 
     def status_env(self, seconds: float, pause: float) -> dict[str, float]:
-        """Milliseconds of `/status-env`, asked again and again."""
+        """Return the milliseconds of `/status-env` over repeated requests."""
         times, cpu = [], self.cpu()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times) < 3:
             start = time.perf_counter()
-            self.ask("GET", "/status-env", {"env_id": 0})
+            self.request("GET", "/status-env", {"env_id": 0})
             times.append(1e3 * (time.perf_counter() - start))
             time.sleep(pause)
         cpu = self.cpu() - cpu
@@ -106,14 +106,14 @@ class Server:
         }
 
     def batches(self, count: int) -> dict[str, float]:
-        """Milliseconds of `/batch`, the median, and processor time of one; nothing where none comes in `GIVE_UP`."""
-        self.hang_up()
-        self._http.timeout = GIVE_UP
+        """Return median milliseconds and processor time of `/batch`, or {} if a batch exceeds `BATCH_DEADLINE`."""
+        self.disconnect()
+        self._http.timeout = BATCH_DEADLINE
         times, cpu = [], self.cpu()
         with contextlib.suppress(TimeoutError):
             for _ in range(count):
                 start = time.perf_counter()
-                assert self.ask("GET", "/batch")["batch"], "there is no batch"
+                assert self.request("GET", "/batch")["batch"], "The server returned no batch."
                 times.append(1e3 * (time.perf_counter() - start))
         if len(times) < count:
             return {}
@@ -122,7 +122,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(published: str | None) -> Iterator[Server]:
-    """The server, in a process and a folder of its own, for the time of the `with`."""
+    """Run the server in a separate process with a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="rlframe-bench-") as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -139,10 +139,10 @@ def serving(published: str | None) -> Iterator[Server]:
             end = time.monotonic() + DEADLINE
             while True:
                 try:
-                    server.ask("GET", "/")
+                    server.request("GET", "/")
                     break
                 except ConnectionError:
-                    server.hang_up()
+                    server.disconnect()
                     if process.poll() is not None or time.monotonic() > end:
                         raise RuntimeError(pathlib.Path(folder, "log").read_text()[-500:]) from None
                     time.sleep(0.05)
@@ -154,7 +154,10 @@ def serving(published: str | None) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def posting(server: Server, packed: bool, seconds: float, result: dict[str, Any]) -> Iterator[None]:
-    """The clients post flat out. In the end `result` has groups/s, and what one takes of processor and memory."""
+    """Post from all clients at full speed.
+
+    At the end, `result` contains groups/s, and processor time and memory per group.
+    """
     with tempfile.NamedTemporaryFile() as file:
         body = large_group(packed)
         file.write(body)
@@ -176,7 +179,7 @@ def posting(server: Server, packed: bool, seconds: float, result: dict[str, Any]
 
 
 def ingest(server: Server, packed: bool, seconds: float) -> dict[str, Any]:
-    """Groups/s of the large kind, and what the queued ones take of the server's memory."""
+    """Return groups/s for large groups, and the server's memory for the queued groups."""
     server.register(batch_size=64, group_size=SEQUENCES)
     result: dict[str, Any] = {}
     with posting(server, packed, seconds, result):
@@ -186,35 +189,35 @@ def ingest(server: Server, packed: bool, seconds: float) -> dict[str, Any]:
 
 
 def queue(server: Server, groups: int, seconds: float) -> dict[str, Any]:
-    """How long small requests take while so many small groups are queued."""
+    """Return the durations of small requests while `groups` small groups are queued."""
     server.register(batch_size=SMALL_BATCH, group_size=2)
     before, start, chunk = server.resident(), time.perf_counter(), 1000
     for _ in range(groups // chunk):
-        server.ask("POST", "/scored_data_list", [SMALL] * chunk)
+        server.request("POST", "/scored_data_list", [SMALL] * chunk)
     result: dict[str, Any] = {"fill_seconds": time.perf_counter() - start}
     result["memory_per_byte"] = (server.resident() - before) / (groups * len(json.dumps(SMALL)))
     result["idle"] = server.status_env(seconds / 2, pause=0.002)
     load: dict[str, Any] = {}
     with posting(server, packed=False, seconds=seconds, result=load):
-        time.sleep(1.0)  # the clients' warm-up
+        time.sleep(1.0)  # warm-up of the clients
         result["loaded"] = server.status_env(seconds, pause=0.005)
-    result["loaded"]["processor_us"] = load["processor_us"]  # of a post, with what is asked beside it
+    result["loaded"]["processor_us"] = load["processor_us"]  # per post, including the status requests
     result["load"] = load
     result["batch"] = server.batches(20)
     return result
 
 
 def main() -> None:
-    """Measures, and prints one line of JSON."""
+    """Measure and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("ingest", "queue"))
-    parser.add_argument("--published", help="the Python that has atroposlib")
+    parser.add_argument("workload", choices=("ingest", "queue"))
+    parser.add_argument("--published", help="a Python that has atroposlib")
     parser.add_argument("--packed", action="store_true", help="MessagePack with binary arrays")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--groups", type=int, default=100_000)
     args = parser.parse_args()
     with serving(args.published) as server:
-        if args.what == "ingest":
+        if args.workload == "ingest":
             result = ingest(server, args.packed, args.seconds)
         else:
             result = queue(server, args.groups, args.seconds)

@@ -1,10 +1,9 @@
-"""Times small networks by XLA's older CPU runtime and by the default one, for sizes of their layers and batches.
+"""Time small networks with XLA's older CPU runtime and with the default runtime, for various layer and batch sizes.
 
-`suits_older_runtime` in `rlframe/compilation.py` rests on these figures. Acting: a call of one network (two layers, four
-outputs), numpy to numpy, in microseconds, the least of five turns. Learning: an update of two networks (17 inputs, two
-layers, one output) with Adam, as one call and as sixteen updates in a scan, in milliseconds of an update, medians of
-five turns.
-Prints the two tables of docs/performance.md, or the one that is named.
+`suits_older_runtime` in `rlframe/compilation.py` is based on these figures. Acting is a call of one network (two
+layers, four outputs) from numpy to numpy: microseconds, minimum of five turns. Learning is an update of two networks
+(17 inputs, two layers, one output) with Adam, as one call and as sixteen updates in a scan: milliseconds per update,
+medians of five turns. Prints the two tables of docs/performance.md, or the named one.
 
 python -m benchmarks.ours.xla_runtimes [acting|learning]
 """
@@ -35,12 +34,12 @@ ACTING = tuple(  # (rows, inputs, width)
     for rows in (1, 2, 8, 64)
     for inputs, width in ((4, 64), (17, 256), (64, 512), (1024, 512), (4096, 512))
 )
-MOST_OPERATIONS = 2**24  # of a product by the older runtime: from here on it may end the process
+MOST_OPERATIONS = 2**24  # of one matrix product; from this size on, the older runtime may abort the process
 TURNS, SECONDS = 5, 0.12
 
 
 def main() -> None:
-    """Measure all ways in turns, for each size."""
+    """Print the tables named on the command line, or both."""
     tables = {"acting": _acting_table, "learning": _learning_table}
     for name in sys.argv[1:] or tables:
         tables[name]()
@@ -77,7 +76,7 @@ def _learning_table() -> None:
 
 
 def _cells(taken: dict[str, float], ways: Iterable[str], digits: int) -> list[str]:
-    """The figures of a row in the order of `ways`, the least of them in bold; empty where one was not measured."""
+    """Format a row in the order of `ways`, the lowest figure in bold. A figure that was not measured is empty."""
     texts = {way: f"{value:,.{digits}f}" for way, value in taken.items()}
     best = texts[min(taken, key=lambda way: taken[way])]
     return [f"**{text}**" if (text := texts.get(way, "")) == best else text for way in ways]
@@ -97,10 +96,10 @@ def _turns(
     inputs: np.ndarray,
     measure: Callable[..., float],
 ) -> dict[str, list[float]]:
-    """{way: seconds of a call in each turn}."""
+    """Return {way: seconds per call in each turn}."""
     calls = {way: jax.jit(function, compiler_options=options) for way, (function, options) in ways.items()}
     turns: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(TURNS + 1):  # the first one compiles
+    for turn in range(TURNS + 1):  # the first turn compiles
         for way, call in calls.items():
             taken = measure(call, first, inputs)
             if turn > 0:
@@ -109,7 +108,7 @@ def _turns(
 
 
 def _acting(rows: int, num_inputs: int, width: int) -> tuple[Callable[[Any, Any], Any], Any, np.ndarray]:
-    """(a function of (parameters, inputs) that gives actions, parameters, inputs [rows, num_inputs])."""
+    """Return (function of (parameters, inputs) that returns actions, parameters, inputs [rows, num_inputs])."""
     inputs = np.random.default_rng(0).standard_normal((rows, num_inputs)).astype(np.float32)
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([width, width, 4], activation=jnp.tanh)(x)))
     params = network.init(jax.random.PRNGKey(0), inputs)
@@ -117,7 +116,7 @@ def _acting(rows: int, num_inputs: int, width: int) -> tuple[Callable[[Any, Any]
 
 
 def _update(rows: int, width: int) -> tuple[Callable[[Any, Any], Any], Any, np.ndarray]:
-    """(an update of (parameters, optimizer state), that pair, inputs [rows, INPUTS])."""
+    """Return (update of (parameters, optimizer state), this pair, inputs [rows, INPUTS])."""
     inputs = np.random.default_rng(0).standard_normal((rows, INPUTS)).astype(np.float32)
     network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([width, width, 1], activation=jnp.tanh)(x)))
     params = [network.init(jax.random.PRNGKey(seed), inputs) for seed in range(2)]
@@ -139,7 +138,7 @@ def _in_scan(update: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _seconds_of_update(call: Callable[[Any, Any], Any], carry: Any, inputs: np.ndarray) -> float:
-    """Of one call, over `SECONDS`."""
+    """Return the seconds per call, measured for `SECONDS`."""
     calls, began = 0, time.perf_counter()
     while time.perf_counter() - began < SECONDS:
         carry = call(carry, inputs)

@@ -1,9 +1,9 @@
 """PPO on CartPole without any framework: one plain loop over EnvPool, Haiku, Optax and a jitted update.
 
-What rlframe is held against: the same settings, the same libraries, nothing between them.
-Settings: rl-baselines3-zoo, hyperparams/ppo.yml, CartPole-v1. Prints one JSON object.
+This is the reference for rlframe: the same settings and libraries, with nothing between them. Settings are from
+rl-baselines3-zoo, hyperparams/ppo.yml, CartPole-v1. Prints one JSON object.
 
-    python bare_ppo.py --steps 100000 [--tuned]     (XLA_FLAGS chooses XLA's CPU runtime)
+    python bare_ppo.py --steps 100000 [--tuned]     (XLA_FLAGS selects XLA's CPU runtime)
 """
 
 import argparse
@@ -15,24 +15,22 @@ import time
 
 NUM_ENVS, UNROLL, EPOCHS = 8, 32, 20
 DISCOUNT, GAE_LAMBDA, VALUE_COST, MAX_GRAD_NORM = 0.98, 0.8, 0.5, 0.5
-LEARNING_RATE, CLIP = 1e-3, 0.2  # both fall linearly to 0 over --total steps
+LEARNING_RATE, CLIP = 1e-3, 0.2  # both fall linearly to 0 in --total steps
 
 
 def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60_000, help="environment steps to run")
-    parser.add_argument("--warm-up", type=int, default=5_000, help="of these, steps before the clock starts")
-    parser.add_argument("--total", type=int, default=100_000, help="steps over which rates fall to 0")
-    parser.add_argument("--solve-every", type=int, default=0, help="evaluate so often; stop when solved twice over")
+    parser.add_argument("--warm-up", type=int, default=5_000, help="steps before the clock starts, included in --steps")
+    parser.add_argument("--total", type=int, default=100_000, help="steps in which rates fall to 0")
+    parser.add_argument("--solve-every", type=int, default=0, help="steps between evaluations; stop when solved")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--tuned", action="store_true", help="no hand-over to another thread, one array out of each call"
-    )
+    parser.add_argument("--tuned", action="store_true", help="synchronous dispatch, and one output array per call")
     return parser.parse_args()
 
 
 args = parse()
-started = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
+started = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # includes the start of the interpreter
 
 import envpool  # noqa: E402
 import haiku as hk  # noqa: E402
@@ -73,7 +71,7 @@ def act_step(params, key, observation):
 
 
 def advantages_of(values, rewards, discounts, live):
-    """Generalized advantage estimation, all [T, B] but values [T + 1, B]; `live` is 0 where the action was ignored."""
+    """Compute GAE. All arrays are [T, B] except values [T + 1, B]. `live` is 0 where the action was ignored."""
 
     def back(advantage, step):
         value, next_value, reward, discount, alive, ends = step
@@ -81,7 +79,7 @@ def advantages_of(values, rewards, discounts, live):
         advantage = alive * (delta + DISCOUNT * GAE_LAMBDA * discount * (1 - ends) * advantage)
         return advantage, advantage
 
-    ends = jnp.concatenate([1 - live[1:], jnp.zeros_like(live[:1])])  # the step after is the ignored one
+    ends = jnp.concatenate([1 - live[1:], jnp.zeros_like(live[:1])])  # 1 if the action of the next step is ignored
     steps = (values[:-1], values[1:], rewards, discounts, live, ends)
     return jax.lax.scan(back, jnp.zeros_like(values[0]), steps, reverse=True)[1]
 
@@ -115,7 +113,7 @@ def update_step(params, opt_state, left, observations, actions, log_probs, value
         return (optax.apply_updates(params, updates), opt_state), loss
 
     opt_state[1].hyperparams["learning_rate"] = LEARNING_RATE * left
-    # One minibatch of 256 is the whole unroll, so shuffling it would change nothing.
+    # One minibatch of 256 is the whole unroll, so shuffling is not needed.
     (params, opt_state), losses = jax.lax.scan(epoch, (params, opt_state), None, EPOCHS)
     return params, opt_state, losses[-1]
 
@@ -169,7 +167,8 @@ def main():
             if ended.any():
                 returns.extend(episode_return[ended])
                 episode_return[ended] = 0
-            # EnvPool ignores the action that follows an episode's end and answers with the next one's start.
+            # After the end of an episode, EnvPool ignores the next action and returns the first timestep of the next
+            # episode.
             alive = 1.0 - ended
         observations[UNROLL] = observation
         steps += int(live.sum())

@@ -1,7 +1,7 @@
-"""SAC on HalfCheetah-v4 in one plain loop: EnvPool, arrays of numpy, and the jitted update of `rlframe.agents.SAC`.
+"""SAC on HalfCheetah-v4 in one plain loop: EnvPool, numpy arrays, and the jitted update of `rlframe.agents.SAC`.
 
-What `rlframe train` is held against: the same update and the same acting, compiled in the same way, with nothing
-between them. It neither logs nor saves. Prints one JSON object.
+This is the reference for `rlframe train`: the same update and acting function, compiled in the same way, with nothing
+between them. There are no logs and no checkpoints. Prints one JSON object.
 
     python bare_sac.py --steps 6000 --warm-up 1500
 """
@@ -18,7 +18,7 @@ LEARNING_STARTS, BATCH, DISCOUNT = 1_000, 256, 0.99
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6_000, help="environment steps to run")
-    parser.add_argument("--warm-up", type=int, default=1_500, help="of these, steps before the clock starts")
+    parser.add_argument("--warm-up", type=int, default=1_500, help="steps before the clock starts, included in --steps")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
 
@@ -36,7 +36,7 @@ def main():
     agent = SAC(SACConfig(batch_size=BATCH), specs.Array(env.observation_space.shape, np.float32), action_spec)
     params = agent.initial_params(jax.random.PRNGKey(args.seed))
     state = agent.initial_learner_state(params)
-    params, state = jax.tree.map(jax.numpy.copy, (params, state))  # what is donated must be distinct
+    params, state = jax.tree.map(jax.numpy.copy, (params, state))  # donated arrays must be distinct
 
     def act(params, steps, uniform, timestep):
         rng = jax.random.fold_in(jax.random.PRNGKey(0), steps)

@@ -1,9 +1,9 @@
-"""Runs one of CleanRL's scripts as it is, from a checkout of CleanRL, and times it. Prints one JSON object.
+"""Run one of CleanRL's scripts unchanged, from a checkout of CleanRL, and time it. Print one JSON object.
 
     python cleanrl_script.py CLEANRL_DIR dqn_jax --line-steps 100 --skip-lines 20 -- --total-timesteps 20000
 
-CleanRL prints a line that begins with `SPS:` every so many environment steps (`--line-steps`): the rate is taken
-between those lines, from the one after `--skip-lines`, so imports, compilation and warm-up are left out.
+CleanRL prints a line that starts with `SPS:` every `--line-steps` environment steps. The rate is computed from the
+times of these lines. The first `--skip-lines` lines are skipped, which excludes imports, compilation and warm-up.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 
-class Stamps:
-    """A stand-in for stdout that keeps the time of each `SPS:` line and drops the rest."""
+class LineTimes:
+    """A stand-in for stdout that records the time of each `SPS:` line and discards all output."""
 
     def __init__(self):
         self.times = []
@@ -33,10 +33,10 @@ class Stamps:
         pass
 
 
-def give_old_gym():
-    """`ppo_atari_envpool.py` speaks the Gym of 2021, which EnvPool's wheels for Python 3.11 no longer do.
+def install_old_gym():
+    """Install the Gym API of 2021 for `ppo_atari_envpool.py`. EnvPool's wheels for Python 3.11 no longer support it.
 
-    A module called `gym` with the two names that the script uses, and an `envpool.make` that answers as it expects.
+    This adds a module `gym` with the two names that the script uses, and an `envpool.make` with the old API.
     """
     import envpool
     import gymnasium
@@ -58,7 +58,7 @@ def give_old_gym():
             return observation, reward, terminated | truncated, info
 
         def close(self):
-            del self.pool  # EnvPool's own close() fails with older Gymnasiums
+            del self.pool  # EnvPool's close() fails with older versions of Gymnasium
 
     class Wrapper:
         def __init__(self, env):
@@ -76,7 +76,7 @@ def give_old_gym():
     gym = types.ModuleType("gym")
     gym.Wrapper, gym.spaces = Wrapper, gymnasium.spaces
     sys.modules["gym"] = gym
-    # The script's `import envpool` finds a module whose `make` is the old one.
+    # The script's `import envpool` then imports a module with the old `make`.
     old = types.ModuleType("envpool")
     old.make = OldPool
     sys.modules["envpool"] = old
@@ -90,32 +90,32 @@ def version_of(package):
 
 
 def main():
-    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    own, script_args = sys.argv[1:cut], sys.argv[cut + 1 :]
+    separator = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, script_args = sys.argv[1:separator], sys.argv[separator + 1 :]
     parser = argparse.ArgumentParser()
     parser.add_argument("cleanrl", type=Path)
-    parser.add_argument("script", help="a file of cleanrl/, without .py")
+    parser.add_argument("script", help="name of a file in cleanrl/, without .py")
     parser.add_argument("--line-steps", type=int, required=True, help="environment steps between two SPS lines")
-    parser.add_argument("--skip-lines", type=int, default=1, help="lines to leave out as warm-up")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's default")
+    parser.add_argument("--skip-lines", type=int, default=1, help="lines to skip as warm-up")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 uses torch's default")
     args = parser.parse_args(own)
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
     if "envpool" in args.script:
-        give_old_gym()
+        install_old_gym()
     sys.path.insert(0, str(args.cleanrl.resolve()))
     path = args.cleanrl.resolve() / "cleanrl" / f"{args.script}.py"
     sys.argv = [str(path), *script_args]
-    stamps, stdout = Stamps(), sys.stdout
+    line_times, stdout = LineTimes(), sys.stdout
     with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)  # it writes runs/ where it stands
-        sys.stdout = stamps
+        os.chdir(directory)  # the script writes runs/ to the current directory
+        sys.stdout = line_times
         try:
             runpy.run_path(str(path), run_name="__main__")
         finally:
             sys.stdout = stdout
             os.chdir("/")
-    times = stamps.times[args.skip_lines :]
+    times = line_times.times[args.skip_lines :]
     steps = (len(times) - 1) * args.line_steps
     packages = ("torch", "jax", "flax", "gymnasium", "envpool", "numpy")
     result = {

@@ -1,8 +1,8 @@
-"""RLlib's IMPALA or PPO on CartPole-v1, at rlframe's settings or at its own. Prints one JSON object.
+"""RLlib's IMPALA or PPO on CartPole-v1, with rlframe's settings or RLlib's own. Prints one JSON object.
 
     python rllib_cartpole.py impala --steps 60000 --warm-up 10000 [--own]
 
-Two env runners, as two actors: IMPALA with 8 environments each, PPO with 4. The learner is a local one, in the driver.
+Two env runners correspond to two actors. IMPALA has 8 environments each, PPO 4. The learner runs in the driver.
 """
 
 import argparse
@@ -14,7 +14,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("agent", choices=("impala", "ppo"))
 parser.add_argument("--steps", type=int, required=True, help="environment steps after the warm-up")
 parser.add_argument("--warm-up", type=int, required=True, help="environment steps before the clock starts")
-parser.add_argument("--own", action="store_true", help="batches, unrolls and epochs as RLlib's defaults have them")
+parser.add_argument("--own", action="store_true", help="use RLlib's default batches, unrolls and epochs")
 args = parser.parse_args()
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 

@@ -1,9 +1,10 @@
-"""Stable-Baselines3's PPO on CartPole or Pong, at rlframe's settings. Prints one JSON object.
+"""Stable-Baselines3's PPO on CartPole or Pong, with rlframe's settings. Prints one JSON object.
 
     python sb3_ppo.py cartpole --steps 60000 [--solve-every 4096]
     python sb3_ppo.py pong --steps 6144
 
-CartPole: rl-baselines3-zoo, hyperparams/ppo.yml. Pong: the settings of CleanRL's ppo_atari_envpool.py, on EnvPool.
+CartPole uses the settings of rl-baselines3-zoo, hyperparams/ppo.yml. Pong uses the settings of CleanRL's
+ppo_atari_envpool.py, with EnvPool.
 """
 
 import argparse
@@ -18,16 +19,16 @@ def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("env", choices=("cartpole", "pong"))
     parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
-    parser.add_argument("--warm-up", type=int, required=True, help="of these, steps before the clock starts")
-    parser.add_argument("--solve-every", type=int, default=0, help="evaluate so often; stop when solved twice over")
-    parser.add_argument("--total", type=int, default=100_000, help="steps over which rates fall to 0")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's default")
+    parser.add_argument("--warm-up", type=int, required=True, help="steps before the clock starts, included in --steps")
+    parser.add_argument("--solve-every", type=int, default=0, help="steps between evaluations; stop when solved")
+    parser.add_argument("--total", type=int, default=100_000, help="steps in which rates fall to 0")
+    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 uses torch's default")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
 
 args = parse()
-started = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # with the interpreter's own start
+started = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # includes the start of the interpreter
 
 import gymnasium  # noqa: E402
 import stable_baselines3  # noqa: E402
@@ -43,12 +44,12 @@ if args.threads:
 
 
 class EnvPoolVecEnv(VecEnv):
-    """EnvPool's Pong as Stable-Baselines3 wants it: a reset in the same call as the end of an episode."""
+    """EnvPool's Pong as a Stable-Baselines3 VecEnv, which resets in the call that ends an episode."""
 
     def __init__(self, num_envs, seed):
         import envpool
 
-        # SB3 wraps Atari as episodic lives and clipped rewards; EnvPool does both itself.
+        # SB3 wraps Atari with episodic lives and clipped rewards. EnvPool can do both itself.
         self.pool = envpool.make_gymnasium(
             "Pong-v5", num_envs=num_envs, seed=seed, episodic_life=True, reward_clip=True
         )
@@ -73,7 +74,7 @@ class EnvPoolVecEnv(VecEnv):
         return observation, reward, done, infos
 
     def close(self):
-        pass  # EnvPool's own close() fails with older Gymnasiums
+        pass  # EnvPool's close() fails with older versions of Gymnasium
 
     def get_attr(self, attr_name, indices=None):
         return [None] * self.num_envs
@@ -89,10 +90,10 @@ class EnvPoolVecEnv(VecEnv):
 
 
 class Meter(BaseCallback):
-    """Starts the clock after the warm-up; or looks between updates whether CartPole is solved.
+    """Starts the clock after the warm-up, or checks between updates whether CartPole is solved.
 
-    Two measures of that: 20 greedy episodes that return 475 on average, looked at every so many steps, and Gym's
-    own, the last 100 training episodes. The time that evaluating takes is left out.
+    There are two measures: a mean return of 475 in 20 greedy episodes, evaluated at fixed intervals, and Gym's own
+    measure, the last 100 training episodes. The time of evaluations is excluded.
     """
 
     def __init__(self):
@@ -130,8 +131,8 @@ class Meter(BaseCallback):
         return self.evaluated is None or self.last_100 is None
 
 
-def fall(start):
-    # SB3 gives the share of `total_timesteps` that is left; ours falls over --total whatever --steps is.
+def falling(start):
+    # SB3 passes the remaining fraction of `total_timesteps`. Our schedules fall over --total steps, for any --steps.
     return lambda left: start * max(0.0, 1 - (1 - left) * args.steps / args.total)
 
 
@@ -140,7 +141,7 @@ def main():
         env = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed)
         settings = {
             "policy": "MlpPolicy", "n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98,
-            "ent_coef": 0.0, "learning_rate": fall(1e-3), "clip_range": fall(0.2),
+            "ent_coef": 0.0, "learning_rate": falling(1e-3), "clip_range": falling(0.2),
         }  # fmt: skip
     else:
         env = EnvPoolVecEnv(8, args.seed)

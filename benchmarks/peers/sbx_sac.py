@@ -2,7 +2,7 @@
 
     python sbx_sac.py --steps 6000 --warm-up 1500
 
-One environment of Gymnasium, an update of 256 transitions every step, two layers of 256 in policy and critics.
+One Gymnasium environment, an update of 256 transitions per step, two layers of 256 in policy and critics.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Meter(BaseCallback):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
-    parser.add_argument("--warm-up", type=int, required=True, help="of these, steps before the clock starts")
+    parser.add_argument("--warm-up", type=int, required=True, help="steps before the clock starts, included in --steps")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     env = gymnasium.make("HalfCheetah-v4")

@@ -1,1 +1,1 @@
-"""Learning results: every run of docs/results.md, through the command line, and the page itself. `make results`."""
+"""Learning results: trains all runs of docs/results.md with the command line, and writes the page. `make results`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.results [NAME...]`: trains what is missing, then writes docs/results.md."""
+"""`python -m benchmarks.results [NAME...]` trains missing runs, then writes docs/results.md."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ from rlframe.errors import UsageError
 
 
 def main() -> None:
-    """Train the runs that have no record yet, and write a record and the page as each of them ends."""
+    """Train the runs without a record. Write the record and the page after each run."""
     tasks: dict[str, Task | LanguageTask] = {task.name: task for task in (*TASKS, *language.TASKS)}
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.results",
-        description="Train the runs of docs/results.md that have no record yet, and write the page. A run that was "
-        "cut off goes on.",
+        description="Train the runs of docs/results.md that have no record yet, and write the page. An interrupted run "
+        "is resumed.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"tasks: {', '.join(tasks)}. None: all of them")
-    parser.add_argument("--seeds", help="of those of a task only these: 1,2 or 101-105")
-    parser.add_argument("--at-once", type=int, default=1, help="how many runs go on beside each other")
-    parser.add_argument("--threads", type=int, help="of JAX in each run of a single process; None: all cores")
-    parser.add_argument("--long", action="store_true", help="with no NAME: the long ones as well")
-    parser.add_argument("--page", action="store_true", help="train nothing, only write the page, with all pictures")
-    asked = parser.parse_args()
-    for option, number in (("--at-once", asked.at_once), ("--threads", asked.threads)):
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"tasks: {', '.join(tasks)} (default: all)")
+    parser.add_argument("--seeds", help="only these seeds of each task: 1,2 or 101-105")
+    parser.add_argument("--at-once", type=int, default=1, help="number of concurrent runs")
+    parser.add_argument("--threads", type=int, help="JAX threads in each single-process run (default: all cores)")
+    parser.add_argument("--long", action="store_true", help="without NAME: also train the long tasks")
+    parser.add_argument("--page", action="store_true", help="train nothing; only write the page and draw all pictures")
+    args = parser.parse_args()
+    for option, number in (("--at-once", args.at_once), ("--threads", args.threads)):
         if number is not None and number < 1:
             parser.error(f"{option} must be at least 1, got {number}")
-    for name in asked.names:
+    for name in args.names:
         if name not in tasks:
             parser.error(f"there is no task {name!r}; there are {', '.join(tasks)}")
-    chosen = [tasks[name] for name in asked.names] or [
-        task for task in tasks.values() if asked.long or not getattr(task, "long", False)
+    chosen = [tasks[name] for name in args.names] or [
+        task for task in tasks.values() if args.long or not getattr(task, "long", False)
     ]
     try:
-        seeds = parse_seeds(asked.seeds) if asked.seeds is not None else None
+        seeds = parse_seeds(args.seeds) if args.seeds is not None else None
     except UsageError as error:
         parser.error(str(error))
     for task in chosen:
         if seeds is not None and not set(seeds) & set(task.seeds):
-            parser.error(f"{task.name} has the seeds {', '.join(map(str, task.seeds))}, none of {asked.seeds}")
-    if asked.page:
+            parser.error(f"{task.name} has the seeds {', '.join(map(str, task.seeds))}, none of {args.seeds}")
+    if args.page:
         page.write()
-    elif failed := _train(chosen, seeds, asked.at_once, asked.threads):
+    elif failed := _train(chosen, seeds, args.at_once, args.threads):
         raise SystemExit("\n".join(failed))
 
 
 def _train(chosen: list[Task | LanguageTask], seeds: list[int] | None, at_once: int, threads: int | None) -> list[str]:
-    """Train what has no record; the sentences of what went wrong."""
+    """Train all runs without a record. Return a message for each failed run."""
     missing: dict[Run, Task | LanguageTask] = {}
     for task in chosen:
         for seed in [seed for seed in task.seeds if seeds is None or seed in seeds]:
             if records.path(task.name, seed).is_file():
-                print(f"{task.title}, seed {seed}: there already", file=sys.stderr)
+                print(f"{task.title}, seed {seed}: has a record already", file=sys.stderr)
             else:
                 missing[_run(task, seed, threads)] = task
 
     def ended(run: Run, result: dict[str, Any]) -> None:
         task = missing[run]
-        beside = [f"{at_once} runs at once"] * (at_once > 1) + [f"{threads} of JAX's threads each"] * bool(threads)
-        made = records.made(run, task.command(run.seed), ", ".join(beside))
+        conditions = [f"{at_once} runs at once"] * (at_once > 1) + [f"{threads} of JAX's threads each"] * bool(threads)
+        run_info = records.run_info(run, task.command(run.seed), ", ".join(conditions))
         if isinstance(task, Task):
-            made = records.of_games(run, result, made)
+            run_info = records.game_record(run, result, run_info)
         else:
-            made = language.of_language(task, run, made)
-        records.write(task.name, run.seed, made)
+            run_info = language.language_record(task, run, run_info)
+        records.write(task.name, run.seed, run_info)
         page.write(task)
 
     return runs.run_all(list(missing), at_once, ended)
 
 
 def _run(task: Task | LanguageTask, seed: int, threads: int | None) -> Run:
-    """The run of a seed."""
+    """Return the run of a seed."""
     if isinstance(task, LanguageTask):
         return Run(task.name, seed, task.arguments)
-    often = str(task.steps // 10)  # it saves all that it needs to go on
-    arguments = [*task.arguments, "--checkpoint-every", often]
+    interval = str(task.steps // 10)  # also the interval of checkpoints, so that an interrupted run can be resumed
+    arguments = [*task.arguments, "--checkpoint-every", interval]
     if "--topology" not in task.options:
-        arguments += ["--replay-checkpoint-every", often]
+        arguments += ["--replay-checkpoint-every", interval]
     names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()
     return Run(task.name, seed, arguments, task.seconds, dict.fromkeys(names, str(threads)))
 

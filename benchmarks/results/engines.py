@@ -1,4 +1,4 @@
-"""`python -m benchmarks.results.engines [PYTHON...]`: CartPole under every engine and topology, and docs/engines.md."""
+"""`python -m benchmarks.results.engines [PYTHON...]` trains CartPole with every engine, for docs/engines.md."""
 
 from __future__ import annotations
 
@@ -17,44 +17,45 @@ from benchmarks.results.runs import ROOT, RUNS
 PAGE = ROOT / "docs/engines.md"
 ENGINES = ("local", "ray")
 TOPOLOGIES = ("heavy_env", "light_env", "distributed", "elastic")
-AGENTS = {"dqn": 475.0, "ppo": 475.0, "impala": 450.0}  # and the return that is asked for
-SEEDS = (1, 2)  # the second one where the first does not reach it
-RECORD = "record.json"  # written last: a directory that has one is a finished run
-_SECONDS = 900.0  # after which a run counts as failed
+AGENTS = {"dqn": 475.0, "ppo": 475.0, "impala": 450.0}  # agent -> target return
+SEEDS = (1, 2)  # the second seed runs only if the first misses the target
+RECORD = "record.json"  # written last, so it marks a finished run
+_SECONDS = 900.0  # time limit of a run
 
 _INTRO = """\
 # CartPole under every engine
 
-One command for each cell, with the agent's preset: 20 greedy episodes at the end, whose mean return is shown. Asked for
-are 475 of DQN and PPO, and 450 of IMPALA; where seed 1 misses that, seed 2 stands beside it. `python -m
-benchmarks.results.engines PYTHON...` runs what is missing, with the Pythons of the environments that it is given, and
-writes this page.
+Each cell is one command with the agent's preset. It shows the mean return of 20 greedy episodes at the end. The targets
+are 475 for DQN and PPO, and 450 for IMPALA. If seed 1 misses its target, the cell also shows seed 2. `python -m
+benchmarks.results.engines PYTHON...` trains missing runs with the given Pythons and writes this page.
 
 ```
 rlframe train --engine ENGINE --topology TOPOLOGY --agent AGENT --env CartPole-v1 --num-actors 2 --json --seed SEED
 ```
 """
 
-# To be removed when they are run again.
-_OLDER = "DQN's cells are of its preset before 2026-11-25, with\nan epsilon of Adam of 1e-8."
+# Remove this note when these cells are trained again.
+_OLDER = "The cells of DQN used its preset before\n2026-11-25, with an Adam epsilon of 1e-8."
 
 
 def main() -> None:
-    """Trains the runs that are not there yet, one after another, and writes the page after each."""
+    """Train missing runs one after another, and write the page after each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results.engines", description=__doc__)
-    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="of environments that have rlframe")
-    parser.add_argument("--only", default="", help="train only the runs whose names contain this: ray-elastic")
-    asked = parser.parse_args()
-    for python, cell in itertools.product(asked.pythons, itertools.product(ENGINES, TOPOLOGIES, AGENTS)):
-        if asked.only in "-".join(cell):
-            _reach(python, *cell)
+    parser.add_argument("pythons", nargs="*", metavar="PYTHON", help="Pythons of environments with rlframe")
+    parser.add_argument(
+        "--only", default="", help="train only runs whose names contain this text, for example ray-elastic"
+    )
+    args = parser.parse_args()
+    for python, cell in itertools.product(args.pythons, itertools.product(ENGINES, TOPOLOGIES, AGENTS)):
+        if args.only in "-".join(cell):
+            _train_until_target(python, *cell)
             write()
     write()
 
 
-def _reach(python: str, engine: str, topology: str, agent: str) -> None:
-    """Trains one seed after the other until one reaches what is asked for."""
-    version = _said([python, "-c", "import platform; print(platform.python_version())"])
+def _train_until_target(python: str, engine: str, topology: str, agent: str) -> None:
+    """Train one seed after the other until one reaches the target."""
+    version = _output_of([python, "-c", "import platform; print(platform.python_version())"])
     for seed in SEEDS:
         directory = RUNS / f"{engine}-{topology}-{agent}-{version}-seed{seed}"
         record = ROOT / directory / RECORD
@@ -74,7 +75,7 @@ def _train(python: str, directory: Any, engine: str, topology: str, agent: str, 
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"  no end within {_SECONDS:.0f} s", file=sys.stderr, flush=True)
+        print(f"  not finished within {_SECONDS:.0f} s", file=sys.stderr, flush=True)
         return
     if done.returncode:
         print(f"  exit code {done.returncode}: {done.stderr.strip()[-2000:]}", file=sys.stderr, flush=True)
@@ -86,7 +87,7 @@ def _train(python: str, directory: Any, engine: str, topology: str, agent: str, 
 
 
 def write() -> None:
-    """Writes the page, over the runs that are finished."""
+    """Write the page from the finished runs."""
     records: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for path in sorted((ROOT / RUNS).glob(f"*/{RECORD}")):
         *cell, seed = path.parent.name.split("-")
@@ -95,25 +96,27 @@ def write() -> None:
     pythons = sorted({cell[3] for cell in records}, key=lambda version: [int(part) for part in version.split(".")])
     lines = [
         _INTRO,
-        f"Machine: {machine()}. Return, seconds of the whole command (other work ran beside it). {_OLDER}\n",
+        f"Machine: {machine()}. Cells: return, seconds of the whole command (with other load). {_OLDER}\n",
     ]
     for python, engine in itertools.product(pythons, ENGINES):
         lines += [f"## Python {python}, engine {engine}\n", "| | " + " | ".join(AGENTS) + " |"]
         lines += ["|---" * (len(AGENTS) + 1) + "|"]
         for topology in TOPOLOGIES:
-            cells = [_shown(records.get((engine, topology, agent, python), {}), AGENTS[agent]) for agent in AGENTS]
+            cells = [
+                _format_cell(records.get((engine, topology, agent, python), {}), AGENTS[agent]) for agent in AGENTS
+            ]
             lines.append(f"| `{topology}` | " + " | ".join(cells) + " |")
         lines.append("")
     PAGE.write_text("\n".join(lines))
 
 
-def _shown(seeds: dict[str, dict[str, Any]], asked: float) -> str:
-    """`500.0, 31 s`; a return that misses what is asked for is said to."""
+def _format_cell(seeds: dict[str, dict[str, Any]], target: float) -> str:
+    """Format a cell such as `500.0, 31 s`, and mark returns that miss the target."""
     shown = []
     for name, record in seeds.items():
         value = _return(record)
         seed = "" if name == "seed1" else " (seed 2)"
-        missed = "" if value >= asked else " **missed**"
+        missed = "" if value >= target else " **missed**"
         shown.append(f"{value:.1f}{missed}, {record['seconds']:.0f} s{seed}")
     return "; ".join(shown) or "not run"
 
@@ -123,7 +126,7 @@ def _return(record: dict[str, Any]) -> float:
     return -1.0 if value is None else float(value)
 
 
-def _said(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

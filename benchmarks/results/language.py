@@ -1,4 +1,4 @@
-"""Language models: what GRPO makes of random weights, and what imitation alone makes of them in the same time."""
+"""Results of language models: GRPO from random weights, and imitation alone for the same time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results.records import Made
+from benchmarks.results.records import RunInfo
 from benchmarks.results.runs import Run
 from rlframe.metrics.curves import RunCurve
 from rlframe.metrics.files import read_jsonl
@@ -20,32 +20,32 @@ from rlframe.metrics.files import read_jsonl
 
 @dataclasses.dataclass(frozen=True)
 class LanguageTask:
-    """GRPO on an environment of `examples/llm`, with its preset."""
+    """GRPO with its preset on an environment of `examples/llm`."""
 
     name: str
     env: str
-    steps: int  # updates of GRPO, after the supervised ones
+    steps: int  # GRPO updates after the supervised warm-up
     eval_every: int
-    measure: str  # what the environment's first metric is
+    measure: str  # name of the environment's first metric
     goal: float
-    seconds: float = 900.0  # that a run may take
+    seconds: float = 900.0  # time limit of a run
     seeds: tuple[int, ...] = (1, 2, 3)
-    imitation: bool = False  # whether imitation alone is shown beside it, for as long as each run took
+    imitation: bool = False  # True to also train imitation alone, for the time of each run
     about: str = ""
 
     @property
     def title(self) -> str:
-        """`GRPO on Reverse`."""
+        """The title, for example `GRPO on Reverse`."""
         return f"GRPO on {self.env.rpartition(':')[2]}"
 
     @property
     def arguments(self) -> list[str]:
-        """Of `rlframe train`, but for the seed."""
+        """The arguments of `rlframe train` without the seed."""
         options = ["--topology", "light_env", "--steps", str(self.steps), "--eval-every", str(self.eval_every)]
         return ["--agent", "grpo", "--env", self.env, *options]
 
     def command(self, seed: int) -> str:
-        """By which a user trains a seed."""
+        """Return the command line that trains a seed."""
         return " ".join(["rlframe train", *self.arguments, "--seed", str(seed)])
 
 
@@ -59,11 +59,11 @@ TASKS = (
         goal=0.9,
         imitation=True,
         about=(
-            "1 to 6 lowercase letters. The measure is on 200 different strings that are in no demonstration and are "
-            "never asked in training (one string in ten is held out, by its checksum), at temperature 0. The preset "
-            "was chosen on another 100 held-out strings; 8 short ones are among these as well. *Imitation alone* goes "
-            "on with the supervised steps, at their learning rate, for the wall time of the whole run. Where right "
-            "answers can be shown it is the better teacher; GRPO learns from scores alone."
+            "The task is to reverse 1 to 6 lowercase letters. The measure uses 200 different strings at temperature 0. "
+            "They are in no demonstration and in no training prompt: one string in ten is held out, by its checksum. "
+            "The preset was chosen on another 100 held-out strings, of which 8 short ones are also in the 200. "
+            "*Imitation alone* continues the supervised steps at their learning rate for the wall time of the whole "
+            "run. If correct answers can be demonstrated, imitation learns faster. GRPO learns from scores only."
         ),
     ),
     LanguageTask(
@@ -75,41 +75,43 @@ TASKS = (
         goal=0.7,
         seeds=(4, 5, 6),
         about=(
-            "A number from 1 to 15, in at most six guesses, after each of which the game says whether it is smaller or "
-            "larger. The demonstrations guess at random, for a mean score of 0.68; that what the game says is of use, "
-            "only GRPO finds out. Who guesses at random among what is left has 0.79, who always halves it 0.89. The "
-            "measure is over a game for each number at temperature 0, at which who has only seen random guesses says "
-            "the same number again and again; *reward*, the mean score of the first and of the last ten updates, is "
-            "at temperature 1. The score and the preset were chosen on seeds 1 and 2, which are not shown."
+            "The task is to find a number from 1 to 15 in at most six guesses. After each guess, the game reports "
+            "whether the number is smaller or larger. The demonstrations guess at random, with a mean score of 0.68. "
+            "Only GRPO learns to use the hints of the game. Random guesses among the remaining numbers score 0.79, and "
+            "bisection scores 0.89. The measure is over one game per number at temperature 0. At this temperature, a "
+            "model that has only seen random guesses repeats the same number. *reward* is the mean score of the first "
+            "and of the last ten updates, at temperature 1. The score and the preset were chosen on seeds 1 and 2, "
+            "which are not shown."
         ),
     ),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class LanguageRecord(Made):
-    """A run of GRPO, and of imitation alone for as long."""
+class LanguageRecord(RunInfo):
+    """The record of a GRPO run, and of imitation alone for the same time."""
 
-    updates: int  # of GRPO
-    before: dict[str, float]  # the environment's evaluation after the supervised steps
-    after: dict[str, float]  # at the end
+    updates: int  # GRPO updates
+    before: dict[str, float]  # metrics of the environment after the supervised warm-up
+    after: dict[str, float]  # metrics of the environment at the end
     rewards: tuple[float, float]  # mean scores of the first and of the last 10 updates, sampled at temperature 1
-    reached: float | None  # seconds of the first evaluation at or above the goal, and of all after it
+    # seconds of the evaluation from which on all are at or above the goal; None if the last one is below
+    reached: float | None
     evaluations: list[list[float]]  # [seconds, measure]
-    imitated: list[list[float]]  # of imitation alone: [updates, seconds, measure]
+    imitated: list[list[float]]  # imitation alone: [updates, seconds, measure]
 
     @property
     def value(self) -> float:
-        """Of the measure, at the end."""
+        """The measure at the end."""
         return next(iter(self.after.values()))
 
     def passed(self, task: LanguageTask) -> bool:
-        """Whether it is good enough at the end, and that in time."""
+        """Return True if the run reached the goal at the end, within its time limit."""
         return self.value >= task.goal and self.seconds <= task.seconds
 
 
-def of_language(task: LanguageTask, run: Run, how: Made) -> LanguageRecord:
-    """The record of a run that has just ended; imitates for as long where that is asked for."""
+def language_record(task: LanguageTask, run: Run, run_info: RunInfo) -> LanguageRecord:
+    """Return the record of a finished run. If the task requires it, also train imitation alone."""
     rows = read_jsonl(run.directory / "metrics.jsonl")
     evaluated = [row for row in rows if "return_mean" in row]
     rewards = [row["reward"] for row in rows if "reward" in row]
@@ -119,7 +121,7 @@ def of_language(task: LanguageTask, run: Run, how: Made) -> LanguageRecord:
             break
         reached = row["wall_seconds"]
     return LanguageRecord(
-        **vars(how),
+        **vars(run_info),
         updates=evaluated[-1]["step"] - evaluated[0]["step"],
         before=_metrics(evaluated[0]),
         after=_metrics(evaluated[-1]),
@@ -131,12 +133,12 @@ def of_language(task: LanguageTask, run: Run, how: Made) -> LanguageRecord:
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, float]:
-    """`{"exact_match": 0.9}` of a row of an evaluation."""
+    """Return the metrics in a row of an evaluation, such as `{"exact_match": 0.9}`."""
     return {name.partition("/")[2]: value for name, value in row.items() if name.startswith("eval/")}
 
 
 def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
-    """The run's supervised steps, which go on for so many seconds, compilation and evaluations included.
+    """Continue the supervised steps of a run for `seconds`, including compilation and evaluations.
 
     Returns:
         [updates, seconds, measure] of each evaluation.
@@ -155,10 +157,11 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     env = env_cls(*env_cls.config_init())
     asyncio.run(env.setup())
     cfg = described.agent_config
-    pupil = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
-    params = pupil.initial_params(jax.random.PRNGKey(seed))  # just as rlframe.language.warm_up begins
-    state = pupil.initial_learner_state(params)
-    update = compilation.jit(pupil.learner_step, differentiates=True)
+    agent = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
+    # the same initial parameters as in rlframe.language.warm_up
+    params = agent.initial_params(jax.random.PRNGKey(seed))
+    state = agent.initial_learner_state(params)
+    update = compilation.jit(agent.learner_step, differentiates=True)
     source = random.Random(seed)
     evaluations: list[list[float]] = []
     step, due = 0, 0
@@ -166,8 +169,8 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
         ended = time.monotonic() - began >= seconds
         if step >= due or ended:
             due = step + (50 if step < cfg.supervised_steps else 500)
-            solved = _solved(env, pupil.model_config, params)
-            evaluations.append([step, round(time.monotonic() - began, 1), solved])
+            accuracy = _accuracy(env, agent.model_config, params)
+            evaluations.append([step, round(time.monotonic() - began, 1), accuracy])
         if ended:
             break
         pairs = env.demonstrations(source, cfg.supervised_batch_size)
@@ -177,34 +180,34 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     return evaluations
 
 
-def _solved(env: Any, model_config: Any, params: Any) -> float:
-    """The part of the environment's exam that the model answers rightly at temperature 0."""
+def _accuracy(env: Any, model_config: Any, params: Any) -> float:
+    """Return the fraction of the environment's exam that the model answers correctly at temperature 0."""
     from rlframe.language.decoding import SamplingParams, generate
 
     prompts = [env.tokenizer.encode(env.prompt(item)) for item in env.exam]
     longest = max(len(env.answer(item)) for item in env.exam) + 1
     sampling = SamplingParams(max_tokens=longest, temperature=0.0, stop_tokens=env.tokenizer.stop_token_ids)
     answers = [
-        env.tokenizer.decode(said.tokens, skip_special_tokens=True) if said.finish_reason == "stop" else None
-        for said in generate(params, model_config, prompts, 0, sampling)
+        env.tokenizer.decode(sample.tokens, skip_special_tokens=True) if sample.finish_reason == "stop" else None
+        for sample in generate(params, model_config, prompts, 0, sampling)
     ]
-    return sum(said == env.answer(item) for said, item in zip(answers, env.exam)) / len(env.exam)
+    return sum(sample == env.answer(item) for sample, item in zip(answers, env.exam)) / len(env.exam)
 
 
 def curves(task: LanguageTask, records: list[LanguageRecord]) -> list[RunCurve]:
-    """What its picture is drawn of, over seconds: each run, and imitation alone beside it."""
+    """Return the curves of the picture over seconds: each run, and imitation alone if it was trained."""
     env, none = pathlib.Path(task.env).name, np.zeros(0)
-    lines = [("GRPO", one.evaluations) for one in records]
+    lines = [("GRPO", record.evaluations) for record in records]
     lines += [
-        ("imitation alone", [point[1:] for point in one.imitated])
-        for one in records
-        if one.evaluations and one.imitated
+        ("imitation alone", [point[1:] for point in record.imitated])
+        for record in records
+        if record.evaluations and record.imitated
     ]
     return [RunCurve(agent, env, {}, none, none, none, *np.array(points).reshape(-1, 2).T) for agent, points in lines]
 
 
 def columns(task: LanguageTask, records: list[LanguageRecord]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The table of a task: names, and a row for each seed."""
+    """Return the table of a task: column names, and one row per seed."""
     names = [name.replace("_", " ") for name in records[0].after]
     head = ("seed", *(["random weights"] if task.imitation else []), *(f"{name}, before GRPO" for name in names))
     head += (
@@ -215,23 +218,23 @@ def columns(task: LanguageTask, records: list[LanguageRecord]) -> tuple[tuple[st
         f"at least {task.goal:g} from",
     )
     head += ("imitation alone", "its updates") if task.imitation else ()
-    return head, [_row(task, one) for one in records]
+    return head, [_row(task, record) for record in records]
 
 
-def _row(task: LanguageTask, one: LanguageRecord) -> tuple[str, ...]:
-    cells = [str(one.seed)]
+def _row(task: LanguageTask, record: LanguageRecord) -> tuple[str, ...]:
+    cells = [str(record.seed)]
     if task.imitation:
-        cells.append(f"{one.imitated[0][2]:.3f}" if one.imitated else "-")
-    cells += [f"{value:.3f}" for value in (*one.before.values(), *one.after.values())]
-    cells += ["{:.2f} to {:.2f}".format(*one.rewards), str(one.updates), f"{one.seconds:.0f} s"]
-    cells.append(f"{one.reached:.0f} s" if one.reached is not None else "never")
+        cells.append(f"{record.imitated[0][2]:.3f}" if record.imitated else "-")
+    cells += [f"{value:.3f}" for value in (*record.before.values(), *record.after.values())]
+    cells += ["{:.2f} to {:.2f}".format(*record.rewards), str(record.updates), f"{record.seconds:.0f} s"]
+    cells.append(f"{record.reached:.0f} s" if record.reached is not None else "never")
     if task.imitation:
-        last = one.imitated[-1] if one.imitated else None
+        last = record.imitated[-1] if record.imitated else None
         cells += [f"{last[2]:.3f}", f"{last[0]:,}"] if last else ["-", "-"]
     return tuple(cells)
 
 
 def median_reached(records: list[LanguageRecord]) -> str:
-    """`120 s`: the median over the seeds that reach the target."""
-    reached = [one.reached for one in records if one.reached is not None]
+    """Return the median time to the goal, such as `120 s`, over the seeds that reach it."""
+    reached = [record.reached for record in records if record.reached is not None]
     return f"{statistics.median(reached):.0f} s" if reached else "never"

@@ -1,4 +1,4 @@
-"""docs/results.md and its pictures, from the records alone."""
+"""docs/results.md and its pictures, generated from the records only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.results import language, records
 from benchmarks.results.language import LanguageRecord, LanguageTask
-from benchmarks.results.records import Made, Record
+from benchmarks.results.records import Record, RunInfo
 from benchmarks.results.runs import ROOT
 from benchmarks.results.tasks import TASKS, Published, Task
 from rlframe.metrics.plots import draw_curves
@@ -16,43 +16,43 @@ from rlframe.metrics.plots import draw_curves
 PAGE = ROOT / "docs/results.md"
 IMAGES = ROOT / "docs/images"
 
-_LAST = 5  # evaluations that a goal of the mean is about
+_LAST = 5  # number of last evaluations whose mean is compared with the goal
 _INTRO = """\
 # Learning results
 
-Each run is one command, with the preset of its agent and environment and nothing set by seed; each section says which
-one, and on which seeds its preset was chosen. `make results` trains what is missing and writes this page,
-`make results-long` takes the long run as well, `python -m benchmarks.results NAME` does one task. What is kept of a run
-is a small file in `benchmarks/results/records`, from which the page is made. [engines.md](engines.md) has CartPole
-under every engine and topology.
+Each run is one command. It uses the preset of its agent and environment, and no option depends on the seed. Each
+section shows the command, and the seeds on which the preset was chosen. `make results` trains missing runs and writes
+this page. `make results-long` also trains the long run. `python -m benchmarks.results NAME` trains one task. Each run
+leaves a small file in `benchmarks/results/records`, and this page is generated from these files.
+[engines.md](engines.md) shows CartPole with every engine and topology.
 
-- **goal**: asked of the mean over seeds of the mean of each seed's last 5 evaluations; where it says *each*, of every
-  seed's; where it says *final*, of every seed's final policy. **mean** and **seeds** are of the same.
-- **evaluations** are greedy, of 20 episodes with seeds that training never used, at fixed intervals during training and
-  at its end. **final**: the last of them, mean ± deviation over the episodes. **first at goal**: environment steps of
-  the first evaluation at or above the goal.
-- **wall time**: of the whole process, with imports, compilation and all those evaluations. **steps/s**: of training
-  alone.
-- **curves**: returns of the training episodes, with the agent's exploration, smoothed: of four seeds or more
-  the interquartile mean in a band of 95% confidence, of two or three the mean in a band from the lowest to the highest.
-  Points are the evaluations: mean over seeds, bars from the lowest to the highest.
-- **published** figures were measured by others, in their own ways and often over more steps; each section says how.
-  CleanRL's are returns of training episodes, the zoo's are of one run. They show what level to expect; they are no
-  ranking.
+- **goal**: target for the mean of a seed's last 5 evaluations, averaged over seeds. With *each*, every seed must reach
+  the goal. With *final*, the final policy of every seed must reach it. **mean** and **seeds** show the same quantity.
+- **evaluations** are greedy, with 20 episodes whose seeds are never used in training. They run at fixed intervals
+  during training and at its end. **final** is the last evaluation, mean ± deviation over the episodes. **first at
+  goal** is the number of environment steps at the first evaluation that reaches the goal.
+- **wall time** is that of the whole process, including imports, compilation and all these evaluations. **steps/s** is
+  for training only.
+- **curves** show smoothed returns of training episodes, with the agent's exploration. With four or more seeds: the
+  interquartile mean and its 95% confidence band. With two or three seeds: the mean and a band from the lowest to the
+  highest. Points show the evaluations: the mean over seeds, with bars from the lowest to the highest.
+- **published** figures were measured by others, with their own methods and often with more steps, as described in each
+  section. CleanRL's are returns of training episodes. The zoo's are from one run. They show the level to expect, and
+  are not a ranking.
 
-The sections on language models, at the end, say themselves what they show.
+The sections on language models at the end describe their own measures.
 """
 
 
 def write(*only: Task | LanguageTask) -> None:
-    """Write the page, and draw the pictures of these tasks (of all, if none is named) whose records have curves."""
+    """Write the page. Draw the pictures of the given tasks, or of all tasks, whose records have curves."""
     for task in only or (*TASKS, *language.TASKS):
         if isinstance(task, LanguageTask):
-            heard = _spoken(task)
-            curves, over = language.curves(task, heard), "seconds"
+            found = _language_records(task)
+            curves, over = language.curves(task, found), "seconds"
         else:
-            heard = _records(task)
-            curves, over = [one.curve(task.agent.upper(), task.env) for one in heard], "steps"
+            found = _records(task)
+            curves, over = [one.curve(task.agent.upper(), task.env) for one in found], "steps"
         if any(len(curve.evaluated_steps) for curve in curves):
             draw_curves(curves, _picture(task), task.goal, over)
     PAGE.parent.mkdir(exist_ok=True)
@@ -60,26 +60,26 @@ def write(*only: Task | LanguageTask) -> None:
 
 
 def text() -> str:
-    """The page.
+    """Return the page.
 
     Raises:
         SystemExit: seeds of a task were trained with different settings.
     """
     games = [(task, _records(task)) for task in TASKS]
-    spoken = [(task, _spoken(task)) for task in language.TASKS]
-    parts = [_INTRO, _summary(games, spoken)]
+    language_tasks = [(task, _language_records(task)) for task in language.TASKS]
+    parts = [_INTRO, _summary(games, language_tasks)]
     parts += [_section(task, found) for task, found in games if found]
-    parts += [_language_section(task, found) for task, found in spoken if found]
+    parts += [_language_section(task, found) for task, found in language_tasks if found]
     return "\n".join(parts)
 
 
 def score(task: Task, record: Record) -> float:
-    """What counts of a seed: the mean of its last 5 evaluations, or the return of its final policy."""
+    """Return the score of a seed: the mean of its last 5 evaluations, or the return of its final policy."""
     return record.return_mean if task.measure == "final" else record.last(_LAST)
 
 
 def reaches(task: Task, found: Sequence[Record]) -> bool:
-    """Whether the seeds reach the goal."""
+    """Return True if the seeds reach the goal."""
     scores = [score(task, one) for one in found]
     return (statistics.mean(scores) if task.measure == "mean" else min(scores)) >= task.goal
 
@@ -87,39 +87,39 @@ def reaches(task: Task, found: Sequence[Record]) -> bool:
 def _records(task: Task) -> list[Record]:
     found = [one for seed in task.seeds if (one := records.read(Record, task.name, seed)) is not None]
     for one in found[1:]:
-        # A field that only one of them has is newer than the other one.
+        # A field that only one of the two records has was added later.
         differing = [name for name in one.config if one.config[name] != found[0].config.get(name, one.config[name])]
         if differing:
             raise SystemExit(
-                f"The seeds {found[0].seed} and {one.seed} of {task.name} differ by {', '.join(differing)}: remove the "
-                "older record, and train it again."
+                f"The seeds {found[0].seed} and {one.seed} of {task.name} differ by {', '.join(differing)}. Remove the "
+                "older record and train it again."
             )
     return found
 
 
-def _spoken(task: LanguageTask) -> list[LanguageRecord]:
+def _language_records(task: LanguageTask) -> list[LanguageRecord]:
     return [one for seed in task.seeds if (one := records.read(LanguageRecord, task.name, seed)) is not None]
 
 
 def _summary(
-    games: Sequence[tuple[Task, list[Record]]], spoken: Sequence[tuple[LanguageTask, list[LanguageRecord]]]
+    games: Sequence[tuple[Task, list[Record]]], language_tasks: Sequence[tuple[LanguageTask, list[LanguageRecord]]]
 ) -> str:
     rows = []
     for task, found in games:
         goal = f"{task.goal:,g}{'' if task.measure == 'mean' else f', {task.measure}'}"
         scores, limit = [score(task, one) for one in found], _limit(task)
-        cells = (limit, _wall_time(found), _shortly(task.published), _verdict(task, found))
+        cells = (limit, _wall_time(found), _format_published(task.published), _verdict(task, found))
         rows.append((_link(task), goal, *_means(scores, ",.1f"), *cells))
-    for spoke, heard in spoken:
-        passed = "yes" if all(one.passed(spoke) for one in heard) else "**no**"
-        cells = (f"{_time(spoke.seconds)} at most", _wall_time(heard), "", passed if heard else "")
-        rows.append((_link(spoke), f"{spoke.goal:g}, each", *_means([one.value for one in heard], ".3f"), *cells))
+    for model, runs in language_tasks:
+        passed = "yes" if all(one.passed(model) for one in runs) else "**no**"
+        cells = (f"{_time(model.seconds)} at most", _wall_time(runs), "", passed if runs else "")
+        rows.append((_link(model), f"{model.goal:g}, each", *_means([one.value for one in runs], ".3f"), *cells))
     names = ("task", "goal", "mean", "seeds", "after", "wall time, median", "published", "reached")
     return _table(names, rows)
 
 
 def _means(values: Sequence[float], digits: str) -> tuple[str, str]:
-    """The mean over seeds, and each seed's."""
+    """Return the mean over seeds, and the value of each seed."""
     if not values:
         return "**not run yet**", ""
     return format(statistics.mean(values), digits), "; ".join(format(value, digits) for value in values)
@@ -142,14 +142,14 @@ def _verdict(task: Task, found: Sequence[Record]) -> str:
     return "yes" if reaches(task, found) else "**no**"
 
 
-def _shortly(published: Sequence[Published]) -> str:
+def _format_published(published: Sequence[Published]) -> str:
     return "; ".join(
         f"{each.source[0]} {_number(each.mean)}" + (f" at {each.steps:,}" if each.steps else "")
         for each in published[:1]
     )
 
 
-def _wall_time(found: Sequence[Made]) -> str:
+def _wall_time(found: Sequence[RunInfo]) -> str:
     return _time(statistics.median(one.seconds for one in found)) if found else ""
 
 
@@ -185,10 +185,10 @@ def _section(task: Task, found: list[Record]) -> str:
     return "\n".join(
         [
             f"## {task.title}\n",
-            f"Asked: at least {task.goal:,g}, {of}, after {_limit(task)}. `{task.command(found[0].seed)}`\n",
+            f"Goal: at least {task.goal:,g} ({of}) after {_limit(task)}. `{task.command(found[0].seed)}`\n",
             f"{task.tuned} {task.about}".rstrip() + "\n",
             _conditions(found),
-            f"![{task.title}: returns over environment steps]({_beside(_picture(task))})\n",
+            f"![{task.title}: returns over environment steps]({_relative_path(_picture(task))})\n",
             _table(names, ours),
             _table(("published", "steps", "return", "of what", "source"), theirs) if theirs else "",
         ]
@@ -197,21 +197,21 @@ def _section(task: Task, found: list[Record]) -> str:
 
 def _language_section(task: LanguageTask, found: list[LanguageRecord]) -> str:
     passed = sum(one.passed(task) for one in found)
-    asked = f"Asked: {task.measure} of at least {task.goal:g} within {_time(task.seconds)}; {passed} of "
-    asked += f"{len(found)} seeds reach it, from {language.median_reached(found)} on (median)."
+    goal = f"Goal: {task.measure} of at least {task.goal:g} within {_time(task.seconds)}. {passed} of "
+    goal += f"{len(found)} seeds reach it, after {language.median_reached(found)} (median)."
     return "\n".join(
         [
             f"## {task.title}\n",
-            f"{asked} `{task.command(found[0].seed)}`\n\n{task.about}".rstrip() + "\n",
+            f"{goal} `{task.command(found[0].seed)}`\n\n{task.about}".rstrip() + "\n",
             _conditions(found),
-            f"![{task.title}: {task.measure} over wall time]({_beside(_picture(task))})\n",
+            f"![{task.title}: {task.measure} over wall time]({_relative_path(_picture(task))})\n",
             _table(*language.columns(task, found)),
         ]
     )
 
 
-def _conditions(found: Sequence[Made]) -> str:
-    """The machine, the versions, the commits and the days."""
+def _conditions(found: Sequence[RunInfo]) -> str:
+    """Return a sentence with the machine, the versions, the commits and the dates."""
     machines = " and ".join(sorted({f"{one.machine}, {one.accelerator}" for one in found}))
     dates = sorted({one.date for one in found})
     versions: dict[str, set[str]] = {}
@@ -226,16 +226,14 @@ def _conditions(found: Sequence[Made]) -> str:
     text += f" {beside[0].upper()}{beside[1:]}." if beside else ""
     loads = sorted(one.load for one in found)
     if any(one.load > one.cores + 1 for one in found):
-        text += (
-            f"\nThe load average at their ends was {loads[0]:.1f} to {loads[-1]:.1f}: above the number of cores, times "
-        )
-        text += "are upper bounds, and steps/s lower ones."
+        text += f"\nThe load average at the end of the runs was {loads[0]:.1f} to {loads[-1]:.1f}. With a load above "
+        text += "the number of cores, times are upper bounds and steps/s are lower bounds."
     notes = "\n".join(dict.fromkeys(one.note for one in found if one.note))
     return f"{text}\n{notes}".rstrip() + "\n"
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table; columns that hold numbers are set to the right."""
+    """Return a Markdown table. Columns with numbers are aligned right."""
     right = [all(row[i][:1].isdigit() or row[i][:1] in "-*nN" for row in rows) for i in range(len(names))]
     rule = ["---:" if each else "---" for each in right]
     return "\n".join("| " + " | ".join(row) + " |" for row in (names, rule, *rows)) + "\n"
@@ -246,7 +244,7 @@ def _number(value: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    """`43 s`, `2 min 5 s`, `1 h 0 min`."""
+    """Format a duration as `43 s`, `2 min 5 s` or `1 h 0 min`."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
     return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"
@@ -256,5 +254,5 @@ def _picture(task: Task | LanguageTask) -> pathlib.Path:
     return IMAGES / f"results-{task.name}.png"
 
 
-def _beside(picture: pathlib.Path) -> str:
+def _relative_path(picture: pathlib.Path) -> str:
     return picture.relative_to(PAGE.parent).as_posix()

@@ -1,4 +1,4 @@
-"""A run: `rlframe train` in a process of its own, which goes on where it was cut off, and its time."""
+"""A run is `rlframe train` in a separate process. It can be interrupted and resumed, and its time is recorded."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any
 from rlframe.engines.stopping import StopSignal
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-RUNS = pathlib.Path("runs/results")  # from ROOT, where everything runs
+RUNS = pathlib.Path("runs/results")  # relative to ROOT, the working directory of all runs
 
-_SECONDS_TO_SAVE = 300.0  # that a run has after Ctrl-C
-_LOOKS = 0.2  # seconds between two looks at the runs
+_SECONDS_TO_SAVE = 300.0  # time limit of a run after Ctrl-C
+_POLL_SECONDS = 0.2  # seconds between two checks of the runs
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 class RunFailed(Exception):
-    """A run ended with an error, or before its end; the message says which and where its output is."""
+    """Raised if a run ended with an error or too early. The message names the run and its log."""
 
 
 class Run:
-    """One seed's run, in `RUNS/NAME-seedN`; beside it what it printed (`.log`) and its time (`.json`).
+    """The run of one seed in `RUNS/NAME-seedN`, with its output (`.log`) and its time (`.json`) in files next to it.
 
     Args:
-        name: of the task.
-        seed: of the run.
-        arguments: of `rlframe train`, but for the seed and the directory.
-        stop_after: seconds of wall time, of all sessions together, after which it is interrupted; None: never.
-        variables: of the environment of its process.
+        name: name of the task.
+        seed: seed of the run.
+        arguments: arguments of `rlframe train`, without seed and directory.
+        stop_after: seconds of wall time, over all sessions, after which the run is interrupted. None means never.
+        variables: environment variables of its process.
     """
 
     def __init__(
@@ -52,27 +52,27 @@ class Run:
         self._notes_file = self.log.with_suffix(".json")
         self._arguments, self._stop_after, self._variables = arguments, stop_after, variables or {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = 0.0  # when it was told to stop
+        self._stopped_at = 0.0  # time of `stop`, or 0
         self._notes: dict[str, Any] = {}
 
     @property
     def seconds(self) -> float:
-        """Wall time of all sessions until now: imports, compilation and evaluations included."""
+        """Wall time of all sessions so far, including imports, compilation and evaluations."""
         began = self._notes.get("began")
         return self._notes["seconds"] + (time.time() - began if began is not None else 0.0)
 
     @property
     def sessions(self) -> int:
-        """How often it was begun or gone on with."""
+        """Number of sessions: the start and each resume."""
         return self._notes["sessions"]
 
     @property
     def commit(self) -> str:
-        """The commits of its sessions."""
+        """The commits of the sessions."""
         return ", ".join(self._notes["commits"])
 
     def start(self) -> None:
-        """Begin the run, or go on with what there is of it; no process where nothing of it is left to do."""
+        """Start or resume the run. Start no process if nothing is left to do."""
         resumes = (self.directory / "config.json").is_file() and self._notes_file.is_file()
         self._notes = self._past() if resumes else {"seconds": 0.0, "sessions": 0, "commits": []}
         if resumes and (self._is_complete() or self._is_out_of_time()):
@@ -87,7 +87,8 @@ class Run:
         self._note(began=time.time())
         print("$ rlframe", *command, file=sys.stderr, flush=True)
         with open(self.log, "ab") as log:
-            # In a session of its own: Ctrl-C at a terminal reaches us alone, and the run is told once.
+            # In a new session, so that Ctrl-C at a terminal reaches only this process, which then sends one signal to
+            # the run.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlframe", *command],
                 cwd=ROOT,
@@ -99,26 +100,26 @@ class Run:
             )
 
     def has_ended(self) -> bool:
-        """Whether its process has; one whose time is up is told to."""
+        """Return True if the process has ended. Interrupt the run if its time is up."""
         if self._process is None or self._process.poll() is not None:
             return True
-        if not self._told and self._is_out_of_time():
+        if not self._stopped_at and self._is_out_of_time():
             self.stop()
-        if self._told and time.monotonic() - self._told > _SECONDS_TO_SAVE:
+        if self._stopped_at and time.monotonic() - self._stopped_at > _SECONDS_TO_SAVE:
             self._process.kill()
         return False
 
     def stop(self) -> None:
-        """Have it save and end, as Ctrl-C does."""
-        self._told = time.monotonic()
+        """Request that the run saves and ends, as Ctrl-C does."""
+        self._stopped_at = time.monotonic()
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
 
     def end(self) -> dict[str, Any]:
-        """Wait for its end, and return its result; a run whose time was up is evaluated first.
+        """Wait for the end of the run and return its result. Evaluate the run first if its time was up.
 
         Raises:
-            RunFailed: it has none.
+            RunFailed: the run has no result.
         """
         if self._process is not None:
             code = self._process.wait()
@@ -127,16 +128,18 @@ class Run:
                 raise RunFailed(f"{self.name}, seed {self.seed}: exit code {code}; see {self.log}")
         if not self._is_complete():
             if not self._is_out_of_time():
-                raise RunFailed(f"{self.name}, seed {self.seed}: interrupted after {self.seconds:.0f} s; it can go on")
+                raise RunFailed(
+                    f"{self.name}, seed {self.seed}: interrupted after {self.seconds:.0f} s; it can be resumed"
+                )
             self._evaluate()
         return self._result()
 
     def _evaluate(self) -> None:
-        """Write the final evaluation of an interrupted run where an uninterrupted one has it."""
+        """Write the final evaluation of an interrupted run into the same files as for a complete run."""
         command = [sys.executable, "-m", "rlframe", "evaluate", str(self.directory), "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise RunFailed(f"{self.name}, seed {self.seed}: it cannot be evaluated: {done.stderr.strip()}")
+            raise RunFailed(f"{self.name}, seed {self.seed}: evaluation failed: {done.stderr.strip()}")
         values = json.loads(done.stdout.strip().splitlines()[-1])
         found = {name: values[name] for name in ("return_mean", "return_std", "episodes")}
         result = {**self._result(), **found}
@@ -155,7 +158,7 @@ class Run:
         return self._stop_after is not None and self.seconds >= self._stop_after
 
     def _past(self) -> dict[str, Any]:
-        """The notes of the sessions before; one that was killed lasted until it last wrote a row."""
+        """Return the notes of earlier sessions. A killed session lasted until it wrote its last row."""
         notes = json.loads(self._notes_file.read_text())
         if "began" in notes:
             rows = self.directory / "metrics.jsonl"
@@ -171,14 +174,16 @@ class Run:
 
 
 def run_all(runs: Sequence[Run], at_once: int, ended: Callable[[Run, dict[str, Any]], None]) -> list[str]:
-    """Train so many beside each other, and hand over each result as it comes. Ctrl-C has those under way save and end.
+    """Train `at_once` runs concurrently, and pass each result to `ended` when it is available.
+
+    After Ctrl-C, active runs are saved and ended.
 
     Returns:
-        What went wrong, a sentence for each run that has no result.
+        A message for each run without a result.
     """
     waiting, running, failed = list(runs), list[Run](), list[str]()
 
-    def take(run: Run) -> None:
+    def finish(run: Run) -> None:
         running.remove(run)
         try:
             ended(run, run.end())
@@ -193,18 +198,18 @@ def run_all(runs: Sequence[Run], at_once: int, ended: Callable[[Run, dict[str, A
                     running.append(waiting.pop(0))
                     running[-1].start()
                 for run in [run for run in running if run.has_ended()]:
-                    take(run)
-                time.sleep(_LOOKS)
+                    finish(run)
+                time.sleep(_POLL_SECONDS)
         finally:
             for run in running:
                 run.stop()
         for run in list(running):
-            take(run)
-    return failed + [f"{run.name}, seed {run.seed}: not begun" for run in waiting]
+            finish(run)
+    return failed + [f"{run.name}, seed {run.seed}: not started" for run in waiting]
 
 
 def commit() -> str:
-    """The commit of the package, with a plus behind it where files of it are not as committed; "" outside of git."""
+    """Return the commit of the package, with a plus if files have uncommitted changes, or "" outside git."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)

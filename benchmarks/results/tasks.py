@@ -1,4 +1,4 @@
-"""What is trained, what is asked of it, and what others published."""
+"""The tasks: settings, goals, and published results."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ IMPALA_PAPER = ("Espeholt et al. 2018", "https://arxiv.org/abs/1802.01561")
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """Somebody's figure for the same task."""
+    """A published figure for the same task."""
 
     what: str
-    steps: int | None  # None: the source does not say
+    steps: int | None  # None if the source does not state them
     mean: float
     std: float | None
-    source: tuple[str, str]  # name, address
-    note: str  # what the figure is the mean and the deviation of
+    source: tuple[str, str]  # name and URL
+    note: str  # how mean and deviation were computed
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """An agent on an environment, with its preset.
+    """An agent with its preset on an environment.
 
-    `measure` says what `goal` is asked of: the `mean` over seeds of the mean of each one's last 5 evaluations, that of
-    `each` seed, or each seed's `final` policy.
+    `measure` defines the quantity that is compared with `goal`. `mean`: the mean of a seed's last 5 evaluations,
+    averaged over seeds. `each`: the same for each seed. `final`: the final policy of each seed.
     """
 
     name: str
     agent: str
     env: str
-    goal: float  # return, a mean over 20 episodes
+    goal: float  # mean return over 20 episodes
     steps: int  # environment steps
     published: tuple[Published, ...]
     eval_every: int  # environment steps
-    tuned: str  # on which seeds the preset was chosen, a sentence
+    tuned: str  # a sentence about the seeds on which the preset was chosen
     measure: Literal["mean", "each", "final"] = "mean"
-    options: tuple[str, ...] = ()  # of `rlframe train`, beside these
-    variant: str = ""  # what the title says of them
+    options: tuple[str, ...] = ()  # additional options of `rlframe train`
+    variant: str = ""  # suffix of the title for these options
     seeds: tuple[int, ...] = (1, 2, 3)
-    seconds: float | None = None  # of wall time, after which a run is interrupted; None: it runs to its last step
-    long: bool = False  # whether only `make results-long` trains it
-    about: str = ""  # what a reader should know
+    seconds: float | None = None  # wall time after which a run is interrupted; None runs to the last step
+    long: bool = False  # True if only `make results-long` trains it
+    about: str = ""  # additional information for readers
 
     @property
     def title(self) -> str:
-        """`PPO on CartPole-v1`."""
+        """The title, for example `PPO on CartPole-v1`."""
         return f"{self.agent.upper()} on {self.env}{self.variant}"
 
     @property
     def arguments(self) -> list[str]:
-        """What decides the numbers of a run and of its evaluations, but for its seed."""
+        """The arguments that determine the results of a run and its evaluations, without the seed."""
         numbers = ["--steps", str(self.steps), "--eval-every", str(self.eval_every)]
         return ["--agent", self.agent, "--env", self.env, *numbers, *self.options]
 
     def command(self, seed: int) -> str:
-        """By which a user trains a seed."""
+        """Return the command line that trains a seed."""
         return " ".join(["rlframe train", *self.arguments, "--seed", str(seed)])
 
 
 def _zoo(agent: str, steps: int, mean: float, std: float, of: str = "") -> Published:
-    note = f"{of}evaluation of one run's final policy; deviation over its episodes"
+    note = f"{of}evaluation of the final policy of one run; deviation over episodes"
     return Published(f"Stable-Baselines3's {agent}", steps, mean, std, ZOO, note)
 
 
@@ -80,7 +80,7 @@ def _cleanrl(script: str, mean: float, std: float, source: tuple[str, str], step
 
 
 def _baselines(mean: float, std: float) -> Published:
-    note = "run by CleanRL's authors, beside theirs (Huang et al. 2022)"
+    note = "run by CleanRL's authors for comparison (Huang et al. 2022)"
     return Published("OpenAI Baselines' PPO", None, mean, std, CLEANRL_PPO, note)
 
 
@@ -92,14 +92,14 @@ _CLASSIC = (
         goal=475.0,
         steps=100_000,
         measure="final",
-        tuned="Lambda was chosen on these seeds among 32.",
+        tuned="Lambda was chosen on 32 seeds that include these.",
         published=(
             _zoo("PPO", 100_000, 500.0, 0.0),
             _cleanrl("ppo.py", 490.04, 6.12, CLEANRL_PPO),
             _baselines(497.54, 4.02),
         ),
         eval_every=5_000,
-        about="Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0 and one (seed 4) at 457.0.",
+        about="Seed 1 is `make demo`. Of the seeds 1 to 12, 11 end at 500.0, and seed 4 ends at 457.0.",
     ),
     Task(
         name="dqn-cartpole",
@@ -108,7 +108,7 @@ _CLASSIC = (
         goal=475.0,
         steps=100_000,
         measure="final",
-        tuned="The preset was chosen on these seeds, among others.",
+        tuned="The preset was chosen on seeds that include these.",
         published=(
             _zoo("DQN", 50_000, 500.0, 0.0),
             _cleanrl("dqn_jax.py", 498.38, 2.29, CLEANRL_DQN),
@@ -123,8 +123,8 @@ _CLASSIC = (
         goal=-100.0,
         steps=500_000,
         measure="final",
-        tuned="Nothing was tuned: the values are the zoo's, but for its normalized observations and rewards, which are "
-        "left out, and half its weight of the value.",
+        tuned="Nothing was tuned. The values are the zoo's, except that observations and rewards are not normalized, "
+        "and the value loss has half the weight.",
         published=(
             _zoo("PPO", 1_000_000, -73.506, 18.201),
             _cleanrl("ppo.py", -86.36, 1.32, CLEANRL_PPO),
@@ -165,7 +165,7 @@ _CLASSIC = (
         goal=-18.0,
         steps=10_000_000,
         measure="final",
-        tuned="Nothing was tuned: the values are CleanRL's.",
+        tuned="Nothing was tuned. The values are CleanRL's.",
         published=(
             _zoo("PPO", 10_000_000, 20.989, 0.105),
             _cleanrl("ppo_atari_envpool.py", 20.45, 0.09, CLEANRL_ENVPOOL, steps=10_000_000),
@@ -174,16 +174,16 @@ _CLASSIC = (
         seeds=(1,),
         seconds=3600.0,
         about=(
-            "One hour on this machine, of the ten million steps that the published runs took: the question is whether "
-            "the curve has clearly left -21, the score of a player that never hits the ball. The rates are annealed as "
-            "for ten million steps."
+            "The run lasts one hour on this machine. The published runs took ten million steps. The question is "
+            "whether the curve clearly rises above -21, the score of a player that never hits the ball. The rates are "
+            "annealed as for ten million steps."
         ),
     ),
 )
 
 _SAC_VALUES = (
-    "Nothing was tuned: the values are CleanRL's, whose bounds of log sigma are a scaled tanh's, and here a clip's. It "
-    "updates the policy twice every second step; here it is once in each."
+    "Nothing was tuned. The values are CleanRL's, with two differences. CleanRL bounds log sigma by a scaled tanh, and "
+    "rlframe by clipping. CleanRL updates the policy twice every second step, and rlframe once per step."
 )
 _SAC_CHEETAH = (
     _cleanrl("sac_continuous_action.py", 9_634.89, 1_423.73, CLEANRL_SAC, steps=1_000_000),
@@ -197,7 +197,7 @@ _CONTINUOUS = (
         env="Pendulum-v1",
         goal=-200.0,
         steps=20_000,
-        tuned="Nothing was tuned: the values are the zoo's.",
+        tuned="Nothing was tuned. The values are the zoo's.",
         published=(_zoo("SAC", 20_000, -156.995, 88.714),),
         eval_every=1_000,
     ),
@@ -224,7 +224,7 @@ _CONTINUOUS = (
         eval_every=50_000,
         seeds=(1,),
         long=True,
-        about="One seed, as long as the published runs. The goal is that of 300,000 steps.",
+        about="One seed, as long as the published runs. The goal is the one for 300,000 steps.",
     ),
     Task(
         name="sac-hopper",
@@ -246,7 +246,7 @@ _CONTINUOUS = (
         env="HalfCheetah-v4",
         goal=4_000.0,
         steps=300_000,
-        tuned="Nothing was tuned: the values are CleanRL's.",
+        tuned="Nothing was tuned. The values are CleanRL's.",
         published=(
             _cleanrl("td3_continuous_action.py", 9_583.22, 126.09, CLEANRL_TD3, steps=1_000_000),
             _zoo("TD3", 1_000_000, 9_655.666, 969.916, "HalfCheetah-v3; "),
@@ -260,11 +260,11 @@ _CONTINUOUS = (
         env="HalfCheetah-v4",
         goal=1_400.0,
         steps=1_000_000,
-        tuned="Nothing was tuned: the values are CleanRL's.",
+        tuned="Nothing was tuned. The values are CleanRL's.",
         published=(_cleanrl("ppo_continuous_action.py", 1_442.64, 46.03, CLEANRL_CONTINUOUS, steps=1_000_000),),
         eval_every=50_000,
-        about="Observations and rewards are normalized, as CleanRL has it; there by statistics that change with every "
-        "step, here with every update.",
+        about="Observations and rewards are normalized, as in CleanRL. CleanRL updates the statistics with every step, "
+        "and rlframe with every update.",
     ),
     Task(
         name="ppo-lunar-lander",
@@ -272,7 +272,7 @@ _CONTINUOUS = (
         env="LunarLander-v3",
         goal=200.0,
         steps=1_000_000,
-        tuned="Nothing was tuned: the values are the zoo's, but for half its weight of the value.",
+        tuned="Nothing was tuned. The values are the zoo's, but the value loss has half the weight.",
         published=(_zoo("PPO", 1_000_000, 242.119, 31.823, "LunarLander-v2; "),),
         eval_every=50_000,
         about="Needs the extra `box2d`.",
@@ -291,11 +291,11 @@ _MEMORY = tuple(
         published=(),
         eval_every=15_000,
         seeds=(101, 102, 103),
-        about="CartPole without its velocities, which takes a memory. No comparable figure was found.",
+        about="CartPole without velocities, which requires memory. No comparable figure was found.",
     )
     for agent, variant, goal, tuned in (
         ("ppo", " with a GRU", 450.0, "The preset was chosen on the seeds 11 to 13, 21 to 28 and 31 to 42"),
-        ("r2d2", "", 400.0, "The preset was chosen on the seeds 11 to 13, of earlier forms of the agent"),
+        ("r2d2", "", 400.0, "The preset was chosen on the seeds 11 to 13, with earlier versions of the agent"),
         ("impala", " with a GRU", 400.0, "The preset was chosen on the seeds 11, 21 to 28 and 31 to 42"),
     )
 )
@@ -311,8 +311,8 @@ _MORE = (
             goal=450.0,
             steps=100_000,
             measure="each",
-            tuned="The preset was chosen on other seeds, 1 to 4 and 101 to 105 among them, of which 20 of 20 runs "
-            "had 450, too (benchmarks/notes/dqn-cartpole.md).",
+            tuned="The preset was chosen on other seeds, including 1 to 4 and 101 to 105, where all 20 runs reached "
+            "450 as well (benchmarks/notes/dqn-cartpole.md).",
             published=(_zoo("DQN", 50_000, 500.0, 0.0),),
             eval_every=5_000,
             seeds=(111, 112, 113, 114, 115),
@@ -325,8 +325,8 @@ _MORE = (
         env="CartPole-v1",
         goal=475.0,
         steps=300_000,
-        tuned="The preset was chosen on the seeds 11 to 16, 21 to 28, 31 to 42 and 101 to 103, after others on 1 to 3 "
-        "(benchmarks/notes/pqn-cartpole.md).",
+        tuned="The preset was chosen on the seeds 11 to 16, 21 to 28, 31 to 42 and 101 to 103. Earlier presets were "
+        "tried on 1 to 3 (benchmarks/notes/pqn-cartpole.md).",
         published=(_cleanrl("pqn.py", 495.13, 6.89, CLEANRL_PQN),),
         eval_every=15_000,
         seeds=(111, 112, 113),
@@ -339,13 +339,13 @@ _MORE = (
         variant=" under heavy_env",
         goal=0.0,
         steps=10_000_000,
-        tuned="The preset was found with seed 11; with the paper's values, seed 1 was looked at for half an hour "
+        tuned="The preset was chosen on seed 11. With the paper's values, seed 1 was tried for half an hour "
         "(benchmarks/notes/impala-pong.md).",
         published=(
             Published(
                 "IMPALA, shallow network",
                 *(50_000_000, 20.40, None, IMPALA_PAPER),
-                "table C.1: scores after 200 million frames, one network for each game",
+                "table C.1: scores after 200 million frames, one network per game",
             ),
         ),
         eval_every=400_000,

@@ -1,18 +1,18 @@
-"""Actors step environments with an inferencer and fill a replay buffer; an Evaluator measures returns.
+"""Actors step environments and fill a replay buffer. An Evaluator measures returns.
 
-One `Actor.step()`:
+One `Actor.step()` does this for each of its environment pools:
 
-1. `next_request` of its stepper (stepper.py, one for each pool): environment ids, timestep, recurrent state.
-2. The inferencer answers with actions and the next state.
-3. `act` of the stepper carries the actions out. `EpisodeStatistics` counts.
+1. The pool's stepper (stepper.py) returns a request with `next_request`: environment ids, timestep, recurrent state.
+2. The inferencer returns actions and the next recurrent state.
+3. The stepper carries the actions out with `act`, and updates its `EpisodeStatistics`.
 
-When the environments have answered, the completed `Step` is added to the replay buffer. A synchronous pool is stepped,
-and its step added, in `act`. An asynchronous pool only gets its actions there. The next `next_request` waits for the
-environments that answer first, and adds their steps.
+A `Step` is complete when its environment has returned the next timestep. The stepper of a synchronous pool steps the
+environments and adds the step to the replay buffer in `act`. The stepper of an asynchronous pool only sends the actions
+in `act`. Its next `next_request` waits for the environments that finish first, and adds their steps.
 
-`Actor.run()` repeats this, as long as its `StepBudget` lasts. An actor of an on-policy agent waits at an `UnrollGate`
-after each unroll for a newer version of the parameters (both in gates.py). Its rank, from which its seeds follow, is
-claimed from the replay buffer (`ActorReplay`, replay.py).
+`Actor.run()` repeats `step` within its `StepBudget`. An actor of an on-policy agent waits at an `UnrollGate` after each
+unroll, until newer parameters are published. Both classes are in gates.py. An actor claims its rank from the replay
+buffer (`ActorReplay`, replay.py). The seeds of its environments depend on this rank.
 """
 
 from rlframe.actors.actor import Actor

@@ -1,4 +1,4 @@
-"""The Actor steps environments with an inferencer's actions and adds the steps to a replay buffer."""
+"""The Actor steps environments with the actions of an inferencer, and adds the steps to a replay buffer."""
 
 from __future__ import annotations
 
@@ -24,33 +24,36 @@ from rlframe.types import AgentState, Logs, global_env_ids
 
 
 class Actor:
-    """Steps its environments with an inferencer's actions and adds the steps to a replay buffer.
+    """Steps its environments with the actions of an inferencer, and adds the steps to a replay buffer.
 
     Args:
         env_builder: an environment pool, one gymnasium or dm_env environment, or a callable that returns one of these.
-            A callable that takes `seed` gets one that is derived from (seed, rank, incarnation). Or a handle to an
-            `EnvServer`, which has its own seed, or a list of handles to several, each of an `AsyncEnv`.
-        inferencer: an `Inference`, or any object with `inference(env_ids, timestep)`; a handle to a node that is one;
-            or a list of handles to several. Of several, the Actor calls number `rank` (modulo their number), and the
-            others while that one does not answer.
-        replay_buffer: a `ReplayWriter`, or any object with `add(env_ids, step)`; a handle to one; or a
-            `reverb.Client`, for which the inferencer's `specs()` define the items.
-        rank: number of this actor, from 0; None claims the next free rank of the buffer. A buffer that has only `add`
-            hands out no ranks: then each of several Actors needs a rank, and so does an Actor in a node of a program.
+            A callable with a parameter `seed` receives a seed derived from (seed, rank, incarnation). Alternatively a
+            handle to an `EnvServer`, which has its own seed, or a list of handles to `EnvServer`s, each with an
+            `AsyncEnv`.
+        inferencer: an `Inference`, any object with `inference(env_ids, timestep)`, a handle to a node with such an
+            object, or a list of these handles. With a list, the Actor calls inferencer `rank` (modulo the length of the
+            list), and the others while this one does not respond.
+        replay_buffer: a `ReplayWriter`, any object with `add(env_ids, step)`, a handle to such an object, or a
+            `reverb.Client`. For a `reverb.Client`, the inferencer's `specs()` define the items.
+        rank: number of this actor, from 0. None claims the next free rank of the buffer. A buffer that only has `add`
+            assigns no ranks. With such a buffer, each of several Actors needs a rank, and so does an Actor in a node of
+            a program.
         seed: seed of the whole run.
-        num_pools: number of pools to build. With two synchronous pools, `run()` steps one while an inferencer in
-            another process answers for the other.
-        deadline: seconds that a node which the Actor calls may be out of reach.
-        logger: any object with `write(step, values)`. `run()` and `collect()` give it the logs of each step that has
-            any, by the environment steps of this Actor. None logs nothing.
-        budget: environment steps that `run()` may take before `allow` gives it more. A restarted Actor starts with a
-            budget of 0, because only the monitor knows how many steps the Actor before it took.
-        incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer (it was restored);
-            None: claim the rank.
+        num_pools: number of pools to build. With two synchronous pools, `run()` steps one pool while an inferencer in
+            another process computes the actions of the other pool.
+        deadline: seconds for which a called node may be unreachable.
+        logger: any object with `write(step, values)`. `run()` and `collect()` pass it the logs of each step that has
+            logs, together with the environment steps of this Actor. None writes no logs.
+        budget: environment steps that `run()` may take before a call of `allow` raises the budget. A restarted Actor
+            starts with a budget of 0, because only the monitor has the step count of the previous Actor.
+        incarnation: continue as this incarnation of `rank`, whose open fragments are in a restored buffer. None claims
+            the rank.
 
     Attributes:
-        rank, incarnation: of this Actor.
-        num_envs: environments in all pools.
+        rank: rank of this Actor.
+        incarnation: incarnation of this Actor.
+        num_envs: number of environments in all pools.
     """
 
     def __init__(
@@ -72,10 +75,10 @@ class Actor:
         self._stop, self._run_has_ended = threading.Event(), threading.Event()
         self._logger = logger
         self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
-        self._has_reset = False  # whether the environments have been reset, before the first step
-        self._max_staleness: int | None = None  # of the replay; known then
+        self._has_reset = False  # set before the first step
+        self._max_staleness: int | None = None  # of the replay; set with `_has_reset`
 
-        # The rank first: the seeds of the environments, and which inferencer answers, depend on it.
+        # Claim the rank first: the environment seeds and the choice of the inferencer depend on it.
         def find_inferencer(number: int) -> Any:
             return handles.resolve(inferencer, "inferencer", deadline=deadline, stop=self._stop, first=number)
 
@@ -83,8 +86,8 @@ class Actor:
         self._replay = ActorReplay(target, lambda: find_inferencer(rank or 0).specs(), rank, incarnation)
         self.rank, self.incarnation = self._replay.rank, self._replay.incarnation
         try:
-            # The inferencer is not called before the first step, except for specs: a node's constructor does not wait
-            # for another node's.
+            # Before the first step, only the inferencer's specs are read. A node's constructor must not wait for
+            # another node.
             self._inferencer = as_inference(find_inferencer(self.rank))
             self._make_steppers(env_builder, num_pools, seed, deadline)
             self._replay.open_segment(self.num_envs)
@@ -95,7 +98,7 @@ class Actor:
         self._budget = StepBudget(budget if is_first else 0, self.num_envs, lambda: self.env_steps)
 
     def _make_steppers(self, env_builder: Any, num_pools: int, seed: int, deadline: float) -> None:
-        """Make the pools, each with its stepper. Their environments are numbered through all pools."""
+        """Make the pools and a stepper for each. The environments are numbered across all pools."""
         self.num_envs = 0
         for number in range(num_pools):
             parts = (seed, self.rank, self.incarnation, number)
@@ -108,22 +111,23 @@ class Actor:
 
     @property
     def env_steps(self) -> int:
-        """Steps that the environments took. The step after LAST, which ignores its action, does not count."""
+        """Number of environment steps. The step after LAST is not counted: it ignores its action."""
         return sum(stepper.episodes.env_steps for stepper in self._steppers)
 
     @property
     def episodes(self) -> int:
-        """Episodes that ended."""
+        """Number of episodes that ended."""
         return sum(stepper.episodes.episodes for stepper in self._steppers)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of this Actor. Any thread may call it.
 
-        They begin at 0. An Actor whose state is restored (`set_state`) continues `env_steps` and `episodes`.
+        The counters start at 0. After `set_state`, `env_steps` and `episodes` continue from the restored values.
 
         Returns:
-            `rank`, `incarnation`, `env_steps`, `episodes`; `return_sum` and `length_sum` of the episodes that ended;
-            and `logged`: the values that the environments logged, by name, as [sum, count].
+            A dict with `rank`, `incarnation`, `env_steps`, `episodes`, `return_sum` and `length_sum` (sums over the
+            episodes that ended), and `logged`. `logged` maps the name of each value that the environments logged to
+            [sum, count].
         """
         names = ("env_steps", "episodes", "return_sum", "length_sum")
         counts = {name: sum(getattr(stepper.episodes, name) for stepper in self._steppers) for name in names}
@@ -131,10 +135,10 @@ class Actor:
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
-        """Raise the budget of `run()` to `env_steps` in all, if this is that incarnation. Return the `stats()` before.
+        """Raise the budget of `run()` to `env_steps` in total, and return the `stats()` from before.
 
-        Without a new budget (the monitor died, or hangs) the Actor waits when the last one is used up. Any thread may
-        call it.
+        A call for another incarnation changes nothing. If no call arrives (the monitor died or hangs), the Actor waits
+        once the current budget is used up. Any thread may call it.
         """
         stats = self.stats()
         if incarnation == self.incarnation:
@@ -142,15 +146,15 @@ class Actor:
         return stats
 
     def step(self) -> Logs | None:
-        """Step every environment once (those that are ready, if the pool is asynchronous).
+        """Step every environment once. An asynchronous pool steps only the environments that are ready.
 
         Returns:
-            `episode_return`, `episode_length` (means) and `episodes` (how many) of the episodes that
-            ended with this step; None if none did.
+            Logs of the episodes that ended with this step: `episode_return` and `episode_length` (means) and `episodes`
+                (a count). None if no episode ended.
 
         Raises:
-            EnvError: an environment raised, or its process died.
-            PeerError: a node that the Actor calls did not answer within the deadline.
+            EnvError: an environment raised an exception, or its process died.
+            PeerError: a called node did not respond within the deadline.
         """
         if not self._has_reset:
             self._reset()
@@ -161,12 +165,12 @@ class Actor:
         return logs
 
     def run(self) -> None:
-        """Step until `stop()`: the Actor as a service.
+        """Step until `stop()` is called.
 
-        With an on-policy replay (`ReplaySpec.max_staleness`), it waits after each unroll for newer parameters. `step`
-        never waits: a loop that calls the Actor and the Learner in turn does not need it.
+        With an on-policy replay (`ReplaySpec.max_staleness`), the Actor waits for newer parameters after each unroll.
+        `step` never waits, because a loop that calls the Actor and the Learner in turn does not need to.
 
-        In a node of a program, it returns when the program ends, and closes the environments.
+        In a node of a program, `run` returns when the program stops, and closes the environments.
         """
         with handles.stop_with_program(self.stop):
             try:
@@ -185,7 +189,7 @@ class Actor:
     def warm_up(self) -> None:
         """Reset the environments and call the inferencer once, so that the first step compiles nothing.
 
-        It steps no environment. With asynchronous pools, the first step compiles.
+        No environment is stepped. With asynchronous pools, the first step still compiles.
         """
         self._prepare_run()
         for stepper in self._steppers:
@@ -193,14 +197,14 @@ class Actor:
                 self._inferencer.inference(*stepper.newest_timestep())
 
     def collect(self, steps: int = 0, seconds: float = math.inf) -> bool:
-        """Step for a while, as `run` does. It may be called any number of times.
+        """Step for a limited number of steps or seconds, as `run` does. May be called repeatedly.
 
         Args:
-            steps: environment steps to take at least, if `seconds` are enough; 0: no limit.
-            seconds: no step begins after this time. The current step ends first, see `is_adding`.
+            steps: minimum number of environment steps, unless `seconds` end first. 0 means no limit.
+            seconds: no step starts after this time. A step that has started is completed (see `is_adding`).
 
         Returns:
-            Whether it was waiting at the end, for newer parameters or for room in the buffer.
+            True if the Actor was waiting at the end, for newer parameters or for room in the buffer.
         """
         self._prepare_run()
         try:
@@ -210,13 +214,13 @@ class Actor:
 
     @property
     def is_adding(self) -> bool:
-        """Whether a step is being added to the buffer; for long, if the buffer is full. Any thread may ask."""
+        """True while a step is being added to the buffer. This takes long if the buffer is full. Thread-safe."""
         return any(stepper.is_adding for stepper in self._steppers)
 
     def stop(self) -> None:
-        """End `run()` and `collect()`, now and later, after the current step. A step that waits for room is given up.
+        """End `run()` and `collect()` after the current step, now and in later calls. Any thread may call it.
 
-        Any thread may call it.
+        A step that waits for room in the buffer is dropped.
         """
         self._stop.set()
         self._replay.end_waits()
@@ -225,24 +229,24 @@ class Actor:
         """Stop `run()`, wait for it, and close the environments. Any thread may call it.
 
         Args:
-            seconds: how long to wait. If `run()` takes longer, the environments stay open.
+            seconds: time to wait. If `run()` takes longer, the environments stay open.
         """
         self.stop()
         if self._run_has_ended.wait(seconds):
             self.close()
 
     def close(self) -> None:
-        """Stop, and close the environments."""
+        """Stop `run()` and close the environments."""
         self.stop()
         for stepper in self._steppers:
             stepper.env.close()
         self._replay.release()
 
     def get_state(self, *, with_envs: bool = True) -> dict[str, Any]:
-        """Return what a resumed Actor of one pool needs: numpy arrays, ints and bytes.
+        """Return the state that a resumed Actor with one pool needs, as numpy arrays, ints and bytes.
 
-        `env` is None if the environments cannot save their state, or if `with_envs` is False (they have failed): then
-        a resumed Actor resets them.
+        `env` is None if the environments cannot save their state, or if `with_envs` is False (after a failure). A
+        resumed Actor then resets the environments.
         """
         return self._only_stepper().get_state(with_envs)
 
@@ -251,8 +255,8 @@ class Actor:
         self._only_stepper().set_state(state)
 
     def _reset(self) -> None:
-        """Reset the environments, unless their state was restored, and close a gate after each on-policy unroll."""
-        first = self.rank * self.num_envs  # row k of the initial state is for the program's environment k
+        """Reset the environments unless their state was restored. Create the gates of an on-policy replay."""
+        first = self.rank * self.num_envs  # row k of the initial state belongs to the program's environment k
         states, end = self._initial_state(first + self.num_envs), first
         for stepper in self._steppers:
             begin, end = end, end + stepper.env.num_envs
@@ -267,12 +271,12 @@ class Actor:
     def _initial_state(self, batch_size: int) -> AgentState:
         try:
             return self._inferencer.initial_state(batch_size)
-        except NoMethodError:  # of a node that has `inference` alone
+        except NoMethodError:  # the node only has `inference`
             self._inferencer = StatelessInference(self._inferencer)
             return self._inferencer.initial_state(batch_size)
 
     def _prepare_run(self) -> None:
-        """Reset the environments, if they are not yet. Raise `UsageError` if they cannot keep an on-policy pace."""
+        """Reset the environments if needed. Raise UsageError for asynchronous pools with an on-policy replay."""
         if not self._has_reset:
             self._reset()
         if self._max_staleness is not None and any(isinstance(each, AsyncStepper) for each in self._steppers):
@@ -284,7 +288,8 @@ class Actor:
             )
 
     def _run_until(self, env_steps: float, until: float) -> bool:
-        """Step until `env_steps` were taken, or it is `until`. Return whether it was waiting for parameters then."""
+        """Step until `env_steps` were taken or the time `until`. Return True if the Actor was waiting for parameters.
+        """
         has_end = env_steps < math.inf or until < math.inf
         while not self._stop.is_set():
             if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):
@@ -301,11 +306,14 @@ class Actor:
         return False
 
     def _run_overlapped(self) -> None:
-        """Step some environments while the inferencer, in another process, answers for others.
+        """Step some environments while an inferencer in another process computes the actions of others.
 
-        Each turn does one of these, in this order: ask for the actions of a pool whose timestep is there; if all pools
-        wait for newer parameters, wait for them; if no answer has come, wait for environments of an asynchronous pool;
-        else act by the oldest answer, and wait for it if it has not come.
+        Each iteration does the first of these that is possible:
+
+        1. Request the actions of a pool whose timestep is available.
+        2. If all pools wait for newer parameters, wait for them.
+        3. If no response has arrived, wait for environments of an asynchronous pool.
+        4. Act on the oldest response, and wait for it if necessary.
         """
         pending: collections.deque[_PendingCall] = collections.deque()  # oldest first
         while not self._stop.is_set():
@@ -327,9 +335,9 @@ class Actor:
                 self._write(stepper.act(request, *call.result()))
 
     def _open_together(self, gates: list[UnrollGate]) -> None:
-        """Wait for a version that opens a gate, and open all that it opens.
+        """Wait for a version that opens a gate, and open every gate that this version opens.
 
-        One version lets all pools go on together. Otherwise the learner would wait for the other pools.
+        All pools must continue with the same version. Otherwise the learner would wait for the other pools.
         """
         oldest = min(gates, key=lambda gate: gate.too_old)
         version = oldest.wait_until_open(self._inferencer, self._stop)
@@ -350,7 +358,7 @@ class Actor:
 
 
 class _PendingCall(NamedTuple):
-    """A call of an inferencer whose answer has not been acted by."""
+    """A call of an inferencer whose response has not been used yet."""
 
     stepper: SyncStepper | AsyncStepper
     request: InferenceRequest
@@ -358,5 +366,5 @@ class _PendingCall(NamedTuple):
 
 
 def env_seed(*parts: int) -> int:
-    """Return a seed below 2^31 for a pool of environments, derived from (seed, rank, incarnation)."""
+    """Return a seed below 2^31 for an environment pool, derived from `parts`: (seed, rank, incarnation)."""
     return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

@@ -1,4 +1,4 @@
-"""The Evaluator: full episodes in its own environments, and their returns."""
+"""The Evaluator plays full episodes in its own environments and reports their returns."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlframe.inferencers.base import Inference, as_inference
 from rlframe.interprocess.phases import STARTING
 from rlframe.types import LAST, Logs, TimeStep, global_env_ids
 
-# Ranks of actors are small; evaluation draws its environments' seeds from a rank that no actor has.
+# Ranks of actors are small. The evaluator derives its seeds from a rank that no actor has.
 EVALUATOR_RANK = 2**30
 
 
 class Evaluator:
     """Plays `episodes` episodes and reports their returns.
 
-    Every environment plays the same number of episodes (give or take one), so that short episodes
-    are not favored. Nothing reaches a replay buffer.
+    Every environment plays the same number of episodes, give or take one. Otherwise short episodes would be
+    overrepresented. Nothing is added to a replay buffer.
 
     Args:
-        env_builder: as for `Actor`; a synchronous pool, of `episodes` environments for the shortest wait.
+        env_builder: as for `Actor`. Must be a synchronous pool. A pool of `episodes` environments is the fastest.
         inferencer: usually `Inferencer(InferencerConfig(greedy=True), agent, learner)`.
-        episodes: how many to play.
-        seed: of the whole run; the environments' seeds are ones that no actor of it uses.
-        max_episode_length: the most steps of an episode; one that is longer is an error.
+        episodes: number of episodes to play.
+        seed: seed of the whole run. The environments get seeds that no actor of the run uses.
+        max_episode_length: maximum number of steps in an episode. A longer episode is an error.
 
     Attributes:
         num_envs: number of environments.
-        steps: that all environments together have taken, so far.
+        steps: environment steps so far, over all environments.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Evaluator:
         self._episodes = episodes
         self._max_episode_length = max_episode_length
         self._stop = threading.Event()
-        self._first: TimeStep | None = None  # of episodes that have begun, and are not played yet
+        # timesteps of episodes that `reset` started and `evaluate` has not played yet
+        self._first: TimeStep | None = None
         self.steps = 0
 
     def reset(self) -> None:
-        """Begin the first episodes. `evaluate` does so itself; call this to see whether every environment starts."""
+        """Start the first episodes. `evaluate` does this itself. Call it to check that every environment starts."""
         with stepping_phase(self._env):
             self._first = self._env.reset()
 
     def evaluate(self) -> Logs:
-        """Play the episodes, all by the version of the parameters that is the newest at the start.
+        """Play the episodes, all with the newest version of the parameters at the start.
 
         Returns:
-            `return_mean`, `return_std`, `length_mean`, `episodes`, `params_version` and `returns`
-            ([episodes] float64).
+            `return_mean`, `return_std`, `length_mean`, `episodes`, `params_version` and `returns` ([episodes] float64).
 
         Raises:
             EnvError: an episode took more than `max_episode_length` steps.
@@ -87,7 +87,7 @@ class Evaluator:
         returns, lengths, played = np.zeros(num_envs), np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
         done: list[tuple[float, int]] = []
         initial_state = state = self._inferencer.initial_state(num_envs)
-        at_work = stepping_phase(self._env)
+        stepping = stepping_phase(self._env)
         if self._first is None:
             self.reset()
         assert self._first is not None
@@ -96,7 +96,7 @@ class Evaluator:
             if self._stop.is_set():
                 raise StoppedError("The evaluation was told to stop.")
             output, state = self._inferencer.inference(env_ids, timestep, state)
-            with at_work:
+            with stepping:
                 timestep = self._env.step(output.action)
             self.steps += num_envs
             state = reset_at_first(timestep, state, initial_state)
@@ -106,7 +106,7 @@ class Evaluator:
                 if played[i] < quota[i]:
                     done.append((returns[i], lengths[i]))
                 played[i] += 1
-                # The next step ignores its action and resets: it counts for no episode.
+                # The next step ignores its action and resets the environment. It belongs to no episode.
                 returns[i], lengths[i] = 0.0, -1
             self._check_lengths(np.where(played < quota, lengths, 0))
         values = np.array([value for value, _ in done])
@@ -120,7 +120,7 @@ class Evaluator:
         }
 
     def _check_lengths(self, lengths: np.ndarray) -> None:
-        """Raise EnvError for an episode that takes too long; `lengths` [num_envs] are those of episodes that count."""
+        """Raise EnvError for an episode that is too long. `lengths` [num_envs] is 0 for episodes that do not count."""
         if lengths.max() <= self._max_episode_length:
             return
         raise EnvError(
@@ -131,7 +131,7 @@ class Evaluator:
         )
 
     def stop(self) -> None:
-        """End `evaluate`, now or later. Any thread may call it."""
+        """End `evaluate`, now and in later calls. Any thread may call it."""
         self._stop.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an actor waits for before a step: a budget of steps, and, on-policy, newer parameters for each unroll."""
+"""Limits that an actor waits for before a step: a step budget, and newer parameters for each on-policy unroll."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.2  # seconds of one request for a version, or of one wait for budget: a stop takes no longer than this
-_RESTARTED = 1.0  # seconds after which a version older than the last one means that the learner was restarted
+_POLL = 0.2  # seconds of one wait for a version or for budget; the longest delay of a stop
+_RESTARTED = 1.0  # seconds after which an older version than the last one means that the learner was restarted
 
 
 class UnrollGate:
-    """Opens for an unroll once there is a version that is new enough when the learner learns from it; then closes.
+    """Holds back the next unroll until the parameters are new enough for the version that will learn from it.
 
-    A learner that takes one unroll for each version learns from this one at the version after that of the previous
-    unroll. The version may never come (a replay server lost the unroll, or the learner was restarted). So the gate
-    opens after three times the `lapse_after` of the spec, and the next unroll uses the newest parameters.
+    The gate closes again after each unroll. A learner that takes one unroll per version learns from this unroll one
+    version after the previous one. That version may never arrive: a replay server may have lost the unroll, or the
+    learner was restarted. Therefore the gate opens after three times the `lapse_after` of the spec, and the next unroll
+    uses the newest parameters.
 
     Args:
-        spec: the replay's; its `max_staleness` is not None.
+        spec: spec of the replay, with a `max_staleness`.
     """
 
     def __init__(self, spec: ReplaySpec) -> None:
         assert isinstance(spec.item, Sequence) and spec.max_staleness is not None
         self._length, self._max_staleness = spec.item.length, spec.max_staleness
         self._patience = 3 * spec.lapse_after  # longer than a learner waits for other actors
-        self._steps = 0  # of the unroll
-        self._version = -1  # that acted in the unroll's first step
-        self._learned_at = -1  # the version at which the learner learns from the unroll
+        self._steps = 0  # taken in the current unroll
+        self._version = -1  # version that acted in the unroll's first step
+        self._learned_at = -1  # version at which the learner learns from the unroll
         self._is_open = True
-        self._waited = 0.0  # seconds, for the next unroll
+        self._waited = 0.0  # seconds waited for the next unroll
 
     def count_step(self, version: int) -> None:
-        """Count a step that `version` acted in."""
+        """Count a step in which `version` acted."""
         if self._steps == 0:
-            # The first step's version counts: if the learner went on without this actor meanwhile, the unroll is old.
+            # The version of the first step counts. If the learner continued without this actor, the unroll is old.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
         self._is_open = self._steps > 0 or self._version > self.too_old
@@ -53,17 +54,18 @@ class UnrollGate:
 
     @property
     def too_old(self) -> int:
-        """The newest version that is too old for the next unroll."""
+        """The newest version that is too old to act in the next unroll."""
         return self._learned_at - self._max_staleness
 
     def open_for(self, version: int) -> None:
-        """Open if `version` is new enough for the next unroll."""
+        """Open the gate if `version` is new enough for the next unroll."""
         self._is_open = self._is_open or version > self.too_old
 
     def wait_until_open(self, inferencer: Any, stop: threading.Event, until: float = math.inf) -> int:
-        """Wait until the next unroll may begin, or `stop` is set. Return the newest known version.
+        """Wait until the next unroll may start or `stop` is set. Return the newest known version.
 
-        It also returns at `until` (of `time.monotonic()`). Then the gate may still be closed: call this again.
+        The wait also ends at the time `until` (of `time.monotonic()`). If the gate is still closed then, call this
+        method again.
         """
         began, version, before = time.monotonic(), -1, self._waited
         while not stop.is_set():
@@ -83,29 +85,29 @@ class UnrollGate:
 
 
 class StepBudget:
-    """The environment steps that `Actor.run` may take in all, which another thread may raise.
+    """The total number of environment steps that `Actor.run` may take. Another thread may raise it.
 
     Args:
-        steps: allowed at first.
-        num_envs: the most steps that one step of the Actor takes.
-        taken: returns how many were taken.
+        steps: initial budget.
+        num_envs: maximum number of environment steps in one step of the Actor.
+        taken: returns the number of steps taken so far.
     """
 
     def __init__(self, steps: float, num_envs: int, taken: Callable[[], int]) -> None:
         self._steps, self._num_envs, self._taken = steps, num_envs, taken
-        self._at_most = 0  # how many can have been taken
+        self._at_most = 0  # upper bound of the steps taken
         self._changed = threading.Event()
 
     def allow(self, steps: float) -> None:
-        """Allow so many steps in all. Any thread may call it."""
+        """Set the budget to `steps` in total. Any thread may call it."""
         self._steps = steps
         self._changed.set()
 
     def take(self) -> bool:
-        """Count the next step of all environments. Return False if the budget does not allow it.
+        """Count the next step of all environments. Return False if it exceeds the budget.
 
-        The count may be too high: an environment that resets takes no step. When it reaches the budget, it is corrected
-        by `taken`, which takes longer to compute.
+        The count may be too high, because an environment that resets takes no step. At the limit it is corrected by
+        `taken`, which is slower to compute.
         """
         self._at_most += self._num_envs
         if self._at_most >= self._steps:
@@ -113,7 +115,7 @@ class StepBudget:
         return self._at_most < self._steps
 
     def wait(self) -> None:
-        """Wait a moment for more budget, if it is used up."""
+        """Wait up to 0.2 s for a higher budget, if the current one is used up."""
         self._changed.clear()
         if self._taken() >= self._steps:
             self._changed.wait(_POLL)

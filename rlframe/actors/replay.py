@@ -1,4 +1,4 @@
-"""The replay buffer of an actor: its rank, and where its steps go. Adapt a buffer that has only `add`."""
+"""The replay buffer of an actor: the claim of a rank, and an adapter for buffers that only have `add`."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from rlframe.inferencers.base import count_positional
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import ReplaySpec, Step
 
-_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's words, `self` counted
+_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's message; it counts `self`
 
 
 class ActorReplay:
-    """The replay buffer that an Actor was given, and the rank that it claims there, for all kinds of buffers.
+    """The replay buffer of an Actor, and the rank that the Actor claims from it.
 
-    A `ReplayWriter` hands out ranks, in this process or on another node. A buffer that has `add` alone does not: see
-    `AddOnlyWriter`.
+    A `ReplayWriter` assigns ranks, in this process or on another node. A buffer that only has `add` does not (see
+    `AddOnlyWriter`).
 
     Args:
-        target: a buffer, or a `Remote` of one; or a `reverb.Client`.
+        target: a buffer, a `Remote` of one, or a `reverb.Client`.
         specs: see `as_replay_buffer`.
-        rank: to claim; None: any. With `add` alone, None means rank 0, for the only Actor of a process that is no node
-            of a program.
-        incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer; None: claim it.
+        rank: rank to claim. None claims any rank. With a buffer that only has `add`, None means rank 0. This is only
+            allowed for the only Actor of a process, and not in a node of a program.
+        incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer. None claims the
+            rank.
 
     Attributes:
-        rank, incarnation: of the Actor.
-        writer: gets the steps.
+        rank: rank of the Actor.
+        incarnation: incarnation of the Actor.
+        writer: receives the steps.
 
     Raises:
-        UsageError: it has no `add`, or it has `add` alone and other Actors may have the same rank.
+        UsageError: the buffer has no `add`, or it only has `add` and other Actors may have the same rank.
     """
 
     def __init__(self, target: Any, specs: Callable[[], Any], rank: int | None, incarnation: int | None) -> None:
@@ -56,7 +58,7 @@ class ActorReplay:
             raise UsageError(
                 f"A {type(buffer).__name__} was given as the replay buffer of an Actor: it needs add(env_ids, step)."
             )
-        if hasattr(buffer, "claim_rank"):  # a Remote has every method, until it is called
+        if hasattr(buffer, "claim_rank"):  # a Remote appears to have every method until it is called
             try:
                 return buffer.claim_rank(rank=rank)
             except NoMethodError:
@@ -71,40 +73,40 @@ class ActorReplay:
         return rank or 0, self.writer.incarnation
 
     def open_segment(self, num_envs: int) -> None:
-        """Set the number of the Actor's environments, unless it continues."""
+        """Register the number of the Actor's environments, unless the Actor continues an incarnation."""
         if not self._continues:
             self.writer.open_segment(self.rank, num_envs)
 
     def spec(self, inferencer: Any) -> ReplaySpec | None:
-        """Return the spec of the buffer; None if it has `add` alone. On another node, it is that of the inferencer."""
+        """Return the buffer's spec, or None if it only has `add`. For a remote buffer, return the inferencer's spec."""
         if self._is_remote and not isinstance(self.writer, AddOnlyWriter):
             return inferencer.specs().replay_spec
         return getattr(self.writer, "spec", None)
 
     def end_waits(self) -> None:
-        """End an `add` that waits for room, now or later. Close a buffer that was made here."""
+        """End an `add` that waits for room, now and later. Close the buffer if it was created here."""
         if self._is_own:
             self.writer.close()
         elif isinstance(self.writer, BaseReplayBuffer):
             self.writer.end_waits(self.rank)
 
     def release(self) -> None:
-        """Give the rank back, if this process hands it out."""
+        """Release the rank if this process assigned it."""
         if isinstance(self.writer, AddOnlyWriter):
             self.writer.release()
 
 
 class _Claims:
-    """The ranks of the Actors in this process that add to one object."""
+    """The ranks of all Actors in this process that add to the same object."""
 
     def __init__(self, target: Any) -> None:
         key = id(target)
         try:
             self.target: Any = weakref.ref(target, lambda _: _claims.pop(key, None))
-        except TypeError:  # it cannot be referred to weakly: keep it, so that no other object gets its id
+        except TypeError:  # The object allows no weak references. Keep it alive, so that no other object gets its id.
             self.target = target
-        self.open: list[int | None] = []  # of the Actors that are not closed, as they were given
-        self.incarnations = collections.Counter[int]()  # the next one of each rank
+        self.open: list[int | None] = []  # ranks of the Actors that are not closed, as passed to them
+        self.incarnations = collections.Counter[int]()  # next incarnation of each rank
 
 
 _claims: dict[int, _Claims] = {}  # by id of the object
@@ -112,17 +114,17 @@ _CLAIMING = threading.Lock()
 
 
 class AddOnlyWriter:
-    """A `ReplayWriter` around an object that has only `add(env_ids, step)`, or `add((env_ids, step))`.
+    """A `ReplayWriter` around an object that only has `add(env_ids, step)` or `add((env_ids, step))`.
 
     Args:
         target: the object.
-        rank: of the Actor that writes. A rank that is claimed again gets the next incarnation.
+        rank: rank of the Actor. Claiming a rank again returns the next incarnation.
     """
 
     def __init__(self, target: Any, rank: int | None) -> None:
         self._target, self._rank, self._is_open = target, rank, True
         self._was_ready = False
-        # False for a node, whose method takes any number: unknown until the first call.
+        # False for a node: its signature is unknown until the first call.
         self._takes_pair = count_positional(target.add) == 1
         with _CLAIMING:
             if id(target) not in _claims:
@@ -140,7 +142,7 @@ class AddOnlyWriter:
             claims.incarnations[rank or 0] += 1
 
     def release(self) -> None:
-        """Give the rank back. The next Actor gets the same incarnation if this one has not called `open_segment`."""
+        """Release the rank. The next Actor gets the same incarnation if `open_segment` was never called."""
         with _CLAIMING:
             if self._is_open:
                 self._is_open = False
@@ -149,7 +151,7 @@ class AddOnlyWriter:
                     self._claims.incarnations[self._rank or 0] -= 1
 
     def open_segment(self, rank: int, num_envs: int) -> None:
-        """Note that the Actor is ready: the object has no segments."""
+        """Mark the Actor as ready. The object has no segments."""
         self._was_ready = True
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
@@ -158,7 +160,7 @@ class AddOnlyWriter:
             try:
                 self._target.add(env_ids, step)
                 return
-            except RemoteError as error:  # the signature of a node's method is not known here
+            except RemoteError as error:  # the signature of a node's method is unknown here
                 if _ONE_ARGUMENT not in str(error):
                     raise
                 self._takes_pair = True

@@ -1,12 +1,12 @@
-"""One environment pool of an Actor: its newest timestep, its recurrent state, its episodes.
+"""A stepper holds the newest timestep, the recurrent state and the episode statistics of one environment pool.
 
-A stepper returns a request for actions (`next_request`) and carries the actions out (`act`). In between, its Actor
-waits for the inferencer or works on another pool. The two kinds wait for environments, and add steps, in different
-places:
+A stepper returns a request for actions (`next_request`) and carries the actions out (`act`). Between these calls, its
+Actor waits for the inferencer or works on another pool. The two kinds of steppers wait for environments and add steps
+in different methods:
 
-                   next_request                                       act
-    SyncStepper    returns the newest timestep at once                steps the environments, and adds the step
-    AsyncStepper   waits for environments, and adds their steps       sends the actions
+               next_request                                       act
+SyncStepper    returns the newest timestep immediately            steps the environments, and adds the step
+AsyncStepper   waits for environments, and adds their steps       sends the actions
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _FIRST_BYTE, _LAST_BYTE = bytes([FIRST]), bytes([LAST])
 class InferenceRequest(NamedTuple):
     """The arguments of `inference`."""
 
-    env_ids: np.ndarray  # [B] int64, global
+    env_ids: np.ndarray  # [B] int64, global ids
     timestep: TimeStep  # [B, ...]
     state: AgentState  # [B, ...]
 
 
 class PoolStepper:
-    """Base of the steppers of synchronous and of asynchronous pools.
+    """Base class of the steppers of synchronous and asynchronous pools.
 
     Args:
-        env: the pool.
+        env: the environment pool.
         env_ids: [num_envs] int64, the global ids of its environments.
         replay_buffer: receives the steps.
 
     Attributes:
-        has_request: whether `next_request` may be called, and returns at once.
-        can_wait: whether `next_request` may be called, and waits for environments.
-        is_adding: whether a step is being added to the buffer, which may be full.
-        gate: of an on-policy agent, closed until the next unroll may begin; None: it is always open.
+        has_request: True if `next_request` may be called and returns immediately.
+        can_wait: True if `next_request` may be called and waits for environments.
+        is_adding: True while a step is being added to the buffer, which may be full.
+        gate: gate of an on-policy agent, closed until the next unroll may start. None means always open.
     """
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
@@ -52,7 +52,7 @@ class PoolStepper:
         self.gate: UnrollGate | None = None
         self._env_ids, self._replay_buffer = env_ids, replay_buffer
         self._stepping = stepping_phase(env)
-        self._timestep: TimeStep | None = None  # the newest; of an asynchronous pool there is none
+        self._timestep: TimeStep | None = None  # the newest; None for an asynchronous pool
         self._state: AgentState = None
 
     def begin(self, initial_state: AgentState) -> None:
@@ -61,7 +61,7 @@ class PoolStepper:
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `get_state`. Without the state of the environments, they are reset."""
+        """Restore the result of `get_state`. Without environment states, the environments are reset."""
         resets = state["env"] is None
         self.episodes.set_state(state["episodes"], resets)
         if not resets:
@@ -75,14 +75,14 @@ class PoolStepper:
 
 
 class SyncStepper(PoolStepper):
-    """Steps a synchronous pool: each request has all environments."""
+    """Steps a synchronous pool. Each request contains all environments."""
 
     can_wait = False
-    _is_acted_on = False  # whether an inferencer is asked to act on the newest timestep
+    _is_acted_on = False  # whether actions for the newest timestep were requested
 
     @property
     def has_request(self) -> bool:
-        """False if the newest timestep was requested already, or must wait for newer parameters."""
+        """False if the newest timestep was already requested, or if the pool must wait for newer parameters."""
         return not self._is_acted_on and (self.gate is None or not self.gate.is_closed)
 
     def begin(self, initial_state: AgentState) -> None:
@@ -98,7 +98,7 @@ class SyncStepper(PoolStepper):
         return self.newest_timestep()
 
     def newest_timestep(self) -> InferenceRequest:
-        """Return what `next_request` would. `act` need not follow."""
+        """Return the next request without starting a step. `act` need not follow."""
         assert self._timestep is not None
         return InferenceRequest(self._env_ids, self._timestep, self._state)
 
@@ -122,23 +122,23 @@ class SyncStepper(PoolStepper):
 
 
 class AsyncStepper(PoolStepper):
-    """Steps an asynchronous pool: each request has the environments that answered first."""
+    """Steps an asynchronous pool. Each request contains the environments that finish first."""
 
     has_request = False
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         super().__init__(env, env_ids, replay_buffer)
-        # The last request and output of each environment, until the environment answers: whether there is one, its
-        # trees, and its version.
-        self._has_asked = np.zeros(len(env_ids), bool)
-        self._asked: tuple[TimeStep, AgentOutput, AgentState] | None = None
+        # The last request and output of each environment, kept until the environment returns: whether they exist, their
+        # trees, and their versions.
+        self._has_action = np.zeros(len(env_ids), bool)
+        self._last_requests: tuple[TimeStep, AgentOutput, AgentState] | None = None
         self._versions = np.zeros(len(env_ids), np.int64)
-        self._rewards = np.zeros(len(env_ids), np.float32)  # the true ones of each environment's newest timestep
-        self._running = len(env_ids)  # environments that are resetting or stepping
+        self._rewards = np.zeros(len(env_ids), np.float32)  # unclipped reward of each environment's newest timestep
+        self._running = len(env_ids)  # number of environments that are resetting or stepping
 
     @property
     def can_wait(self) -> bool:
-        """True if enough environments are running for `next_request`, which waits for them."""
+        """True if enough environments are running for `next_request` to wait for."""
         return self._running >= self.env.wait_num
 
     def begin(self, initial_state: AgentState) -> None:
@@ -147,12 +147,12 @@ class AsyncStepper(PoolStepper):
         self._state = jax.tree.map(np.array, initial_state)
 
     def next_request(self) -> InferenceRequest:
-        """Wait for environments, and add the steps that they complete to the buffer. Return their timesteps."""
+        """Wait for environments and add the steps that they complete to the buffer. Return their timesteps."""
         with self._stepping:
             indices, timestep = self.env.recv()
         self._running -= len(indices)
         self._rewards[indices] = true_rewards(self.env, timestep)
-        self._add_answered(indices, timestep)
+        self._add_completed(indices, timestep)
         state = self._state
         if self._is_recurrent:
             initial, state = (jax.tree.map(lambda leaf: leaf[indices], tree) for tree in (self._initial_state, state))
@@ -165,28 +165,28 @@ class AsyncStepper(PoolStepper):
         with self._stepping:
             self.env.send(indices, output.action)
         self._running += len(indices)
-        asked = (request.timestep, output._replace(params_version=None), request.state)
-        if self._asked is None:
+        request_and_output = (request.timestep, output._replace(params_version=None), request.state)
+        if self._last_requests is None:
             rows = len(self._env_ids)
-            self._asked = jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), asked)
-        _write(self._asked, indices, asked)
-        self._versions[indices], self._has_asked[indices] = output.params_version, True
+            self._last_requests = jax.tree.map(lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), request_and_output)
+        _write(self._last_requests, indices, request_and_output)
+        self._versions[indices], self._has_action[indices] = output.params_version, True
         if self._is_recurrent:
             _write(self._state, indices, next_state)
         return self.episodes.update(request.timestep, indices, self._rewards[indices])
 
-    def _add_answered(self, indices: np.ndarray, timestep: TimeStep) -> None:
-        """Add the steps that `timestep` completes. An environment's first timestep completes none."""
-        has = self._has_asked[indices]
+    def _add_completed(self, indices: np.ndarray, timestep: TimeStep) -> None:
+        """Add the steps that `timestep` completes. The first timestep of an environment completes none."""
+        has = self._has_action[indices]
         if not has.any():
             return
         if not has.all():
             indices, timestep = indices[has], jax.tree.map(lambda leaf: leaf[has], timestep)
-        before, output, state = jax.tree.map(lambda leaf: leaf[indices], self._asked)
+        before, output, state = jax.tree.map(lambda leaf: leaf[indices], self._last_requests)
         self._add(self._env_ids[indices], Step(before, output, state, self._versions[indices], timestep))
 
     def get_state(self, with_envs: bool) -> dict[str, Any]:
-        """See `Actor.get_state`. Environments that are in the middle of a step cannot be saved."""
+        """See `Actor.get_state`. Environments cannot be saved in the middle of a step."""
         del with_envs
         return {"env": None, "timestep": None, "state": None, "episodes": self.episodes.get_state()}
 
@@ -195,31 +195,32 @@ class EpisodeStatistics:
     """Sums rewards per environment, and counts steps and episodes.
 
     Args:
-        num_envs: environments in the pool.
+        num_envs: number of environments in the pool.
     """
 
     def __init__(self, num_envs: int) -> None:
         self.env_steps = 0
         self.episodes = 0
-        self.return_sum = self.length_sum = 0.0  # of the episodes that ended
+        self.return_sum = self.length_sum = 0.0  # over the episodes that ended
         self._returns = np.zeros(num_envs, np.float64)
         self._lengths = np.zeros(num_envs, np.int64)
 
     def update(
         self, timestep: TimeStep, indices: np.ndarray | None = None, rewards: np.ndarray | None = None
     ) -> Logs | None:
-        """Count the timesteps that followed one action each.
+        """Count timesteps, each of which followed one action.
 
         Args:
-            timestep: [B, ...]; a FIRST counts as no step.
-            indices: [B], the environments that they are of; None: all, in order.
-            rewards: [B], to sum up; None: those of the timestep.
+            timestep: [B, ...]. FIRST is not counted as a step.
+            indices: [B], the environments of the timesteps. None means all environments in order.
+            rewards: [B], rewards to sum. None means the rewards of `timestep`.
 
         Returns:
-            `episode_return`, `episode_length` (means) and `episodes` of those that ended; None if none did.
+            `episode_return` and `episode_length` (means) and `episodes` (a count) of the episodes that ended. None if
+            none ended.
         """
         step_type = timestep.step_type
-        types = step_type.tobytes()  # counting bytes takes a tenth of the time that comparing a small array does
+        types = step_type.tobytes()  # counting bytes is ten times as fast as comparing a small array
         began, ended = types.count(_FIRST_BYTE), types.count(_LAST_BYTE)
         self.env_steps += len(types) - began
         rewards = timestep.reward if rewards is None else rewards
@@ -244,7 +245,7 @@ class EpisodeStatistics:
         return {"episode_return": returns / ended, "episode_length": lengths / ended, "episodes": ended}
 
     def get_state(self) -> dict[str, Any]:
-        """Return counters and running sums, as numpy and ints."""
+        """Return the counters and the running sums, as numpy arrays and ints."""
         return {
             "env_steps": self.env_steps,
             "episodes": self.episodes,
@@ -253,14 +254,14 @@ class EpisodeStatistics:
         }
 
     def set_state(self, state: dict[str, Any], resets: bool) -> None:
-        """Restore the result of `get_state`; `resets`: the episodes under way are lost."""
+        """Restore the result of `get_state`. If the environments reset, drop the sums of the current episodes."""
         self.env_steps, self.episodes = state["env_steps"], state["episodes"]
         if not resets:
             self._returns, self._lengths = state["returns"].copy(), state["lengths"].copy()
 
 
 def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
-    """Return the logs of two pools together."""
+    """Merge the logs of two pools."""
     if some is None or more is None:
         return some if more is None else more
     episodes = some["episodes"] + more["episodes"]
@@ -270,7 +271,7 @@ def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
 
 
 def reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
-    """Return `state` with the rows at FIRST taken from `initial`; trees of [B, ...]."""
+    """Return `state` with the rows at FIRST taken from `initial`. Both are trees of [B, ...]."""
     first = timestep.step_type == FIRST
     if not first.any():
         return state

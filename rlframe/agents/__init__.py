@@ -1,25 +1,26 @@
 """Agents: pure functions and a config.
 
-Which file is what:
+Contents of the files:
 
     algorithms        ppo, impala, pqn, dqn, r2d2, sac, td3, grpo
-    their bases       base: Agent, of all            actor_critic: PPO, IMPALA     minibatches: PPO, PQN
+    base classes      base: Agent                    actor_critic: PPO, IMPALA     minibatches: PPO, PQN
                       q_learning: DQN, R2D2, PQN     twin_critics: SAC, TD3        off_policy: DQN, R2D2, SAC, TD3
-    around an agent   transforms: Normalized
-    networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: makes an agent's network
+    transforms        transforms: Normalized
+    networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: builds the network
     math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
                       distributions: of actions      optimizers                    trees
-    checks            subclass_checks: of the methods of a user's own agent
+    checks            subclass_checks: methods of user-defined agents
 
-An agent holds no parameters. An `Inferencer` calls how it acts, a `Learner` how it learns. For PPO on CartPole:
+An agent holds no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for
+learning. Example for PPO on CartPole:
 
 1. `PPO(PPOConfig(), observation_spec, action_spec)` builds a network and a distribution of actions.
-   `initial_params(rng)` and `initial_learner_state(params)` are the beginning.
-2. `actor_step(rng, params, timestep, state)` returns actions and `extras`: what the learner needs of the step, here the
-   log-probability and the value. `params` are what `actor_params` published.
-3. `replay_spec` says what a batch is: here an unroll of each environment.
-4. `learner_step(params, learner_state, batch)` returns new parameters, the next state, and logs. Most agents
-   differentiate their `loss` of the batch. PPO differentiates its `minibatch_loss` many times: minibatches.py.
+   `initial_params(rng)` and `initial_learner_state(params)` return the initial values.
+2. `actor_step(rng, params, timestep, state)` returns actions and `extras`, the values that the learner needs for the
+   step. For PPO these are the log-probability and the value. `params` are the result of `actor_params`.
+3. `replay_spec` defines the content of a batch. For PPO this is one unroll of each environment.
+4. `learner_step(params, learner_state, batch)` returns new parameters, the next learner state, and logs. Most agents
+   differentiate their `loss` of the batch once. PPO differentiates its `minibatch_loss` many times (minibatches.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How PPO and IMPALA act: one network gives the parameters of a distribution, and the value of the observation."""
+"""Acting of PPO and IMPALA: one network outputs the parameters of a distribution and the value of the observation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from rlframe.types import AgentOutput, AgentState, SequenceBatch, TimeStep, Tree
 
 
 class ActorCritic(Agent):
-    """Base of agents with a policy and a value, for discrete, multi-discrete and bounded continuous actions.
+    """Base class of agents with a policy and a value function.
 
-    A network's `apply` gives (the distribution's parameters `[B, P]`, values `[B, 1]` or `[B]`). It may be recurrent
-    (`rlframe.agents.recurrent`): an unroll is learned from the state that it began with.
+    Supports discrete, multi-discrete and bounded continuous actions. A network's `apply` returns (parameters of the
+    distribution `[B, P]`, values `[B, 1]` or `[B]`). The network may be recurrent (`rlframe.agents.recurrent`).
+    Learning then unrolls it from the state at the start of the unroll.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class ActorCritic(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         self.distribution: Distribution = (policy_factory or default_distribution)(action_spec)
-        # Gains of orthogonal weights: baselines/common/policies.py. Deviations begin at exp(0).
+        # Gains of orthogonal weights as in baselines/common/policies.py. Standard deviations start at exp(0).
         heads = (Head(self.distribution.num_params, scale=0.01, num_free=self.distribution.num_free), Head(1))
         factory = net_factory or default_network_config(self.network_configs, observation_spec)
         self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
@@ -54,10 +55,13 @@ class ActorCritic(Agent):
         return AgentOutput(self.distribution.to_action(self.distribution.mode(logits)), {}), state
 
     def acting_extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
-        """Return what the learner needs of a step: the log-probability, and the sample if `to_action` changes it."""
+        """Return the values of a step that the learner needs.
+
+        These are the log-probability, and the sample if `to_action` changes it.
+        """
         extras = {"log_prob": self.distribution.log_prob(logits, sample)}
         return {**extras, "sample": sample} if self.distribution.clips else extras
 
     def samples(self, data: SequenceBatch) -> jax.Array:
-        """Return [B, T, ...]: the distribution's samples behind the actions of a batch."""
+        """Return [B, T, ...]: the samples of the distribution from which the batch's actions were computed."""
         return data.extras["sample"] if self.distribution.clips else data.action

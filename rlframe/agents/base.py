@@ -1,7 +1,7 @@
 """The Agent: pure functions and a config. It holds no parameters.
 
-A subclass says how to act and what to learn from; `loss` is enough where one gradient step per
-batch is. An algorithm that needs more overrides `learner_step` or the three parts that it calls.
+A subclass defines how to act and what to learn from. If one gradient step per batch is enough, it only defines `loss`.
+Otherwise it overrides `learner_step`, or one of the three methods that `learner_step` calls.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `r
 
 
 class LearnerState(NamedTuple):
-    """What learning needs beside the parameters.
+    """The state of learning besides the parameters.
 
-    An agent that needs more (target parameters, statistics of observations) has a NamedTuple of its own, with these
-    three and more fields. The Learner sets `rng` from its seed.
+    An agent with more state (target parameters, observation statistics) defines its own NamedTuple with these three
+    fields and others. The Learner sets `rng` from its seed.
     """
 
     opt_state: Any
-    steps: Any  # [] int32: learner steps done; float32 where a smaller batch counts as a fraction of one
+    steps: Any  # [] int32: number of learner steps; float32 if a smaller batch counts as a fraction of a step
     rng: Any  # a key of jax.random
 
 
 class TargetState(NamedTuple):
-    """A `LearnerState`, with the parameters of target networks."""
+    """A `LearnerState` with the parameters of target networks."""
 
     opt_state: Any
     steps: Any
@@ -50,29 +50,30 @@ class TargetState(NamedTuple):
 class Agent:
     """Base class of agents.
 
-    Every method is a pure function of its arguments, so a caller may jit it, repeat it or run it
-    elsewhere. An agent is its class and its constructor arguments: that is what is pickled.
+    Every method is a pure function of its arguments, so that a caller may jit it, repeat it or run it elsewhere. An
+    agent is pickled as its class and its constructor arguments.
 
-    A subclass whose method is nearly one of these (`update_learnerstate`), or takes other arguments, is refused with a
-    UsageError when it is made: nothing would call it. Begin the names of methods of your own otherwise, or with `_`.
+    A subclass is rejected with a UsageError when it is defined if the name of a method is similar to one of these names
+    (`update_learnerstate`), or if a method takes other arguments. Nothing would call such a method. Give your own
+    methods different names, or start them with `_`.
 
     Args:
         cfg: an instance of `config_cls`.
-        observation_spec: a tree of `dm_env.specs.Array`, of one environment.
-        action_spec: the same.
-        net_factory: None for the agent's default. A `NetworkConfig` of `rlframe.agents.networks`,
-            or any `f(observation_spec, action_spec)` that gives an object with `init(rng, observation)`
-            and `apply(params, observation)`, where observations are `[B, ...]`. The agent's class
-            says what `apply` must return. A constructor of your own takes it only where it reads it: without,
-            `--network` is refused.
-        policy_factory: `f(action_spec)` that gives a distribution (`rlframe.agents.distributions`).
-            None for the agent's default. Refused by agents whose distribution is fixed, or that have none.
+        observation_spec: tree of `dm_env.specs.Array` for one environment.
+        action_spec: tree of `dm_env.specs.Array` for one environment.
+        net_factory: None for the agent's default, a `NetworkConfig` from `rlframe.agents.networks`, or a function
+            `f(observation_spec, action_spec)`. The function returns an object with `init(rng, observation)` and
+            `apply(params, observation)`, where observations are `[B, ...]`. The agent's class documents the required
+            output of `apply`. Your own constructor should have this parameter only if it uses it. Without the
+            parameter, `--network` is rejected.
+        policy_factory: a function `f(action_spec)` that returns a distribution (`rlframe.agents.distributions`). None
+            for the agent's default. Agents with a fixed distribution or none reject it.
     """
 
     config_cls: type[Any] = type(None)
-    network_configs: tuple[Any, ...] = ()  # the agent's own defaults of named networks, at most one of each class
-    takes_policy: bool = True  # whether a policy_factory is read; else it is refused
-    learns_from: str = "steps"  # of environments, by a replay; "trajectories": `TokenBatch`es of a trajectory service
+    network_configs: tuple[Any, ...] = ()  # the agent's default config for each class of named networks
+    takes_policy: bool = True  # True if policy_factory is used; False rejects it
+    learns_from: str = "steps"  # "steps" from a replay, or "trajectories": `TokenBatch`es from a trajectory service
     network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -87,7 +88,7 @@ class Agent:
         return agent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Networks and optimizers are closures, which do not pickle; their factories do.
+        # Networks and optimizers are closures, which cannot be pickled, but their factories can.
         args, kwargs = self._constructed_with
         return functools.partial(type(self), *args, **kwargs), ()
 
@@ -105,8 +106,8 @@ class Agent:
             )
         if policy_factory is not None and not self.takes_policy:
             raise UsageError(
-                f"{type(self).__name__} reads no policy_factory: its actions are not drawn from a distribution that "
-                "can be chosen. Leave it out; PPO and IMPALA take one."
+                f"{type(self).__name__} reads no policy_factory, because the distribution of its actions is fixed. "
+                "Leave it out. PPO and IMPALA take one."
             )
         self.cfg = cfg
         self.observation_spec = observation_spec
@@ -116,29 +117,31 @@ class Agent:
 
     @property
     def type_name(self) -> str:
-        """What messages call this agent: its class, or that of the agent inside of a transform."""
+        """The name of this agent in messages: its class, or the class of the agent inside a transform."""
         return type(self).__name__
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
-        """Return `change(self)`. A transform returns itself around the changed inner agent."""
+        """Return `change(self)`. A transform overrides this to change its inner agent and return itself around it."""
         return change(self)
 
     # Acting
 
     def initial_params(self, rng: jax.Array) -> Params:
-        """Fresh parameters, a pytree of float arrays: those of `self.network`, unless overridden."""
+        """Return initial parameters, a pytree of float arrays. By default, those of `self.network`."""
         return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """The recurrent state at FIRST, a pytree of `[batch_size, ...]`. `()` where there is none.
+        """Return the recurrent state at FIRST, a pytree of `[batch_size, ...]`, or `()` if there is none.
 
-        Row k is that of the program's environment k, of Actor k // N where each has N, whatever `batch_size`: what
-        differs between environments, as an exploration rate, may stand in it.
+        Row k belongs to environment k of the program, that is, to Actor k // N if each Actor has N environments. It
+        must not depend on `batch_size`. The state may therefore contain values that differ between environments, for
+        example exploration rates.
 
-        The state travels with the Actor: `actor_step` gets what it gave for the timestep before of the same
-        environment, and this where the timestep is FIRST. A loss does the same: the state at the start of a `Sequence`
-        is `data.agent_state`, and where `data.step_type` is FIRST, within the sequence too, this takes its place
-        (`rlframe.agents.recurrent.SteppedNetwork.unroll`, `examples/recurrent_agent.py`).
+        The Actor carries the state between steps. `actor_step` receives the state that it returned for the previous
+        timestep of the same environment, or this initial state at FIRST. A loss must do the same: the state at the
+        start of a `Sequence` is `data.agent_state`. At each FIRST in `data.step_type`, also within the sequence, the
+        initial state replaces the state (`rlframe.agents.recurrent.SteppedNetwork.unroll`,
+        `examples/recurrent_agent.py`).
         """
         del batch_size
         return ()
@@ -146,69 +149,69 @@ class Agent:
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        """Acts, exploring, on a batch of timesteps.
+        """Act on a batch of timesteps, with exploration.
 
         Args:
             rng: a key of jax.random.
-            params: what `actor_params` gave.
+            params: the result of `actor_params`.
             timestep: `[B, ...]`, see `rlframe.types`.
-            state: what the call before returned for these environments, or `initial_state`.
+            state: the state returned by the previous call for these environments, or `initial_state`.
 
         Returns:
-            (output, state): actions `[B, ...]` as the action spec says, and the extras that the
-            learner needs back, `[B, ...]` each.
+            (output, state). The output contains actions `[B, ...]` that match the action spec, and extras that the
+            learner needs, `[B, ...]` each.
         """
         raise NotImplementedError
 
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        """Acts without exploring; as `actor_step` unless a subclass says otherwise."""
+        """Act without exploration. By default the same as `actor_step`."""
         return self.actor_step(rng, params, timestep, state)
 
     # Learning
 
     @property
     def jit_learner_step(self) -> bool:
-        """Whether the Learner jits `learner_step`. False: the agent jits its own pieces."""
+        """True if the Learner jits `learner_step`. False if the agent jits parts of it itself."""
         return True
 
     @property
     def replay_spec(self) -> ReplaySpec:
-        """What the agent learns from."""
+        """The kind of replay, and the content of a batch."""
         raise NotImplementedError
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        """The optimizer behind `self.optimizer`: Adam with `cfg.learning_rate`, unless overridden."""
+        """Return the optimizer for `self.optimizer`. By default Adam with `cfg.learning_rate`."""
         return optax.adam(self.cfg.learning_rate)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Built once, when it is first needed."""
+        """The optimizer, built on first use."""
         return self.make_optimizer()
 
     def initial_learner_state(self, params: Params) -> Any:
-        """The state of learning at step 0: a `LearnerState`, or an agent's own with more fields.
+        """Return the learner state at step 0: a `LearnerState`, or an agent's own class with more fields.
 
-        The key is set by `seeded`.
+        `seeded` sets the random key later.
         """
         return LearnerState(self.optimizer.init(params), jnp.zeros((), jnp.int32), jax.random.PRNGKey(0))
 
     def seeded(self, learner_state: Any, rng: jax.Array) -> Any:
-        """Return the learner state with the Learner's key in its field `rng`, if it has one."""
+        """Return the learner state with `rng` in its field `rng`, if it has this field."""
         return learner_state._replace(rng=rng) if "rng" in getattr(learner_state, "_fields", ()) else learner_state
 
     def loss(self, params: Params, learner_state: Any, batch: Batch) -> tuple[jax.Array, Logs]:
-        """The scalar that `compute_gradients` differentiates, and what to log beside it."""
+        """Return the scalar that `compute_gradients` differentiates, and logs."""
         raise NotImplementedError
 
     def learner_step(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Params, Any, Logs]:
-        """One update.
+        """Do one update.
 
         Returns:
-            (params, learner_state, logs). `logs["loss"]` and all others are one number each. The exception is
-            `logs["priorities"]` `[B]`, of a prioritized replay: the Learner takes it out, and gives it to the replay.
-            It is data, not a log. It is here because `loss` computes it, and returns only logs beside its value.
+            (params, learner_state, logs). Each log is one number, including `logs["loss"]`. The exception is
+            `logs["priorities"]` `[B]` for a prioritized replay. The Learner removes it from the logs and passes it to
+            the replay. It is returned in the logs because `loss` computes it and has no other output.
         """
         logs, grads = self.compute_gradients(params, learner_state, batch)
         params, opt_state, more = self.apply_gradients(params, grads, learner_state)
@@ -216,37 +219,37 @@ class Agent:
         return params, learner_state, {**logs, **more}
 
     def compute_gradients(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Logs, Params]:
-        """(logs, gradients) of `loss`."""
+        """Return (logs, gradients) of `loss`."""
         (loss, logs), grads = jax.value_and_grad(self.loss, has_aux=True)(params, learner_state, batch)
         return {"loss": loss, **logs}, grads
 
     def apply_gradients(self, params: Params, grads: Params, learner_state: Any) -> tuple[Params, Any, Logs]:
-        """(params, optimizer state, logs) after one step of `self.optimizer`."""
+        """Return (params, optimizer state, logs) after one step of `self.optimizer`."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         return optax.apply_updates(params, updates), opt_state, {}
 
     def update_learner_state(self, params: Params, opt_state: Any, learner_state: Any) -> Any:
-        """The learner state after an update that gave `params`."""
+        """Return the learner state after an update that produced `params`."""
         del params
         return learner_state._replace(opt_state=opt_state, steps=learner_state.steps + 1)
 
     def actor_params(self, params: Params, learner_state: Any) -> Tree:
-        """What acting needs and training changes: the parameters, and schedules or statistics."""
+        """Return the values that acting needs and training changes: the parameters, and schedules or statistics."""
         del learner_state
         return params
 
     def check_num_envs(self, num_envs: int) -> None:
-        """Raises UsageError where batches of one item of each of `num_envs` environments cannot be learned from."""
+        """Raise UsageError if the agent cannot learn from a batch with one item of each of `num_envs` environments."""
 
-    # What buffers and inferencers check against
+    # Specs and checks for buffers and inferencers
 
     @functools.cached_property
     def step_spec(self) -> StepSpec:
         """Shapes and dtypes of one environment's step, from a trace of `actor_step`.
 
         Raises:
-            UsageError: the actions do not have the shape and dtype of the action spec, or the state after a step not
-                those of `initial_state`.
+            UsageError: the actions do not match the action spec, or the state after a step does not match
+                `initial_state`.
         """
         output, state = jax.eval_shape(self._act_on_zeros)
         check_tree("action", self.action_spec, output.action, owner=self.type_name)
@@ -255,7 +258,7 @@ class Agent:
         return StepSpec(self.observation_spec, self.action_spec, without_batch(output.extras), without_batch(state))
 
     def check_observation(self, observation: Tree) -> None:
-        """Raises UsageError unless `observation` is `[B, ...]` of the observation spec."""
+        """Raise UsageError unless `observation` is a batch `[B, ...]` that matches the observation spec."""
         check_tree("observation", self.observation_spec, observation, owner=self.type_name)
 
     def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
@@ -266,12 +269,12 @@ class Agent:
 
 
 def _cached_property(function: Any, name: str) -> Any:
-    made: Any = functools.cached_property(function)
-    made.__set_name__(None, name)
-    return made
+    prop: Any = functools.cached_property(function)
+    prop.__set_name__(None, name)
+    return prop
 
 
 if sys.version_info < (3, 12):
-    # An agent of a user's own file is pickled with its class. Until Python 3.12 a cached property has a lock, which
-    # does not pickle.
-    copyreg.pickle(functools.cached_property, lambda made: (_cached_property, (made.func, made.attrname)))
+    # An agent from a user's file is pickled with its class. Before Python 3.12, a cached property contains a lock,
+    # which cannot be pickled.
+    copyreg.pickle(functools.cached_property, lambda prop: (_cached_property, (prop.func, prop.attrname)))

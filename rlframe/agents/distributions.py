@@ -1,4 +1,4 @@
-"""Distributions over actions: the meaning of the numbers that the head of a policy's network gives."""
+"""Distributions over actions. They interpret the outputs of a policy network's head."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Distribution(Protocol):
     """A distribution over the actions of one action spec. A `policy_factory` may return any object with these members.
 
     Attributes:
-        num_params: numbers per observation that the network gives.
-        num_free: how many of them, the last ones, need not depend on the observation.
-        clips: whether `to_action` changes a sample, so that the learner needs the sample.
+        num_params: number of network outputs per observation.
+        num_free: number of these outputs, the last ones, that need not depend on the observation.
+        clips: True if `to_action` changes a sample. The learner then needs the sample.
     """
 
     num_params: int
@@ -27,7 +27,7 @@ class Distribution(Protocol):
     clips: bool
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
-        """Draw a sample [B, ...] by params [B, num_params]."""
+        """Draw a sample [B, ...] for params [B, num_params]."""
 
     def mode(self, params: jax.Array) -> jax.Array:
         """Return the most likely sample [B, ...]."""
@@ -39,11 +39,11 @@ class Distribution(Protocol):
         """Return the entropy [B] float32."""
 
     def to_action(self, sample: jax.Array) -> jax.Array:
-        """Return the action for the environment, inside the bounds of its spec."""
+        """Return the action for the environment, within the bounds of its spec."""
 
 
 class Categorical:
-    """One of n actions; the parameters are logits `[B, n]`."""
+    """One of n actions. The parameters are logits `[B, n]`."""
 
     num_free = 0
     clips = False
@@ -53,10 +53,10 @@ class Categorical:
         self._dtype = dtype
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
-        """`[B]`. One uniform number per row, through the inverse of the cumulative sum."""
+        """Draw a sample `[B]` by inverse transform sampling, with one uniform number per row."""
         weights = jnp.exp(params - jnp.max(params, axis=-1, keepdims=True))
         cumulative = jnp.cumsum(weights, axis=-1)
-        # Scaled by the last sum, so that rounding never reaches an action of no weight.
+        # Scaled by the last sum, so that rounding never selects an action with zero probability.
         threshold = jax.random.uniform(rng, params.shape[:-1]) * cumulative[..., -1]
         return jnp.sum(cumulative[..., :-1] <= threshold[..., None], axis=-1).astype(self._dtype)
 
@@ -75,7 +75,7 @@ class Categorical:
 
 
 class MultiCategorical:
-    """Several independent choices `[B, k]`; the parameters are the logits of all, side by side."""
+    """Several independent choices `[B, k]`. The parameters are the concatenated logits of all choices."""
 
     num_free = 0
     clips = False
@@ -112,9 +112,9 @@ class MultiCategorical:
 
 
 class ActionRange:
-    """The actions of a box, and the same scaled to [-1, 1], flattened: -1 is the lower bound and 1 the upper.
+    """Converts the actions of a box to flat units in [-1, 1] and back. -1 is the lower bound and 1 the upper bound.
 
-    Where the spec is not bounded on both sides the units are the action's own.
+    An action without a bound on some side is not scaled.
     """
 
     def __init__(self, spec: specs.BoundedArray) -> None:
@@ -129,23 +129,23 @@ class ActionRange:
         self._middle = (0.5 * (high + low)).astype(np.float32)
 
     def to_action(self, units: jax.Array) -> jax.Array:
-        """[B, *shape] in the spec's dtype, clipped to the bounds, of units [B, size]."""
+        """Return [B, *shape] in the spec's dtype, clipped to the bounds, for units [B, size]."""
         action = units.reshape(*units.shape[:-1], *self._shape) * self._scale + self._middle
         return jnp.clip(action, self._low, self._high).astype(self._dtype)
 
     def to_units(self, action: jax.Array) -> jax.Array:
-        """[B, size] float32 of actions [B, *shape]."""
+        """Return [B, size] float32 for actions [B, *shape]."""
         units = (jnp.asarray(action, jnp.float32) - self._middle) / self._scale
         return units.reshape(len(units), self.size)
 
 
 class ClippedGaussian:
-    """A diagonal Gaussian whose samples are clipped to the bounds on their way to the environment.
+    """A diagonal Gaussian whose samples are clipped to the action bounds for the environment.
 
-    Not squashed: log-probabilities are those of the sample before clipping, as in OpenAI Baselines
-    and Stable-Baselines3. Samples are in units of half the range where the spec is bounded on
-    both sides: -1 is the lower bound and 1 the upper. The parameters are means and log deviations;
-    the deviations need not depend on the observation (Schulman et al. 2017, section 6.1).
+    The log-probability is that of the sample before clipping, as in OpenAI Baselines and Stable-Baselines3. There is no
+    squashing. If the spec is bounded on both sides, samples are in units of half the range: -1 is the lower bound and 1
+    the upper bound. The parameters are means and log standard deviations. The standard deviations need not depend on
+    the observation (Schulman et al. 2017, section 6.1).
     """
 
     clips = True
@@ -180,14 +180,15 @@ class ClippedGaussian:
 
 
 class SquashedGaussian(ClippedGaussian):
-    """A diagonal Gaussian through tanh, so that every action lies within the bounds (Haarnoja et al. 2018, appendix C).
+    """A diagonal Gaussian followed by tanh, so that every action is within the bounds.
 
-    A sample is what goes into the tanh; `log_prob` is of the action, in units of half the range. The parameters are
-    means and log deviations, both of the observation; the latter are held within `min_log_std` and `max_log_std`.
-    `entropy` is that of the Gaussian: behind the tanh it has no closed form.
+    See Haarnoja et al. 2018, appendix C. A sample is the input of the tanh. `log_prob` is the log-probability of the
+    action, in units of half the range. The parameters are means and log standard deviations. Both depend on the
+    observation, and the latter are clipped to [`min_log_std`, `max_log_std`]. `entropy` is the entropy of the Gaussian,
+    because the entropy after the tanh has no closed form.
 
     Raises:
-        UsageError: an action has no bound on some side.
+        UsageError: an action is not bounded on both sides.
     """
 
     def __init__(self, spec: specs.BoundedArray, min_log_std: float = -20.0, max_log_std: float = 2.0) -> None:
@@ -197,7 +198,7 @@ class SquashedGaussian(ClippedGaussian):
         self._bounds = min_log_std, max_log_std
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
-        # log(1 - tanh(x)^2), in a form that stays exact where tanh(x) rounds to 1.
+        # log(1 - tanh(x)^2), in a form that remains exact where tanh(x) rounds to 1.
         log_slope = 2.0 * (math.log(2.0) - sample - jax.nn.softplus(-2.0 * sample))
         return super().log_prob(params, sample) - jnp.sum(log_slope, axis=-1)
 
@@ -210,10 +211,10 @@ class SquashedGaussian(ClippedGaussian):
 
 
 def default_distribution(action_spec: Tree) -> Distribution:
-    """The distribution for an action spec: Discrete, a MultiDiscrete of one axis, or a box of floats.
+    """Return the distribution for an action spec: Discrete, MultiDiscrete with one axis, or a box of floats.
 
     Raises:
-        UsageError: any other spec, by name.
+        UsageError: the spec is of another kind.
     """
     if isinstance(action_spec, specs.DiscreteArray):
         return Categorical(action_spec.num_values, action_spec.dtype)
@@ -225,30 +226,30 @@ def default_distribution(action_spec: Tree) -> Distribution:
         return MultiCategorical(tuple(int(n) for n in sizes), action_spec.dtype)
     if isinstance(action_spec, specs.Array) and action_spec.dtype.kind in "iu" and len(action_spec.shape) > 1:
         raise UsageError(
-            f"The actions are whole numbers of shape {action_spec.shape}: expected a MultiDiscrete of one axis. "
+            f"The actions are integers of shape {action_spec.shape}: expected a MultiDiscrete of one axis. "
             "Flatten the action space of the environment (`MultiDiscrete(nvec.ravel())`) and reshape the action in its "
-            "step(), or give a policy_factory."
+            "step(), or pass a policy_factory."
         )
     raise UsageError(
-        f"No policy for the action spec {action_spec!r}: expected Discrete, a MultiDiscrete of one axis (with "
-        "`start=` for numbers that do not begin at 0), or a Box of floats. For others give a policy_factory."
+        f"No policy for the action spec {action_spec!r}: expected Discrete, MultiDiscrete with one axis (with "
+        "`start=` if the numbers do not start at 0), or a Box of floats. For other actions, pass a policy_factory."
     )
 
 
 def check_bounds(owner: str, action_spec: Tree) -> None:
-    """Raises UsageError unless the actions are a box of floats with bounds on both sides."""
+    """Raise UsageError unless the actions are a box of floats that is bounded on both sides."""
     if not (isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating)):
         raise UsageError(f"{owner} needs continuous actions, a Box of floats; got the action spec {action_spec!r}.")
     low, high = np.asarray(action_spec.minimum), np.asarray(action_spec.maximum)
     if not (np.all(np.isfinite(low)) and np.all(np.isfinite(high)) and np.all(low < high)):
         raise UsageError(
-            f"{owner} needs actions with a lower bound and a higher one above it, got {action_spec!r}. Bound them in "
-            "the environment."
+            f"{owner} needs actions with a lower bound and a higher upper bound, got {action_spec!r}. "
+            "Set the bounds in the environment."
         )
 
 
 def is_multi_discrete(action_spec: Tree) -> bool:
-    """Whether a spec is that of a MultiDiscrete space: whole numbers `[k]` from 0 up."""
+    """Return True if the spec is that of a MultiDiscrete space: integers `[k]` starting at 0."""
     return (
         isinstance(action_spec, specs.BoundedArray)
         and np.issubdtype(action_spec.dtype, np.integer)

@@ -1,4 +1,4 @@
-"""Deep Q-networks (Mnih et al. 2015, doi:10.1038/nature14236), and what was added to them since."""
+"""Deep Q-networks (Mnih et al. 2015, doi:10.1038/nature14236) and later extensions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec
-from rlframe.agents.optimizers import clipped, interpolated, learning_rate_schedule
+from rlframe.agents.optimizers import clip_gradients, interpolated, learning_rate_schedule
 from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
@@ -35,39 +35,40 @@ from rlframe.types import (
 
 @dataclasses.dataclass(frozen=True)
 class DQNConfig:
-    """Defaults: Mnih et al. 2015, extended data table 1, and its "Training details"."""
+    """Defaults from Mnih et al. 2015, extended data table 1 and "Training details"."""
 
     batch_size: int = 32
     replay_capacity: int = 1_000_000  # environment steps
-    min_replay_size: int = 50_000  # items there are before learning begins
-    update_period: int = 4  # environment steps for each learner step
+    min_replay_size: int = 50_000  # items in the replay before learning starts
+    update_period: int = 4  # environment steps per learner step
     target_update_period: int = 10_000  # learner steps
     discount: float = 0.99
-    epsilon_begin: float = 1.0  # chance of a random action
+    epsilon_begin: float = 1.0  # probability of a random action
     epsilon_end: float = 0.1
-    epsilon_decay_steps: int = 1_000_000  # environment steps from the first update on
-    # A random action is repeated for n steps with a chance proportional to n^-exponent (Dabney et al. 2020,
-    # arXiv:2006.01782, who use 2): exploration that gets somewhere. None: for one step.
+    epsilon_decay_steps: int = 1_000_000  # environment steps, counted from the first update
+    # Temporally extended exploration: repeat a random action for n steps, with probability proportional to n^-exponent
+    # (Dabney et al. 2020, arXiv:2006.01782, who use exponent 2). None repeats no action.
     exploration_duration_exponent: float | None = None
-    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # centered, decay 0.95, epsilon 0.01 (of a sum over the batch)
+    # rmsprop: centered, decay 0.95, epsilon 0.01 (for gradients summed over the batch)
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
     learning_rate: float = 2.5e-4
-    adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
+    adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # what annealing ends at; None: it does not begin
-    # What the network gives for each action. Each head has options of its own, as `--head.num-atoms`.
+    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
+    # Network outputs for each action. Each head has its own options, such as `--head.num-atoms`.
     head: ReturnHead = dataclasses.field(default_factory=Expectation)
-    double: bool = False  # van Hasselt et al. 2016
-    n_step: int = 1  # rewards summed before bootstrapping
-    # Vieillard et al. 2020, arXiv:2007.14430, whose numbers these are: targets of a soft policy, and a bonus for what
-    # that policy likes.
+    double: bool = False  # double Q-learning, van Hasselt et al. 2016
+    n_step: int = 1  # number of rewards summed before bootstrapping
+    # Munchausen DQN: targets of a soft policy, and a bonus for actions that are likely under this policy. Defaults from
+    # Vieillard et al. 2020, arXiv:2007.14430.
     munchausen: bool = False
-    munchausen_scale: float = 0.9  # alpha, of the bonus
-    munchausen_temperature: float = 0.03  # tau, of the policy
-    munchausen_clip: float = -1.0  # l_0, the lowest tau log pi in the bonus
-    prioritized: bool = False  # Schaul et al. 2016, proportional
+    munchausen_scale: float = 0.9  # alpha, scale of the bonus
+    munchausen_temperature: float = 0.03  # tau, temperature of the soft policy
+    munchausen_clip: float = -1.0  # l_0, lower limit of tau log pi in the bonus
+    prioritized: bool = False  # proportional prioritization, Schaul et al. 2016
     priority_exponent: float = 0.6  # alpha
-    importance_exponent: float = 0.4  # beta at the beginning; 1 at total_learner_steps
+    importance_exponent: float = 0.4  # beta at step 0; rises to 1 at total_learner_steps
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "target_update_period", "n_step")
@@ -81,10 +82,11 @@ class DQNConfig:
             raise UsageError(f"DQNConfig.head must be one of {heads}, got {self.head!r}.")
         if self.munchausen and (self.double or self.n_step > 1 or not isinstance(self.head, Expectation)):
             raise UsageError(
-                "DQNConfig.munchausen has targets of its own, means of one step by the target network alone; got "
-                f"double={self.double}, n_step={self.n_step}, head={self.head.name}. Leave them False, 1, expectation."
+                "DQNConfig.munchausen defines its own targets: one-step means from the target network. It cannot be "
+                f"combined with double={self.double}, n_step={self.n_step}, head={self.head.name}. "
+                "Leave them False, 1, expectation."
             )
-        if not self.munchausen_clip <= 0.0:  # logarithms of chances are below 0
+        if not self.munchausen_clip <= 0.0:  # log-probabilities are at most 0
             raise UsageError(f"DQNConfig.munchausen_clip must be at most 0, got {self.munchausen_clip}.")
         if self.optimizer not in ("rmsprop", "adam"):
             raise UsageError(f"DQNConfig.optimizer must be 'rmsprop' or 'adam', got {self.optimizer!r}.")
@@ -92,20 +94,20 @@ class DQNConfig:
 
 
 class Repetition(NamedTuple):
-    """The state of an actor that repeats its random actions."""
+    """The state of an actor that repeats random actions."""
 
     action: Any  # [B]
-    steps_left: Any  # [B] int32: how often more
+    steps_left: Any  # [B] int32: remaining repetitions
 
 
-_MAX_DURATION = 1_000  # longer ones would have a chance of 0.0006, at the exponent 2
+_MAX_DURATION = 1_000  # with exponent 2, longer durations would have a total probability of 0.0006
 
 
 class DQN(TargetNetworkAgent):
     """Q-learning with a target network and replay, for discrete actions.
 
-    A network's `apply` gives `[B, A N]`: for each action the N numbers that the head needs (1 of `Expectation`). A
-    noisy network has `sample(rng, params)`, which draws parameters.
+    A network's `apply` returns `[B, A N]`: for each action the N numbers that the head needs (1 for `Expectation`). A
+    noisy network has `sample(rng, params)`, which adds noise to the parameters.
     """
 
     config_cls = DQNConfig
@@ -114,7 +116,7 @@ class DQN(TargetNetworkAgent):
 
     @property
     def outputs_per_action(self) -> int:
-        """The numbers that the head needs."""
+        """Number of outputs that the head needs for each action."""
         return self.cfg.head.size
 
     # Acting
@@ -122,7 +124,7 @@ class DQN(TargetNetworkAgent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        # Independent of what `epsilon_greedy` draws with `rng` itself.
+        # Separate keys, because `epsilon_greedy` uses `rng` itself.
         duration_rng, noise_rng = jax.random.fold_in(rng, 1), jax.random.fold_in(rng, 2)
         noisy_params = self._sample(noise_rng, params.params)
         greedy = self.greedy(self._values(noisy_params, timestep.observation))
@@ -142,10 +144,10 @@ class DQN(TargetNetworkAgent):
         return Repetition(zeros.astype(self.action_spec.dtype), zeros)
 
     def _duration(self, rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """int32 `shape`: n with a chance proportional to n^-exponent, from 1 to _MAX_DURATION."""
-        chances = np.arange(1, _MAX_DURATION + 1, dtype=np.float64) ** -self.cfg.exploration_duration_exponent
-        below = jnp.asarray(np.cumsum(chances)[:-1] / chances.sum(), jnp.float32)
-        return 1 + jnp.searchsorted(below, jax.random.uniform(rng, shape)).astype(jnp.int32)
+        """Return int32 durations n of `shape`, in [1, _MAX_DURATION], with probability proportional to n^-exponent."""
+        weights = np.arange(1, _MAX_DURATION + 1, dtype=np.float64) ** -self.cfg.exploration_duration_exponent
+        cumulative = jnp.asarray(np.cumsum(weights)[:-1] / weights.sum(), jnp.float32)
+        return 1 + jnp.searchsorted(cumulative, jax.random.uniform(rng, shape)).astype(jnp.int32)
 
     def actor_params(self, params: Params, learner_state: TargetState) -> ActorParams:
         cfg = self.cfg
@@ -166,10 +168,10 @@ class DQN(TargetNetworkAgent):
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
-            # The paper's epsilon of 0.01 is for gradients of sums over the batch; these are of means (dqn_zoo,
-            # dqn/run_atari.py, has 0.01 / 32^2 for the same reason).
+            # The paper's epsilon of 0.01 is for gradients of the sum over the batch, but these are gradients of the
+            # mean (dqn_zoo, dqn/run_atari.py, uses 0.01 / 32^2 for the same reason).
             optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01 / cfg.batch_size**2, centered=True)
-        return clipped(cfg.max_grad_norm, optimizer)
+        return clip_gradients(cfg.max_grad_norm, optimizer)
 
     def loss(self, params: Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, head, data = self.cfg, self.cfg.head, batch.data
@@ -185,7 +187,7 @@ class DQN(TargetNetworkAgent):
             next_chosen = soft_value(head.values(next_outputs), cfg.munchausen_temperature)[:, None]
         else:
             selector_outputs = next_outputs
-            if cfg.double:  # the online network chooses the next action (van Hasselt et al. 2016)
+            if cfg.double:  # the online network selects the next action (van Hasselt et al. 2016)
                 selector_outputs = self._outputs(self._sample(rngs[2], params), data.next_observation)
             next_action = jnp.argmax(head.values(selector_outputs), axis=-1)
             next_chosen = _chosen(next_outputs, next_action)
@@ -194,7 +196,7 @@ class DQN(TargetNetworkAgent):
         if not cfg.prioritized:
             return jnp.mean(loss), logs
         weights = importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
-        # Schaul et al. 2016, section 3.3: a priority is never 0.
+        # Schaul et al. 2016, section 3.3: priorities are never 0.
         return jnp.mean(weights * loss), {**logs, "priorities": priority + 1e-6}
 
     def _importance_exponent(self, steps: jax.Array) -> Any:
@@ -202,24 +204,25 @@ class DQN(TargetNetworkAgent):
         return begin if total is None else interpolated(begin, 1.0, steps / total)
 
     def _outputs(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A, N]: what the head needs for each action."""
+        """Return [B, A, N]: the head's inputs for each action."""
         outputs = only_output(self.network.apply(params, observation))
-        return outputs.reshape(outputs.shape[0], self._num_actions, -1)  # `export` gives no number for shape[0]
+        return outputs.reshape(outputs.shape[0], self._num_actions, -1)  # shape[0] may be symbolic during `export`
 
     def _sample(self, rng: jax.Array, params: Params) -> Params:
-        """Parameters with noise, of a network that has noise."""
+        """Return parameters with noise if the network is noisy."""
         sample = getattr(self.network, "sample", None)
         return params if sample is None else sample(rng, params)
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A]"""
+        """Return [B, A]."""
         return self.cfg.head.values(self._outputs(params, observation))
 
 
 def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig) -> jax.Array:
-    """[B]: the reward that Munchausen DQN adds for actions that its policy likes (Vieillard et al. 2020, equation 3).
+    """Return [B]: the reward bonus of Munchausen DQN, the scaled and clipped log-probability of each action.
 
-    The policy is softmax(values / temperature) of the target network's values [B, A].
+    See Vieillard et al. 2020, equation 3. The policy is softmax(values / temperature) for the target network's values
+    [B, A].
     """
     check_shapes(target_values=(target_values, "B A"), action=(action, "B"))
     log_policy = cfg.munchausen_temperature * jax.nn.log_softmax(target_values / cfg.munchausen_temperature)
@@ -228,10 +231,13 @@ def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig
 
 
 def soft_value(values: jax.Array, temperature: float) -> jax.Array:
-    """[B]: the mean of value - temperature * log-probability of the policy softmax(values [B, A] / temperature)."""
+    """Return [B]: the soft value, the mean of value - temperature * log-probability.
+
+    The mean is over the policy softmax(values / temperature) of values [B, A].
+    """
     return temperature * jax.nn.logsumexp(values / temperature, axis=-1)
 
 
 def _chosen(outputs: jax.Array, action: jax.Array) -> jax.Array:
-    """[B, N]: the outputs [B, A, N] of the chosen actions [B]."""
+    """Return [B, N]: the outputs [B, A, N] of the chosen actions [B]."""
     return jnp.take_along_axis(outputs, action[:, None, None].astype(jnp.int32), axis=1)[:, 0]

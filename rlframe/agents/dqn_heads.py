@@ -1,6 +1,6 @@
-"""DQN's heads: what the network gives for each action, how it is learned, and its mean.
+"""The heads of DQN. A head defines the network outputs for each action, their loss, and their mean.
 
-`Expectation` learns the mean of a return (Mnih et al. 2015), `Quantiles` and `Categories` its distribution.
+`Expectation` learns the mean of a return (Mnih et al. 2015). `Quantiles` and `Categories` learn its distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlframe.errors import UsageError, check_above, check_at_least
 
 
 class HeadLoss(NamedTuple):
-    """A loss for each item of a batch, and its priority in the replay buffer."""
+    """The loss of each item in a batch, and its priority in the replay buffer."""
 
     loss: jax.Array  # [B]
     priority: jax.Array  # [B], at least 0
@@ -26,28 +26,29 @@ class HeadLoss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """One number per action: the mean of its return (Mnih et al. 2015)."""
+    """One number per action: the mean return (Mnih et al. 2015)."""
 
     name: ClassVar[str] = "expectation"
     size: ClassVar[int] = 1  # numbers per action
 
-    huber_threshold: float | None = 1.0  # where the squared error becomes linear; None: never
+    # error above which the Huber loss is linear; None uses the squared error everywhere
+    huber_threshold: float | None = 1.0
 
     def __post_init__(self) -> None:
         check_above(self, 0, "huber_threshold")
 
     def values(self, outputs: jax.Array) -> jax.Array:
-        """[..., A]: action values of outputs [..., A, 1]."""
+        """Return [..., A]: action values for outputs [..., A, 1]."""
         return outputs[..., 0]
 
     def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
-        """The squared error of a value, linear beyond the threshold; its size is the priority.
+        """Return the Huber loss. The priority is the absolute error.
 
         Args:
-            outputs: [B, 1], of the action that was chosen.
+            outputs: [B, 1], outputs of the chosen action.
             reward: [B], summed over n steps.
-            discount: [B], gamma to the n; 0 where the episode terminated.
-            next_outputs: [B, 1], of the target network n steps later, for the next action.
+            discount: [B], gamma^n, or 0 if the episode terminated.
+            next_outputs: [B, 1], outputs of the target network n steps later, for the next action.
         """
         _check(outputs, reward, discount, next_outputs, "1")
         target = jax.lax.stop_gradient(reward + discount * next_outputs[:, 0])
@@ -62,40 +63,41 @@ class Quantiles:
     name: ClassVar[str] = "quantiles"
 
     num_quantiles: int = 200
-    huber_threshold: float = 1.0  # kappa: where the squared error becomes linear
+    huber_threshold: float = 1.0  # kappa, error above which the Huber loss is linear
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_quantiles")
         check_above(self, 0, "huber_threshold")
-        if self.huber_threshold is None:  # the loss is divided by it
+        if self.huber_threshold is None:  # the loss divides by the threshold
             raise UsageError("Quantiles.huber_threshold must be a number above 0, got None.")
 
     @property
     def size(self) -> int:
-        """Numbers per action."""
+        """Number of outputs per action."""
         return self.num_quantiles
 
     def values(self, outputs: jax.Array) -> jax.Array:
-        """[..., A]: the mean of quantiles [..., A, N]."""
+        """Return [..., A]: the mean of quantiles [..., A, N]."""
         return jnp.mean(outputs, axis=-1)
 
     def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
-        """Quantile regression (algorithm 1 of the paper): summed over the quantiles, the mean over their targets.
+        """Return the quantile regression loss (algorithm 1 of the paper).
 
-        Huber's loss is divided by its threshold, as in IQN (arXiv:1806.06923); at the usual 1 it is the same. The loss
-        is the priority.
+        The loss is the sum over quantiles of the mean over targets. The Huber loss is divided by its threshold, as in
+        IQN (arXiv:1806.06923). With the usual threshold of 1 this makes no difference. The priority is the loss.
 
         Args:
-            outputs: [B, N], quantiles of the action that was chosen, in the order of their shares.
-            reward, discount: [B], as of `Expectation.loss`.
-            next_outputs: [B, N], of the target network for the next action.
+            outputs: [B, N], quantiles of the chosen action, in increasing order of their fractions.
+            reward: [B], summed over n steps.
+            discount: [B], gamma^n, or 0 if the episode terminated.
+            next_outputs: [B, N], quantiles of the target network for the next action.
         """
         _check(outputs, reward, discount, next_outputs, "N")
         targets = jax.lax.stop_gradient(reward[:, None] + discount[:, None] * next_outputs)
-        errors = targets[:, None, :] - outputs[:, :, None]  # [B, N of the values, N of the targets]
+        errors = targets[:, None, :] - outputs[:, :, None]  # [B, N predictions, N targets]
         count = outputs.shape[-1]
-        shares = (jnp.arange(count, dtype=jnp.float32) + 0.5) / count
-        weights = jnp.abs(shares[:, None] - (errors < 0.0))
+        fractions = (jnp.arange(count, dtype=jnp.float32) + 0.5) / count
+        weights = jnp.abs(fractions[:, None] - (errors < 0.0))
         threshold = self.huber_threshold
         loss = jnp.sum(jnp.mean(weights * huber(errors, threshold) / threshold, axis=2), axis=1)
         return HeadLoss(loss, loss)
@@ -103,13 +105,13 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True)
 class Categories:
-    """Logits of N values of each action's return (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
+    """Logits of N fixed values of each action's return (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
 
     name: ClassVar[str] = "categorical"
 
-    num_atoms: int = 51  # values, in equal distances
-    value_min: float = -10.0  # the lowest value; a return below counts as this
-    value_max: float = 10.0  # the highest value; a return above counts as this
+    num_atoms: int = 51  # number of evenly spaced values
+    value_min: float = -10.0  # lowest value; lower returns are clipped to it
+    value_max: float = 10.0  # highest value; higher returns are clipped to it
 
     def __post_init__(self) -> None:
         check_at_least(self, 2, "num_atoms")
@@ -121,32 +123,34 @@ class Categories:
 
     @property
     def size(self) -> int:
-        """Numbers per action."""
+        """Number of outputs per action."""
         return self.num_atoms
 
     @property
     def support(self) -> jax.Array:
-        """[N]: the values."""
+        """[N]: the fixed values."""
         return jnp.linspace(self.value_min, self.value_max, self.num_atoms)
 
     def values(self, outputs: jax.Array) -> jax.Array:
-        """[..., A]: the mean of the distributions of logits [..., A, N]."""
+        """Return [..., A]: the means of the distributions with logits [..., A, N]."""
         return jax.nn.softmax(outputs) @ self.support
 
     def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
-        """The divergence KL(target || prediction), which is the priority too (algorithm 1 of the paper).
+        """Return the divergence KL(target || prediction), which is also the priority (algorithm 1 of the paper).
 
-        It is the paper's cross-entropy less a constant: 0 where they agree. A target beyond the support is at its end.
+        This is the paper's cross-entropy minus a constant. It is 0 if both distributions are equal. Targets outside the
+        support are clipped to it.
 
         Args:
-            outputs: [B, N], logits of the action that was chosen.
-            reward, discount: [B], as of `Expectation.loss`.
-            next_outputs: [B, N], of the target network for the next action.
+            outputs: [B, N], logits of the chosen action.
+            reward: [B], summed over n steps.
+            discount: [B], gamma^n, or 0 if the episode terminated.
+            next_outputs: [B, N], logits of the target network for the next action.
         """
         _check(outputs, reward, discount, next_outputs, "N")
         support = self.support
         targets = jnp.clip(reward[:, None] + discount[:, None] * support, support[0], support[-1])
-        # Each target's probability goes to the two values around it, in proportion to how near they are.
+        # Distribute the probability of each target between the two nearest values, in proportion to proximity.
         distances = jnp.abs(targets[:, None, :] - support[:, None]) / (support[1] - support[0])  # [B, N, N targets]
         projected = jnp.sum(jnp.clip(1.0 - distances, 0.0, 1.0) * jax.nn.softmax(next_outputs)[:, None, :], axis=2)
         projected = jax.lax.stop_gradient(projected)

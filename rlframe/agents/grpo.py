@@ -1,6 +1,6 @@
-"""GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300): a language model learns from scored groups of its answers.
+"""GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300) trains a language model on groups of scored answers.
 
-Beside it, on the same batches: plain policy gradient, DPO on the groups' preferences, and supervised cross-entropy.
+The same agent also supports plain policy gradient, DPO on preferences within groups, and supervised cross-entropy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.losses import Average
-from rlframe.agents.optimizers import clipped
+from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.language.model import ModelConfig, transformer, weights
@@ -39,44 +39,52 @@ from rlframe.types import (
 
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig:
-    """Defaults: Shao et al. 2024, section 4.2; where it is silent, PPO's.
+    """Defaults from Shao et al. 2024, section 4.2. Defaults that the paper does not state are those of PPO.
 
-    A batch's padding decides the shapes that an update is compiled for; `TrajectoryBuffer` has few of them.
+    An update is compiled for each length to which batches are padded. `TrajectoryBuffer` uses only a few lengths.
     """
 
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)  # of random weights; not read with `weights`
-    weights: Union[str, None] = None  # a folder in the published format: see `rlframe.language.model.weights`
-    dtype: Literal["float32", "bfloat16", None] = None  # of the weights; None: what the model's config says
-    max_tokens: int = 1024  # of a sequence, with its prompt
-    batch_size: int = 1024  # sequences for each update
+    # model with random initial weights; ignored if `weights` is set
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    weights: Union[str, None] = None  # folder in the published format, see `rlframe.language.model.weights`
+    # dtype of the weights; None uses the dtype of the model's config
+    dtype: Literal["float32", "bfloat16", None] = None
+    max_tokens: int = 1024  # maximum length of a sequence, including its prompt
+    batch_size: int = 1024  # sequences per update
     loss: Literal["grpo", "policy_gradient", "dpo", "sft"] = "grpo"
-    normalize_std: bool = True  # divide advantages by their group's standard deviation; False: Dr. GRPO
-    average: Average = "sequence"  # of tokens within sequences, then of these; "token": of all tokens, DAPO
-    clip_epsilon: float = 0.2  # grpo: the ratio to the policy that sampled is clipped to 1 - it, 1 + it
-    clip_epsilon_high: Union[float, None] = None  # ... to 1 + this, for DAPO's clip-higher (0.28); None: the same
-    # What was sampled by much older parameters counts by at most this ratio: grpo, where the advantage is negative;
-    # policy_gradient, always. None: no bound. Ye et al. 2020, arXiv:1912.09729.
+    normalize_std: bool = True  # divide advantages by the standard deviation of their group; False: Dr. GRPO
+    # how token losses are averaged: "sequence" within and then over sequences, "token" over all tokens (DAPO)
+    average: Average = "sequence"
+    # grpo: clip range of the ratio to the sampling policy, [1 - clip_epsilon, 1 + clip_epsilon]
+    clip_epsilon: float = 0.2
+    # upper clip range, for DAPO's clip-higher (0.28); None uses clip_epsilon
+    clip_epsilon_high: Union[float, None] = None
+    # Upper limit of the ratio for data from much older parameters. grpo applies it where the advantage is negative,
+    # policy_gradient always. None means no limit. Ye et al. 2020, arXiv:1912.09729.
     ratio_cap: Union[float, None] = 3.0
-    kl_cost: float = 0.04  # to the reference: the initial parameters, or the batch's ref_logprobs; 0: none is kept
-    dpo_beta: float = 0.1  # dpo; Rafailov et al. 2023, arXiv:2305.18290, appendix B
+    # weight of the KL divergence to the reference (the initial parameters, or the batch's ref_logprobs); 0 keeps no
+    # reference
+    kl_cost: float = 0.04
+    dpo_beta: float = 0.1  # dpo: beta; Rafailov et al. 2023, arXiv:2305.18290, appendix B
     learning_rate: float = 1e-6
-    learning_rate_rise: int = 0  # updates until the learning rate is reached, from 0, in a line
+    learning_rate_rise: int = 0  # updates of the linear learning rate warm-up from 0
     adam_b1: float = 0.9
     adam_b2: float = 0.999
     adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0  # of matrices (Loshchilov and Hutter 2019, AdamW)
+    weight_decay: float = 0.0  # AdamW weight decay, for matrices only (Loshchilov and Hutter 2019)
     max_grad_norm: Union[float, None] = 1.0
-    micro_batch_size: Union[int, None] = None  # sequences whose gradient is computed at once; None: the batch
-    remat: bool = False  # compute layers a second time for the gradient, and keep less
-    logits_chunk: Union[int, None] = None  # positions of a sequence whose logits are kept at once; None: all
-    master_weights: bool = True  # of a bfloat16 model: the optimizer has a float32 copy, which small updates reach
-    # The supervised warm-up, which comes first: `rlframe.language.warm_up`.
-    supervised_steps: int = 0  # updates; 0: there is none
-    supervised_batch_size: int = 64  # demonstrations for each
+    micro_batch_size: Union[int, None] = None  # sequences per gradient computation; None uses the whole batch
+    remat: bool = False  # recompute layers for the gradient to save memory
+    logits_chunk: Union[int, None] = None  # positions of a sequence whose logits are in memory at once; None means all
+    # for a bfloat16 model: the optimizer keeps a float32 copy, so that small updates are not lost
+    master_weights: bool = True
+    # Supervised warm-up before GRPO: `rlframe.language.warm_up`.
+    supervised_steps: int = 0  # number of updates; 0 means no warm-up
+    supervised_batch_size: int = 64  # demonstrations per update
     supervised_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.weights is not None:  # once: an environment may change the directory
+        if self.weights is not None:  # resolved now, because an environment may change the working directory
             object.__setattr__(self, "weights", os.path.abspath(self.weights))
         check_at_least(self, 1, "max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size")
         check_above(self, 0, "learning_rate", "supervised_learning_rate", "max_grad_norm")
@@ -86,20 +94,20 @@ class GRPOConfig:
             raise UsageError(f"GRPOConfig.clip_epsilon must be below 1, got {self.clip_epsilon}.")
         if self.loss == "dpo" and self.micro_batch_size is not None:
             raise UsageError(
-                "GRPOConfig.micro_batch_size must be None for the loss dpo: its pairs need the whole batch."
+                "GRPOConfig.micro_batch_size must be None for the loss dpo, because its pairs need the whole batch."
             )
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss looks at a reference."""
+        """True if the loss uses a reference."""
         return self.loss == "dpo" or (self.loss != "sft" and self.kl_cost > 0)
 
     @property
     def model_config(self) -> ModelConfig:
-        """What the model is: `model`, or what the folder `weights` says, with `dtype`.
+        """The config of the model: `model` or the config in the folder `weights`, with `dtype`.
 
         Raises:
-            CheckpointError: there is no such folder, or no `config.json` in it.
+            CheckpointError: the folder or its `config.json` does not exist.
             UsageError: the model's architecture is not implemented.
         """
         if self.weights is not None:
@@ -108,60 +116,61 @@ class GRPOConfig:
 
 
 class KeyValueState(NamedTuple):
-    """What acting remembers of B sequences."""
+    """The recurrent state of B sequences."""
 
-    cache: transformer.Cache  # of the tokens so far
-    lengths: Any  # [B] int32: how many they are
+    cache: transformer.Cache  # keys and values of the tokens so far
+    lengths: Any  # [B] int32: number of tokens so far
 
 
 class OptimizerState(NamedTuple):
-    """The optimizer's state."""
-
-    inner: Any  # of optax
-    master: Any  # float32 parameters, where the model's are narrower; otherwise ()
+    inner: Any  # state of the optax optimizer
+    master: Any  # float32 parameters if the model's have a narrower dtype, otherwise ()
 
 
 class GRPOState(NamedTuple):
-    """A `LearnerState`, with the reference."""
+    """A `LearnerState` with the reference."""
 
     opt_state: OptimizerState
     steps: Any
     rng: Any
-    reference_params: Params  # the parameters as they were at first; () where the loss looks at no reference
+    reference_params: Params  # initial parameters; () if the loss uses no reference
 
 
 class _Rows(NamedTuple):
-    """What the loss takes of each of S sequences; `[S, T]` are of the tokens but the first."""
+    """Inputs of the loss for S sequences. `[S, T]` arrays are for all tokens except the first."""
 
     tokens: Any  # [S, T + 1]
     mask: Any  # [S, T]
-    weights: Any  # [S, T]: of the batch's mean
+    weights: Any  # [S, T]: weight of each token in the batch's mean
     advantages: Any  # [S, T]
-    temperature: Any  # [S]: of the sampling; None: 1
-    sampled: Any  # [S, T]: log-probabilities under the policy that sampled; None: taken to be the present one
-    reference: Any  # [S, T]: log-probabilities under the reference; None: computed
+    temperature: Any  # [S]: sampling temperature; None means 1
+    sampled: Any  # [S, T]: log-probabilities under the sampling policy; None assumes the current policy
+    reference: Any  # [S, T]: log-probabilities under the reference; None computes them
 
 
 class GRPO(Agent):
-    """Trains a language model from `TokenBatch`es, which a `TrajectoryBuffer` gives.
+    """Trains a language model on `TokenBatch`es from a `TrajectoryBuffer`.
 
-    Advantages are those that a group was sent with, token by token, or else its normalized scores. The losses `grpo`
-    and `policy_gradient` compute log-probabilities at the batch's `temperature`.
+    Advantages are the token-level advantages of a group if it has them, otherwise its normalized scores. The losses
+    `grpo` and `policy_gradient` compute log-probabilities at the batch's `temperature`.
 
-    A step of acting is one token: the observation is the last token (of the prompt, or the action before), the action
-    is the next one. All of them must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many sequences
-    faster.)
+    One step of acting is one token. The observation is the last token (of the prompt, or the previous action), and the
+    action is the next token. A sequence must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many
+    sequences faster.)
 
-    `initial_params` are random, or those of the folder `cfg.weights`, which has to be there wherever the agent is.
+    `initial_params` are random, or loaded from the folder `cfg.weights`. The folder must exist wherever the agent is
+    used.
 
     Args:
         cfg: see `GRPOConfig`.
-        observation_spec, action_spec: None, or the tokens that they are in any case.
-        net_factory, policy_factory: None: the network is the model.
+        observation_spec: None, or the spec of the model's tokens.
+        action_spec: None, or the spec of the model's tokens.
+        net_factory: must be None. The network is the model.
+        policy_factory: must be None.
 
     Raises:
-        UsageError: the specs are not those of the model's tokens, or sequences are longer than it takes.
-        CheckpointError: the folder is not there, or holds no model.
+        UsageError: the specs are not those of the model's tokens, or `max_tokens` exceeds the model's limit.
+        CheckpointError: the folder does not exist or contains no model.
     """
 
     config_cls = GRPOConfig
@@ -178,17 +187,17 @@ class GRPO(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         if net_factory is not None:
-            raise UsageError("GRPO takes no network: GRPOConfig.model or .weights says what it trains.")
+            raise UsageError("GRPO takes no network. GRPOConfig.model or .weights defines the model.")
         self.model_config = cfg.model_config
         if cfg.max_tokens > self.model_config.max_position_embeddings:
             raise UsageError(
-                f"GRPOConfig.max_tokens is {cfg.max_tokens}; the model's max_position_embeddings are "
+                f"GRPOConfig.max_tokens is {cfg.max_tokens}, but the model's max_position_embeddings are "
                 f"{self.model_config.max_position_embeddings}."
             )
         token = specs.DiscreteArray(self.model_config.vocab_size, np.int32, "token")
         for name, spec in (("observation_spec", observation_spec), ("action_spec", action_spec)):
             if spec is not None and spec != token:
-                raise UsageError(f"GRPO's {name} is a token of its model, {token}, got {spec}.")
+                raise UsageError(f"GRPO's {name} must be the spec of a token of its model, {token}; got {spec}.")
         self.observation_spec = self.action_spec = token
 
     # Acting
@@ -217,13 +226,13 @@ class GRPO(Agent):
         return AgentOutput(jnp.argmax(logits, axis=-1).astype(jnp.int32), {}), state
 
     def _read(self, params: Params, timestep: TimeStep, state: KeyValueState) -> tuple[jax.Array, KeyValueState]:
-        """(logits `[B, V]` of the token after the one observed, the state with that in it)."""
+        """Return (logits `[B, V]` of the token after the observed one, state that includes the observed token)."""
         tokens = jnp.asarray(timestep.observation)[:, None]
         logits, cache = transformer.apply_cached(params, self.model_config, tokens, state.cache, state.lengths)
         return logits[:, 0], KeyValueState(cache, state.lengths + 1)
 
     def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
-        # Random weights, which are only traced, whatever the real ones are: a folder would be read.
+        # Trace with random weights, because loading the real weights would read a folder.
         rng = jax.random.PRNGKey(0)
         params = transformer.init(rng, self.model_config)
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
@@ -246,7 +255,7 @@ class GRPO(Agent):
             weight_decay=cfg.weight_decay,
             mask=functools.partial(jax.tree.map, lambda leaf: leaf.ndim > 1),
         )
-        return clipped(cfg.max_grad_norm, adam)
+        return clip_gradients(cfg.max_grad_norm, adam)
 
     def initial_learner_state(self, params: Params) -> GRPOState:
         master = _widened(params) if self.cfg.master_weights and self.model_config.dtype != "float32" else ()
@@ -267,9 +276,9 @@ class GRPO(Agent):
             logs, grads = self._accumulate(params, learner_state.reference_params, self._rows(batch.data), size)
         data = batch.data
         logs |= {
-            "reward": jnp.sum(data.scores / S),  # a sum of the largest scores would be infinite
-            "length": jnp.sum(data.mask) / S,  # tokens that were sampled, of a sequence
-            "tokens": jnp.sum(data.lengths),  # of the batch, without padding
+            "reward": jnp.sum(data.scores / S),  # divide before the sum: a sum of very large scores would overflow
+            "length": jnp.sum(data.mask) / S,  # mean number of sampled tokens per sequence
+            "tokens": jnp.sum(data.lengths),  # tokens in the batch, without padding
             "grad_norm": optax.global_norm(grads),
             "learning_rate": self._learning_rate(learner_state.steps),
         }
@@ -286,10 +295,13 @@ class GRPO(Agent):
         return params, OptimizerState(inner, master), {}
 
     def _accumulate(self, params: Params, reference: Params, rows: _Rows, size: int) -> tuple[Logs, Params]:
-        """As `compute_gradients`, of `size` sequences at a time: losses and logs are sums over the sequences."""
-        missing = -len(rows.tokens) % size
+        """Compute gradients as `compute_gradients` does, for `size` sequences at a time.
+
+        Losses and logs are sums over sequences, so the parts can be added.
+        """
+        num_padding = -len(rows.tokens) % size
         parts = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:]), rows
+            lambda x: jnp.pad(x, ((0, num_padding), *[(0, 0)] * (x.ndim - 1))).reshape(-1, size, *x.shape[1:]), rows
         )
         gradient = jax.value_and_grad(self._loss_of_rows, has_aux=True)
 
@@ -318,7 +330,7 @@ class GRPO(Agent):
         )
 
     def _loss_of_rows(self, params: Params, reference: Params, rows: _Rows) -> tuple[jax.Array, Logs]:
-        """A sum over the tokens, each with its weight in the batch's mean; so are the logs."""
+        """Return the loss, a sum over tokens weighted for the batch's mean, and logs of the same kind."""
         cfg, mean = self.cfg, functools.partial(_weighted_sum, weights=rows.weights)
         if cfg.loss == "sft":
             loss = -mean(self._log_probs(params, rows.tokens))
@@ -337,9 +349,9 @@ class GRPO(Agent):
         logs = {
             "policy_loss": policy_loss,
             "clip_fraction": mean(is_clipped),
-            # What the policy that sampled was surprised by: the mean estimates its entropy.
+            # Negative log-probabilities under the sampling policy. Their mean estimates its entropy.
             "entropy": -mean(sampled),
-            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # from the policy that sampled, Schulman 2020
+            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # to the sampling policy, Schulman 2020
         }
         loss = policy_loss
         if cfg.kl_cost > 0:
@@ -363,14 +375,14 @@ class GRPO(Agent):
         return loss, {"loss": loss, "preference_accuracy": accuracy}
 
     def _log_probs(self, params: Params, tokens: jax.Array, temperature: jax.Array | None = None) -> jax.Array:
-        # Padding is on the right, where no real token attends to it: it needs no mask.
+        # Padding is on the right. No real token attends to it, so it needs no mask.
         options: dict[str, Any] = {"remat": self.cfg.remat, "chunk": self.cfg.logits_chunk}
         return transformer.token_log_probs(params, self.model_config, tokens, temperature=temperature, **options)
 
     def _learning_rate(self, steps: Any) -> jax.Array:
-        """[] float32: of the update after `steps` updates."""
-        risen = jnp.minimum((steps + 1) / (self.cfg.learning_rate_rise + 1), 1.0)
-        return jnp.asarray(self.cfg.learning_rate * risen, jnp.float32)
+        """Return [] float32: the learning rate of the update after `steps` updates."""
+        fraction = jnp.minimum((steps + 1) / (self.cfg.learning_rate_rise + 1), 1.0)
+        return jnp.asarray(self.cfg.learning_rate * fraction, jnp.float32)
 
 
 def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic that learns from actors that lag behind it."""
+"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic whose actors lag behind the learner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.agents import losses
 from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.networks import NatureCNNConfig
-from rlframe.agents.optimizers import clipped, learning_rate
+from rlframe.agents.optimizers import clip_gradients, learning_rate
 from rlframe.agents.returns import vtrace
 from rlframe.agents.trees import swap_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
@@ -23,27 +23,27 @@ from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class IMPALAConfig:
-    """Defaults: Espeholt et al. 2018, table G.1 (Atari); where it is silent, their code (scalable_agent).
+    """Defaults from Espeholt et al. 2018, table G.1 (Atari). Other defaults are from their code (scalable_agent).
 
-    As there, the loss that is differentiated is summed over the batch, not averaged: learning rate, epsilon and
-    gradient norm are for that sum. What is logged are means.
+    As in their code, the differentiated loss is a sum over the batch, not a mean. Learning rate, epsilon and gradient
+    norm are for this sum. Logs are means.
     """
 
     unroll_length: int = 20  # steps of one environment in each item
-    batch_size: int = 32  # unrolls for each update
+    batch_size: int = 32  # unrolls per update
     discount: float = 0.99
-    rho_bar: float = 1.0  # where importance weights are clipped; section 5.2.2
-    c_bar: float = 1.0  # where those in the trace are, at most rho_bar; section 5.2.2
-    vtrace_lambda: float = 1.0  # remark 2; their code has none, which is 1
-    value_cost: float = 0.5  # of half the squared error to the V-trace target (scalable_agent/experiment.py)
+    rho_bar: float = 1.0  # upper limit of importance weights; section 5.2.2
+    c_bar: float = 1.0  # upper limit of importance weights in the trace, at most rho_bar; section 5.2.2
+    vtrace_lambda: float = 1.0  # lambda of remark 2; their code has none, which corresponds to 1
+    value_cost: float = 0.5  # weight of half the squared error to the V-trace target (scalable_agent/experiment.py)
     entropy_cost: float = 0.01
-    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # without momentum
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # rmsprop has no momentum
     learning_rate: float = 6e-4
     anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
+    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     rmsprop_decay: float = 0.99  # scalable_agent/experiment.py
-    rmsprop_epsilon: float = 0.01  # inside the square root, as TensorFlow has it; 0.1 in scalable_agent, for DMLab
-    adam_epsilon: float = 1e-8  # of `adam` only; Kingma and Ba 2015
+    rmsprop_epsilon: float = 0.01  # inside the square root, as in TensorFlow; scalable_agent uses 0.1 for DMLab
+    adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = 40.0
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class IMPALAConfig:
 class IMPALA(ActorCritic):
     """Actor-critic with V-trace, for discrete, multi-discrete and bounded continuous actions.
 
-    The paper's network is recurrent, and is initialized by Sonnet's truncated normal weights.
+    The paper's network is recurrent. Initial weights are from Sonnet's truncated normal distribution, as in the paper.
     """
 
     config_cls = IMPALAConfig
@@ -69,7 +69,7 @@ class IMPALA(ActorCritic):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        # One batch waits while another is acted. What waits longer is further from the policy that it will teach.
+        # Actors fill one batch while another waits. Data that waits longer is more off-policy.
         capacity = 2 * cfg.batch_size * cfg.unroll_length
         return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
 
@@ -78,9 +78,9 @@ class IMPALA(ActorCritic):
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
-            # TensorFlow's, which the paper used, begins with a mean square of 1.
+            # TensorFlow's RMSProp, which the paper used, starts with a mean square of 1.
             optimizer = optax.rmsprop(rate, cfg.rmsprop_decay, cfg.rmsprop_epsilon, initial_scale=1.0)
-        return clipped(cfg.max_grad_norm, optimizer)
+        return clip_gradients(cfg.max_grad_norm, optimizer)
 
     def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
         cfg, data = self.cfg, batch.data
@@ -110,7 +110,7 @@ class IMPALA(ActorCritic):
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
-            # On-policy 1; the less, the further the policy has gone from the one that acted.
+            # 1 if on-policy; smaller if the policy has moved away from the one that acted
             "clipped_rho": mean(jnp.minimum(cfg.rho_bar, rhos)),
             "learning_rate": learning_rate(cfg, learner_state.steps),
         }

@@ -1,4 +1,4 @@
-"""Epochs of shuffled minibatches: one learner step that is many gradient steps.
+"""Epochs of shuffled minibatches: one learner step that consists of many gradient steps.
 
     rows, logs = agent.rollout_and_logs(params, data)           # _begin: for PPO, steps with advantages
     vector = ravel(params)
@@ -9,12 +9,12 @@
     params = unravel(vector)                                    # _end
     return params, agent.update_learner_state(...), means of the logs
 
-Between two gradient steps all parameters are one vector, as are Adam's averages of them: so Adam runs as one loop, not
-as one for each array. Outside of a learner step they are trees.
+Between two gradient steps, all parameters are one vector, and so are Adam's moments. Adam then runs as one loop instead
+of one loop per array. Outside a learner step, parameters and optimizer state are trees.
 
-Two drivers do the gradient steps. `_scan` is a `lax.scan` inside of the Learner's jitted call. `_loop` is a Python loop
-of jitted calls, for convolutions on a CPU: their gradient takes 18 times as long inside of a scan. (To unroll the scan
-is as fast, but takes a minute to compile.)
+There are two implementations of the gradient steps. `_scan` is a `lax.scan` inside the Learner's jitted call. `_loop`
+is a Python loop of jitted calls, used for convolutions on a CPU, whose gradient is 18 times as slow inside a scan. (An
+unrolled scan is as fast as the loop, but takes a minute to compile.)
 """
 
 from __future__ import annotations
@@ -40,31 +40,35 @@ class _Carry(NamedTuple):
     """State between two gradient steps."""
 
     vector: jax.Array  # all parameters
-    opt_state: Any  # of that vector
+    opt_state: Any  # optimizer state for this vector
     is_stopped: jax.Array  # [] bool
 
 
 class MinibatchUpdates:
-    """Call `gradients` and an agent's `apply_gradients` for each minibatch of each epoch.
+    """Calls `gradients` and the agent's `apply_gradients` for each minibatch of each epoch.
 
-    `apply_gradients` gets parameters, gradients and optimizer state in which all arrays of the parameters are joined
-    into one: write it with `jax.tree.map`, which works on any tree. Both functions get the learner state from before
-    the learner step, with the newest `opt_state`. `update_learner_state` is called once, at the end.
+    `apply_gradients` receives parameters, gradients and optimizer state in which all parameter arrays are joined into
+    one vector. Write it with `jax.tree.map`, which works on any tree. Both functions receive the learner state from
+    before the learner step, with the newest `opt_state`. `update_learner_state` is called once, at the end.
 
-    If the agent's `jit_learner_step` is True, call it inside of jit. Otherwise call it outside: it jits its pieces.
+    If the agent's `jit_learner_step` is True, call this object inside jit. Otherwise call it outside jit: it jits its
+    parts.
 
     Args:
-        agent: its learner state has an `opt_state` and an `rng`, as `LearnerState`.
-        prepare: `f(params, data)` returns the rows to learn from, a tree of `[N, ...]`, by the parameters before the
-            first minibatch; and logs.
-        gradients: `f(params, learner_state, rows)` returns logs and gradients of the rows of one minibatch.
-        num_epochs: how often each row is learned from.
-        num_minibatches: of an epoch. If the rows do not divide into them, each epoch leaves a random few out. If there
-            are fewer rows, there are fewer minibatches: the number of rows may depend on which actors are alive.
-        envs_per_batch: environments of a full batch; None: all are full. A learner step from another batch adds its
-            share to the learner state's `steps`, which is float32 then: schedules end with the steps of environments.
-        stops: `f(logs)` returns whether to stop before the gradient step that has these logs. It is not applied, nor
-            are the later ones. Then `logs["minibatch_share"]` is the share of the minibatches that were. None: never.
+        agent: an agent whose learner state has `opt_state` and `rng`, as in `LearnerState`.
+        prepare: `f(params, data)` returns the rows to learn from, a tree of `[N, ...]`, and logs. It uses the
+            parameters from before the first minibatch.
+        gradients: `f(params, learner_state, rows)` returns logs and gradients for the rows of one minibatch.
+        num_epochs: number of times to learn from each row.
+        num_minibatches: minibatches per epoch. If the number of rows is not a multiple of it, each epoch leaves out a
+            few random rows. If there are fewer rows, there are fewer minibatches. The number of rows may depend on
+            which actors are alive.
+        envs_per_batch: environments in a full batch. A learner step from a smaller batch adds only its fraction to the
+            learner state's `steps`, which is then float32, so that schedules follow environment steps. None treats
+            every batch as full.
+        stops: `f(logs)` returns True to stop before the gradient step with these logs. This and later gradient steps
+            are not applied. `logs["minibatch_share"]` is then the fraction of minibatches that were applied. None never
+            stops.
     """
 
     def __init__(
@@ -79,10 +83,10 @@ class MinibatchUpdates:
     ) -> None:
         self._agent, self._prepare, self._gradients, self._envs_per_batch = agent, prepare, gradients, envs_per_batch
         self._num_epochs, self._num_minibatches, self._stops = num_epochs, num_minibatches, stops
-        self._unravel: Any = None  # `f(vector)` returns the tree of parameters; known at the first call
+        self._unravel: Any = None  # `f(vector)` returns the tree of parameters; set at the first call
 
     def __call__(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Params, Any, Logs]:
-        """Do a learner step, as `Agent.learner_step`. The logs are means over the minibatches."""
+        """Do one learner step, as `Agent.learner_step`. The logs are means over the minibatches."""
         if self._unravel is None:
             self._unravel = ravel_pytree(params)[1]
         begin, do_gradient_steps, end = self._pieces
@@ -95,7 +99,7 @@ class MinibatchUpdates:
         return params, after, {**logs, **self._means(logs_of_steps, carry.is_stopped)}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
-        """Return [epochs * minibatches, rows of one]; None if each epoch is one minibatch of all rows."""
+        """Return [epochs * minibatches, rows per minibatch], or None if each epoch is one minibatch of all rows."""
         count = min(self._num_minibatches, num_rows)
         if count == 1:
             return None
@@ -104,17 +108,17 @@ class MinibatchUpdates:
         return order[:, : size * count].reshape(self._num_epochs * count, size)
 
     def check_rows(self, num_rows: int) -> None:
-        """Raise UsageError if a whole batch, of `num_rows` rows, has fewer of them than minibatches."""
+        """Raise UsageError if a full batch with `num_rows` rows has fewer rows than minibatches."""
         if num_rows < self._num_minibatches:
             raise UsageError(
                 f"{type(self._agent).__name__}: num_minibatches={self._num_minibatches} of a batch of {num_rows} rows "
-                "(num_envs x unroll_length; of a recurrent network num_envs, as a row is a whole unroll). Lower "
+                "(num_envs x unroll_length, or num_envs for a recurrent network, where a row is a whole unroll). Lower "
                 "--num-minibatches, or raise --num-envs."
             )
 
     @functools.cached_property
     def _pieces(self) -> tuple[Callable[..., Any], ...]:
-        """The three parts of a learner step."""
+        """The functions for the begin, the gradient steps and the end of a learner step."""
         if self._agent.jit_learner_step:
             return self._begin, self._scan, self._end
         begin, end = (compilation.jit(piece, differentiates=False) for piece in (self._begin, self._end))
@@ -122,11 +126,11 @@ class MinibatchUpdates:
         return begin, functools.partial(self._loop, step), end
 
     def _begin(self, params: Params, learner_state: Any, data: Any) -> tuple[_Carry, Tree, Any, jax.Array, Logs]:
-        """Return the first carry, rows, indices of the minibatches, the next rng, and logs."""
+        """Return the first carry, the rows, the indices of the minibatches, the next rng, and logs."""
         rng, shuffle_rng = jax.random.split(learner_state.rng)
         rows, logs = self._prepare(params, data)
         is_params = _has_structure(params)
-        # Copies: a jitted step donates its carry, and the caller keeps the learner state.
+        # Copy: a jitted step donates its carry, but the caller keeps the learner state.
         opt_state = jax.tree.map(
             lambda tree: ravel_pytree(tree)[0] if is_params(tree) else jnp.copy(tree),
             learner_state.opt_state,
@@ -136,7 +140,7 @@ class MinibatchUpdates:
         return carry, rows, self.indices(shuffle_rng, len(jax.tree.leaves(rows)[0])), rng, logs
 
     def _scan(self, carry: _Carry, rows: Tree, indices: Any, state: Any) -> tuple[_Carry, Logs]:
-        """Do all gradient steps in one scan. Return the last carry, and the logs of each step."""
+        """Do all gradient steps in one scan. Return the last carry and the logs of each step."""
 
         def step_unless_stopped(carry: _Carry, index: jax.Array | None) -> tuple[_Carry, Logs]:
             def step(carry: _Carry) -> tuple[_Carry, Logs]:
@@ -154,7 +158,10 @@ class MinibatchUpdates:
     def _loop(
         self, step: Callable[..., Any], carry: _Carry, rows: Tree, indices: Any, state: Any
     ) -> tuple[_Carry, Logs]:
-        """As `_scan`, by calls of `step`, the jitted `_step`: it has no branch, in which a convolution is slow, too."""
+        """Do all gradient steps by calls of `step`, the jitted `_step`. Return the same as `_scan`.
+
+        `step` contains no branch, because a convolution is also slow inside a branch.
+        """
         logs_of_steps: list[Logs] = []
         order = [None] * self._num_epochs if indices is None else indices
         for index in order:
@@ -166,7 +173,7 @@ class MinibatchUpdates:
         return carry, jax.tree.map(lambda *values: np.asarray(values), *logs_of_steps)
 
     def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
-        """Do a gradient step, unless its logs say to stop."""
+        """Do one gradient step. Discard its result if `stops` is True for its logs."""
         state = state._replace(opt_state=carry.opt_state)
         minibatch = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
         logs, grads = self._gradients(self._unravel(carry.vector), state, minibatch)
@@ -179,7 +186,7 @@ class MinibatchUpdates:
         return kept._replace(is_stopped=is_stopped), {**logs, "minibatch_share": jnp.float32(1.0)}
 
     def _end(self, carry: _Carry, params: Params, opt_state: Any) -> tuple[Params, Any]:
-        """Return parameters and optimizer state as trees again; the arguments were those before the learner step."""
+        """Return parameters and optimizer state as trees. `params` and `opt_state` are the values before the step."""
         is_params = _has_structure(params)
         opt_state = jax.tree.map(
             lambda before, after: self._unravel(after) if is_params(before) else after,
@@ -190,26 +197,28 @@ class MinibatchUpdates:
         return self._unravel(carry.vector), opt_state
 
     def _means(self, steps: Logs, is_stopped: jax.Array) -> Logs:
-        """Return the means of the logs of each step, over the steps that were done."""
+        """Return the means of the logs over the gradient steps that were done."""
         means = {name: values.mean() for name, values in steps.items()}
         if self._stops is None:
             return means
-        share = means.pop("minibatch_share")  # all logs of steps that were left out are 0
+        share = means.pop("minibatch_share")  # the logs of skipped steps are 0
         applied = share - is_stopped / len(steps["minibatch_share"])
         return {**{name: mean / share for name, mean in means.items()}, "minibatch_share": applied}
 
 
 class MinibatchAgent(Agent):
-    """Base of agents that learn from an unroll of each environment in epochs of minibatches, on-policy.
+    """Base class of on-policy agents that learn from an unroll of each environment in epochs of minibatches.
 
-    A learner step calls, in this order:
+    A learner step calls these methods in this order:
 
-    1. `rollout_and_logs`, once: the rows of `rollout`, which a subclass has, and logs about them.
-    2. `minibatch_gradients` for each minibatch of these rows: of `minibatch_loss`, which a subclass has.
-    3. `stop_condition` of the logs, if there is one.
-    4. `apply_gradients`. The optimizer gives steps without their size: the learning rate is applied afterwards.
+    1. `rollout_and_logs`, once. It returns the rows of `rollout`, which a subclass defines, and logs.
+    2. `minibatch_gradients` for each minibatch of these rows. It differentiates `minibatch_loss`, which a subclass
+       defines.
+    3. `stop_condition` on the logs, if there is one.
+    4. `apply_gradients`. The optimizer returns updates without step size, and `apply_gradients` multiplies them by the
+       learning rate.
 
-    `loss` and `compute_gradients`, which other agents have for a whole batch, are never called.
+    `loss` and `compute_gradients`, which other agents use for a whole batch, are never called.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -217,7 +226,7 @@ class MinibatchAgent(Agent):
         for name, called in (("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")):
             if name in vars(cls):
                 raise UsageError(
-                    f"{cls.__name__} defines {name}, which nothing calls: it learns from minibatches. Define "
+                    f"{cls.__name__} defines {name}, which nothing calls, because it learns from minibatches. Define "
                     f"{called}(params, learner_state, rows) instead."
                 )
 
@@ -228,22 +237,22 @@ class MinibatchAgent(Agent):
 
     @property
     def jit_learner_step(self) -> bool:
-        """False for images on a CPU, where each minibatch is jitted on its own; see `MinibatchUpdates`."""
+        """False for images on a CPU, where each minibatch is jitted separately; see `MinibatchUpdates`."""
         return not (has_images(self.observation_spec) and jax.default_backend() == "cpu")
 
     def initial_learner_state(self, params: Params) -> LearnerState:
         return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
 
     def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
-        """Return the rollout, and logs about it."""
+        """Return the rollout and logs about it."""
         return self.rollout(params, data), {}
 
     def rollout(self, params: Params, data: SequenceBatch) -> Any:
-        """Return what the minibatches are taken from: a tree of rows `[N, ...]`."""
+        """Return the rows for minibatches: a tree of `[N, ...]`."""
         raise NotImplementedError
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Any) -> tuple[jax.Array, Logs]:
-        """Return the loss of a minibatch of rows of the rollout, and what to log beside it."""
+        """Return the loss of a minibatch of the rollout, and logs."""
         raise NotImplementedError
 
     def minibatch_gradients(self, params: Params, learner_state: LearnerState, rows: Any) -> tuple[Logs, Params]:
@@ -259,13 +268,13 @@ class MinibatchAgent(Agent):
     def learner_step(
         self, params: Params, learner_state: LearnerState, batch: Batch
     ) -> tuple[Params, LearnerState, Logs]:
-        """Epochs of minibatches of the rollout, each a step of `minibatch_gradients` and `apply_gradients`."""
+        """Do epochs of minibatch updates, each with `minibatch_gradients` and `apply_gradients`."""
         rate = learning_rate(self.cfg, learner_state.steps)
         params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
         return params, learner_state, {**logs, "learning_rate": rate}
 
     def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """Do one step of the optimizer, as long as the learning rate."""
+        """Do one step of the optimizer, scaled by the learning rate."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
         rate = learning_rate(self.cfg, learner_state.steps)
         return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
@@ -288,7 +297,7 @@ class MinibatchAgent(Agent):
 
 
 def _has_structure(params: Params) -> Callable[[Tree], bool]:
-    """Return a function that tells whether a tree has the structure and shapes of the parameters."""
+    """Return a predicate that is True for trees with the structure and shapes of the parameters."""
     structure, shapes = jax.tree.structure(params), list(map(np.shape, jax.tree.leaves(params)))
 
     def is_params(tree: Tree) -> bool:

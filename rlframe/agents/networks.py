@@ -1,7 +1,7 @@
-"""Networks by name: configs that build a function from observations to the heads that an agent asks for.
+"""Named networks: configs that build a function from observations to the heads of an agent.
 
-Any other library's network fits too, where it has `init(rng, observation)` and
-`apply(params, observation)`; give the agent a `net_factory` that makes it.
+Networks of other libraries can be used too. They need `init(rng, observation)` and `apply(params, observation)`. Pass
+the agent a `net_factory` that returns such a network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Network(NamedTuple):
 
     init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
     apply: Callable[[Params, Tree], Any]  # (params, observation [B, ...]) -> outputs [B, ...]
-    sample: Callable[[jax.Array, Params], Params] | None = None  # (rng, params) -> params with noise; None: has none
+    sample: Callable[[jax.Array, Params], Params] | None = None  # (rng, params) -> params with noise; None if not noisy
 
 
 class Head(NamedTuple):
@@ -34,13 +34,13 @@ class Head(NamedTuple):
 
     size: int  # numbers per observation
     scale: float = 1.0  # gain of the initial weights
-    num_free: int = 0  # how many of them, the last ones, do not depend on the observation
-    free_init: float = 0.0  # what those begin as
-    num_actions: int = 0  # of action values, size / num_actions numbers for each action; 0: it is something else
+    num_free: int = 0  # number of these, the last ones, that do not depend on the observation
+    free_init: float = 0.0  # initial value of the free numbers
+    num_actions: int = 0  # for action values: number of actions, each with size / num_actions numbers; otherwise 0
 
 
 def action_values(num_actions: int, size: int = 1) -> Head:
-    """A head that gives `size` numbers for each action, those of the first action first."""
+    """Return a head with `size` numbers for each action, ordered by action."""
     return Head(num_actions * size, num_actions=num_actions)
 
 
@@ -56,35 +56,37 @@ Activation = Literal["tanh", "relu", "elu", "gelu", "silu"]
 
 @dataclasses.dataclass(frozen=True)
 class MLPConfig:
-    """Fully connected layers over all leaves of the observation, flattened and joined.
+    """Fully connected layers on all leaves of the observation, flattened and joined.
 
-    The class's defaults are those of the PPO of OpenAI Baselines for vectors (`baselines/common/models.py`,
-    `mlp`; `value_network="copy"`): two layers of 64, tanh, orthogonal weights of gain sqrt(2). Agents may have others.
+    The defaults are those of PPO in OpenAI Baselines for vector observations (`baselines/common/models.py`, `mlp`;
+    `value_network="copy"`): two layers of 64, tanh, orthogonal weights with gain sqrt(2). Agents may have other
+    defaults.
     """
 
     hidden: tuple[int, ...] = (64, 64)
     activation: Activation = "tanh"
-    separate: bool = True  # layers of its own for each head, or layers that all heads share
-    orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
-    layer_norm: bool = False  # before each activation (Ba et al. 2016)
-    dueling: bool = False  # advantages and a value, each with a last layer of its own (Wang et al. 2016)
-    noisy: float | None = None  # DQN alone: of weights, to begin with noisy / sqrt(inputs); Fortunato et al. 2018: 0.5
+    separate: bool = True  # True: separate layers for each head; False: layers shared by all heads
+    orthogonal: bool = True  # initial weights; False: truncated normal with standard deviation 1 / sqrt(inputs)
+    layer_norm: bool = False  # layer normalization before each activation (Ba et al. 2016)
+    dueling: bool = False  # separate last hidden layers for advantages and value (Wang et al. 2016)
+    # DQN only: initial standard deviation of weights times sqrt(inputs); Fortunato et al. 2018: 0.5
+    noisy: float | None = None
 
     def __post_init__(self) -> None:
         check_layers(self)
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
-        """A network whose `apply` gives a tuple with one `[B, head.size]` for each head."""
+        """Build a network whose `apply` returns a tuple with one `[B, head.size]` for each head."""
 
         return _with_heads(lambda observation, name: flatten_observation(observation_spec, observation), self, heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class NatureCNNConfig:
-    """The convolutions of Mnih et al. 2015 (Methods, "Model architecture"), then dense layers.
+    """The convolutions of Mnih et al. 2015 (Methods, "Model architecture"), followed by dense layers.
 
-    Leaves of the observation that are images (three axes) pass through the convolutions, in either
-    layout; the others join before the dense layers. uint8 images are scaled to [0, 1].
+    The convolutions process the leaves of the observation that are images (three axes), with channels first or last.
+    The other leaves are joined before the dense layers. uint8 images are scaled to [0, 1].
     """
 
     channels: tuple[int, ...] = (32, 64, 64)
@@ -94,9 +96,9 @@ class NatureCNNConfig:
     activation: Activation = "relu"
     separate: bool = False
     orthogonal: bool = True
-    layer_norm: bool = False  # before each activation, over the channels (Ba et al. 2016)
-    dueling: bool = False  # advantages and a value, each with a last layer of its own (Wang et al. 2016)
-    noisy: float | None = None  # DQN alone: of dense weights, to begin with noisy / sqrt(inputs)
+    layer_norm: bool = False  # layer normalization over the channels before each activation (Ba et al. 2016)
+    dueling: bool = False  # separate last hidden layers for advantages and value (Wang et al. 2016)
+    noisy: float | None = None  # DQN only: initial standard deviation of dense weights times sqrt(inputs)
 
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):
@@ -107,16 +109,16 @@ class NatureCNNConfig:
         check_layers(self)
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> Network:
-        """A network whose `apply` gives a tuple with one `[B, head.size]` for each head.
+        """Build a network whose `apply` returns a tuple with one `[B, head.size]` for each head.
 
         Raises:
-            UsageError: no leaf of the observation is an image, or one is too small.
+            UsageError: no leaf of the observation is an image, or an image is too small.
         """
         self._check_images(observation_spec)
         return _with_heads(functools.partial(self.image_features, observation_spec), self, heads)
 
     def image_features(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
-        """What the dense layers take of an observation, `[B, n]`, by parameters whose names begin with `name`."""
+        """Return the input of the dense layers, `[B, n]`. The names of the parameters start with `name`."""
         parts: list[jax.Array] = []
         for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
             if is_image(leaf_spec):
@@ -152,20 +154,20 @@ class NatureCNNConfig:
 
 
 def is_image(leaf_spec: specs.Array) -> bool:
-    """Return True if a leaf of the observation goes through convolutions: it has three axes and holds no categories."""
+    """Return True if a leaf of the observation is processed by convolutions: three axes, and no categories."""
     return len(leaf_spec.shape) == 3 and not isinstance(leaf_spec, MultiDiscreteArray)
 
 
 def has_images(observation_spec: Tree) -> bool:
-    """Whether any leaf of the observation is an image."""
+    """Return True if any leaf of the observation is an image."""
     return any(is_image(leaf) for leaf in jax.tree.leaves(observation_spec))
 
 
 def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
-    """A convolution without padding: image [B, H, W, C], weights [k, k, C, D].
+    """Convolve without padding: image [B, H, W, C], weights [k, k, C, D].
 
-    Where the stride divides kernel and image, it moves each stride x stride block into the channels
-    and convolves those with stride 1. That is the same sum, and its gradient takes a CPU 15% less time.
+    If the stride divides the kernel and image sizes, move each stride x stride block into the channels and convolve
+    with stride 1. The result is the same, and its gradient is 15% faster on a CPU.
     """
     batch, height, width, channels = image.shape
     kernel, _, _, outputs = weights.shape
@@ -181,7 +183,7 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
 
 
 def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
-    """Dense layers on `inputs(observation, name)` `[B, n]`, each head's own or shared, and the heads on these."""
+    """Build dense layers on `inputs(observation, name)` `[B, n]`, separate or shared, and the heads on top."""
     num_own = len(cfg.hidden) if cfg.separate else int(cfg.dueling)
     num_shared = max(len(cfg.hidden) - num_own, 0)
     parts = dueling_heads(heads) if cfg.dueling else heads
@@ -205,25 +207,25 @@ def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Seque
 
 
 def dueling_heads(heads: Sequence[Head]) -> tuple[Head, Head]:
-    """The advantages and the value in place of a head of action values.
+    """Return the heads of advantages and value that replace a head of action values.
 
     Raises:
         UsageError: the heads are not action values.
     """
     if len(heads) != 1 or not heads[0].num_actions:
-        raise UsageError("Only action values can be dueling (of DQN, PQN, R2D2): leave network.dueling False.")
+        raise UsageError("Only action values (DQN, PQN, R2D2) can be dueling. Leave network.dueling False.")
     return heads[0], Head(heads[0].size // heads[0].num_actions)
 
 
 def dueling_values(advantages: jax.Array, value: jax.Array, num_actions: int) -> jax.Array:
-    """[..., A N] from advantages [..., A N] and values [..., N] (Wang et al. 2016, equation 9)."""
+    """Return [..., A N] from advantages [..., A N] and values [..., N] (Wang et al. 2016, equation 9)."""
     shaped = advantages.reshape(*value.shape[:-1], num_actions, -1)
     values = value[..., None, :] + shaped - jnp.mean(shaped, axis=-2, keepdims=True)
     return values.reshape(advantages.shape)
 
 
 def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
-    """The output `[B, head.size]` of the head at `index`, from features `[B, n]`; inside of a Haiku transform."""
+    """Return the output `[B, head.size]` of head number `index` for features `[B, n]`. Call it in a Haiku transform."""
     linear = hk.Linear(head.size - head.num_free, w_init=weight_initializer(cfg, head.scale), name=f"head{index}")
     output = linear(features)
     if not head.num_free:
@@ -233,7 +235,7 @@ def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Arr
 
 
 def dense_layers(features: jax.Array, cfg: Any, name: str, sizes: Sequence[int]) -> jax.Array:
-    """Features `[B, n]` through dense layers of these sizes; inside of a Haiku transform."""
+    """Apply dense layers of the given sizes to features `[B, n]`. Call it in a Haiku transform."""
     for i, size in enumerate(sizes):
         layer = hk.Linear(size, w_init=weight_initializer(cfg), name=f"{name}_dense{i}")
         features = _activated(layer(features), cfg, f"{name}_dense_norm{i}")
@@ -247,11 +249,11 @@ def _activated(features: jax.Array, cfg: Any, name: str) -> jax.Array:
 
 
 def weight_initializer(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
-    """Initial weights; sqrt(2) for hidden layers is OpenAI Baselines' (`baselines/common/models.py`)."""
+    """Return an initializer of weights. The default gain is OpenAI Baselines' (`baselines/common/models.py`)."""
     weights = functools.partial(_orthogonal, scale=scale) if cfg.orthogonal else _truncated_normal
 
     def init(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        # Drawn by NumPy: XLA would take two seconds to compile a decomposition for each shape.
+        # NumPy draws the weights, because XLA takes two seconds to compile a decomposition for each shape.
         key = jax.random.key_data(hk.next_rng_key())
         draw = functools.partial(weights, shape=tuple(shape), dtype=dtype)
         if isinstance(key, jax.core.Tracer):
@@ -262,16 +264,16 @@ def weight_initializer(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any
 
 
 def _orthogonal(key: Any, *, shape: tuple[int, ...], dtype: Any, scale: float) -> np.ndarray:
-    """Orthogonal columns, or rows where there are fewer of them (Saxe et al. 2014)."""
+    """Return weights with orthogonal columns, or orthogonal rows if there are fewer rows (Saxe et al. 2014)."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     draws = _random_state(key).standard_normal((max(rows, columns), min(rows, columns)))
     q, r = np.linalg.qr(draws)
-    q = q * np.sign(np.diag(r))  # without this the factors are not uniformly distributed
+    q = q * np.sign(np.diag(r))  # otherwise the result is not uniformly distributed
     return np.asarray(scale * (q if rows >= columns else q.T), dtype).reshape(shape)
 
 
 def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Deviation 1 / sqrt(inputs), within two deviations: the default of Sonnet and Haiku."""
+    """Return weights with deviation 1 / sqrt(inputs), truncated at two deviations, as in Sonnet and Haiku."""
     random = _random_state(key)
     draws = random.standard_normal(shape)
     while (outside := np.abs(draws) > 2.0).any():
@@ -280,7 +282,7 @@ def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.nda
 
 
 def _random_state(key: Any) -> np.random.RandomState:
-    # RandomState: NumPy promises its stream for all versions, Generator's it does not.
+    # RandomState, because NumPy guarantees the same stream in all versions, unlike for Generator.
     return np.random.RandomState(np.asarray(key, np.uint32).ravel())
 
 
@@ -289,13 +291,13 @@ def _leaf_pairs(observation_spec: Tree, observation: Tree) -> list[tuple[specs.A
 
 
 def flatten_observation(observation_spec: Tree, observation: Tree) -> jax.Array:
-    """All leaves of an observation, flattened and joined: `[B, n]` float32."""
+    """Flatten and join all leaves of an observation: `[B, n]` float32."""
     parts = [_vector(leaf_spec, leaf) for leaf_spec, leaf in _leaf_pairs(observation_spec, observation)]
     return jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
 
 def _vector(leaf_spec: specs.Array, leaf: jax.Array) -> jax.Array:
-    """One leaf `[B, ...]` as float32 `[B, n]`: each category as one-hot, the bytes of images scaled to [0, 1]."""
+    """Convert one leaf `[B, ...]` to float32 `[B, n]`: categories to one-hot, image bytes scaled to [0, 1]."""
     if isinstance(leaf_spec, specs.DiscreteArray):
         return jax.nn.one_hot(leaf, leaf_spec.num_values, dtype=jnp.float32)
     if isinstance(leaf_spec, MultiDiscreteArray):
@@ -315,25 +317,27 @@ def _height_width(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def check_layers(cfg: Any) -> None:
-    """Raises UsageError where the sizes or the activation of a network's config cannot be."""
+    """Raise UsageError if the layer sizes or the activation in a network's config are invalid."""
     name = type(cfg).__name__
     if cfg.activation not in ACTIVATIONS:
         raise UsageError(f"{name}.activation must be one of {sorted(ACTIVATIONS)}, got {cfg.activation!r}.")
     if any(size < 1 for size in cfg.hidden):
-        raise UsageError(f"{name}.hidden must be sizes of at least 1, got {cfg.hidden}.")
+        raise UsageError(f"{name}.hidden must contain sizes of at least 1, got {cfg.hidden}.")
     if hasattr(cfg, "noisy"):
         check_above(cfg, 0, "noisy")
 
 
-# --- noisy networks (Fortunato et al. 2018, arXiv:1706.10295): noise on the weights explores, as much as is learned
+# --- noisy networks (Fortunato et al. 2018, arXiv:1706.10295): learned noise on the weights drives exploration
 
 
 def noisy(network: Any, scale: float) -> Any:
-    """The network with learned noise on its dense layers: `apply` takes the means, or what `sample(rng, params)` draws.
+    """Add learned noise to the dense layers of a network.
+
+    `apply` uses the means, or the noisy parameters from `sample(rng, params)`.
 
     Args:
-        network: a `Network` whose parameters are the means.
-        scale: the deviation to begin with, times sqrt(inputs); 0.5 in the paper.
+        network: a `Network` whose parameters become the means.
+        scale: initial standard deviation times sqrt(inputs); 0.5 in the paper.
     """
     return network._replace(
         init=lambda rng, observation: with_deviations(network.init(rng, observation), scale),
@@ -343,21 +347,23 @@ def noisy(network: Any, scale: float) -> Any:
 
 
 class NoisyParams(NamedTuple):
-    """Parameters of a network, and how much noise there is on those of its dense layers."""
+    """Parameters of a network, and the standard deviations of the noise on its dense layers."""
 
-    mean: Params  # module -> name -> array, as Haiku has them
-    deviation: Params  # of the modules that have a `w` [n, m] and a `b` [m], the same of these
+    mean: Params  # module -> name -> array, as in Haiku
+    deviation: Params  # standard deviations for modules with a `w` [n, m] and a `b` [m]
 
 
 def with_deviations(params: Params, scale: float) -> NoisyParams:
-    """Parameters with the deviations to begin with: `scale` / sqrt(inputs) (section 3.2).
+    """Return noisy parameters with the initial standard deviations `scale` / sqrt(inputs) (section 3.2).
 
     Raises:
-        UsageError: there is no dense layer among them.
+        UsageError: there is no dense layer.
     """
     layers = {name: module for name, module in params.items() if _is_dense(module)}
     if not layers:
-        raise UsageError("A noisy network needs dense layers, modules with a w [n, m] and a b [m]; there are none.")
+        raise UsageError(
+            "A noisy network needs dense layers (modules with a w [n, m] and a b [m]), but there are none."
+        )
     deviation = {
         name: {leaf: jnp.full(module[leaf].shape, scale * module["w"].shape[0] ** -0.5) for leaf in ("w", "b")}
         for name, module in layers.items()
@@ -366,7 +372,7 @@ def with_deviations(params: Params, scale: float) -> NoisyParams:
 
 
 def add_noise(rng: jax.Array, params: NoisyParams) -> NoisyParams:
-    """Parameters whose means have factorized Gaussian noise (equations 10, 11); gradients flow to both."""
+    """Add factorized Gaussian noise to the means (equations 10, 11). Gradients flow to means and deviations."""
     result = dict(params.mean)
     for i, (name, deviation) in enumerate(sorted(params.deviation.items())):
         inputs, outputs = deviation["w"].shape

@@ -1,4 +1,4 @@
-"""What agents share that learn from a replay: its size, its priorities, and the weights that correct for them."""
+"""Functions for agents that learn from a replay: its size, its priorities, and importance weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlframe.types import ReplaySpec, Sequence, Transition
 
 
 def check_replay_size(cfg: Any) -> None:
-    """Raise UsageError if a replay never holds the items that learning begins with.
+    """Raise UsageError if a replay can never contain enough items to start learning.
 
     Args:
-        cfg: an agent's config with `min_replay_size` (items), `replay_capacity` (steps) and, if the items are
-            sequences, `period` (steps from the start of one to the start of the next).
+        cfg: an agent's config with `min_replay_size` (items) and `replay_capacity` (steps). If the items are sequences,
+            also `period` (steps between the starts of two sequences).
     """
     period = getattr(cfg, "period", 1)
     if cfg.min_replay_size * period > cfg.replay_capacity:
@@ -31,7 +31,7 @@ def check_replay_size(cfg: Any) -> None:
 def off_policy_replay_spec(
     cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritized"]
 ) -> ReplaySpec:
-    """Return the replay of an agent's config: an update every `update_period` steps of the environments."""
+    """Return the replay spec of an agent's config: one update per `update_period` environment steps."""
     period = item.period if isinstance(item, Sequence) else 1
     return ReplaySpec(
         kind=kind,
@@ -45,9 +45,9 @@ def off_policy_replay_spec(
 
 
 def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
-    """[B]: corrections for prioritized sampling, the largest being 1 (Schaul et al. 2016, section 3.4).
+    """Return [B]: importance weights for prioritized sampling (Schaul et al. 2016, section 3.4).
 
-    The size of the buffer cancels in the division by the largest.
+    The weights are scaled to a maximum of 1. The buffer size cancels out in this division.
     """
     check_shapes(probabilities=(probabilities, "B"))
     weights = jnp.power(probabilities, -exponent)
@@ -55,12 +55,14 @@ def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) ->
 
 
 def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) -> jax.Array:
-    """[B]: of each sequence the largest error and the mean, mixed (Kapturowski et al. 2019, section 2.3).
+    """Return [B]: the priority of each sequence, a mix of its largest and its mean error.
+
+    See Kapturowski et al. 2019, section 2.3.
 
     Args:
         errors: [T, B], differences to the targets.
         mask: [T, B] float32, 0 where the environment ignored action t.
-        max_share: eta, the share of the largest.
+        max_share: eta, weight of the largest error.
     """
     check_shapes(errors=(errors, "T B"), mask=(mask, "T B"))
     sizes = jnp.abs(errors) * mask

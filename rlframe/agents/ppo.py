@@ -15,7 +15,7 @@ from rlframe.agents import losses
 from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
-from rlframe.agents.optimizers import annealed, clipped
+from rlframe.agents.optimizers import annealed, clip_gradients
 from rlframe.agents.returns import generalized_advantages
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
@@ -24,29 +24,33 @@ from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
 
 @dataclasses.dataclass(frozen=True)
 class PPOConfig:
-    """Defaults: Schulman et al. 2017, table 3 (MuJoCo); where it is silent, OpenAI Baselines' ppo2."""
+    """Defaults from Schulman et al. 2017, table 3 (MuJoCo). Other defaults are from OpenAI Baselines' ppo2."""
 
     unroll_length: int = 2048  # steps of each environment between two updates
     num_epochs: int = 10
-    num_minibatches: int = 32  # 2048 steps over minibatches of 64
-    target_kl: float | None = None  # the update ends before the first minibatch whose approx_kl is above; None: never
+    num_minibatches: int = 32  # minibatches per epoch; 2048 steps / minibatches of 64
+    # stop the update before the first minibatch with a higher approx_kl; None never stops
+    target_kl: float | None = None
     discount: float = 0.99
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
-    value_clip: float | None = None  # distance from the old value; ppo2 uses clip_epsilon, the paper none
+    # maximum distance from the old value; ppo2 uses clip_epsilon, the paper does not clip
+    value_clip: float | None = None
     entropy_cost: float = 0.0
-    value_cost: float = 0.5  # of half the squared error, as ppo2's vf_coef; Stable-Baselines3's 0.5 would be 1.0 here
-    normalize_advantages: bool = True  # in each minibatch; ppo2/model.py
+    # weight of half the squared error, as ppo2's vf_coef; Stable-Baselines3's 0.5 corresponds to 1.0
+    value_cost: float = 0.5
+    normalize_advantages: bool = True  # in each minibatch, as in ppo2/model.py
     learning_rate: float = 3e-4
     adam_epsilon: float = 1e-5  # ppo2/model.py
     max_grad_norm: float | None = 0.5  # ppo2
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
-    anneal_clip: bool = False  # the same for clip_epsilon
-    total_learner_steps: int | None = None  # what annealing reaches 0 at; None: it does not begin
-    envs_per_batch: int | None = None  # of a full batch: another counts in schedules by its size; None: as one step
-    # Versions that an unroll may be behind. 0: actors wait for each update, as in the paper. Above, they run that many
-    # unrolls ahead; the correction is the clipped ratio to the policy that acted, whose log-probabilities are stored:
-    # equation 7 of the paper asks for no more than that. Hilton et al. 2022 (arXiv:2110.00641) measure what it costs.
+    anneal_clip: bool = False  # anneal clip_epsilon in the same way
+    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
+    # environments in a full batch; in schedules, a smaller batch counts as a fraction of a step. None: as one step
+    envs_per_batch: int | None = None
+    # Maximum age of an unroll in versions. With 0, actors wait for each update, as in the paper. With more, they run
+    # ahead by that many unrolls. The clipped ratio corrects for this: it uses the stored log-probabilities of the
+    # policy that acted, as equation 7 of the paper requires. Hilton et al. 2022 (arXiv:2110.00641) measure the cost.
     max_staleness: int = 0
 
     def __post_init__(self) -> None:
@@ -59,25 +63,25 @@ class PPOConfig:
 
 
 class Rollout(NamedTuple):
-    """What the minibatches are taken from; every leaf is `[N, ...]`, N = B * T.
+    """The rows for minibatches. Every leaf is `[N, ...]` with N = B * T.
 
-    Of a recurrent network a row is an environment's whole unroll: the leaves are `[B, T, ...]`.
+    For a recurrent network, a row is the whole unroll of an environment, and the leaves are `[B, T, ...]`.
     """
 
     observation: Tree
-    sample: jax.Array  # of the policy, before clipping to the action's bounds
+    sample: jax.Array  # sample of the policy, before clipping to the action bounds
     log_prob: jax.Array
     value: jax.Array
     advantage: jax.Array
     mask: jax.Array  # 0 where the environment ignored the action
-    step_type: Any = ()  # of a recurrent network: [B, T]
-    state: Any = ()  # the same: [B, ...], before step 0
+    step_type: Any = ()  # for a recurrent network: [B, T]
+    state: Any = ()  # for a recurrent network: [B, ...], before step 0
 
 
 class PPO(ActorCritic, MinibatchAgent):
     """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
-    Minibatches of a recurrent network are of whole unrolls, from the state that they began with.
+    With a recurrent network, minibatches contain whole unrolls, each with the state at its start.
     """
 
     config_cls = PPOConfig
@@ -86,21 +90,21 @@ class PPO(ActorCritic, MinibatchAgent):
         return {**super().acting_extras(logits, value, sample), "value": value.reshape(logits.shape[0])}
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        return clipped(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
+        return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
     def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
-        """The rollout, and how well the actor's values explain the returns."""
+        """Return the rollout, and the explained variance of the actor's values."""
         rollout = self.rollout(params, data)
         if missing := [name for name in ("value", "advantage", "mask") if not hasattr(rollout, name)]:
             raise UsageError(
-                f"{type(self).__name__}.rollout must return a Rollout, or rows with the same fields and more; got a "
+                f"{type(self).__name__}.rollout must return a Rollout, or rows with at least the same fields; got a "
                 f"{type(rollout).__name__} without {', '.join(missing)}."
             )
         targets = rollout.value + rollout.advantage
         return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
 
     def rollout(self, params: Params, data: SequenceBatch) -> Rollout:
-        """The steps of a batch with their advantages, by the values that the actor had."""
+        """Return the steps of a batch with their GAE advantages, computed from the actor's values."""
         value, last_value = jnp.asarray(data.extras["value"]), self._last_value(params, data)
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
         values = jnp.concatenate([value, last_value[:, None]], axis=1)
@@ -113,7 +117,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return flatten_batch_and_time(rollout)
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Rollout) -> tuple[jax.Array, Logs]:
-        """The clipped objective, the error of the values and the entropy, of a minibatch of the rollout."""
+        """Return the PPO loss of a minibatch: clipped objective, value error and entropy. Also return logs."""
         cfg = self.cfg
         clip_epsilon = annealed(
             cfg.clip_epsilon, learner_state.steps, cfg.total_learner_steps if cfg.anneal_clip else None
@@ -152,7 +156,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return logs["approx_kl"] > self.cfg.target_kl
 
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
-        """(policy parameters [N, P], values [N], the rollout with rows of one step) of a minibatch."""
+        """Return (policy parameters [N, P], values [N], the minibatch with one row per step)."""
         if self._stepped.is_recurrent:
             outputs, _ = self._stepped.unroll(params, rollout.observation, rollout.step_type, rollout.state)
             logits, value = flatten_batch_and_time(outputs)
@@ -162,7 +166,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return logits, value.reshape(logits.shape[0]), rollout
 
     def _last_value(self, params: Params, data: SequenceBatch) -> jax.Array:
-        """[B]: the value of the timestep after the unroll."""
+        """Return [B]: the value of the timestep after the unroll."""
         if self._stepped.is_recurrent:
             outputs, _ = self._stepped.unroll(params, data.observation, data.step_type, data.agent_state)
             value = outputs[1][:, -1]
@@ -174,11 +178,11 @@ class PPO(ActorCritic, MinibatchAgent):
 def explained_variance(values: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
     """Return [] float32: 1 - Var(targets - values) / Var(targets) where `mask` is 1 (`baselines/common/math_util.py`).
 
-    1 for perfect values, 0 for values no better than a constant. 0, too, if all targets are equal.
+    1 means perfect values. 0 means that the values are no better than a constant, or that all targets are equal.
     """
 
     def variance(x: jax.Array) -> jax.Array:
         return losses.masked_mean(jnp.square(x - losses.masked_mean(x, mask)), mask)
 
-    all_of_it = variance(targets)
-    return jnp.where(all_of_it > 0.0, 1.0 - variance(targets - values) / all_of_it, 0.0)
+    total = variance(targets)
+    return jnp.where(total > 0.0, 1.0 - variance(targets - values) / total, 0.0)

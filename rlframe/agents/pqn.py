@@ -1,4 +1,4 @@
-"""PQN (Gallici et al. 2024, arXiv:2407.04811): Q-learning on-policy, without replay and without a target network."""
+"""PQN (Gallici et al. 2024, arXiv:2407.04811): on-policy Q-learning without replay and without target network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.optimizers import clipped, interpolated
+from rlframe.agents.optimizers import clip_gradients, interpolated
 from rlframe.agents.q_learning import ActorParams, QLearning, epsilon_greedy
 from rlframe.agents.returns import q_lambda_returns
 from rlframe.agents.trees import flatten_batch_and_time
@@ -33,21 +33,22 @@ from rlframe.types import (
 
 @dataclasses.dataclass(frozen=True)
 class PQNConfig:
-    """Defaults: Gallici et al. 2024, for Atari (128 environments)."""
+    """Defaults from Gallici et al. 2024 for Atari (128 environments)."""
 
     unroll_length: int = 32  # steps of each environment between two updates
     num_epochs: int = 2
     num_minibatches: int = 32
     discount: float = 0.99
-    q_lambda: float = 0.65  # 0 for one-step targets, 1 for Monte Carlo
-    epsilon_begin: float = 1.0  # chance of a random action
+    q_lambda: float = 0.65  # 0 for one-step targets, 1 for Monte Carlo returns
+    epsilon_begin: float = 1.0  # probability of a random action
     epsilon_end: float = 0.001
-    epsilon_decay_share: float = 0.1  # of total_learner_steps, in which it falls
-    learning_rate: float = 2.5e-4  # of RAdam
-    adam_epsilon: float = 1e-8  # of RAdam; as in the code of Liu et al. 2020, arXiv:1908.03265
+    epsilon_decay_share: float = 0.1  # fraction of total_learner_steps during which epsilon falls
+    learning_rate: float = 2.5e-4  # learning rate of RAdam
+    adam_epsilon: float = 1e-8  # epsilon of RAdam, as in the code of Liu et al. 2020, arXiv:1908.03265
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # None: epsilon is epsilon_end, and annealing does not begin
-    envs_per_batch: int | None = None  # of a full batch: another counts in schedules by its size; None: as one step
+    total_learner_steps: int | None = None  # None keeps epsilon at epsilon_end and disables annealing
+    # environments in a full batch; in schedules, a smaller batch counts as a fraction of a step. None: as one step
+    envs_per_batch: int | None = None
     max_grad_norm: float | None = 10.0
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class PQNConfig:
 
 
 class QRollout(NamedTuple):
-    """What the minibatches are taken from; every leaf is `[N, ...]`, N = B * T."""
+    """The rows for minibatches. Every leaf is `[N, ...]` with N = B * T."""
 
     observation: Tree
     action: jax.Array
@@ -67,10 +68,10 @@ class QRollout(NamedTuple):
 
 
 class PQN(QLearning, MinibatchAgent):
-    """Q-learning by lambda-returns of fresh unrolls, for discrete actions.
+    """Q-learning on lambda-returns of fresh unrolls, for discrete actions.
 
-    A network's `apply` gives action values `[B, A]`. It should normalize its layers (`layer_norm`): that is what keeps
-    the values in place of a target network.
+    A network's `apply` returns action values `[B, A]`. It should have layer normalization (`layer_norm`), which
+    stabilizes the values without a target network.
     """
 
     config_cls = PQNConfig
@@ -98,10 +99,10 @@ class PQN(QLearning, MinibatchAgent):
     # Learning
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        return clipped(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
+        return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
-        """The steps of a batch with their targets, by the values that the actor had."""
+        """Return the steps of a batch with their lambda-returns, computed from the actor's values."""
         last_values = self._values(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))
         next_values = jnp.concatenate([data.extras["value"][:, 1:], jnp.max(last_values, axis=-1)[:, None]], axis=1)
         targets = q_lambda_returns(
@@ -116,7 +117,7 @@ class PQN(QLearning, MinibatchAgent):
         return flatten_batch_and_time(QRollout(observation, data.action, targets, mask))
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: QRollout) -> tuple[jax.Array, Logs]:
-        """Half the squared error of a minibatch of the rollout."""
+        """Return half the squared error of a minibatch, and logs."""
         values = self._values(params, rows.observation)
         chosen = jnp.take_along_axis(values, rows.action[:, None].astype(jnp.int32), axis=-1)[:, 0]
         errors = rows.target - chosen

@@ -1,4 +1,4 @@
-"""What DQN, PQN and R2D2 share: values of discrete actions, of which the highest is chosen or a random one."""
+"""Base classes of DQN, PQN and R2D2: values of discrete actions, and epsilon-greedy exploration."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from rlframe.types import AgentOutput, AgentState, Params, TimeStep, Tree, specs
 
 
 class ActorParams(NamedTuple):
-    """What an actor acts by, if all environments explore alike."""
+    """Parameters for acting when all environments explore in the same way."""
 
-    params: Params  # of the network
-    epsilon: Any  # [] float32: chance of a random action
+    params: Params  # parameters of the network
+    epsilon: Any  # [] float32: probability of a random action
 
 
 def epsilon_greedy(
     rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Actions `[B]`: those of `greedy`, or with the chance `epsilon` ([] or [B]) any of `num_actions`; which are so."""
-    # One number decides both: given that it is below epsilon, it is uniform there.
+    """Replace `greedy` actions `[B]` by random ones with probability `epsilon` ([] or [B]).
+
+    Returns:
+        (actions `[B]`, `[B]` bool that is True for random actions).
+    """
+    # One random number is used twice: if it is below epsilon, it is uniform in [0, epsilon).
     draw = jax.random.uniform(rng, greedy.shape)
     random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
     explores = draw < epsilon
@@ -35,15 +39,14 @@ def epsilon_greedy(
 
 
 class QLearning(Agent):
-    """Base of agents that learn the values of discrete actions.
+    """Base class of agents that learn the values of discrete actions.
 
-    A network's `apply` gives `[B, A N]`: for each action N numbers (`outputs_per_action`), those of the first action
-    first.
+    A network's `apply` returns `[B, A N]`: N numbers for each action (`outputs_per_action`), ordered by action.
     """
 
     takes_policy = False
-    may_recur: ClassVar[bool] = False  # whether the network may have a state
-    may_be_noisy: ClassVar[bool] = False  # whether it may have noise
+    may_recur: ClassVar[bool] = False  # True if the network may have a state
+    may_be_noisy: ClassVar[bool] = False  # True if the network may have noise
 
     def __init__(
         self,
@@ -68,12 +71,12 @@ class QLearning(Agent):
 
     @property
     def default_network(self) -> Any:
-        """The config of the network without a `net_factory`."""
+        """The config of the network if there is no `net_factory`."""
         return default_network_config(self.network_configs, self.observation_spec)
 
     @property
     def outputs_per_action(self) -> int:
-        """Numbers that the network gives for each action."""
+        """Number of network outputs for each action."""
         return 1
 
     def eval_step(
@@ -82,16 +85,16 @@ class QLearning(Agent):
         return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
-        """[B, A]"""
+        """Return [B, A]."""
         return only_output(self.network.apply(params, observation))
 
     def greedy(self, values: jax.Array) -> jax.Array:
-        """[B]: the actions of the highest values [B, A]."""
+        """Return [B]: the actions with the highest values [B, A]."""
         return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
 
 
 class TargetNetworkAgent(QLearning):
-    """Base of agents that learn action values with a target network: a copy, every `target_update_period` updates."""
+    """Base class of Q-learning agents with a target network, a copy made every `target_update_period` updates."""
 
     def initial_learner_state(self, params: Params) -> TargetState:
         opt_state, steps, rng = super().initial_learner_state(params)

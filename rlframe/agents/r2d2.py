@@ -1,4 +1,4 @@
-"""R2D2 (Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX): Q-learning with a memory, from sequences."""
+"""R2D2 (Kapturowski et al. 2019, openreview.net/forum?id=r1lyTjAqYX): recurrent Q-learning from replayed sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.agents.base import TargetState
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec, sequence_priorities
-from rlframe.agents.optimizers import clipped, learning_rate_schedule
+from rlframe.agents.optimizers import clip_gradients, learning_rate_schedule
 from rlframe.agents.q_learning import TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
@@ -38,31 +38,32 @@ from rlframe.types import (
 
 @dataclasses.dataclass(frozen=True)
 class R2D2Config:
-    """Defaults: Kapturowski et al. 2019, sections 2.3 and 3, and their table of hyper-parameters."""
+    """Defaults from Kapturowski et al. 2019, sections 2.3 and 3 and the table of hyper-parameters."""
 
-    batch_size: int = 64  # sequences for each update
-    sequence_length: int = 80  # steps of one environment that are learned from
-    burn_in: int = 40  # steps before these, which only bring the state up to date
-    period: int = 40  # environment steps from the start of a sequence to the start of the next
+    batch_size: int = 64  # sequences per update
+    sequence_length: int = 80  # steps of one environment to learn from
+    burn_in: int = 40  # steps before these that only update the recurrent state
+    period: int = 40  # environment steps between the starts of two sequences
     replay_capacity: int = 4_000_000  # environment steps
-    min_replay_size: int = 1_250  # sequences there are before learning begins; 50,000 steps, as Ape-X
-    update_period: int = 13_312  # environment steps for each learner step: 256 actors' 260 a second, 5 updates a second
+    min_replay_size: int = 1_250  # sequences in the replay before learning starts; 50,000 steps, as in Ape-X
+    # environment steps per learner step: 256 actors with 260 steps a second, 5 updates a second
+    update_period: int = 13_312
     target_update_period: int = 2_500  # learner steps
     discount: float = 0.997
-    n_step: int = 5  # rewards summed before bootstrapping
-    # Of the values: epsilon of h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x; None: they stay as they are.
+    n_step: int = 5  # number of rewards summed before bootstrapping
+    # Rescaling of values: epsilon in h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x. None disables rescaling.
     rescaling: float | None = 1e-3
-    # An environment acts at random with the chance epsilon^(1 + exponent place), with places spread evenly over [0, 1]
-    # (`ladder_positions`), as those of Horgan et al. 2018 (arXiv:1803.00933).
+    # An environment takes a random action with probability epsilon^(1 + epsilon_exponent * position). The positions are
+    # spread evenly over [0, 1] (`ladder_positions`), as in Horgan et al. 2018 (arXiv:1803.00933).
     epsilon: float = 0.4
     epsilon_exponent: float = 7.0
-    learning_rate: float = 1e-4  # of Adam
+    learning_rate: float = 1e-4  # learning rate of Adam
     adam_epsilon: float = 1e-3
     anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # what annealing ends at; None: it does not begin
+    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     max_grad_norm: float | None = None
     priority_exponent: float = 0.9
-    max_share: float = 0.9  # eta: of a sequence's largest error in its priority; the rest is the mean's
+    max_share: float = 0.9  # eta: weight of a sequence's largest error in its priority; the rest is for the mean error
     importance_exponent: float = 0.6
 
     def __post_init__(self) -> None:
@@ -75,18 +76,18 @@ class R2D2Config:
 
 
 class Explorer(NamedTuple):
-    """The state of an environment's actor."""
+    """The recurrent state of an environment."""
 
     core: Any  # the network's state, a tree of [B, ...]
-    epsilon: Any  # [B] float32: chance of a random action; the same all the time
+    epsilon: Any  # [B] float32: probability of a random action; constant
 
 
 class R2D2(TargetNetworkAgent):
-    """Double, dueling Q-learning from sequences, for discrete actions and observations that do not say all.
+    """Double, dueling Q-learning on sequences, for discrete actions and partially observable environments.
 
-    A network's `apply` gives action values `[B, A]`; it should be recurrent (`rlframe.agents.recurrent`), and
-    dueling as the paper's is. The state that is stored with a sequence is where learning unrolls from; the first
-    `burn_in` steps of it are not learned from, but bring the state to what the newest parameters make of it.
+    A network's `apply` returns action values `[B, A]`. The network should be recurrent (`rlframe.agents.recurrent`) and
+    dueling, as in the paper. Learning unrolls the network from the state that is stored with the sequence. The first
+    `burn_in` steps only update the state with the newest parameters, and are not learned from.
     """
 
     config_cls = R2D2Config
@@ -101,7 +102,7 @@ class R2D2(TargetNetworkAgent):
 
     @property
     def default_network(self) -> Any:
-        """The paper's for images, a small one for vectors."""
+        """The paper's network for images, a small network for vectors."""
         paper = LSTMConfig((), 512, "relu", orthogonal=False, dueling=True)
         return paper if has_images(self.observation_spec) else self.network_configs[0]
 
@@ -133,10 +134,10 @@ class R2D2(TargetNetworkAgent):
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
-        return clipped(cfg.max_grad_norm, optax.adam(learning_rate_schedule(cfg), eps=cfg.adam_epsilon))
+        return clip_gradients(cfg.max_grad_norm, optax.adam(learning_rate_schedule(cfg), eps=cfg.adam_epsilon))
 
     def loss(self, params: Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
-        """Half the squared errors, summed over a sequence; the mean over sequences."""
+        """Return half the squared errors, summed over each sequence and averaged over sequences. Also return logs."""
         cfg = self.cfg
         values = self._unroll(params, batch.data)
         targets = self._targets(values, self._unroll(learner_state.target_params, batch.data), batch.data)
@@ -148,12 +149,12 @@ class R2D2(TargetNetworkAgent):
         logs = {
             "value": losses.masked_mean(self._unscale(chosen), mask),
             "td_error": losses.masked_mean(jnp.abs(errors), mask),
-            "priorities": sequence_priorities(errors, mask, cfg.max_share) + 1e-6,  # never 0
+            "priorities": sequence_priorities(errors, mask, cfg.max_share) + 1e-6,  # priorities are never 0
         }
         return jnp.mean(weights * jnp.sum(losses.huber(errors, None), axis=0)), logs
 
     def _unroll(self, params: Params, data: SequenceBatch) -> jax.Array:
-        """Action values [T + 1, B, A] of the timesteps after the burn-in, from the state that it leaves."""
+        """Return action values [T + 1, B, A] of the timesteps after the burn-in."""
         state, burn_in = data.agent_state.core, self.cfg.burn_in
         if burn_in:
             early = jax.tree.map(lambda leaf: leaf[:, :burn_in], data.observation)
@@ -164,7 +165,10 @@ class R2D2(TargetNetworkAgent):
         return swap_batch_and_time(only_output(outputs))
 
     def _targets(self, values: jax.Array, target_values: jax.Array, data: SequenceBatch) -> jax.Array:
-        """[T, B]: what values [T + 1, B, A] should become, by the target network's of the online one's choices."""
+        """Return [T, B]: the targets of the values [T + 1, B, A].
+
+        The online network selects the next actions, and the target network evaluates them.
+        """
         cfg = self.cfg
         next_values = self._unscale(_select(target_values[1:], jnp.argmax(values[1:], axis=-1)))
         reward, discount = data.reward[:, cfg.burn_in :].T, cfg.discount * data.discount[:, cfg.burn_in :].T
@@ -177,18 +181,19 @@ class R2D2(TargetNetworkAgent):
 
 
 def ladder_positions(count: int) -> np.ndarray:
-    """Places [count] in [0, 1]: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ..., nearly evenly spread for each count.
+    """Return positions [count] on the epsilon ladder: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ...
 
-    The first ones do not depend on the count, so an environment has its place by its number, however many there are.
+    They are almost evenly spread over [0, 1] for every count. The position of an environment depends only on its
+    number, not on the number of environments.
     """
-    numbers, places, half = np.arange(1, count + 1), np.zeros(count), 0.5
-    while numbers.any():  # van der Corput's sequence: the binary digits, mirrored at the point
-        places, numbers, half = places + half * (numbers & 1), numbers >> 1, half / 2
-    return np.concatenate([places[:1], [0.0, 1.0], places[1:]])[:count]
+    numbers, positions, half = np.arange(1, count + 1), np.zeros(count), 0.5
+    while numbers.any():  # van der Corput's sequence: the binary digits, reversed after the point
+        positions, numbers, half = positions + half * (numbers & 1), numbers >> 1, half / 2
+    return np.concatenate([positions[:1], [0.0, 1.0], positions[1:]])[:count]
 
 
 def _select(values: jax.Array, actions: jax.Array) -> jax.Array:
-    """[T, B]: of values [T, B, A] those of the actions [T, B]."""
-    # The gradient of take_along_axis is a scatter, at whose compilation XLA's older CPU runtime (jaxlib 0.5.3) aborts
-    # the process where the network has no state.
+    """Return [T, B]: the values [T, B, A] of the actions [T, B]."""
+    # The gradient of take_along_axis is a scatter. If the network has no state, XLA's older CPU runtime (jaxlib 0.5.3)
+    # aborts the process when it compiles this scatter.
     return jnp.sum(values * jax.nn.one_hot(actions, values.shape[-1], dtype=values.dtype), axis=-1)

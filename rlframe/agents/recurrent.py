@@ -1,7 +1,7 @@
 """Recurrent networks: an LSTM or a GRU between a torso and the heads of an agent.
 
-A network of a user's own is recurrent where it has `initial_state` as well (see `RecurrentNetwork`): `net_factory`, or
-`--network file.py:make_net`, gives it as any other.
+A user's network is recurrent if it also has `initial_state` (see `RecurrentNetwork`). It is passed like any other
+network, as `net_factory` or `--network file.py:make_net`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from rlframe.types import FIRST, AgentState, Params, Tree
 
 
 class RecurrentNetwork(NamedTuple):
-    """Pure functions of a network with a state, a pytree of `[B, ...]`.
+    """The pure functions of a network with a state, a pytree of `[B, ...]`.
 
-    A network of a user's own needs the first three; without `unroll` it is applied step after step.
+    A user's network needs the first three. Without `unroll`, it is applied step by step.
 
-    The state travels with the Actor: `apply` gets what it gave for the same environment, and `initial_state` at FIRST.
+    The Actor carries the state between steps. `apply` receives the state that it returned for the same environment, or
+    `initial_state` at FIRST.
     """
 
     init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
@@ -51,10 +52,10 @@ class RecurrentNetwork(NamedTuple):
 
 
 class SteppedNetwork:
-    """A network, recurrent or not, that an agent acts with by `step`, and learns with by `unroll`.
+    """Adapter for networks with and without a state: `step` for acting, and `unroll` for learning.
 
     Args:
-        network: has `init` and `apply`, and `initial_state` where it is recurrent.
+        network: has `init` and `apply`, and also `initial_state` if it is recurrent.
     """
 
     def __init__(self, network: Any) -> None:
@@ -62,23 +63,23 @@ class SteppedNetwork:
         self._network = network
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """The state at FIRST, `[batch_size, ...]`; `()` of a network without one."""
+        """Return the state at FIRST, `[batch_size, ...]`, or `()` for a network without a state."""
         return self._network.initial_state(batch_size) if self.is_recurrent else ()
 
     def step(self, params: Params, observation: Tree, state: AgentState) -> tuple[Any, AgentState]:
-        """(outputs `[B, ...]`, state after) of one step."""
+        """Return (outputs `[B, ...]`, next state) of one step."""
         if self.is_recurrent:
             outputs, state = self._network.apply(params, observation, state)
             return outputs, state
         return self._network.apply(params, observation), state
 
     def unroll(self, params: Params, observation: Tree, step_type: Any, state: AgentState) -> tuple[Any, AgentState]:
-        """(outputs `[B, T, ...]`, state after) of contiguous steps.
+        """Return (outputs `[B, T, ...]`, final state) of contiguous steps.
 
         Args:
-            params: of the network.
+            params: parameters of the network.
             observation: `[B, T, ...]`.
-            step_type: `[B, T]`; at FIRST the state is the initial one.
+            step_type: `[B, T]`. At FIRST, the initial state replaces the state.
             state: `[B, ...]`, before step 0.
         """
         if not self.is_recurrent:
@@ -105,13 +106,14 @@ def scan_with_resets(
     initial: AgentState,
     state: AgentState,
 ) -> tuple[Any, AgentState]:
-    """Apply `step(inputs [B, ...], state) -> (outputs, state)` step after step. Return (outputs `[B, T, ...]`, state).
+    """Apply a function to each step, with the initial state at FIRST. Return (outputs `[B, T, ...]`, final state).
 
     Args:
-        step: of a network.
+        step: `f(inputs [B, ...], state)` that returns (outputs, state).
         inputs: `[B, T, ...]`.
-        is_first: `[B, T]` bool; where it is, `initial` takes the place of the state.
-        initial, state: `[B, ...]`.
+        is_first: `[B, T]` bool. Where it is True, `initial` replaces the state.
+        initial: `[B, ...]`, state at the start of an episode.
+        state: `[B, ...]`, before step 0.
     """
 
     def reset_and_step(state: AgentState, now: tuple[Any, jax.Array]) -> tuple[AgentState, Any]:
@@ -124,7 +126,7 @@ def scan_with_resets(
 
 
 def reset_where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
-    """`state` `[B, ...]` with the rows at FIRST (`[B]` bool) taken from `initial`."""
+    """Return `state` `[B, ...]` with the rows at FIRST (`[B]` bool) taken from `initial`."""
 
     def choose(fresh: Any, old: jax.Array) -> jax.Array:
         return jnp.where(first.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
@@ -134,18 +136,18 @@ def reset_where_first(first: jax.Array, initial: AgentState, state: AgentState) 
 
 @dataclasses.dataclass(frozen=True)
 class _RecurrentConfig:
-    """A torso, a recurrent core, and heads on what the core gives.
+    """A torso, a recurrent core, and heads on the output of the core.
 
-    The torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`. Heads are linear, or
-    have a layer of their own as large as the core's output (`dueling`). Weights are orthogonal (of the core with
-    gain 1, biases 0), as those of CleanRL's ppo_atari_lstm.py.
+    The torso consists of dense layers, after the convolutions of `NatureCNNConfig` for images. The heads are linear, or
+    have a hidden layer with the size of the core's output (`dueling`). Weights are orthogonal. The core has gain 1 and
+    zero biases, as in CleanRL's ppo_atari_lstm.py.
     """
 
-    hidden: tuple[int, ...] = (64,)  # dense layers before the core
-    size: int = 64  # numbers of the core's output
+    hidden: tuple[int, ...] = (64,)  # sizes of the dense layers before the core
+    size: int = 64  # size of the core's output
     activation: Activation = "tanh"
-    orthogonal: bool = True  # initial weights; False: truncated normal of deviation 1 / sqrt(inputs)
-    dueling: bool = False  # advantages and a value, each with a layer of its own (Wang et al. 2016)
+    orthogonal: bool = True  # initial weights; False: truncated normal with standard deviation 1 / sqrt(inputs)
+    dueling: bool = False  # separate hidden layers for advantages and value (Wang et al. 2016)
 
     _gates: ClassVar[int] = 0
 
@@ -154,13 +156,14 @@ class _RecurrentConfig:
         check_at_least(self, 1, "size")
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
-        """A network whose outputs are a tuple with one `[..., head.size]` for each head."""
+        """Build a network that outputs a tuple with one `[..., head.size]` for each head."""
         images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
-        own = (self.size,) if self.dueling else ()  # layers of each head
+        own = (self.size,) if self.dueling else ()  # hidden layers of each head
         parts = dueling_heads(heads) if self.dueling else heads
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
-            # Without is_first one step [B, ...], else [B, T, ...]: all but the core is applied to all rows at once.
+            # Without is_first, inputs are one step [B, ...], otherwise [B, T, ...]. All parts except the core process
+            # all rows at once.
             lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)
             features = (
@@ -202,20 +205,20 @@ class _RecurrentConfig:
         )
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Zeros `[batch_size, size]`."""
+        """Return zeros `[batch_size, size]`."""
         return np.zeros((batch_size, self.size), np.float32)
 
     def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
-        """(output [B, size], state after) of inputs [B, gates * size]."""
+        """Return (output [B, size], next state) for inputs [B, gates * size]."""
         state = self._cell(weights, inputs, state)
         return self._output(state), state
 
     def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
-        """The state after a step: inputs [B, gates * size], weights [size, gates * size]."""
+        """Return the next state for inputs [B, gates * size] and weights [size, gates * size]."""
         raise NotImplementedError
 
     def _output(self, state: AgentState) -> jax.Array:
-        """[B, size]"""
+        """Return [B, size]."""
         raise NotImplementedError
 
 
@@ -228,16 +231,16 @@ class LSTMState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LSTMConfig(_RecurrentConfig):
-    """A torso, an LSTM, and heads, which are linear unless they have a layer of their own.
+    """A torso, an LSTM, and heads. The heads are linear unless `dueling` is True.
 
-    Hochreiter and Schmidhuber 1997; with forget gates whose bias begins at 1 (Jozefowicz et al. 2015, section 2.2). The
-    torso is dense layers, and before these, for images, the convolutions of `NatureCNNConfig`.
+    Hochreiter and Schmidhuber 1997, with an initial forget gate bias of 1 (Jozefowicz et al. 2015, section 2.2). The
+    torso consists of dense layers, after the convolutions of `NatureCNNConfig` for images.
     """
 
     _gates: ClassVar[int] = 4
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Zeros `[batch_size, size]`, hidden and cell."""
+        """Return zeros `[batch_size, size]`, hidden and cell."""
         zeros = np.zeros((batch_size, self.size), np.float32)
         return LSTMState(zeros, zeros)
 
@@ -254,8 +257,8 @@ class LSTMConfig(_RecurrentConfig):
 class GRUConfig(_RecurrentConfig):
     """A torso, a GRU (Cho et al. 2014, arXiv:1406.1078, equations 5 to 8), and heads.
 
-    Heads are linear unless they have a layer of their own. The torso is dense layers, and before these, for images, the
-    convolutions of `NatureCNNConfig`.
+    The heads are linear unless `dueling` is True. The torso consists of dense layers, after the convolutions of
+    `NatureCNNConfig` for images.
     """
 
     _gates: ClassVar[int] = 3

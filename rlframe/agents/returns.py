@@ -1,6 +1,7 @@
-"""Returns and advantages, of which values and policies learn: GAE, V-trace, n-step and Q(lambda) returns.
+"""Returns and advantages for values and policies: GAE, V-trace, n-step and Q(lambda) returns.
 
-Arrays have time first, but for `soft_targets`, which are of single steps. No estimate reaches into the next episode.
+Time is the first axis of all arrays, except in `soft_targets`, whose arrays are for single steps. No estimate uses
+rewards or values of the next episode.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from rlframe.agents.trees import check_shapes
 def generalized_advantages(
     rewards: jax.Array, discounts: jax.Array, values: jax.Array, mask: jax.Array, gae_lambda: float
 ) -> jax.Array:
-    """Generalized advantage estimates, GAE (Schulman et al. 2016, equation 16), time first.
+    """Return generalized advantage estimates, GAE (Schulman et al. 2016, equation 16). Time is the first axis.
 
     Args:
-        rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, gamma times the discount of timestep t + 1: 0 where the environment terminated.
-        values: [T + 1, B] float32, of timestep t; the last one bootstraps.
+        rewards: [T, B] float32, rewards of action t.
+        discounts: [T, B] float32, gamma times the discount of timestep t + 1, which is 0 after termination.
+        values: [T + 1, B] float32, values of timestep t. The last value is used for bootstrapping.
         mask: [T, B] float32, 0 where the environment ignored action t (its timestep was LAST).
-        gae_lambda: 0 for one-step advantages, 1 for Monte Carlo.
+        gae_lambda: 0 for one-step advantages, 1 for Monte Carlo advantages.
 
     Returns:
-        [T, B] float32, 0 where the mask is. An estimate never reaches over a masked step.
+        [T, B] float32, 0 where the mask is 0. No estimate uses steps after a masked step.
     """
     check_shapes(
         rewards=(rewards, "T B"),
@@ -39,7 +40,7 @@ def generalized_advantages(
 
 
 def discounted_sums(terms: jax.Array, decays: jax.Array) -> jax.Array:
-    """Return y_t = terms_t + decays_t y_{t+1}, time first; y is 0 after the last step."""
+    """Return y_t = terms_t + decays_t y_{t+1}. Time is the first axis, and y is 0 after the last step."""
 
     def step(following: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         term, decay = inputs
@@ -50,10 +51,10 @@ def discounted_sums(terms: jax.Array, decays: jax.Array) -> jax.Array:
 
 
 class VTrace(NamedTuple):
-    """What is learned from; no gradient flows through it."""
+    """The results of V-trace. No gradient flows through them."""
 
-    targets: jax.Array  # [T, ...] float32: v_s, the target of V(x_s)
-    advantages: jax.Array  # [T, ...] float32: rho_s (q_s - V(x_s)), what the policy's gradient is multiplied by
+    targets: jax.Array  # [T, ...] float32: v_s, the targets of V(x_s)
+    advantages: jax.Array  # [T, ...] float32: rho_s (q_s - V(x_s)), factors of the policy gradient
 
 
 def vtrace(
@@ -67,7 +68,7 @@ def vtrace(
     c_bar: float = 1.0,
     lambda_: float = 1.0,
 ) -> VTrace:
-    """V-trace targets and advantages, time first; what follows the time axis is mapped over.
+    """Return V-trace targets and advantages. Time is the first axis. Other axes are batch axes.
 
     With rho_t = min(rho_bar, pi/mu) and c_t = lambda min(c_bar, pi/mu),
 
@@ -75,24 +76,25 @@ def vtrace(
         v_s     = V(x_s) + sum over t >= s of (gamma_s c_s ... gamma_{t-1} c_{t-1}) delta_t
         q_s     = r_s + gamma_s (lambda v_{s+1} + (1 - lambda) V(x_{s+1}))
 
-    The paper's q_s is that of lambda = 1. Mixed like this (as in rlax), an on-policy advantage is the generalized
-    advantage estimate for every lambda.
+    The paper's q_s corresponds to lambda = 1. With this mixture (as in rlax), on-policy advantages are equal to GAE for
+    every lambda.
 
-    A sequence may hold several episodes. At a step that the mask leaves out (its timestep was LAST) delta and c are 0,
-    so the return before it bootstraps from V(LAST), as far as its discount says, and sees nothing of the next episode.
+    A sequence may contain several episodes. At a masked step (its timestep was LAST), delta and c are 0. The return
+    before this step therefore bootstraps from V(LAST), scaled by its discount, and uses nothing from the next episode.
 
     Args:
-        values: [T + 1, ...] float32, V of timestep t; the last one bootstraps.
-        rewards: [T, ...] float32, of action t.
-        discounts: [T, ...] float32, gamma times the discount of timestep t + 1: 0 where the environment terminated.
-        rhos: [T, ...] float32, pi(a_t | x_t) / mu(a_t | x_t): the learner's policy over the one that acted.
-        mask: [T, ...] float32, 0 where the environment ignored action t, else 1.
-        rho_bar: where rho is clipped; decides which policy the values are of (infinite: pi's own).
-        c_bar: where c is clipped, at most rho_bar; decides how fast they get there, and the variance.
-        lambda_: 1 for returns to the sequence's end, 0 for one step.
+        values: [T + 1, ...] float32, V of timestep t. The last value is used for bootstrapping.
+        rewards: [T, ...] float32, rewards of action t.
+        discounts: [T, ...] float32, gamma times the discount of timestep t + 1, which is 0 after termination.
+        rhos: [T, ...] float32, importance weights pi(a_t | x_t) / mu(a_t | x_t) of the learner's policy over the acting
+            policy.
+        mask: [T, ...] float32, 0 where the environment ignored action t, otherwise 1.
+        rho_bar: upper limit of rho. It determines the policy whose values are learned (with infinity, pi itself).
+        c_bar: upper limit of c, at most rho_bar. It determines the speed of convergence and the variance.
+        lambda_: 1 for returns to the end of the sequence, 0 for one-step returns.
 
     Returns:
-        See `VTrace`. Where the mask is 0 the target is the value and the advantage 0.
+        See `VTrace`. Where the mask is 0, the target is the value and the advantage is 0.
 
     Raises:
         ValueError: a shape does not match.
@@ -118,14 +120,14 @@ def vtrace(
 def n_step_returns(
     rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, continues: jax.Array, n_step: int
 ) -> jax.Array:
-    """Rewards of up to n steps and the value of what follows, within sequences, time first.
+    """Return n-step returns within sequences: up to n rewards plus the bootstrapped value. Time is the first axis.
 
     Args:
-        rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, gamma; 0 where the environment terminated at timestep t + 1.
-        next_values: [T, B] float32, of timestep t + 1.
-        goes_on: [T, B] bool, whether timestep t + 1 is not LAST; where it is, its value ends the sum.
-        n_step: at least 1. Near the end of the sequence there are fewer.
+        rewards: [T, B] float32, rewards of action t.
+        discounts: [T, B] float32, gamma, or 0 if the environment terminated at timestep t + 1.
+        next_values: [T, B] float32, values of timestep t + 1.
+        continues: [T, B] bool, False if timestep t + 1 is LAST. The value of this timestep then ends the sum.
+        n_step: number of rewards, at least 1. Fewer are summed near the end of the sequence.
 
     Returns:
         [T, B] float32.
@@ -147,14 +149,14 @@ def n_step_returns(
 def q_lambda_returns(
     rewards: jax.Array, discounts: jax.Array, next_values: jax.Array, continues: jax.Array, lambda_: float
 ) -> jax.Array:
-    """Targets of Q(lambda) on-policy (Gallici et al. 2024, section 4), time first.
+    """Return the targets of on-policy Q(lambda) (Gallici et al. 2024, section 4). Time is the first axis.
 
     Args:
-        rewards: [T, B] float32, of action t.
-        discounts: [T, B] float32, gamma; 0 where the environment terminated at timestep t + 1.
+        rewards: [T, B] float32, rewards of action t.
+        discounts: [T, B] float32, gamma, or 0 if the environment terminated at timestep t + 1.
         next_values: [T, B] float32, the largest action value of timestep t + 1.
-        goes_on: [T, B] bool, whether timestep t + 1 is not LAST; where it is, its value ends the return.
-        lambda_: 0 for one-step targets, 1 for the rewards of all steps that follow.
+        continues: [T, B] bool, False if timestep t + 1 is LAST. The value of this timestep then ends the return.
+        lambda_: 0 for one-step targets, 1 for the rewards of all following steps.
 
     Returns:
         [T, B] float32.
@@ -177,12 +179,15 @@ def q_lambda_returns(
 
 
 def rescale(x: jax.Array, epsilon: float) -> jax.Array:
-    """h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x: small values for large returns (Pohlen et al. 2018)."""
+    """Return h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x, which compresses large returns (Pohlen et al. 2018)."""
     return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1.0) - 1.0) + epsilon * x
 
 
 def unscale(x: jax.Array, epsilon: float) -> jax.Array:
-    """The inverse of `rescale` (Pohlen et al. 2018, proposition A.2), without differences of nearly equal numbers."""
+    """Return the inverse of `rescale` (Pohlen et al. 2018, proposition A.2).
+
+    This form avoids differences of nearly equal numbers.
+    """
     size = jnp.abs(x) + 1.0 + epsilon
     root = 2.0 * size / (1.0 + jnp.sqrt(1.0 + 4.0 * epsilon * size))  # sqrt(|h^-1(x)| + 1)
     return jnp.sign(x) * (jnp.square(root) - 1.0)
@@ -195,14 +200,16 @@ def soft_targets(
     next_log_probs: jax.Array | float,
     temperature: jax.Array | float,
 ) -> jax.Array:
-    """[B]: rewards and the soft value of what follows, by the lower of two critics (Haarnoja et al. 2018, equation 3).
+    """Return [B]: the reward plus the discounted soft value, from the lower of two critics.
+
+    See Haarnoja et al. 2018, equation 3.
 
     Args:
         rewards: [B].
-        discounts: [B], gamma; 0 where the episode terminated.
-        next_values: [2, B], of the target critics for the policy's next action.
-        next_log_probs: [B], of that action; with a temperature of 0 these are the targets of TD3.
-        temperature: [], what entropy is worth.
+        discounts: [B], gamma, or 0 if the episode terminated.
+        next_values: [2, B], values of the target critics for the policy's next action.
+        next_log_probs: [B], log-probabilities of this action. With a temperature of 0, the result is the target of TD3.
+        temperature: [], weight of the entropy.
     """
     check_shapes(rewards=(rewards, "B"), discounts=(discounts, "B"), next_values=(next_values, "2 B"))
     return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)

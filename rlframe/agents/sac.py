@@ -24,20 +24,20 @@ from rlframe.types import Batch, Logs, Params, Tree
 
 @dataclasses.dataclass(frozen=True)
 class SACConfig:
-    """Defaults: Haarnoja et al. 2018, table 1; where it is silent, their code (softlearning)."""
+    """Defaults from Haarnoja et al. 2018, table 1. Other defaults are from their code (softlearning)."""
 
     batch_size: int = 256
     replay_capacity: int = 1_000_000  # environment steps
-    min_replay_size: int = 1_000  # items there are before learning begins; until then actions are uniform
-    update_period: int = 1  # environment steps for each learner step
+    min_replay_size: int = 1_000  # items in the replay before learning starts; until then, actions are uniform
+    update_period: int = 1  # environment steps per learner step
     discount: float = 0.99
     learning_rate: float = 3e-4
-    critic_learning_rate: float | None = None  # of the temperature, too; None: the same
-    target_update_rate: float = 0.005  # tau: of each update, the share that goes into the target critics
-    initial_temperature: float = 1.0  # alpha: what entropy is worth
-    learn_temperature: bool = True  # False: it stays what it is
-    target_entropy: float | None = None  # nats, of actions scaled to [-1, 1]; None: minus their dimension
-    min_log_std: float = -20.0  # of the policy, before tanh
+    critic_learning_rate: float | None = None  # learning rate of critics and temperature; None uses learning_rate
+    target_update_rate: float = 0.005  # tau: fraction by which the target critics move to the critics in each update
+    initial_temperature: float = 1.0  # alpha: weight of the entropy
+    learn_temperature: bool = True  # False keeps the temperature constant
+    target_entropy: float | None = None  # in nats, for actions scaled to [-1, 1]; None uses minus their dimension
+    min_log_std: float = -20.0  # limits of the policy's log standard deviation before tanh
     max_log_std: float = 2.0
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class SACConfig:
 
 
 class SACParams(NamedTuple):
-    """What a SAC learner learns."""
+    """The parameters that a SAC learner trains."""
 
     policy: Params
     critics: Params
@@ -63,16 +63,16 @@ class SACParams(NamedTuple):
 
 
 class SACActorParams(NamedTuple):
-    """What a SAC actor acts by."""
+    """The parameters that a SAC actor uses."""
 
     policy: Params
-    uniform: Any  # [] float32: 1 until the first update, while actions are uniform
+    uniform: Any  # [] float32: 1 until the first update; actions are uniform while it is 1
 
 
 class SAC(TwinCriticAgent):
-    """Soft actor-critic with twin critics and a temperature that it learns, for bounded continuous actions.
+    """Soft actor-critic with twin critics and a learned temperature, for bounded continuous actions.
 
-    The policy's network gives means and log deviations `[B, 2 n]`, of actions before tanh.
+    The policy network outputs means and log standard deviations `[B, 2 n]` of actions before tanh.
     """
 
     config_cls = SACConfig
@@ -115,7 +115,10 @@ class SAC(TwinCriticAgent):
         return TargetState(opt_state, steps, rng, target_params=params.critics)
 
     def loss(self, params: SACParams, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
-        """The losses of critics, policy and temperature, added: no parameter is in two of them, so one step serves."""
+        """Return the sum of the losses of critics, policy and temperature, and logs.
+
+        Each parameter affects only one of the three losses, so a single gradient step is enough.
+        """
         data, target_entropy = batch.data, self.cfg.target_entropy
         rng, next_rng = jax.random.split(jax.random.fold_in(learner_state.rng, learner_state.steps))
         temperature = jnp.exp(jax.lax.stop_gradient(params.log_temperature))
@@ -147,7 +150,7 @@ class SAC(TwinCriticAgent):
         return learner_state._replace(target_params=target)
 
     def _act(self, rng: jax.Array, policy_params: Params, observation: Tree) -> tuple[jax.Array, jax.Array]:
-        """(actions [B, n] scaled to [-1, 1], their log-probabilities [B]), differentiable."""
+        """Return (actions [B, n] scaled to [-1, 1], log-probabilities [B]). Both are differentiable."""
         logits = self._nets.policy_outputs(policy_params, observation)
         sample = self.distribution.sample(rng, logits)
         return jnp.tanh(sample), self.distribution.log_prob(logits, sample)

@@ -1,4 +1,4 @@
-"""Checks of a subclass of `Agent`: each method must have a caller, and the constructor must take its arguments."""
+"""Checks of `Agent` subclasses: every method has a caller, and the constructor accepts its arguments."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rlframe.errors import UsageError, suggest
 
 
 def check_methods(base: type, cls: type) -> None:
-    """Raises UsageError for a method of `cls` that is nearly one of `base`, or is one with other arguments."""
+    """Raise UsageError for a method of `cls` with nearly the name of a method of `base`, or with other arguments."""
     for name, member in vars(cls).items():
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             _check_method(base, cls, name, member)
 
 
 def _check_method(base: type, cls: type, name: str, member: Any) -> None:
-    hooks = {hook: theirs for hook, theirs in vars(base).items() if inspect.isfunction(theirs)}
+    hooks = {hook: method for hook, method in vars(base).items() if inspect.isfunction(method)}
     if name not in vars(base):
         near = difflib.get_close_matches(name, vars(base), n=1, cutoff=0.9)
         if near:
             raise UsageError(
                 f"{cls.__name__} defines {name}, which nothing calls. The method of an Agent is {near[0]}"
-                f"{_arguments(hooks.get(near[0]))}. If it is another one, give it another name, or one that begins "
-                "with an underscore."
+                f"{_arguments(hooks.get(near[0]))}. If this is a different method, give it a different name, or a name "
+                "that starts with an underscore."
             )
     elif name in hooks and inspect.isfunction(member):
         wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
         try:
             inspect.signature(member).bind(None, *wanted)
-            fits = given == wanted or set(given) != set(wanted)  # not the same ones in another order
+            fits = given == wanted or set(given) != set(wanted)  # rejects the same names in another order
         except TypeError:
             fits = False
         if not fits:
@@ -45,13 +45,13 @@ def _arguments(hook: Any) -> str:
 
 
 def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises UsageError for a named argument that the constructor of an agent's class does not take."""
+    """Raise UsageError for a named argument that the constructor of an agent's class does not accept."""
     accepted = inspect.signature(cls.__init__).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
         raise UsageError(
-            f"{cls.__name__} makes its own network and reads no net_factory: leave --network out, or have its "
-            "constructor take net_factory and build what that gives."
+            f"{cls.__name__} makes its own network and reads no net_factory. Either leave --network out, or add the "
+            "parameter net_factory to the constructor and build its network."
         )
     for name in kwargs:
         if name not in accepted and not takes_all:

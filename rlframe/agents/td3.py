@@ -21,21 +21,21 @@ from rlframe.types import Batch, Logs, Params, Tree
 
 @dataclasses.dataclass(frozen=True)
 class TD3Config:
-    """Defaults: Fujimoto et al. 2018, section 6.1 and appendix C. Noises are of actions scaled to [-1, 1]."""
+    """Defaults from Fujimoto et al. 2018, section 6.1 and appendix C. Noise is for actions scaled to [-1, 1]."""
 
     batch_size: int = 100
     replay_capacity: int = 1_000_000  # environment steps
-    # Items there are before learning begins; until then actions are uniform. The paper has 1,000 for the tasks whose
+    # Items in the replay before learning starts. Until then, actions are uniform. The paper uses 1,000 for tasks whose
     # episodes end early.
     min_replay_size: int = 10_000
-    update_period: int = 1  # environment steps for each learner step
+    update_period: int = 1  # environment steps per learner step
     discount: float = 0.99
     learning_rate: float = 1e-3
-    target_update_rate: float = 0.005  # tau: of each policy update, the share that goes into the targets
-    policy_period: int = 2  # learner steps for each update of the policy and the targets
-    exploration_noise: float = 0.1  # standard deviation
-    smoothing_noise: float = 0.2  # standard deviation, of the target policy's actions
-    smoothing_clip: float = 0.5  # that noise at most
+    target_update_rate: float = 0.005  # tau: fraction by which the targets move to the parameters in each policy update
+    policy_period: int = 2  # learner steps per update of the policy and the targets
+    exploration_noise: float = 0.1  # standard deviation of the noise on actions
+    smoothing_noise: float = 0.2  # standard deviation of the noise on the target policy's actions
+    smoothing_clip: float = 0.5  # limit of the smoothing noise
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "policy_period")
@@ -46,24 +46,24 @@ class TD3Config:
 
 
 class TD3Params(NamedTuple):
-    """What a TD3 learner learns."""
+    """The parameters that a TD3 learner trains."""
 
     policy: Params
     critics: Params
 
 
 class TD3ActorParams(NamedTuple):
-    """What a TD3 actor acts by."""
+    """The parameters that a TD3 actor uses."""
 
     policy: Params
-    uniform: Any  # [] float32: 1 until the first update, while actions are uniform
-    noise: Any  # [] float32: standard deviation
+    uniform: Any  # [] float32: 1 until the first update; actions are uniform while it is 1
+    noise: Any  # [] float32: standard deviation of the exploration noise
 
 
 class TD3(TwinCriticAgent):
-    """Deterministic policy gradient with twin critics and a delayed policy, for bounded continuous actions.
+    """Deterministic policy gradient with twin critics and delayed policy updates, for bounded continuous actions.
 
-    The policy's network gives actions `[B, n]` before tanh.
+    The policy network outputs actions `[B, n]` before tanh.
     """
 
     config_cls = TD3Config
@@ -95,7 +95,7 @@ class TD3(TwinCriticAgent):
     def learner_step(
         self, params: TD3Params, learner_state: TargetState, batch: Batch
     ) -> tuple[TD3Params, TargetState, Logs]:
-        """The critics learn; every `policy_period`-th time the policy does too, and the targets follow."""
+        """Update the critics. In every `policy_period`-th step, also update the policy and the targets."""
         logs, grads = self.compute_gradients(params, learner_state, batch)
         critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics)
         params, steps = params._replace(critics=critics), learner_state.steps
@@ -113,7 +113,7 @@ class TD3(TwinCriticAgent):
         return params, state, logs
 
     def loss(self, params: TD3Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
-        """The loss of the critics."""
+        """Return the loss of the critics, and logs."""
         data, cfg, target = batch.data, self.cfg, learner_state.target_params
         rng = jax.random.fold_in(learner_state.rng, learner_state.steps)
         next_action = self.greedy(target.policy, data.next_observation)
@@ -126,7 +126,7 @@ class TD3(TwinCriticAgent):
         return jnp.mean(losses.twin_td_error(values, targets)), logs
 
     def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
-        """[]: minus the first critic's value of the policy's actions (algorithm 1)."""
+        """Return []: minus the first critic's mean value of the policy's actions (algorithm 1)."""
         return -jnp.mean(self._nets.values(critic_params, observation, self.greedy(policy_params, observation))[0])
 
     def _descend(self, params: Params, grads: Params, opt_state: Any) -> tuple[Params, Any]:
@@ -135,5 +135,5 @@ class TD3(TwinCriticAgent):
 
 
 def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:
-    """An action scaled to [-1, 1], moved by noise of at most `clip` (Fujimoto et al. 2018, section 5.3)."""
+    """Return an action scaled to [-1, 1] plus noise clipped to `clip` (Fujimoto et al. 2018, section 5.3)."""
     return jnp.clip(action + jnp.clip(noise, -clip, clip), -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Agent transforms: an Agent around an Agent, which does not notice."""
+"""Agent transforms: an Agent that wraps another Agent. The inner agent needs no code for this."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ class Moments(NamedTuple):
 
 
 class RunningStatistics(NamedTuple):
-    """Statistics of one version of the parameters; () for anything that is not normalized."""
+    """Statistics of one version of the parameters. Fields that are not normalized are ()."""
 
-    observation: Any  # Moments of the leaves that are normalized
-    returns: Any  # Moments of one number: the discounted sum of an episode's rewards so far
+    observation: Any  # Moments of the normalized leaves
+    returns: Any  # Moments of the return so far: the discounted sum of an episode's rewards
 
 
 class NormalizedParams(NamedTuple):
-    """Published parameters of a `Normalized` agent."""
+    """The published parameters of a `Normalized` agent."""
 
-    params: Any  # the inner agent's `actor_params`
+    params: Any  # `actor_params` of the inner agent
     statistics: RunningStatistics
 
 
 class NormalizedAgentState(NamedTuple):
-    """State of a `Normalized` agent that normalizes rewards."""
+    """The state of a `Normalized` agent that normalizes rewards."""
 
-    agent: AgentState  # the inner agent's
+    agent: AgentState  # state of the inner agent
     return_so_far: Any  # [B] float32: the discounted sum of the episode's rewards
 
 
 class NormalizedLearnerState(NamedTuple):
-    """Learner state of a `Normalized` agent."""
+    """The learner state of a `Normalized` agent."""
 
-    agent: Any  # the inner agent's
+    agent: Any  # learner state of the inner agent
     statistics: RunningStatistics
 
 
 def initial_moments(shapes: list[tuple[int, ...]]) -> Moments:
-    """Return mean 0 and variance 1, of almost no weight (OpenAI Baselines, `baselines/common/running_mean_std.py`)."""
+    """Return mean 0 and variance 1 with nearly zero weight (`baselines/common/running_mean_std.py`)."""
     ones = tuple(jnp.ones(shape, jnp.float32) for shape in shapes)
     return Moments(jnp.float32(1e-4), tuple(jnp.zeros_like(one) for one in ones), ones)
 
@@ -74,7 +74,7 @@ def updated_moments(moments: Moments, values: list[jax.Array], mask: jax.Array) 
     """Add `values` to the moments (Chan et al. 1979, equation 2.1).
 
     Args:
-        moments: of all earlier values.
+        moments: moments of all earlier values.
         values: one array [N, ...] for each mean.
         mask: [N] float32, 0 for rows to leave out.
     """
@@ -85,39 +85,39 @@ def updated_moments(moments: Moments, values: list[jax.Array], mask: jax.Array) 
         weights = mask.reshape(-1, *[1] * (rows.ndim - 1)) / jnp.maximum(seen, 1.0)
         rows_mean = jnp.sum(weights * rows, axis=0)
         rows_variance = jnp.sum(weights * jnp.square(rows - rows_mean), axis=0)
-        apart, share = rows_mean - mean, seen / count
-        means.append(mean + apart * share)
-        variances.append(variance + (rows_variance - variance) * share + jnp.square(apart) * share * (1.0 - share))
+        difference, share = rows_mean - mean, seen / count
+        means.append(mean + difference * share)
+        variances.append(variance + (rows_variance - variance) * share + jnp.square(difference) * share * (1.0 - share))
     return Moments(count, tuple(means), tuple(variances))
 
 
 class Normalized(Agent):
-    """An agent that sees normalized observations, and learns from normalized rewards.
+    """A transform that normalizes the observations, and optionally the rewards, of an agent.
 
-    Observations: each leaf of floating point that is not an image, minus its running mean, divided by its standard
-    deviation, clipped. Rewards: divided by the standard deviation of the return so far (the discounted sum of the
-    episode's rewards), clipped. `timestep.reward` of a step that is acted in stays as it is.
+    Observations: each floating-point leaf that is not an image is reduced by its running mean, divided by its standard
+    deviation, and clipped. Rewards: divided by the standard deviation of the return so far (the discounted sum of the
+    episode's rewards), and clipped. `timestep.reward` is not changed for acting.
 
-    The statistics belong to the parameters. The learner state holds them, each learner step updates them from its
-    batch, and `actor_params` publishes them. So they have versions, checkpoints save them, all actors have the same
-    ones, and evaluations do not change them. A batch's observations are normalized by the statistics that the newest
-    parameters act with, and update them afterwards: log-probabilities stay exact. Returns update their statistics
-    before the batch's rewards are scaled.
+    The statistics belong to a version of the parameters. They are part of the learner state. Each learner step updates
+    them from its batch, and `actor_params` publishes them. Therefore they have versions, checkpoints contain them, all
+    actors use the same statistics, and evaluations do not change them. The observations of a batch are normalized with
+    the statistics that the newest parameters act with, and update the statistics afterwards. This keeps
+    log-probabilities exact. Returns update their statistics before the rewards of the batch are scaled.
 
-    Each environment's return so far is part of the agent state. It reaches the learner as `extras["return"]`, which is
-    removed before the inner agent sees the batch.
+    The return so far of each environment is part of the agent state. The learner receives it as `extras["return"]`,
+    which is removed before the inner agent receives the batch.
 
     Args:
-        agent: the agent to wrap. It needs no code for this.
-        observations: whether to normalize observations.
+        agent: the agent to wrap.
+        observations: True to normalize observations.
         observation_clip: limit of a normalized observation, in standard deviations.
-        rewards: whether to normalize rewards. For agents that learn from a `Sequence`.
+        rewards: True to normalize rewards. Only for agents that learn from a `Sequence`.
         reward_clip: limit of a normalized reward.
-        discount: of the return so far; None: `agent.cfg.discount`, or 0.99 if there is none.
+        discount: discount of the return so far. None uses `agent.cfg.discount`, or 0.99 if it does not exist.
 
     Raises:
-        UsageError: a number is out of its range, no leaf of the observation can be normalized, or the rewards of
-            `Transition` items would have to be.
+        UsageError: a number is out of range, no leaf of the observation can be normalized, or rewards should be
+            normalized but the agent learns from `Transition` items.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Normalized(Agent):
 
     @property
     def type_name(self) -> str:
-        """The inner agent's."""
+        """The `type_name` of the inner agent."""
         return self.agent.type_name
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
@@ -165,23 +165,23 @@ class Normalized(Agent):
     # Acting
 
     def initial_params(self, rng: jax.Array) -> Params:
-        """Return the inner agent's."""
+        """Return the parameters of the inner agent."""
         return self.agent.initial_params(rng)
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Return the inner agent's, with a return of 0 if rewards are normalized."""
+        """Return the state of the inner agent, with a return of 0 if rewards are normalized."""
         state = self.agent.initial_state(batch_size)
         return NormalizedAgentState(state, np.zeros((batch_size,), np.float32)) if self.rewards else state
 
     def actor_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        """Act as the inner agent on normalized observations."""
+        """Act as the inner agent does, on normalized observations."""
         output, state = self._act(self.agent.actor_step, rng, params, timestep, state)
         if self.rewards:
             if "return" in output.extras:
                 raise UsageError(
-                    f'{type(self.agent).__name__}: extras["return"] is what normalize_rewards gives to the learner. '
+                    f'{type(self.agent).__name__}: extras["return"] is reserved for normalize_rewards. '
                     "Give the extra of this agent another name."
                 )
             output = output._replace(extras={**output.extras, "return": state.return_so_far})
@@ -190,11 +190,11 @@ class Normalized(Agent):
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        """Act as the inner agent in evaluation on normalized observations."""
+        """Act without exploration as the inner agent does, on normalized observations."""
         return self._act(self.agent.eval_step, rng, params, timestep, state)
 
     def actor_params(self, params: Params, learner_state: NormalizedLearnerState) -> Tree:
-        """Return the inner agent's, with the statistics if observations are normalized."""
+        """Return the inner agent's result, with the statistics if observations are normalized."""
         published = self.agent.actor_params(params, learner_state.agent)
         return NormalizedParams(published, learner_state.statistics) if self.observations else published
 
@@ -222,33 +222,33 @@ class Normalized(Agent):
         return treedef.unflatten(leaves)
 
     def _selected(self, leaves: list[Any]) -> list[Any]:
-        """Return the leaves of an observation that are normalized."""
+        """Return the normalized leaves of an observation."""
         return [leaf for leaf, is_normalized in zip(leaves, self._is_normalized, strict=True) if is_normalized]
 
     # Learning
 
     @property
     def jit_learner_step(self) -> bool:
-        """The inner agent's."""
+        """The `jit_learner_step` of the inner agent."""
         return self.agent.jit_learner_step
 
     @property
     def replay_spec(self) -> ReplaySpec:
-        """The inner agent's."""
+        """The `replay_spec` of the inner agent."""
         return self.agent.replay_spec
 
     def check_num_envs(self, num_envs: int) -> None:
-        """Check the inner agent's number of environments."""
+        """Check the number of environments of the inner agent."""
         self.agent.check_num_envs(num_envs)
 
     def initial_learner_state(self, params: Params) -> NormalizedLearnerState:
-        """Return the inner agent's, with statistics that have seen nothing."""
+        """Return the learner state of the inner agent, with initial statistics."""
         observation = initial_moments(self._shapes) if self.observations else ()
         statistics = RunningStatistics(observation, initial_moments([()]) if self.rewards else ())
         return NormalizedLearnerState(self.agent.initial_learner_state(params), statistics)
 
     def seeded(self, learner_state: NormalizedLearnerState, rng: jax.Array) -> NormalizedLearnerState:
-        """Seed the inner agent's."""
+        """Seed the learner state of the inner agent."""
         return learner_state._replace(agent=self.agent.seeded(learner_state.agent, rng))
 
     def learner_step(
@@ -260,15 +260,16 @@ class Normalized(Agent):
         return params, NormalizedLearnerState(inner, statistics), logs
 
     def normalized(self, statistics: RunningStatistics, data: Any) -> tuple[Any, RunningStatistics]:
-        """Return the data of a batch as the inner agent learns from it, and the updated statistics.
+        """Return the normalized data of a batch for the inner agent, and the updated statistics.
 
         Args:
-            statistics: of the newest parameters.
+            statistics: statistics of the newest parameters.
             data: a `SequenceBatch`, or a `TransitionBatch` if rewards are not normalized.
         """
         raw, updated = data, statistics
         if self.rewards:
-            # First: log-probabilities do not depend on them, so the first batch is scaled, too.
+            # Update the return statistics first, so that the first batch is also scaled. Log-probabilities do not
+            # depend on them.
             returns = _with_returns(statistics.returns, raw)
             updated = updated._replace(returns=returns)
             reward = jnp.clip(
@@ -279,7 +280,7 @@ class Normalized(Agent):
         if self.observations:
             data = data._replace(observation=self._observed(statistics, raw.observation))
             leaves = self._selected(jax.tree.leaves(raw.observation))
-            if isinstance(raw, SequenceBatch):  # the last timestep of a sequence is the first of the next one
+            if isinstance(raw, SequenceBatch):  # the last timestep of a sequence is the first of the next sequence
                 leaves = [leaf[:, :-1] for leaf in leaves]
             else:
                 data = data._replace(next_observation=self._observed(statistics, raw.next_observation))

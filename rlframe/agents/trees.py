@@ -1,4 +1,4 @@
-"""Trees of arrays and their specs: zeros that fit a spec, the spec of a batch, and checks of shapes."""
+"""Trees of arrays and their specs: zeros for a spec, the spec of a batch, and checks of shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.types import TimeStep, Tree, specs
 
 
 def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
-    """A batch of FIRST timesteps whose observations are 0."""
+    """Return a batch of FIRST timesteps with zero observations."""
     return dm_env.TimeStep(
         step_type=np.zeros((batch_size,), np.uint8),
         reward=np.zeros((batch_size,), np.float32),
@@ -25,39 +25,39 @@ def zero_timestep(observation_spec: Tree, batch_size: int) -> TimeStep:
 
 
 def zeros_like_spec(spec: Tree, batch_size: int) -> Tree:
-    """Zeros `[batch_size, ...]` for each leaf of a tree of specs."""
+    """Return zeros `[batch_size, ...]` for each leaf of a tree of specs."""
     return jax.tree.map(lambda leaf: np.zeros((batch_size, *leaf.shape), leaf.dtype), spec)
 
 
 def flatten_batch_and_time(tree: Tree) -> Tree:
-    """Leaves `[B * T, ...]` of leaves `[B, T, ...]`."""
+    """Reshape leaves `[B, T, ...]` to `[B * T, ...]`."""
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[2:])), tree)
 
 
 def swap_batch_and_time(tree: Tree) -> Tree:
-    """Leaves `[T, B, ...]` of leaves `[B, T, ...]`, and the other way round."""
+    """Transpose leaves from `[B, T, ...]` to `[T, B, ...]`, or back."""
     return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
 
 
-def check_tree(what: str, spec: Tree, tree: Tree, *, owner: str) -> None:
-    """Raises UsageError that names the first leaf of `tree` that is not `[B, ...]` of its spec."""
-    expected, came = _named_leaves(spec), _named_leaves(tree)
-    if expected.keys() != came.keys():
-        raise UsageError(f"{owner}: {what} has the leaves {_names(came)}, its spec has {_names(expected)}.")
+def check_tree(label: str, spec: Tree, tree: Tree, *, owner: str) -> None:
+    """Raise UsageError for the first leaf of `tree` that is not `[B, ...]` of its spec. `label` names the tree."""
+    expected, received = _named_leaves(spec), _named_leaves(tree)
+    if expected.keys() != received.keys():
+        raise UsageError(f"{owner}: {label} has the leaves {_names(received)}, its spec has {_names(expected)}.")
     for name, leaf_spec in expected.items():
-        leaf = came[name]
+        leaf = received[name]
         if not leaf.shape or tuple(leaf.shape[1:]) != tuple(leaf_spec.shape) or leaf.dtype != leaf_spec.dtype:
             raise UsageError(
-                f"{owner}: {what}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
+                f"{owner}: {label}{name} should be [{_dims(('B', *leaf_spec.shape))}] {np.dtype(leaf_spec.dtype)}, "
                 f"got [{_dims(leaf.shape)}] {np.dtype(leaf.dtype)}."
             )
 
 
 def check_shapes(**arrays: tuple[Any, str]) -> None:
-    """Raise ValueError if an array does not have its shape: `check_shapes(rewards=(rewards, "T B"))`.
+    """Raise ValueError if an array does not have its shape, for example `check_shapes(rewards=(rewards, "T B"))`.
 
-    A name of a dimension stands for the same size in all arrays. It may come with an addend once it is known ("T+1"),
-    "..." stands for all dimensions that are left, and a number for itself.
+    The name of a dimension means the same size in all arrays. After its first use, a name may have an addend ("T+1").
+    "..." means all remaining dimensions, and a number means this size.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for name, (array, dims) in arrays.items():
@@ -65,8 +65,8 @@ def check_shapes(**arrays: tuple[Any, str]) -> None:
         wanted: tuple[int, ...] = ()
         for i, dim in enumerate(dims.split()):
             letter, _, addend = dim.partition("+")
-            own = shape[i:] if letter == "..." else shape[i : i + 1] or (-1,)
-            size = (int(letter),) if letter.isdigit() else sizes.setdefault(letter, own)
+            actual = shape[i:] if letter == "..." else shape[i : i + 1] or (-1,)
+            size = (int(letter),) if letter.isdigit() else sizes.setdefault(letter, actual)
             wanted += (size[0] + int(addend),) if addend else size
         if wanted != shape:
             known = ", ".join(f"{letter} = {_dims(size)}" for letter, size in sizes.items())
@@ -74,7 +74,7 @@ def check_shapes(**arrays: tuple[Any, str]) -> None:
 
 
 def without_batch(tree: Tree) -> Tree:
-    """The specs of a tree of arrays `[B, ...]`, of one row each."""
+    """Return the specs of one row of a tree of arrays `[B, ...]`."""
 
     def leaf_spec(path: Any, leaf: Any) -> specs.Array:
         return specs.Array(leaf.shape[1:], np.dtype(leaf.dtype), jax.tree_util.keystr(path))

@@ -1,6 +1,6 @@
-"""The base of SAC and TD3: a policy with twin critics of its continuous actions, and their networks.
+"""The base class of SAC and TD3: a policy with twin critics of its continuous actions, and their networks.
 
-Their targets are `returns.soft_targets`, their losses are in losses.py.
+Their targets are `returns.soft_targets`. Their losses are in losses.py.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rlframe.types import AgentOutput, AgentState, Params, ReplaySpec, TimeStep,
 
 
 class PolicyAndCritics:
-    """A policy, and twin critics of its actions, which are scaled to [-1, 1].
+    """The networks of a policy and of twin critics. Actions are scaled to [-1, 1].
 
     Args:
-        net_factory: a `NetworkConfig`, whose layers each of the three networks has for itself; or
+        net_factory: a `NetworkConfig`, from which each of the three networks is built with its own layers. Or
             `f(observation_spec, action_spec)` that returns a pair (policy, critics). The policy's `apply` takes
-            observations and returns `[B, num_policy_params]`; the critics' takes `{"observation": ..., "action": [B,
-            num_actions]}` and returns two `[B, 1]`.
-        observation_spec: of one environment.
-        num_actions: numbers in an action.
-        num_policy_params: numbers that the policy is made of.
+            observations and returns `[B, num_policy_params]`. The critics' `apply` takes `{"observation": ...,
+            "action": [B, num_actions]}` and returns two `[B, 1]`.
+        observation_spec: spec of one environment.
+        num_actions: number of dimensions of an action.
+        num_policy_params: number of outputs of the policy network.
 
     Raises:
-        UsageError: the function returns no such pair, or a network is recurrent.
+        UsageError: the function does not return such a pair, or a network is recurrent.
     """
 
     def __init__(self, net_factory: Any, observation_spec: Tree, num_actions: int, num_policy_params: int) -> None:
@@ -54,7 +54,7 @@ class PolicyAndCritics:
         self._specs = observation_spec, critics_spec
 
     def init(self, rng: jax.Array) -> tuple[Params, Params]:
-        """Return fresh parameters of the policy and of both critics."""
+        """Return initial parameters of the policy and of both critics."""
         networks, rngs = (self._policy, self._critics), jax.random.split(rng)
         policy, critics = (
             network.init(rng, zeros_like_spec(spec, 1)) for network, rng, spec in zip(networks, rngs, self._specs)
@@ -72,7 +72,7 @@ class PolicyAndCritics:
 
 
 def _pair(net_factory: Any, observation_spec: Tree, action_spec: Tree) -> tuple[NetFactory, NetFactory]:
-    """Return functions that return the two networks of a function."""
+    """Split a net factory that returns a pair into two net factories."""
     pair = net_factory(observation_spec, action_spec)
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(each, "apply") for each in pair)):
         raise UsageError(
@@ -82,16 +82,16 @@ def _pair(net_factory: Any, observation_spec: Tree, action_spec: Tree) -> tuple[
 
 
 class TwinCriticAgent(Agent):
-    """Base of agents with a policy and twin critics of its actions, for bounded continuous actions.
+    """Base class of agents with a policy and twin critics of its actions, for bounded continuous actions.
 
-    A `net_factory` that is a function gives a pair (policy, critics): the policy's `apply(params, observation)` gives
-    `[B, outputs_per_dimension n]`, the critics' `apply(params, {"observation": ..., "action": [B, n]})` two values
-    `[B, 1]`. Actions are scaled to [-1, 1] there. The published parameters have two fields `policy` and
-    `uniform`, which is 1 until the first update: until then actions are uniform.
+    A `net_factory` that is a function returns a pair (policy, critics). The policy's `apply(params, observation)`
+    returns `[B, outputs_per_dimension n]`. The critics' `apply(params, {"observation": ..., "action": [B, n]})` returns
+    two values `[B, 1]`. Both use actions scaled to [-1, 1]. The published parameters have fields `policy` and
+    `uniform`. `uniform` is 1 until the first update, and actions are uniform while it is 1.
     """
 
     takes_policy = False
-    outputs_per_dimension = 1  # of the policy's network, for each number of an action
+    outputs_per_dimension = 1  # outputs of the policy network for each dimension of an action
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class TwinCriticAgent(Agent):
         self, rng: jax.Array, params: Any, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         action = self.exploring_action(rng, params, timestep.observation)
-        uniform_rng = jax.random.fold_in(rng, 1)  # independent of what `exploring_action` draws with `rng` itself
+        uniform_rng = jax.random.fold_in(rng, 1)  # a separate key, because `exploring_action` uses `rng` itself
         uniform = jax.random.uniform(uniform_rng, action.shape, minval=-1.0)
         return AgentOutput(self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action)), {}), state
 
@@ -121,7 +121,7 @@ class TwinCriticAgent(Agent):
         return AgentOutput(self._range.to_action(self.greedy(params.policy, timestep.observation)), {}), state
 
     def exploring_action(self, rng: jax.Array, params: Any, observation: Tree) -> jax.Array:
-        """Return actions [B, n] scaled to [-1, 1], by the published parameters."""
+        """Return actions [B, n] scaled to [-1, 1] for exploration. `params` are the published parameters."""
         raise NotImplementedError
 
     def greedy(self, policy_params: Params, observation: Tree) -> jax.Array:

@@ -1,15 +1,18 @@
 """Learners hold the parameters, train them from a replay buffer and publish them.
 
-`Learner.run()` is one loop. learner.py has, in this order: the constructor, an update, the loop, calls of other nodes,
-checkpoints. One pass of it:
+`Learner.run()` is one loop. learner.py contains, in this order: the constructor, an update, the loop, calls from other
+nodes, checkpoints. One iteration of the loop:
 
-1. `LearnerReplay.make_dataset` (replay.py) gives a `Batch` of any kind of buffer, and `is_too_old` one that is too old.
-2. `LearnerUpdate` (update.py), one jitted call, returns new parameters, the agent's logs, and what actors get of them.
-3. `VersionCounter` (versions.py) gives the next version, under which a `Publication` (`rlframe.params`) has them.
-4. `LearnerReplay.update_priorities` passes the priorities on; the logger gets a row, if one is due.
-5. `Saver` decides whether a checkpoint is due, which `Checkpointer` writes (checkpoints.py).
+1. `LearnerReplay.make_dataset` (replay.py) yields a `Batch` from any kind of buffer. A batch that `is_too_old` is
+   dropped.
+2. `LearnerUpdate` (update.py), one jitted call, returns new parameters, the agent's logs, and the parameters for
+   actors.
+3. `VersionCounter` (versions.py) returns the next version, and a `Publication` (`rlframe.params`) publishes it.
+4. `LearnerReplay.update_priorities` passes priorities to the buffer. The logger gets a row if one is due.
+5. `Saver` decides whether a checkpoint is due. `Checkpointer` writes it (checkpoints.py).
 
-Meanwhile other nodes call `get_packed` and `publication_reader` (inferencers), `stats` and `finish` (the monitor).
+Other nodes call the Learner at the same time: inferencers call `get_packed` and `publication_reader`, and the monitor
+calls `stats` and `finish`.
 """
 
 from rlframe.learners.checkpoints import Checkpointer

@@ -1,13 +1,14 @@
-"""Checkpoints: a learner's arrays and the replay buffer of the same moment, each in full or not at all.
+"""Checkpoints: a learner's arrays and the replay buffer of the same moment.
 
+- Each checkpoint is written completely or not at all.
 - `Learner.run()` calls `Saver.save_if_due` after each update. `save_soon` saves from another thread, between updates.
-- `Saver` decides: by `checkpoint_every` and `checkpoint_seconds`, and for the replay by `ReplayFiles.is_due`.
-- `Learner.save` collects the arrays, and `Checkpointer.save` writes them.
-- In a run of one process, the training loop (`rlframe/programs/training/loop.py`) decides, in environment steps.
+- `Saver` decides by `checkpoint_every` and `checkpoint_seconds`, and for the replay by `ReplayFiles.is_due`.
+- `Learner.save` collects the arrays. `Checkpointer.save` writes them.
+- In a single-process run, the training loop (`rlframe/programs/training/loop.py`) decides by environment steps.
 
-Arrays and extras are saved through Orbax in `directory/STEP`, the replay buffer in `directory/replay/STEP`. The replay
-is complete before its checkpoint is written: wherever a save is cut off, the newest checkpoint is whole. A large replay
-goes with few checkpoints; the others are restored with the newest one before them.
+Orbax saves arrays and extras in `directory/STEP`. The replay buffer is saved in `directory/replay/STEP`, before its
+checkpoint. If a save is interrupted at any point, the newest checkpoint is therefore complete. A large replay is saved
+with few checkpoints. The other checkpoints are restored with the newest older replay.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ _log = logging.getLogger(__name__)
 class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
-    extras: Any  # saved with the checkpoint: the counters of the actor, say
-    has_replay: bool  # whether the replay of the same moment was restored, too
+    extras: Any  # saved with the checkpoint, for example the counters of the actor
+    has_replay: bool  # True if the replay of the same moment was also restored
 
 
 class Checkpointer:
     """Saves and restores the checkpoints of one learner.
 
     Args:
-        directory: created at the first save.
-        keep: how many of the latest checkpoints stay.
+        directory: directory of the checkpoints, created at the first save.
+        keep: number of latest checkpoints to keep.
 
     Attributes:
-        directory: of the checkpoints.
-        replays: the saved replay buffers, each with the number of the checkpoint that it was saved with.
+        directory: directory of the checkpoints.
+        replays: the saved replay buffers, each under the number of its checkpoint.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 3) -> None:
@@ -62,7 +63,7 @@ class Checkpointer:
         self.replays = ReplayFiles(self.directory / "replay", keep)
         self._keep = keep
         self._open_manager: Any = None
-        self._native: NativePath | None = None  # the directory's, for Orbax, while the manager is open
+        self._native: NativePath | None = None  # path of the directory for Orbax, while the manager is open
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -71,27 +72,27 @@ class Checkpointer:
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
 
     def save(self, step: int, tree: Tree, extras: Any = None, replay_buffer: Any = None) -> None:
-        """Write one checkpoint; the ones before it are untouched until it is complete.
+        """Write one checkpoint. Earlier checkpoints are not touched until it is complete.
 
         Args:
-            step: names the checkpoint; the next free number does where one of this name exists, since
-                nothing that was saved is ever overwritten.
+            step: name of the checkpoint. If this name exists, the next free number is used, because a saved checkpoint
+                is never overwritten.
             tree: a pytree of arrays, restored into the same structure.
-            extras: any picklable object (counters, the actor's state).
-            replay_buffer: saved with it, if it is not None.
+            extras: any picklable object (counters, the state of the actor).
+            replay_buffer: buffer to save with it, or None.
 
         Raises:
-            CheckpointError: it could not be written (disk full, no permission).
+            CheckpointError: the checkpoint could not be written (disk full, no permission).
         """
         before = max(self.steps(), default=-1)
         step = max(step, before + 1)
-        self._remove_unfinished()  # of a save that failed, or was cut off
+        self._remove_unfinished()  # left by a save that failed or was interrupted
         self.replays.drop_after(before)
         if replay_buffer is not None:
             self.replays.save(replay_buffer, step)
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
-        # Orbax checks its own indices, but not the arrays.
+        # Orbax checks its own indices but not the arrays.
         sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
         with self._explain("write", step):
             import orbax.checkpoint as ocp
@@ -102,19 +103,19 @@ class Checkpointer:
         self.replays.prune()
 
     def restore(self, template: Tree, step: int | None = None, replay_buffer: Any = None) -> tuple[Tree, Any, bool]:
-        """Read the checkpoint of `step` (the latest one by default).
+        """Read the checkpoint of `step` (by default the latest).
 
         Args:
-            template: a tree of the same structure and shapes as the one that was saved.
-            step: of the checkpoint.
-            replay_buffer: filled with the newest replay up to this step, if it is not None.
+            template: a tree with the structure and shapes of the saved tree.
+            step: step of the checkpoint.
+            replay_buffer: buffer to fill with the newest replay up to this step, or None.
 
         Returns:
-            (tree of numpy arrays in the structure of `template`, the extras, whether the replay that was saved with
-            this very checkpoint is in the buffer now).
+            (tree of numpy arrays with the structure of `template`, extras, has_replay). `has_replay` is True if the
+            buffer now contains the replay that was saved with exactly this checkpoint.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is of another agent or network.
+            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another agent or network.
         """
         step = self._existing(step)
         leaves, extras = self._read(step)
@@ -123,24 +124,24 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(template), leaves), extras, has_replay
 
     def extras(self, step: int | None = None) -> Any:
-        """Read the checkpoint of `step` (the latest one by default) in full, and return the extras saved with it.
+        """Read the checkpoint of `step` (by default the latest) in full, and return its extras.
 
         Raises:
-            CheckpointError: there is none, or it is damaged.
+            CheckpointError: there is no checkpoint, or it is damaged.
         """
         return self._read(self._existing(step))[1]
 
     def go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
-        """Make a good checkpoint the newest one. Newer ones and their replays are moved, and nothing is removed.
+        """Make an earlier good checkpoint the newest one. Move newer checkpoints and their replays; delete nothing.
 
-        Versions of the parameters lie beside the checkpoints and stay, so they never go back.
+        The file of parameter versions stays in place, so that versions never decrease.
 
         Args:
-            step: of the checkpoint; None: the newest one, if there is any.
-            aside: newer ones are moved to a directory below it.
+            step: step of the checkpoint. None means the newest checkpoint, if there is one.
+            aside: newer checkpoints are moved to a new directory under this path.
 
         Raises:
-            UsageError: the checkpoint is damaged, or there is none of this step.
+            UsageError: the checkpoint is damaged, or there is no checkpoint of this step.
         """
         steps = self.steps()
         if not steps and step is None:
@@ -150,7 +151,8 @@ class Checkpointer:
             self._read(chosen)
         except CheckpointError as error:
             raise UsageError(f"{error} {self._newest_good([one for one in steps if one != chosen])}") from error
-        # Checkpoints first, the newest before the others: if this is cut off, each one that is left has its replay.
+        # Move checkpoints first, starting with the newest. If this is interrupted, each remaining checkpoint has its
+        # replay.
         newer = [self.directory / str(one) for one in reversed(steps) if one > chosen]
         if newer:
             newer += [self.replays.path(one) for one in self.replays.numbers() if one > chosen]
@@ -160,11 +162,11 @@ class Checkpointer:
         for step in reversed(steps):
             with contextlib.suppress(CheckpointError):
                 self._read(step)
-                return f"The newest good one is {step}: --resume --resume-from {step} goes on there."
-        return "No other one is good: start a new run, with --config RUN_DIR/config.json."
+                return f"The newest good checkpoint is {step}. Use --resume --resume-from {step} to continue from it."
+        return "No other checkpoint is good. Start a new run with --config RUN_DIR/config.json."
 
     def _existing(self, step: int | None, error: type[RlframeError] = CheckpointError) -> int:
-        """Return a step of which there is a checkpoint: this one, or the latest. Raise `error` if there is none."""
+        """Return `step`, or the latest step if it is None. Raise `error` if there is no such checkpoint."""
         steps = self.steps()
         if step is not None and step not in steps:
             there = ", ".join(map(str, steps)) or "none"
@@ -181,22 +183,22 @@ class Checkpointer:
             leaves = [np.asarray(saved["leaves"][name]) for name in sorted(saved["leaves"])]
             pickled = np.asarray(saved["extras"])
             if [_checksum(array) for array in (*leaves, pickled)] != np.asarray(saved["checksums"]).tolist():
-                raise ValueError("its arrays are not the ones that were saved")
+                raise ValueError("the checksums of its arrays do not match")
             return leaves, pickle.loads(pickled.tobytes())
 
     def close(self) -> None:
-        """End Orbax's threads. A later call opens them again."""
+        """Stop Orbax's threads. A later call starts them again."""
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
         with root_handler(logging.lastResort or logging.NullHandler()), contextlib.ExitStack() as closing:
-            for each in filter(None, (native, manager)):  # the manager first
+            for each in filter(None, (native, manager)):  # runs in reverse order: the manager is closed first
                 closing.callback(each.close)
 
     def _manager(self) -> Any:
         if self._open_manager is None:
             import orbax.checkpoint as ocp
 
-            # Orbax warns of every restore without a template; the arrays are checked against one in `_check`.
+            # Orbax warns about every restore without a template. `_check` compares the arrays with a template.
             logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
             self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
@@ -208,14 +210,14 @@ class Checkpointer:
         expected = jax.tree.leaves_with_path(template)
         if len(expected) != len(leaves):
             raise CheckpointError(
-                f"Checkpoint {self.directory / str(step)} holds {len(leaves)} arrays where this agent has "
-                f"{len(expected)}. It was written by another agent or network: resume with the run's own config.json."
+                f"Checkpoint {self.directory / str(step)} has {len(leaves)} arrays, but this agent has {len(expected)}. It "
+                "was written by another agent or network. Resume with the run's own config.json."
             )
         for (path, want), got in zip(expected, leaves, strict=True):
             if np.shape(want) != got.shape:
                 raise CheckpointError(
-                    f"Checkpoint {self.directory / str(step)}: {jax.tree_util.keystr(path)} has shape {got.shape} "
-                    f"where this agent has {np.shape(want)}. Resume with the run's own config.json."
+                    f"Checkpoint {self.directory / str(step)}: {jax.tree_util.keystr(path)} has shape {got.shape}, "
+                    f"but this agent has {np.shape(want)}. Resume with the run's own config.json."
                 )
 
     def _remove_unfinished(self) -> None:
@@ -223,22 +225,23 @@ class Checkpointer:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _explain(self, what: str, step: int) -> Iterator[None]:
+    def _explain(self, action: str, step: int) -> Iterator[None]:
         try:
             with root_handler(logging.lastResort or logging.NullHandler()):
                 yield
         except Exception as error:
             path = self.directory / str(step)
-            if what == "write":
+            if action == "write":
                 self._remove_unfinished()
-                with contextlib.suppress(Exception):  # the next try has a new manager: this one may be in any state
+                # the next attempt needs a new manager: this one may be in any state
+                with contextlib.suppress(Exception):
                     self.close()
             others = [self.directory / str(other) for other in self.steps() if other != step]
             kept = f" The last good checkpoint is {others[-1]}." if others else ""
-            if what == "read":
+            if action == "read":
                 raise CheckpointError(f"Checkpoint {path} is damaged: {_first_line(error)}.") from error
             free = _free_megabytes(self.directory)
-            hint = f" Only {free:.1f} MB are free there: make room." if free < 1_000 else ""
+            hint = f" Only {free:.1f} MB are free on this disk. Free some space." if free < 1_000 else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
 
 
@@ -246,11 +249,11 @@ class Saver:
     """Saves a learner when a checkpoint is due. Any thread may call it.
 
     Args:
-        cfg: of the learner.
-        learner: saves itself, by `Learner.save`.
-        lock: held by it while it updates.
-        replay_buffer: saved with it; None: none is.
-        replays: the files of the replay.
+        cfg: config of the learner.
+        learner: the learner, whose `save` is called.
+        lock: lock that the learner holds during an update.
+        replay_buffer: buffer to save with the learner, or None.
+        replays: files of the saved replays.
     """
 
     def __init__(self, cfg: LearnerConfig, learner: Any, lock: Any, replay_buffer: Any, replays: ReplayFiles) -> None:
@@ -258,19 +261,19 @@ class Saver:
         self._replay_buffer, self._replays = replay_buffer, replays
         self._tried_at = time.monotonic()
         self._starting = threading.Lock()
-        self._thread = threading.Thread()  # of `save_soon`; this one never ran
+        self._thread = threading.Thread()  # thread of `save_soon`; this placeholder never runs
         self._failure: Exception | None = None
 
     def save_if_due(self, *, now: bool = False, final: bool = False) -> None:
         """Write a checkpoint with its replay between two updates, if one is due.
 
         Args:
-            now: one is due.
-            final: nothing is published after this; see `Learner.save`.
+            now: save even if no checkpoint is due.
+            final: nothing is published after this (see `Learner.save`).
 
         Raises:
-            CheckpointError: the final one could not be written; the ones before are untouched.
-            NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
+            CheckpointError: the final checkpoint could not be written. Earlier checkpoints are not touched.
+            NonFiniteLossError: the parameters contain NaN or infinity. Nothing was written.
         """
         self._wait()
         cfg, seconds = self._cfg, time.monotonic() - self._tried_at
@@ -279,13 +282,13 @@ class Saver:
             self._save_or_warn(final)
 
     def _save_or_warn(self, final: bool) -> None:
-        """Write a checkpoint, unless there is one of this learner step already.
+        """Write a checkpoint, unless this learner step already has one.
 
-        If it cannot be written (the disk is full, say), warn, and try again when the next is due: the ones before are
-        untouched.
+        If it cannot be written (for example because the disk is full), log a warning and try again when the next one is
+        due.
 
         Raises:
-            CheckpointError: the final one could not be written.
+            CheckpointError: the final checkpoint could not be written.
         """
         try:
             with self._lock, SAVING:
@@ -293,7 +296,7 @@ class Saver:
         except CheckpointError as error:
             if final:
                 raise
-            _log.warning("%s Learning goes on; the next checkpoint is another try.", error)
+            _log.warning("%s Learning continues. The next checkpoint will be tried when it is due.", error)
         finally:
             self._tried_at = time.monotonic()
 
@@ -303,10 +306,10 @@ class Saver:
         if buffer is not None and learner.replay_saved_step != steps:
             with_replay = self._replays.is_due(buffer, final)
         if final and is_new and with_replay and not self._replays.is_small(buffer):
-            learner.save(final=True)  # first: the program may be killed while a large replay is written
+            learner.save(final=True)  # first, because the program may be killed while a large replay is written
         if is_new or with_replay:
             learner.save(final=final, with_replay=with_replay)
-        elif final:  # it was saved a moment ago, as one that others follow
+        elif final:  # this step is already saved, but not as the final one
             learner.release_versions()
 
     def save_soon(self) -> None:
@@ -317,7 +320,10 @@ class Saver:
                 self._thread.start()
 
     def _wait(self) -> None:
-        """Wait for the end of what `save_soon` began. (A lock alone could be taken again and again by the updates.)"""
+        """Wait for the thread of `save_soon`.
+
+        Waiting for the lock is not enough, because updates could take it again and again.
+        """
         if self._thread.is_alive():
             self._thread.join()
         if self._failure is not None:
@@ -328,27 +334,27 @@ class Saver:
             self._save_or_warn(final=False)
         except Exception as error:
             self._failure = error
-            self._learner.stop()  # it may be waiting for a batch
+            self._learner.stop()  # the learner may be waiting for a batch
 
 
 def last_good(checkpointer: Checkpointer | None) -> str:
-    """Name the newest checkpoint, for an error."""
+    """Return a sentence that names the newest checkpoint, for an error message."""
     steps = checkpointer.steps() if checkpointer is not None else []
     if checkpointer is None or not steps:
         return "Nothing was saved before."
     return f"The last good checkpoint is {checkpointer.directory / str(steps[-1])}."
 
 
-def _move(paths: list[pathlib.Path], of: pathlib.Path, to: pathlib.Path) -> None:
-    """Move `paths`, which are below `of`, to the same places below `to`."""
+def _move(paths: list[pathlib.Path], source: pathlib.Path, destination: pathlib.Path) -> None:
+    """Move `paths`, which are under `source`, to the same relative paths under `destination`."""
     for path in paths:
-        target = to / path.relative_to(of)
+        target = destination / path.relative_to(source)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
         except OSError as error:
             raise UsageError(f"Cannot move {path} to {target}: {error.strerror}.") from error
-    _log.warning("What is newer than the checkpoint to go on from was moved to %s.", to)
+    _log.warning("Everything newer than the chosen checkpoint was moved to %s.", destination)
 
 
 def _checksum(array: np.ndarray) -> int:

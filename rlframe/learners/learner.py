@@ -36,31 +36,33 @@ from rlframe.types import Batch, Logs, Tree
 
 
 class Learner:
-    """Trains an agent's parameters from batches, and publishes them under rising versions.
+    """Trains an agent's parameters from batches, and publishes them with increasing versions.
 
-    `get_params` returns a copy, so each update can donate the Learner's own arrays.
+    `get_params` returns a copy, so that each update can donate the Learner's own arrays.
 
-    An update is checked one update late, when the next one begins (or by `wait_for_update` and `save`): to read its loss at once
-    would make acting wait for learning. So errors come one update late, and so do the logs of `stats`. Actors are safe
-    meanwhile: where new parameters are not finite, the update itself gives actors those before it. An update that logs
-    priorities, or learns from trajectories, is checked at once.
+    An update is checked when the next update starts, or by `wait_for_update` and `save`. An immediate check would read
+    the loss, and acting would then wait for learning. Errors and the logs of `stats` are therefore one update late.
+    Actors are still safe: if the new parameters are not finite, the jitted update itself passes the previous parameters
+    on to the actors. An update that logs priorities or learns from trajectories is checked immediately.
 
     Args:
         cfg: see `LearnerConfig`.
-        agent: the `Agent` that learns.
-        replay_buffer: where `run()` takes its batches and where priorities go: a `ReplayReader` in this process, or a
-            `reverb.Client`.
-        logger: anything with `write(step, values)`, used by `run()`; None logs nothing.
-        may_write: called before anything is written under `cfg.checkpoint_dir`. If it raises, nothing is written. For a
-            learner whose successor may be writing there already; None: it always may.
-        above_version: the first version that is published is above it. For the successor of a learner that published
-            versions, but left no checkpoint.
+        agent: the `Agent` to train.
+        replay_buffer: source of the batches of `run()`, and destination of priorities: a `ReplayReader` in this
+            process, or a `reverb.Client`.
+        logger: any object with `write(step, values)`, used by `run()`. None writes no logs.
+        check_may_write: called before anything is written to `cfg.checkpoint_dir`. If it raises, nothing is written.
+            Needed for a learner whose successor may already be writing to the directory. None always allows writing.
+        above_version: the first published version is higher than this. Used for the successor of a learner that
+            published versions but left no checkpoint.
 
     Attributes:
-        learner_steps: updates done since the run began, the resumed ones included.
-        saver: decides when `run()` saves, also for callers of `step` in its place; None if nothing is saved.
-        saved_step, replay_saved_step: `learner_steps` of the newest checkpoint, and of the newest one with the replay.
-        restored: what the Learner was restored from; None: nothing was.
+        learner_steps: updates since the run started, including those before a resume.
+        saver: decides when `run()` saves. Callers that use `step` instead of `run()` may use it too. None if nothing is
+            saved.
+        saved_step: `learner_steps` of the newest checkpoint.
+        replay_saved_step: `learner_steps` of the newest checkpoint with the replay.
+        restored: the checkpoint that the Learner was restored from, or None.
     """
 
     def __init__(
@@ -73,15 +75,15 @@ class Learner:
         check_may_write: Callable[[], None] | None = None,
         above_version: int = -1,
     ) -> None:
-        use_one_arena()  # an engine's process has done so at its start; others do it here, before JAX's first call
+        use_one_arena()  # must run before JAX's first call; engines already do this when a process starts
         keep_freed_memory()
         self._cfg, self._agent, self._logger = cfg, agent, logger
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
         self._update_lock = threading.RLock()
         self.learner_steps = 0
-        self._actor_arrays: list[jax.Array]  # packed: what actors have
-        self._logs: Logs = {}  # of the newest update that was checked
-        self._unchecked: UncheckedUpdate | None = None  # the newest update, until it is checked
+        self._actor_arrays: list[jax.Array]  # packed parameters that actors have
+        self._logs: Logs = {}  # logs of the newest checked update
+        self._unchecked: UncheckedUpdate | None = None  # the newest update until it is checked
         self._replay = LearnerReplay(replay_buffer, agent, self._stop)
         self._open_checkpoints(check_may_write)
         self._publish_initial_params()
@@ -92,7 +94,7 @@ class Learner:
             self._publish()
         self._replay.note_update((), self.params_version)
 
-    # --- the parts of the constructor, in their order
+    # --- parts of the constructor, in the order of their calls
 
     def _open_checkpoints(self, check_may_write: Callable[[], None] | None) -> None:
         cfg = self._cfg
@@ -111,7 +113,8 @@ class Learner:
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
         params = agent.initial_params(init_rng)
         learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
-        # Donated buffers must be distinct: an initial state may hold the parameters themselves (target networks).
+        # Donated buffers must be distinct, but an initial state may contain the parameters themselves (target
+        # networks).
         self._params, self._learner_state = copy_arrays((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
@@ -119,10 +122,10 @@ class Learner:
         self._publication = Publication(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def _restore_if_saved(self) -> None:
-        """Continue from the latest checkpoint, or without one, above all versions that may have been published."""
+        """Restore the latest checkpoint. Without one, continue above all versions that may have been published."""
         if self._checkpointer is not None and self._checkpointer.steps():
             self.restore(with_replay=True)
-        else:  # others may know the versions of a learner that died before its first checkpoint
+        else:  # other nodes may have versions of a learner that died before its first checkpoint
             self._versions.resume(self.params_version)
             self._publish()
 
@@ -130,21 +133,20 @@ class Learner:
 
     @property
     def params_version(self) -> int:
-        """The version that `get_params` gives now."""
+        """The version that `get_params` returns now."""
         return self._publication.version
 
     def step(self, batch: Batch | None, *others: Any) -> Logs | None:
-        """Do one update from `batch`. If it is None, do nothing and return None.
+        """Do one update from `batch`. If `batch` is None, do nothing and return None.
 
         Returns:
-            The agent's logs (device scalars, fetched when they are read), and `staleness`: how many versions old the
-            batch's items are, on average. Also None if the batch is older than the replay's `max_staleness` allows: it
-            is dropped.
+            The agent's logs (device scalars, fetched when read) and `staleness`, the mean age of the batch's items in
+            versions. None if the batch was dropped because it is older than the replay's `max_staleness` allows.
 
         Raises:
-            NonFiniteLossError: the loss or a parameter was NaN or infinite after the update before this one. Actors
-                never get such parameters: the version after that update holds those of the version before.
-            UsageError: the agent logs something that is no number, or the argument is no batch.
+            NonFiniteLossError: after the previous update, the loss or a parameter was NaN or infinite. Actors never get
+                such parameters: the version after that update contains the parameters of the version before.
+            UsageError: a log of the agent is not a number, or the argument is not a batch.
         """
         check_is_batch(batch, *others)
         if batch is None or self._replay.is_too_old(batch.params_version, self.params_version):
@@ -163,24 +165,25 @@ class Learner:
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
         self._unchecked = UncheckedUpdate(self.learner_steps, logs, keys, is_finite)
-        if self._agent.learns_from == "trajectories":  # their updates take long: waiting for one costs little
+        if self._agent.learns_from == "trajectories":  # updates take long, so waiting for one costs little
             self._check_update()
         version = self._versions.next()
         if self._replay.max_staleness is not None:
-            jax.block_until_ready(self._actor_arrays)  # actors wait for it, and a call of theirs must not
+            # actors wait for this version, and their calls must not wait for the device
+            jax.block_until_ready(self._actor_arrays)
         self._replay.drop_too_old(version, after_update=True)
         self._publish()
         self._replay.note_update(keys, version)
         if priorities is not None:
-            self._check_update()  # they are fetched here in any case, and a buffer takes no NaN
+            self._check_update()  # priorities are fetched here anyway, and a buffer must not receive NaN
             self._replay.update_priorities(keys, np.asarray(priorities))
         return logs
 
     def wait_for_update(self) -> dict[str, float]:
-        """Wait for the newest update, and return its logs as numbers: none before the first.
+        """Wait for the newest update and return its logs as numbers. Return an empty dict before the first update.
 
         Raises:
-            NonFiniteLossError: its loss or a parameter after it was NaN or infinite.
+            NonFiniteLossError: the loss or a parameter after this update was NaN or infinite.
         """
         with self._update_lock:
             self._check_update()
@@ -194,23 +197,23 @@ class Learner:
             self._learn()
             self._finished.set()
             if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
-                self._stop.wait()  # `get_params` still answers
+                self._stop.wait()  # `get_params` remains available
         if self._is_done and self._cfg.ends_program:
             handles.stop_program()
 
     def _learn(self) -> None:
         self._replay.drop_too_old(self.params_version)
         dataset = self._make_dataset(self._cfg.data)
-        # It may have been told to end before there was a dataset to close, or be resumed from its last checkpoint.
-        has_ended = self._is_told_to_end or self._is_done
+        # A stop may come before there is a dataset to close. A resumed learner may have no steps left.
+        has_ended = self._should_end or self._is_done
         try:
             for batch in () if has_ended else dataset:
-                if self._is_told_to_end:
+                if self._should_end:
                     break
                 self._learn_from(batch)
                 if self._is_done:
                     break
-        except StoppedError:  # while it waited for the replay's server
+        except StoppedError:  # raised while waiting for the replay server
             if not (self._stop.is_set() or handles.is_program_stopping()):
                 raise
         finally:
@@ -228,36 +231,37 @@ class Learner:
             self.saver.save_if_due()
 
     def _make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
-        """Return the batches that `run()` learns from. Override it to change, filter or mix them.
+        """Return the batches that `run()` learns from. Override this method to change, filter or mix them.
 
-        `stop()` closes the dataset that this method makes, which ends the wait for a batch: build on
-        `super()._make_dataset(data_cfg)`, and the override ends with it.
+        `stop()` closes the dataset of this method, which ends the wait for a batch. An override should use
+        `super()._make_dataset(data_cfg)`, so that it ends at the same time.
         """
         return self._replay.make_dataset(data_cfg)
 
     @property
-    def _is_told_to_end(self) -> bool:
+    def _should_end(self) -> bool:
         return self._stop.is_set() or self._finish.is_set()
 
     @property
     def _is_done(self) -> bool:
         return self._cfg.max_learner_steps is not None and self.learner_steps >= self._cfg.max_learner_steps
 
-    # --- calls from other threads and processes: none waits for an update
+    # --- calls from other threads and processes; they never wait for an update
 
     def finish(self) -> None:
-        """End learning and save; `get_params` answers until `stop()`. Any thread may call it."""
+        """End learning and save. `get_params` remains available until `stop()`. Any thread may call it."""
         self._finish.set()
         self._replay.close_dataset()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters, the logs of the last complete update, the replay's counters, and if `run` has `finished`."""
+        """Return counters, logs of the last checked update, counters of the replay, and whether `run` has `finished`.
+        """
         replay = {f"replay_{name}": value for name, value in self._replay.stats().items()}
         counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
         return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
-        """End `run()` after the current update, or while it waits for the replay. Any thread may call it."""
+        """End `run()` after the current update or while it waits for the replay. Any thread may call it."""
         self._stop.set()
         self._replay.stop()
 
@@ -270,15 +274,16 @@ class Learner:
         return self._publication.wait_for_version(known_version, timeout)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """As `get_params`, packed, for an Inferencer."""
+        """Return the result of `get_params` in packed form, for an Inferencer."""
         return self._publication.get_packed(known_version)
 
     def publication_reader(self) -> PublicationReader | None:
-        """Return what reads `get_packed` in another process of this machine; None if unsupported, or after `close`."""
+        """Return a reader of `get_packed` for another process on this machine. None if unsupported or after `close`."""
         return self._publication.reader()
 
     def save_soon(self) -> None:
-        """Start a thread that saves as `run()` does, with the replay. May be repeated; `run()` raises its errors."""
+        """Start a thread that saves as `run()` does, with the replay. `run()` raises its errors. May be called again.
+        """
         if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
         self.saver.save_soon()
@@ -286,16 +291,16 @@ class Learner:
     # --- checkpoints
 
     def save(self, extras: Any = None, *, final: bool = False, with_replay: bool = False) -> None:
-        """Write a checkpoint of parameters, learner state and counters, after the update under way.
+        """Write a checkpoint of parameters, learner state and counters, after the current update.
 
         Args:
-            extras: any picklable object to keep beside it; `restore` gives it back.
-            final: nothing is published after this, so a resumed run counts versions on from here.
-            with_replay: save the replay buffer with it, unless the buffer is kept elsewhere (a server, say).
+            extras: any picklable object to save with it. `restore` returns it.
+            final: nothing is published after this, so that a resumed run continues with the next version.
+            with_replay: save the replay buffer too, unless the buffer is stored elsewhere (for example on a server).
 
         Raises:
-            CheckpointError: it could not be written; the ones before are untouched.
-            NonFiniteLossError: the parameters hold NaN or infinity; nothing was written.
+            CheckpointError: the checkpoint could not be written. Earlier checkpoints are not touched.
+            NonFiniteLossError: the parameters contain NaN or infinity. Nothing was written.
         """
         if self._checkpointer is None:
             raise UsageError("Learner.save needs LearnerConfig.checkpoint_dir.")
@@ -312,19 +317,19 @@ class Learner:
                 self.release_versions()
 
     def release_versions(self) -> None:
-        """Give reserved versions back, so that a resumed run skips none: nothing is published after this."""
+        """Release the reserved versions, so that a resumed run skips none. Nothing may be published after this."""
         with self._update_lock:
             self._versions.release()
 
     def restore(self, step: int | None = None, *, with_replay: bool = False) -> Any:
-        """Continue from a checkpoint (the latest by default), and return the extras saved with it.
+        """Restore a checkpoint (by default the latest), and return the extras saved with it.
 
         Args:
-            step: of the checkpoint, as its directory is named.
-            with_replay: restore the replay buffer, too.
+            step: step of the checkpoint, the name of its directory.
+            with_replay: restore the replay buffer too.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it is of another agent or network.
+            CheckpointError: there is no checkpoint, it is damaged, or it belongs to another agent or network.
         """
         if self._checkpointer is None:
             raise UsageError("Learner.restore needs LearnerConfig.checkpoint_dir.")
@@ -346,7 +351,7 @@ class Learner:
         self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
     def _pack_params(self) -> None:
-        """Set what actors get from the present parameters. After an update, its result has it."""
+        """Pack the current parameters for actors. After an update, the packed parameters are part of its result."""
         check_params(self._params, self.learner_steps, self._last_good)
         self._actor_arrays = self._update.pack(self._params, self._learner_state)
 
@@ -354,7 +359,7 @@ class Learner:
         self._publication.publish(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def close(self) -> None:
-        """End the threads of checkpoints and of publishing."""
+        """Stop `run()` and the threads of checkpoints and publishing."""
         self.stop()
         if self._checkpointer is not None:
             self._checkpointer.close()

@@ -23,20 +23,20 @@ _PATIENCE = 0.5  # seconds that `LearnerReplay.stats` waits
 
 
 class LearnerReplay:
-    """The replay buffer that a Learner was given, with the same methods for each kind of it.
+    """The replay buffer of a Learner, with the same methods for each kind of buffer.
 
-    A `BaseReplayBuffer` can do all of this. An object that has the methods of a `ReplayReader` alone has no counters
-    and no `max_staleness`, and is in no checkpoint.
+    A `BaseReplayBuffer` supports all of them. An object that only has the methods of a `ReplayReader` has no counters
+    and no `max_staleness`, and checkpoints do not contain it.
 
     Args:
         given: the argument of the Learner: a buffer, a handle to one in this process, or a `reverb.Client`.
-        agent: whose specs tell what a `reverb.Client` holds.
-        stop: ends waits for other processes.
+        agent: agent whose specs define the items of a `reverb.Client`.
+        stop: event that ends waits for other processes.
 
     Attributes:
-        buffer: itself.
-        saved: the buffer, if the Learner's checkpoints hold it; None: they do not.
-        max_staleness: versions that a batch may be behind the newest; None: any number.
+        buffer: the buffer.
+        saved: the buffer if the Learner's checkpoints contain it, otherwise None.
+        max_staleness: number of versions that a batch may be behind the newest. None means no limit.
 
     Raises:
         UsageError: the buffer is on another node.
@@ -46,24 +46,24 @@ class LearnerReplay:
         target = handles.resolve(given, "replay buffer", stop=stop)
         if isinstance(target, handles.Remote):
             raise UsageError(
-                "A Learner cannot sample from a replay buffer on another node: batches would be copied through it. Use "
-                "a buffer in shared memory, or Reverb."
+                "A Learner cannot sample from a replay buffer on another node, because that node would copy every batch. "
+                "Use a buffer in shared memory, or Reverb."
             )
         self.buffer = as_replay_buffer(target, lambda: agent)
         self._is_own = self.buffer is not target
-        # None: it has the methods of a `ReplayReader` alone.
+        # None if the buffer only has the methods of a `ReplayReader`.
         self._full = self.buffer if isinstance(self.buffer, BaseReplayBuffer) else None
         self.saved = self._full if self._full is not None and self._full.is_saved_by_learner else None
         self.max_staleness = self._full.spec.max_staleness if self._full is not None else None
-        self._resumed_from: int | None = None  # until the next update
+        self._resumed_from: int | None = None  # set until the next update
         self._dataset: Any = None
-        self._asking = threading.Thread()  # of `stats`; this one never ran
+        self._stats_thread = threading.Thread()  # thread of `stats`; this placeholder never runs
         self._stats: dict[str, int] = {}
 
     # --- batches
 
     def make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
-        """Return the batches that `Learner.run` learns from, drawn ahead. `close_dataset` ends them."""
+        """Return the batches that `Learner.run` learns from, fetched ahead. `close_dataset` ends them."""
         make_dataset = self._method("make_dataset", "run() takes batches from it")
         self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
         return self._dataset
@@ -74,10 +74,12 @@ class LearnerReplay:
             self._dataset.close()
 
     def is_too_old(self, versions: np.ndarray, newest: int) -> bool:
-        """Return True if a batch is too old for `newest`: it was drawn before the buffer dropped such items.
+        """Return True, and log a warning, if a batch is too old for `newest`.
+
+        Such a batch was drawn before the buffer dropped its items.
 
         Args:
-            versions: [B] that acted.
+            versions: [B], versions that acted.
             newest: version of the learner.
         """
         limit = self.max_staleness
@@ -89,7 +91,7 @@ class LearnerReplay:
         if not old.any():
             return False
         _log.warning(
-            "A batch of versions %d to %d is dropped: version %d learns from those that are at most %d older.",
+            "Dropping a batch of versions %d to %d: version %d learns only from versions that are at most %d older.",
             versions.min(),
             versions.max(),
             newest,
@@ -97,14 +99,14 @@ class LearnerReplay:
         )
         return True
 
-    # --- the state of the learner, which the buffer is told
+    # --- updates of the learner, passed to the buffer
 
     def resume(self, version: int) -> None:
-        """Take `version`, of a checkpoint, to be as new as the next one: both have the same parameters."""
+        """Treat the checkpoint's `version` as equally new as the next one: both have the same parameters."""
         self._resumed_from = version
 
     def drop_too_old(self, newest: int, *, after_update: bool = False) -> None:
-        """Drop items from the buffer that are too old for the version `newest`, which an update may have made."""
+        """Drop items from the buffer that are too old for the version `newest`."""
         if self._full is not None and self.max_staleness is not None:
             self._full.forget_before(newest - self.max_staleness)
         if after_update:
@@ -119,7 +121,7 @@ class LearnerReplay:
         """See `ReplayReader`."""
         self._method("update_priorities", "The agent logs priorities")(keys, priorities)
 
-    def _method(self, name: str, why: str) -> Callable[..., Any]:
+    def _method(self, name: str, reason: str) -> Callable[..., Any]:
         if not hasattr(self.buffer, name):
             kind = type(self.buffer).__name__
             raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {name}(). {why}.")
@@ -128,22 +130,22 @@ class LearnerReplay:
     # --- calls from other threads
 
     def stats(self) -> dict[str, int]:
-        """Return the newest counters. The buffer may be a server, which answers late or never: wait half a second."""
+        """Return the newest counters. Wait at most half a second, because the buffer may be a slow or dead server."""
         if self._full is None:
             return {}
-        thread = self._asking
+        thread = self._stats_thread
         if not thread.is_alive():
-            thread = self._asking = threading.Thread(target=self._ask, name="rlframe replay", daemon=True)
+            thread = self._stats_thread = threading.Thread(target=self._update_stats, name="rlframe replay", daemon=True)
             thread.start()
         thread.join(_PATIENCE)
         return self._stats
 
-    def _ask(self) -> None:
-        with contextlib.suppress(RlframeError):  # the server is gone, say
+    def _update_stats(self) -> None:
+        with contextlib.suppress(RlframeError):  # for example, the server is gone
             self._stats = self._full.stats() if self._full is not None else {}
 
     def stop(self) -> None:
-        """End the wait for a batch, and close a buffer that was made here."""
+        """End the wait for a batch. Close the buffer if it was created here."""
         self.close_dataset()
         if self._is_own:
             self.buffer.close()

@@ -1,4 +1,4 @@
-"""One update of a learner: new parameters, the version that actors get after it, and the checks of both."""
+"""One update of a learner: new parameters, packed parameters for actors, and checks of both."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ class UpdateResult(NamedTuple):
     params: Tree
     learner_state: Tree
     logs: Logs
-    actor_arrays: list[jax.Array]  # packed, for actors: the new parameters, or what actors had if these are not finite
-    is_finite: jax.Array  # [] bool: whether the parameters, and what actors would get of them, are finite
+    actor_arrays: list[jax.Array]  # packed parameters for actors: the new ones, or the previous ones if not finite
+    is_finite: jax.Array  # [] bool: True if the parameters and the new parameters for actors are finite
 
 
 class UncheckedUpdate(NamedTuple):
-    """An update whose loss has not been read. `check_update` waits for it."""
+    """An update whose loss has not been read yet. `check_update` waits for it."""
 
     step: int  # number of the learner step
     logs: Logs
-    keys: np.ndarray  # [B, 3], of the batch's items
-    is_finite: Any  # [] bool: whether the parameters are finite
+    keys: np.ndarray  # [B, 3], keys of the batch's items
+    is_finite: Any  # [] bool: True if the parameters are finite
 
 
 class LearnerUpdate:
     """The jitted update of an agent.
 
     Call it with (params, learner_state, batch, actor_arrays) to get an `UpdateResult`. It donates `params` and
-    `learner_state`. `actor_arrays` is what actors have. They never get parameters that are not finite. The jitted
-    call decides this, because waiting for its result would make acting wait for learning.
+    `learner_state`. `actor_arrays` are the packed parameters that actors have. Actors never get parameters that are not
+    finite. The jitted call itself chooses between old and new parameters: if the Learner waited for the result, acting
+    would wait for learning.
 
     Args:
         agent: the `Agent` that learns.
-        packing: the layout of what actors get.
+        packing: layout of the packed parameters.
     """
 
     def __init__(self, agent: Agent, packing: Packing) -> None:
@@ -71,17 +72,17 @@ class LearnerUpdate:
         packed = self._packing.pack_jax(for_actors)
         in_packed = {id(leaf) for leaf in jax.tree.leaves(for_actors)}
         others = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in in_packed]
-        # The check of one long array compiles sooner than a check of each leaf.
+        # Checking one long array compiles faster than checking each leaf.
         is_finite = are_finite((self._packing.floats(packed), others))
         return [jnp.where(is_finite, new, old) for new, old in zip(packed, actor_arrays)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
-        # Copies: what actors read must outlive the update that the learner's own arrays are donated to.
+        # Copy: the next update donates the learner's arrays while actors may still read these.
         return copy_arrays(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
 
 
 def are_finite(tree: Tree) -> jax.Array:
-    """Return [] bool: True if every floating-point number of `tree` is finite."""
+    """Return [] bool: True if every floating-point number in `tree` is finite."""
     leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or True))
 
@@ -93,33 +94,33 @@ def copy_arrays(tree: Tree) -> Tree:
 
 
 def as_numbers(logs: Logs) -> dict[str, float]:
-    """Fetch the logs of an update."""
+    """Fetch the logs of an update from the device."""
     return {name: float(np.asarray(value).reshape(())) for name, value in dict(logs).items()}
 
 
-# --- checks: each error ends the run
+# --- checks; their errors end the run
 
 
 def check_is_batch(*given: Any) -> None:
-    """Raise UsageError unless the arguments of `Learner.step` are one batch, or None."""
+    """Raise UsageError unless the arguments of `Learner.step` are a single batch or None."""
     if len(given) == 1 and (given[0] is None or isinstance(given[0], Batch)):
         return
     names = ", ".join(type(each).__name__ for each in given)
     raise UsageError(
-        f"Learner.step expects one argument, a Batch as replay_buffer.sample() returns it, or None; got ({names}). The "
-        "Learner holds its parameters and state itself: learner.step(batch). The pure function of them is "
+        f"Learner.step expects one argument, a Batch from replay_buffer.sample() or None; got ({names}). The Learner holds "
+        "its parameters and state itself, so call learner.step(batch). The pure function with parameters and state is "
         "agent.learner_step(params, learner_state, batch)."
     )
 
 
 def check_are_numbers(logs: Logs) -> None:
-    """Raise UsageError for a log that is no number: here, where it ends the run, and not in a reader of the logs."""
+    """Raise UsageError for a log that is not a number, before any reader of the logs receives it."""
     for name, value in logs.items():
-        array = value if hasattr(value, "dtype") else np.asarray(value)  # nothing is fetched from the device
-        if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and the like
+        array = value if hasattr(value, "dtype") else np.asarray(value)  # does not fetch from the device
+        if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and similar types
             raise UsageError(
                 f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
-                "Log its mean, or leave it out."
+                "Log the mean, or remove it."
             )
 
 
@@ -127,8 +128,8 @@ def check_update(update: UncheckedUpdate, last_good: Callable[[], str]) -> None:
     """Raise NonFiniteLossError if the loss of an update, or a parameter after it, is not finite.
 
     Args:
-        update: the update.
-        last_good: names the last checkpoint.
+        update: the update to check.
+        last_good: returns a sentence that names the last checkpoint.
     """
     loss = update.logs.get("loss")
     if loss is not None and not math.isfinite(loss):
@@ -138,7 +139,7 @@ def check_update(update: UncheckedUpdate, last_good: Callable[[], str]) -> None:
     else:
         return
     raise NonFiniteLossError(
-        f"{wrong}, on a batch of {len(update.keys)} items whose first is (rank, incarnation, number) "
+        f"{wrong}, on a batch of {len(update.keys)} items. The key of its first item (rank, incarnation, number) is "
         f"{tuple(int(part) for part in update.keys[0])}. {last_good()} "
         "Look for NaN and very large numbers in its rewards (scores, advantages) and observations, or lower the "
         "learning rate."

@@ -1,4 +1,4 @@
-"""Versions of a learner's parameters: their numbers, which rise also after a crash."""
+"""Version numbers of a learner's parameters. They increase even after a crash."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import numpy as np
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 
-# Versions are reserved in a file, as many at a time as keep the cost of writing it at 1/200 of the time: one if updates
-# are slow. Then a learner that was killed skips none, and staleness counts the versions that were published.
+# Each write of the file reserves several versions, so that writing takes at most 1/200 of the time. If updates are
+# slow, only one version is reserved. A killed learner then skips none, and staleness counts published versions.
 _COST = 200
-_RESERVE = 1_000  # at most so many at a time
-_FILE_BYTES = 64  # of the file, always
+_RESERVE = 1_000  # maximum number of versions to reserve at once
+_FILE_BYTES = 64  # fixed size of the file
 
 
 class VersionCounter:
-    """A counter whose values are never given twice, also after a crash.
+    """A counter that never returns the same value twice, even after a crash.
 
-    Values are reserved in a small file before they are used. A restart continues after the reserved ones; a clean stop
-    gives the unused ones back.
+    Values are reserved in a small file before they are used. After a crash, the counter continues above the reserved
+    values. A clean stop releases the unused values.
 
     Args:
-        directory: of the file `versions.json`; None writes no file.
-        may_write: called before the file is written. If it raises, nothing is written.
+        directory: directory of the file `versions.json`. None writes no file.
+        check_may_write: called before the file is written. If it raises, nothing is written.
     """
 
     def __init__(self, directory: str | os.PathLike | None, check_may_write: Callable[[], None] | None = None) -> None:
         self._check_may_write = check_may_write or (lambda: None)
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
-        # The first value needs no reservation: nothing is written before there is something to resume.
+        # The first value needs no reservation: before it, there is nothing to resume.
         self._reserved = self.value = 1
-        self._written, self._cost = (0, 0.0), 0.0  # at the last reservation: (value, time); seconds that it took
+        self._written, self._cost = (0, 0.0), 0.0  # (value, time) of the last reservation; its duration in seconds
 
     def next(self) -> int:
         """Return the next value."""
@@ -49,21 +49,22 @@ class VersionCounter:
         """Return the number of values to reserve beyond the next one."""
         (value, at), now = self._written, time.monotonic()
         self._written = self.value, now
-        part = self._cost * (self.value - value) / max(now - at, 1e-6)  # of the time that a write for each takes
+        # fraction of the time that one write per value would take
+        part = self._cost * (self.value - value) / max(now - at, 1e-6)
         return min(_RESERVE, int(part * _COST)) if value else 0
 
     def skip(self, value: int) -> None:
-        """Continue above `value`, which another counter gave."""
+        """Continue above `value`, which comes from another counter."""
         self.value = max(self.value, value)
         self.next()
 
     def release(self) -> None:
-        """Give back the values reserved beyond the current one: after a final save."""
+        """Release the reserved values above the current one. Call it after the final save."""
         if self._path is not None and self._reserved != self.value:
             self._reserve(self.value)
 
     def resume(self, value: int) -> None:
-        """Continue from a checkpoint's `value`, or after every value that may have been given since."""
+        """Continue from a checkpoint's `value`, or above every value that may have been used since then."""
         self.value = value
         if self._path is not None and self._path.exists():
             try:
@@ -71,10 +72,10 @@ class VersionCounter:
             except (ValueError, KeyError, TypeError, OSError) as error:
                 raise CheckpointError(
                     f'{self._path} is damaged: {type(error).__name__}: {error}. It must hold {{"reserved": N}}, where '
-                    "N is at least the newest version of the parameters that anybody may know (params_version in the "
-                    "run's logs)."
+                    "N is at least the newest version of the parameters that was published (params_version in the run's "
+                    "logs)."
                 ) from error
-            # Equal after a clean stop. Otherwise every value up to the reserved one may have been given.
+            # Equal after a clean stop. Otherwise every value up to the reserved one may have been used.
             self.value = value if value == self._reserved else max(value, self._reserved) + 1
 
     def _reserve(self, upto: int) -> None:
@@ -85,7 +86,7 @@ class VersionCounter:
             text = json.dumps({"reserved": upto}).ljust(_FILE_BYTES)
             try:
                 write_atomically(self._path, text, parents=True)
-            except OSError:  # a full disk: the old file has room for it
+            except OSError:  # The disk may be full. Overwrite the old file, which has the same size.
                 with self._path.open("r+") as file:
                     file.write(text)
         except OSError as error:
@@ -94,8 +95,8 @@ class VersionCounter:
 
 
 def mean_version(versions: np.ndarray) -> float:
-    """Return the mean of the known versions; NaN if none is known (-1)."""
-    # Not `mean`, which costs several times as much.
+    """Return the mean of the known versions, or NaN if none is known (-1)."""
+    # `sum` and a division are several times as fast as `mean`.
     if versions.min() >= 0:
         return versions.sum() / len(versions)
     known = versions[versions >= 0]

@@ -1,4 +1,4 @@
-"""The Actor: what it adds to the buffer, step by step, on an environment whose every step is known."""
+"""Tests of the steps that an Actor adds to the buffer, in an environment with known steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sync_actor(buffer, size=2, **kwargs) -> Actor:
     return Actor(lambda: SyncEnv(CountingEnv, size, "loop"), inferencer(), buffer, **kwargs)
 
 
-def test_a_step_holds_what_was_seen_done_and_what_followed():
+def test_added_step_contains_timestep_action_and_next_timestep():
     buffer = RecordingBuffer()
     actor = sync_actor(buffer)
     for _ in range(4):
@@ -48,7 +48,7 @@ def test_a_step_holds_what_was_seen_done_and_what_followed():
     actor.close()
 
 
-def test_the_state_before_each_step_is_added_and_zeroed_at_first():
+def test_agent_state_before_each_step_is_added_and_reset_at_first():
     buffer = RecordingBuffer()
     actor = sync_actor(buffer)
     for _ in range(6):
@@ -58,13 +58,13 @@ def test_the_state_before_each_step_is_added_and_zeroed_at_first():
 
 
 class NumberedAgent(CountingAgent):
-    """Its state at FIRST is the number of the environment."""
+    """An agent whose state at FIRST is the number of the environment."""
 
     def initial_state(self, batch_size):
         return {"seen": np.arange(batch_size, dtype=np.float32)}
 
 
-def test_an_environments_initial_state_is_that_of_its_number_in_the_program():
+def test_initial_state_of_an_environment_depends_on_its_number_in_the_program():
     buffer, agent = RecordingBuffer(), NumberedAgent(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     numbered = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
     actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), numbered, buffer, rank=2, num_pools=2)
@@ -76,7 +76,7 @@ def test_an_environments_initial_state_is_that_of_its_number_in_the_program():
     actor.close()
 
 
-def test_logs_tell_of_ended_episodes_and_ignored_actions_are_no_steps():
+def test_logs_report_ended_episodes_and_ignored_actions_are_not_counted():
     actor = sync_actor(RecordingBuffer(), size=1)
     logs = [actor.step() for _ in range(4)]
     assert logs == [None, None, {"episode_return": 3.0, "episode_length": 3.0, "episodes": 1}, None]
@@ -84,8 +84,8 @@ def test_logs_tell_of_ended_episodes_and_ignored_actions_are_no_steps():
     actor.close()
 
 
-@pytest.mark.parametrize("wait_num", [1, 2, 3, 4])  # 3: answers beside environments that were not asked yet
-def test_an_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num):
+@pytest.mark.parametrize("wait_num", [1, 2, 3, 4])  # 3: one batch mixes environments with and without an earlier action
+def test_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num):
     buffer = RecordingBuffer()
     actor = Actor(lambda: AsyncEnv(CountingEnv, 4, wait_num, "thread"), inferencer(), buffer)
     while min((sum(i in ids for ids, _ in buffer.steps) for i in range(4)), default=0) < 6:
@@ -98,17 +98,17 @@ def test_an_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num
     actor.close()
 
 
-def test_environments_whose_builder_takes_no_seed_are_seeded_all_the_same():
+def test_environments_are_seeded_when_their_builder_takes_no_seed():
     buffer = RecordingBuffer()
     for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
         actor = Actor(lambda: gymnasium.make("CartPole-v1"), cartpole_inferencer(), buffer, rank=rank, seed=seed)
         actor.step()
         actor.close()
     first = [tuple(step.timestep.observation[0].tolist()) for _, step in buffer.steps]
-    assert len(set(first)) == 4  # the last has the incarnation 1
+    assert len(set(first)) == 4  # the last actor has incarnation 1
 
 
-def test_environment_seeds_come_from_seed_rank_and_incarnation():
+def test_environment_seeds_depend_on_seed_rank_and_incarnation():
     seeds = []
 
     def builder(seed):
@@ -123,7 +123,7 @@ def test_environment_seeds_come_from_seed_rank_and_incarnation():
     assert seeds[-1] == seeds[0]
 
 
-def test_a_single_environment_is_a_pool_of_one():
+def test_single_environment_becomes_a_pool_of_size_one():
     buffer = RecordingBuffer()
     actor = Actor(CountingEnv, inferencer(), buffer)
     actor.step()
@@ -131,8 +131,8 @@ def test_a_single_environment_is_a_pool_of_one():
     actor.close()
 
 
-class Rows:
-    """A logger that has its actor stop after so many rows."""
+class StoppingLogger:
+    """A logger that stops its actor after `count` rows."""
 
     def __init__(self, count):
         self.rows, self._count = [], count
@@ -143,8 +143,8 @@ class Rows:
             self.actor.stop()
 
 
-def test_run_writes_the_logs_of_steps_that_have_any_to_its_logger():
-    logger = Rows(2)
+def test_run_writes_logs_only_for_steps_that_have_logs():
+    logger = StoppingLogger(2)
     logger.actor = sync_actor(RecordingBuffer(), logger=logger)
     logger.actor.run()
     ended = {"episode_return": 3.0, "episode_length": 3.0, "episodes": 2}
@@ -152,7 +152,7 @@ def test_run_writes_the_logs_of_steps_that_have_any_to_its_logger():
     logger.actor.close()
 
 
-def test_run_ends_when_stop_is_called():
+def test_run_ends_after_stop():
     buffer = RecordingBuffer()
     actor = sync_actor(buffer)
     buffer_add = buffer.add
@@ -168,7 +168,7 @@ def test_run_ends_when_stop_is_called():
     actor.close()
 
 
-def test_an_actor_whose_environments_can_save_their_state_goes_on_exactly():
+def test_actor_with_saved_environment_state_resumes_exactly():
     whole, first = RecordingBuffer(), RecordingBuffer()
     builder = lambda seed: SyncEnv("gymnasium:CartPole-v1", 2, "loop", seed=seed)  # noqa: E731
     make = lambda buffer: Actor(builder, cartpole_inferencer(), buffer, rank=0, seed=5)  # noqa: E731
@@ -193,7 +193,7 @@ def test_an_actor_whose_environments_can_save_their_state_goes_on_exactly():
 
 
 def cartpole_inferencer():
-    """Acts 0 always, so that only the environments decide."""
+    """Return an inferencer that always returns action 0, so that results depend only on the environments."""
     from dm_env import specs
 
     from tests.fakes import CountingAgent, CountingConfig

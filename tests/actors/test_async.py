@@ -1,4 +1,4 @@
-"""Asynchronous environments: what reaches the replay of each is what a synchronous run of it leaves there."""
+"""Asynchronous environments add the same items to the replay as a synchronous run of each environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITEMS = {"transitions": Transition(3, 0.5), "sequences": Sequence(4, 2)}
 
 
 class UnevenEnv(dm_env.Environment):
-    """Episodes of `LENGTH` steps that say which environment, episode and step they are; no two take equally long."""
+    """Episodes of `LENGTH` steps of random duration. The observation is (environment, episode, step)."""
 
     def __init__(self, seed: int) -> None:
         self._now = np.array([seed % 1_000_003, -1, 0], np.int32)
@@ -47,7 +47,7 @@ class UnevenEnv(dm_env.Environment):
 
 
 class RememberingAgent(CountingAgent):
-    """Acts on how many steps of the episode it has seen; all that it is given to learn can be taken out in order."""
+    """An agent whose action depends on the step count of the episode. Its replay is a queue in order of completion."""
 
     def __init__(self, item, observation_spec, action_spec):
         super().__init__(CountingConfig(), observation_spec, action_spec)
@@ -62,8 +62,8 @@ class RememberingAgent(CountingAgent):
         return ReplaySpec("queue", self._item, batch_size=1, capacity=20_000)
 
 
-def act(make_pool, item, enough):
-    """Steps until `enough` items are there; the Actor, and all items in the order in which they were completed."""
+def act(make_pool, item, count):
+    """Step until there are `count` items. Return the Actor, all items in order of completion, and the added steps."""
     pool = make_pool(seed=3)
     agent = RememberingAgent(ITEMS[item], pool.observation_spec, pool.action_spec)
     buffer = ReplayBuffer(agent)
@@ -72,7 +72,7 @@ def act(make_pool, item, enough):
     buffer.add = lambda env_ids, step: (added.append(step), buffer_add(env_ids, step))
     actor = Actor(pool, Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)})), buffer)
     items = []
-    while len(items) < enough:
+    while len(items) < count:
         actor.step()
         while (batch := buffer.sample()) is not None:
             items.append(jax.tree.map(np.asarray, batch.data))
@@ -83,28 +83,29 @@ def act(make_pool, item, enough):
 @pytest.mark.parametrize("item", ITEMS)
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.system)])
 @pytest.mark.parametrize("wait_num", [1, 3])
-def test_each_environment_leaves_the_items_of_a_synchronous_run(kind, wait_num, item):
-    _, wanted, _ = act(lambda seed: SyncEnv(UnevenEnv, NUM_ENVS, "loop", seed=seed), item, 300)
+def test_each_environment_adds_the_items_of_a_synchronous_run(kind, wait_num, item):
+    _, sync_items, _ = act(lambda seed: SyncEnv(UnevenEnv, NUM_ENVS, "loop", seed=seed), item, 300)
     actor, items, added = act(
         lambda seed: AsyncEnv(UnevenEnv, NUM_ENVS, wait_num, kind, seed=seed, num_workers=3), item, 150
     )
-    expected, came = by_environment(wanted), by_environment(items)
-    assert came.keys() == expected.keys() and len(came) == NUM_ENVS
-    for env, some in came.items():
-        both = min(len(some), len(expected[env]))  # how far an environment came is up to the machine
-        assert both >= 10
-        assert some[:both] == expected[env][:both]
-    # What was received counts, and nothing else: the resets, whose action was ignored, do not.
+    expected, received = by_environment(sync_items), by_environment(items)
+    assert received.keys() == expected.keys() and len(received) == NUM_ENVS
+    for env, env_items in received.items():
+        # the number of steps of an environment depends on the machine
+        num_common = min(len(env_items), len(expected[env]))
+        assert num_common >= 10
+        assert env_items[:num_common] == expected[env][:num_common]
+    # Only completed steps count. Resets, whose action is ignored, do not.
     stats = actor.stats()
     assert stats["env_steps"] == sum(int((step.next_timestep.step_type != FIRST).sum()) for step in added)
     assert stats["length_sum"] == stats["episodes"] * LENGTH
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_envpool_leaves_the_items_of_a_synchronous_run(item):
-    _, wanted, _ = act(lambda seed: SyncEnv("CartPole-v1", NUM_ENVS, "envpool", seed=seed), item, 400)
+def test_envpool_adds_the_items_of_a_synchronous_run(item):
+    _, sync_items, _ = act(lambda seed: SyncEnv("CartPole-v1", NUM_ENVS, "envpool", seed=seed), item, 400)
     _, items, _ = act(lambda seed: AsyncEnv("CartPole-v1", NUM_ENVS, 2, "envpool", seed=seed), item, 100)
-    assert {as_bytes(one) for one in items} <= {as_bytes(one) for one in wanted}
+    assert {as_bytes(one) for one in items} <= {as_bytes(one) for one in sync_items}
     assert len({as_bytes(one) for one in items}) == len(items)
 
 

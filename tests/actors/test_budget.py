@@ -1,4 +1,4 @@
-"""An Actor takes no more steps than it was given, until it is given more."""
+"""An Actor takes no more steps than its budget until the budget is raised."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def running(actor: Actor) -> Iterator[Any]:
         actor.close()
 
 
-def test_it_waits_where_its_budget_ends_and_goes_on_when_it_is_given_more():
+def test_actor_waits_when_budget_is_used_up_and_continues_when_it_is_raised():
     actor = make(budget=10)
     with running(actor):
         wait_until(lambda: actor.env_steps >= 10)
         time.sleep(0.3)
-        assert actor.env_steps in (10, 11)  # of two environments at a time
+        assert actor.env_steps in (10, 11)  # it steps two environments at a time
         assert actor.allow(0, 20)["env_steps"] in (10, 11)
         wait_until(lambda: actor.env_steps >= 20)
         time.sleep(0.3)
         assert actor.env_steps in (20, 21)
 
 
-def test_what_was_meant_for_the_incarnation_before_does_not_count():
+def test_budget_for_the_previous_incarnation_is_ignored():
     actor = make(budget=1000, incarnation=1)
     with running(actor):
         actor.allow(0, 1000)
         time.sleep(0.3)
-        assert actor.env_steps == 0  # what the one before took, only who counts knows
+        assert actor.env_steps == 0  # only the monitor has the step count of the previous incarnation
         actor.allow(1, 4)
         wait_until(lambda: actor.env_steps >= 4)
 
 
 @pytest.mark.parametrize("incarnation", [0, 1])
-def test_without_a_budget_it_asks_nobody(incarnation: int):
+def test_actor_without_a_budget_limit_runs_immediately(incarnation: int):
     actor = make(budget=float("inf"), incarnation=incarnation)
     with running(actor):
         wait_until(lambda: actor.env_steps > 100)

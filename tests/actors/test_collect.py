@@ -1,4 +1,4 @@
-"""`Actor.collect`: slices of what `run` does."""
+"""Tests of `Actor.collect`, which runs the loop of `run` for a limited time or number of steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNROLLS = ReplaySpec("queue", Sequence(5), None, 1_000, max_staleness=0, lapse_a
 
 
 class Clock:
-    """Time that passes only for who waits for `OneVersion`."""
+    """A clock that advances only while a caller waits for `OneVersion`."""
 
     now = 100.0
 
@@ -39,7 +39,7 @@ def clock(monkeypatch):
 
 
 class OneVersion(FixedParams):
-    """Parameters of which no second version comes."""
+    """Parameters that never get a second version."""
 
     def __init__(self, clock):
         super().__init__({"w": np.float32(0.0)})
@@ -51,7 +51,7 @@ class OneVersion(FixedParams):
 
 
 class Versions(FixedParams):
-    """Parameters whose version a test raises."""
+    """Parameters whose version is raised by the test."""
 
     def __init__(self) -> None:
         super().__init__({"w": np.float32(0.0)})
@@ -79,19 +79,19 @@ def on_policy(learner, lapse_after=0.2) -> tuple[Actor, RecordingBuffer]:
     return make(buffer, learner), buffer
 
 
-def test_collect_takes_the_steps_that_it_is_asked_for_and_goes_on_where_it_was():
+def test_collect_takes_the_requested_steps_and_continues_in_the_next_call():
     buffer = RecordingBuffer()
     actor = make(buffer)
     assert actor.collect(steps=5) is False
-    assert actor.env_steps == 6 and len(buffer.steps) == 3  # of two environments each
+    assert actor.env_steps == 6 and len(buffer.steps) == 3  # each with two environments
     actor.collect(steps=2)
-    assert actor.env_steps == 8 and len(buffer.steps) == 5  # one was the step after LAST, which counts for none
+    assert actor.env_steps == 8 and len(buffer.steps) == 5  # one is the step after LAST, which is not counted
     counts = [step.timestep.observation[0, 0] for _, step in buffer.steps]
     assert counts == [0, 1, 2, 3, 0]
     actor.close()
 
 
-def test_collect_ends_when_its_time_is_up():
+def test_collect_ends_after_its_time_limit():
     actor = make()
     began = time.monotonic()
     assert actor.collect(seconds=0.2) is False
@@ -108,7 +108,7 @@ def collect_until_it_waits(actor):
         assert actor.env_steps < 1_000
 
 
-def test_collect_waits_for_the_next_version_no_longer_than_its_time_and_says_so():
+def test_collect_returns_true_if_time_runs_out_while_it_waits_for_a_version():
     learner = Versions()
     actor, buffer = on_policy(learner, lapse_after=60.0)
     collect_until_it_waits(actor)
@@ -121,18 +121,18 @@ def test_collect_waits_for_the_next_version_no_longer_than_its_time_and_says_so(
     actor.close()
 
 
-def test_waits_of_several_slices_add_up_to_the_patience(clock):
+def test_waiting_time_adds_up_over_several_collect_calls(clock):
     actor, buffer = on_policy(OneVersion(clock), lapse_after=10.0)
-    began, slices = clock.now, 0
+    began, calls = clock.now, 0
     while len(buffer.steps) < 10:
         actor.collect(steps=1, seconds=7.0)
-        slices += 1
-    assert clock.now - began == pytest.approx(30.0, abs=0.3)  # three times `lapse_after`, looked at every 0.2 s
-    assert slices == 8 + 4  # all but the last of those that waited took no step
+        calls += 1
+    assert clock.now - began == pytest.approx(30.0, abs=0.3)  # three times `lapse_after`, checked every 0.2 s
+    assert calls == 8 + 4  # of the waiting calls, only the last took a step
     actor.close()
 
 
-def test_waiting_is_counted_only_while_somebody_waits(clock):
+def test_time_between_waits_does_not_count_as_waiting_time(clock):
     gate, learner, stop = (
         UnrollGate(dataclasses.replace(UNROLLS, lapse_after=10.0)),
         OneVersion(clock),
@@ -141,46 +141,46 @@ def test_waiting_is_counted_only_while_somebody_waits(clock):
     for _ in range(5):
         gate.count_step(1)
     gate.wait_until_open(learner, stop, clock.now + 5.0)
-    clock.now += 40.0  # a paused job: nobody collects, for longer than the patience
+    clock.now += 40.0  # a paused job: no collect call for longer than the gate waits
     gate.wait_until_open(learner, stop, clock.now + 20.0)
     assert gate.is_closed
     gate.wait_until_open(learner, stop, clock.now + 10.0)
     assert not gate.is_closed
 
 
-def test_steps_that_end_with_an_unroll_wait_for_nothing():
+def test_collect_does_not_wait_after_the_last_requested_unroll():
     actor, _ = on_policy(Versions(), lapse_after=60.0)
     assert actor.collect(steps=8) is False
     actor.close()
 
 
-def test_stop_ends_a_collect_that_waits_for_room():
-    class Full(RecordingBuffer):
+def test_stop_ends_a_collect_that_waits_for_room_in_the_buffer():
+    class FullBuffer(RecordingBuffer):
         def __init__(self):
             super().__init__()
-            self.told = threading.Event()
+            self.stopped = threading.Event()
 
         def add(self, env_ids, step):
             if len(self.steps) == 3:
-                assert self.told.wait(60.0)
-                raise StoppedError("told to")
+                assert self.stopped.wait(60.0)
+                raise StoppedError("stopped")
             super().add(env_ids, step)
 
-    buffer = Full()
+    buffer = FullBuffer()
     actor = make(buffer)
-    # What `stop` does to the buffers that wait.
-    stop, actor.stop = actor.stop, lambda: (stop(), buffer.told.set())
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(actor.collect(seconds=60.0)))
+    # A real buffer ends its waits in `stop`.
+    stop, actor.stop = actor.stop, lambda: (stop(), buffer.stopped.set())
+    results = []
+    thread = threading.Thread(target=lambda: results.append(actor.collect(seconds=60.0)))
     thread.start()
     wait_until(lambda: len(buffer.steps) == 3 and actor.is_adding)
     actor.stop()
     thread.join(60.0)
-    assert answers == [True]
+    assert results == [True]
     actor.close()
 
 
-def test_after_stop_nothing_is_collected():
+def test_collect_after_stop_takes_no_steps():
     buffer = RecordingBuffer()
     actor = make(buffer)
     actor.stop()
@@ -189,7 +189,7 @@ def test_after_stop_nothing_is_collected():
     actor.close()
 
 
-def test_warm_up_has_the_inferencer_answer_and_changes_nothing():
+def test_warm_up_compiles_inference_and_takes_no_step():
     buffer = RecordingBuffer()
     actor = make(buffer)
     actor.warm_up()
@@ -201,7 +201,7 @@ def test_warm_up_has_the_inferencer_answer_and_changes_nothing():
     actor.close()
 
 
-def test_an_asynchronous_pool_cannot_keep_an_on_policy_pace():
+def test_asynchronous_pool_is_rejected_for_on_policy_replay():
     buffer = RecordingBuffer()
     buffer.spec = UNROLLS
     actor = make(buffer, builder=lambda: AsyncEnv(CountingEnv, 4, 2, "thread"))
@@ -210,7 +210,7 @@ def test_an_asynchronous_pool_cannot_keep_an_on_policy_pace():
     actor.close()
 
 
-def test_an_asynchronous_pool_collects():
+def test_collect_steps_an_asynchronous_pool():
     actor = make(builder=lambda: AsyncEnv(CountingEnv, 4, 2, "thread"))
     actor.warm_up()
     assert actor.collect(steps=20) is False

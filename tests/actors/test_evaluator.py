@@ -1,4 +1,4 @@
-"""The Evaluator: as many full episodes as asked for, shared evenly."""
+"""The Evaluator plays the requested number of full episodes, evenly distributed over its environments."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ def evaluator(lengths, episodes, **kwargs) -> Evaluator:
     return Evaluator(builder, inferencer, episodes, **kwargs)
 
 
-def test_every_environment_plays_its_share_whatever_the_length_of_its_episodes():
-    with_short = evaluator([2, 10], episodes=4)
-    logs = with_short.evaluate()
+def test_environments_play_equal_numbers_of_episodes_regardless_of_length():
+    uneven = evaluator([2, 10], episodes=4)
+    logs = uneven.evaluate()
     assert sorted(logs["returns"]) == [2.0, 2.0, 10.0, 10.0]
     assert logs["return_mean"] == 6.0 and logs["return_std"] == 4.0 and logs["length_mean"] == 6.0
     assert logs["episodes"] == 4 and logs["params_version"] == 1
-    with_short.close()
+    uneven.close()
 
 
-def test_an_uneven_number_of_episodes_is_played_exactly():
+def test_episode_count_that_does_not_divide_evenly_is_exact():
     three = evaluator([2, 5], episodes=3)
     assert sorted(three.evaluate()["returns"]) == [2.0, 2.0, 5.0]
     three.close()
 
 
-def test_it_can_be_called_again():
-    once = evaluator([4], episodes=2)
-    assert once.evaluate()["return_mean"] == once.evaluate()["return_mean"] == 4.0
-    once.close()
+def test_evaluate_can_be_called_again():
+    repeated = evaluator([4], episodes=2)
+    assert repeated.evaluate()["return_mean"] == repeated.evaluate()["return_mean"] == 4.0
+    repeated.close()
 
 
-def test_an_episode_that_does_not_end_is_an_error_that_names_the_environment():
+def test_endless_episode_raises_an_error_that_names_the_environment():
     endless = evaluator([3, 10**9], episodes=2, max_episode_length=50)
     with pytest.raises(EnvError, match="environment 1 has run for 51 steps"):
         endless.evaluate()
     endless.close()
 
 
-def test_no_episodes_are_refused():
+def test_zero_episodes_are_rejected():
     with pytest.raises(UsageError, match="at least 1"):
         evaluator([1], episodes=0)
 
 
-def test_the_constructors_of_its_environments_have_a_deadline():
+def test_environment_constructors_run_in_the_starting_phase():
     seen = []
 
     def make_env() -> CountingEnv:

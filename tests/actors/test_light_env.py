@@ -1,4 +1,4 @@
-"""Learner, inference service and actors with and without it as Launchpad nodes, by `lp.launch`."""
+"""Launchpad nodes of light_env: a learner, an inference service, and actors with and without the service."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.extras import needs
 
 needs("launchpad")
 
-DEADLINE = 240.0  # seconds, on a machine that is busy
+DEADLINE = 240.0  # seconds, on a busy machine
 
 
 @pytest.mark.system
-def test_the_nodes_of_light_env_train_and_stop_cleanly():
+def test_light_env_nodes_train_and_stop_cleanly():
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.light_env"],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},

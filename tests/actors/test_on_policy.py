@@ -1,4 +1,4 @@
-"""On-policy agents between processes: each batch of one version, whatever becomes of the actors."""
+"""On-policy agents in several processes: each batch has one version, even if actors pause or die."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.serving import Child, running, serving
 from tests.waiting import wait_until
 
 T = 16  # unroll_length
-BOTH = [0] * NUM_ENVS + [1] * NUM_ENVS  # the ranks of a batch of two actors
+BOTH = [0] * NUM_ENVS + [1] * NUM_ENVS  # ranks in a batch of two actors
 
 
 @contextlib.contextmanager
 def actors(*args: Any) -> Iterator[Callable[[], Child]]:
-    """Starts actors in processes of their own."""
+    """Yield a function that starts actors in separate processes."""
     children: list[Child] = []
 
     def start() -> Child:
@@ -40,7 +40,7 @@ def actors(*args: Any) -> Iterator[Callable[[], Child]]:
 
 
 def wait_for_batches(learner: RecordingLearner, ranks: list[int], count: int = 3) -> None:
-    """Waits until the learner has learned from so many more batches of items of these ranks."""
+    """Wait until the learner has learned from `count` more batches with items of these ranks."""
     begin = len(learner.learned)
     wait_until(lambda: [batch.ranks for batch in learner.learned[begin:]].count(ranks) >= count)
 
@@ -48,18 +48,18 @@ def wait_for_batches(learner: RecordingLearner, ranks: list[int], count: int = 3
 def assert_on_policy(learner: RecordingLearner) -> None:
     for learned in learner.learned:
         assert learned.versions == [learned.version]
-        assert learned.behind == [0]  # the parameters themselves, in every step
+        assert learned.behind == [0]  # every step used exactly these parameters
 
 
 @pytest.mark.system
-def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_back():
+def test_every_batch_has_the_newest_version_while_actors_pause_die_and_restart():
     agent = make_agent()
     buffer = SharedMemReplayBuffer(agent, num_writers=2)
     learner, address = RecordingLearner(LearnerConfig(), agent, buffer), free_address()
     after = functools.partial(wait_for_batches, learner)
     with serving(learner, address), running(learner), actors(agent, [address], buffer, False) as start:
         first = start()
-        wait_until(lambda: buffer.stats()["steps"] > 0)  # it has rank 0
+        wait_until(lambda: buffer.stats()["steps"] > 0)  # this actor has rank 0
         second = start()
         after(BOTH, 10)
         second.kill(signal.SIGSTOP)
@@ -75,10 +75,10 @@ def test_every_batch_is_of_the_newest_version_while_actors_pause_die_and_come_ba
 
 
 @pytest.mark.system
-def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
+def test_batches_have_the_newest_version_with_reverb_and_an_inference_service():
     agent, inference, address = make_agent(), free_address(), free_address()
     server = servers().start(ReverbReplayBuffer.tables(agent, block=NUM_ENVS))
-    buffer, theirs = (ReverbReplayBuffer(agent, server) for _ in range(2))
+    buffer, actor_buffer = (ReverbReplayBuffer(agent, server) for _ in range(2))
     learner = RecordingLearner(LearnerConfig(), agent, buffer)
     service = Inferencer(InferencerConfig(), agent, Remote([address], "learner"))
     after = functools.partial(wait_for_batches, learner)
@@ -86,7 +86,7 @@ def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
     with contextlib.ExitStack() as stack:
         for node in nodes:
             stack.enter_context(node)
-        start = stack.enter_context(actors(agent, [inference], theirs, True))
+        start = stack.enter_context(actors(agent, [inference], actor_buffer, True))
         first = start()
         start()
         after(BOTH, 10)
@@ -96,7 +96,7 @@ def test_the_same_goes_for_a_reverb_server_and_an_inference_service():
         first.kill(signal.SIGCONT)
         after(BOTH, 10)
     assert_on_policy(learner)
-    for one in (buffer, theirs):
+    for one in (buffer, actor_buffer):
         one.close()
     servers().stop(server)
 
@@ -106,9 +106,9 @@ def lone_actor(learner: Any, agent: Any, buffer: Any) -> Actor:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_an_actor_runs_ahead_by_max_staleness_and_its_stop_ends_the_wait(max_staleness):
+def test_actor_runs_ahead_by_max_staleness_and_stop_ends_its_wait(max_staleness):
     agent = make_agent(max_staleness=max_staleness)
-    # However long the learner compiles, the actor waits for it, and gives no unroll up for lost.
+    # The actor waits even if the learner compiles for a long time, and never treats an unroll as lost.
     buffer = ReplayBuffer(agent, lapse_after=1_000.0)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)
     actor = lone_actor(learner, agent, buffer)
@@ -118,13 +118,13 @@ def test_an_actor_runs_ahead_by_max_staleness_and_its_stop_ends_the_wait(max_sta
             wait_until(lambda: buffer.stats()["steps"] == (updates + ahead) * T * NUM_ENVS)  # noqa: B023
             assert learner.step(buffer.sample()) is not None
         wait_until(lambda: buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS)
-        threading.Event().wait(0.1)  # it would have gone on by now
+        threading.Event().wait(0.1)  # long enough for the actor to continue if it were allowed to
         assert buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS
-    actor.close()  # its run has ended, within 30 s of a wait of 3,000
+    actor.close()  # `run` has ended within 30 s, although the wait was 3,000 s
     assert [batch.behind for batch in learner.learned] == [[min(i, max_staleness)] for i in range(4)]
 
 
-def test_an_actor_whose_unroll_was_lost_acts_another_one_after_a_while(caplog):
+def test_actor_starts_another_unroll_when_the_previous_one_was_lost(caplog):
     agent = make_agent()
     buffer = ReplayBuffer(agent, lapse_after=0.2)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)
@@ -139,7 +139,7 @@ def test_an_actor_whose_unroll_was_lost_acts_another_one_after_a_while(caplog):
     assert_on_policy(learner)
 
 
-def test_a_learner_drops_a_batch_that_was_drawn_before_its_update(caplog):
+def test_learner_drops_a_batch_drawn_before_its_update(caplog):
     agent = make_agent()
     buffer = ReplayBuffer(agent)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)
@@ -150,11 +150,11 @@ def test_a_learner_drops_a_batch_that_was_drawn_before_its_update(caplog):
     assert learner.step(batch) is not None
     assert learner.step(batch) is None
     assert learner.params_version == 2
-    assert "versions 1 to 1 is dropped" in caplog.text
+    assert "Dropping a batch of versions 1 to 1" in caplog.text
     actor.close()
 
 
-def test_environments_that_cannot_wait_together_are_refused():
+def test_asynchronous_environments_are_rejected_for_on_policy_agents():
     agent = make_agent()
     buffer = ReplayBuffer(agent)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)

@@ -1,4 +1,4 @@
-"""Actors whose inferencer is a node: the same steps, environments and service at work at once, and dead peers."""
+"""Actors with a remote inferencer: equal steps, overlap of environments and service, and dead nodes."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from tests.serving import CHILD_DEADLINE, Child, client, fixed_inferencer, runni
 DEADLINE = 60.0
 
 
-class Inferencers(Inferencer):
-    """An Inferencer that says how many of its calls there were at once: at most, and `at_once` where they can."""
+class ConcurrentInferencer(Inferencer):
+    """An Inferencer that records its largest number of concurrent calls. Each call first waits for `at_once` calls."""
 
     def __init__(self, at_once: int = 1) -> None:
         super().__init__(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
-        self.most = 0
-        self._at_once, self._under_way, self._changed = at_once, 0, threading.Condition()
+        self.max_concurrent = 0
+        self._at_once, self._concurrent, self._changed = at_once, 0, threading.Condition()
 
     def inference(self, env_ids, timestep, state):
         with self._changed:
-            self._under_way += 1
-            self.most = max(self.most, self._under_way)
+            self._concurrent += 1
+            self.max_concurrent = max(self.max_concurrent, self._concurrent)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= self._at_once, 1.0)  # less than what has a call repeated
+            # shorter than the timeout after which a call is repeated
+            self._changed.wait_for(lambda: self.max_concurrent >= self._at_once, 1.0)
         try:
             return super().inference(env_ids, timestep, state)
         finally:
             with self._changed:
-                self._under_way -= 1
+                self._concurrent -= 1
 
 
 class CountedBuffer(RecordingBuffer):
-    """Stops the actor after so many adds."""
+    """A buffer that sets `full` after `adds` added steps."""
 
     def __init__(self, adds: int) -> None:
         super().__init__()
@@ -65,9 +66,9 @@ def two_pools_actor(inferencer, buffer):
 
 
 @pytest.mark.parametrize("make", [async_actor, functools.partial(async_actor, wait_num=3), two_pools_actor])
-def test_a_run_by_way_of_a_service_adds_the_steps_that_an_inline_one_adds(make):
+def test_run_with_a_service_adds_the_same_steps_as_inline_inference(make):
     address, buffer = free_address(), CountedBuffer(40)
-    service = Inferencers()
+    service = ConcurrentInferencer()
     with serving(service, address), running(service):
         actor = make(client(address), buffer)
         with running(actor):
@@ -78,7 +79,7 @@ def test_a_run_by_way_of_a_service_adds_the_steps_that_an_inline_one_adds(make):
         rows = [(step, list(ids).index(env)) for ids, step in buffer.steps if env in ids]
         seen += len(rows) >= 6
         for number, (step, row) in enumerate(rows):
-            count = number % 4  # episodes of three steps
+            count = number % 4  # episodes have three steps
             assert step.timestep.observation[row, 0] == count
             assert step.next_timestep.observation[row, 0] == (count + 1) % 4
             assert step.agent_state["seen"][row] == count
@@ -87,24 +88,24 @@ def test_a_run_by_way_of_a_service_adds_the_steps_that_an_inline_one_adds(make):
 
 
 @pytest.mark.parametrize("make", [async_actor, two_pools_actor])
-def test_a_run_asks_again_before_it_was_answered(make):
+def test_run_overlaps_inference_requests(make):
     address, buffer = free_address(), CountedBuffer(10)
-    service = Inferencers(at_once=2)
+    service = ConcurrentInferencer(at_once=2)
     with serving(service, address), running(service):
         actor = make(client(address), buffer)
         with running(actor):
             assert buffer.full.wait(DEADLINE)
         actor.close()
-    assert service.most >= 2
+    assert service.max_concurrent >= 2
 
 
-def test_a_run_by_way_of_a_service_writes_its_logs():
+def test_run_with_a_service_writes_its_logs():
     class Logger(list):
         def write(self, step, values):
             self.append((step, values))
 
     address, buffer, logger = free_address(), CountedBuffer(8), Logger()
-    service = Inferencers()
+    service = ConcurrentInferencer()
     with serving(service, address), running(service):
         actor = Actor(CountingEnv, client(address), buffer, logger=logger)
         with running(actor):
@@ -113,7 +114,7 @@ def test_a_run_by_way_of_a_service_writes_its_logs():
     assert logger[0] == (3, {"episode_return": 3.0, "episode_length": 3.0, "episodes": 1})
 
 
-def test_step_is_synchronous_over_all_pools():
+def test_step_steps_all_pools_synchronously():
     buffer = RecordingBuffer()
     inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
     actor = two_pools_actor(inferencer, buffer)
@@ -126,7 +127,7 @@ def test_step_is_synchronous_over_all_pools():
     actor.close()
 
 
-def test_the_constructor_does_not_call_the_inferencer_and_a_dead_one_is_named_within_the_deadline():
+def test_dead_inferencer_is_reported_by_run_within_the_deadline():
     address = free_address()
     actor = Actor(CountingEnv, client(address), RecordingBuffer(), deadline=1.0)
     began = time.monotonic()
@@ -136,7 +137,7 @@ def test_the_constructor_does_not_call_the_inferencer_and_a_dead_one_is_named_wi
     actor.close()
 
 
-def test_a_stop_ends_the_waiting_for_a_dead_inferencer():
+def test_stop_ends_the_wait_for_a_dead_inferencer():
     actor = Actor(CountingEnv, client(free_address()), RecordingBuffer())
     with running(actor):
         pass
@@ -144,12 +145,12 @@ def test_a_stop_ends_the_waiting_for_a_dead_inferencer():
 
 
 @pytest.mark.system
-def test_an_actor_goes_on_with_another_inferencer_when_its_own_is_killed():
+def test_actor_switches_to_another_inferencer_when_its_own_is_killed():
     addresses, buffer = [free_address(), free_address()], CountedBuffer(10)
     children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]
     try:
         inferencers = [client(address) for address in addresses]
-        for inferencer in inferencers:  # both are there
+        for inferencer in inferencers:  # both are running
             resolve(inferencer, "inferencer", deadline=CHILD_DEADLINE).stats()
         actor = Actor(CountingEnv, inferencers, buffer, rank=1, deadline=CHILD_DEADLINE)
         with running(actor):
@@ -163,15 +164,15 @@ def test_an_actor_goes_on_with_another_inferencer_when_its_own_is_killed():
     finally:
         for child in children:
             child.close()
-    answered_by = [float(step.agent_output.extras["w"][0]) for _, step in buffer.steps]
-    assert (answered_by[0], answered_by[-1]) == (0.75, 0.25)  # rank 1 begins with number 1
+    used_params = [float(step.agent_output.extras["w"][0]) for _, step in buffer.steps]
+    assert (used_params[0], used_params[-1]) == (0.75, 0.25)  # rank 1 starts with inferencer 1
     counts = [int(step.timestep.observation[0, 0]) for _, step in buffer.steps]
-    assert counts == [number % 4 for number in range(len(counts))]  # and no environment noticed
-    assert [float(step.agent_state["seen"][0]) for _, step in buffer.steps] == counts  # nor a state
+    assert counts == [number % 4 for number in range(len(counts))]  # the environments continued without a reset
+    assert [float(step.agent_state["seen"][0]) for _, step in buffer.steps] == counts  # and so did the agent states
 
 
 class OnlyInference:
-    """No Inferencer, nor anything like one but for this."""
+    """An object that has only `inference`."""
 
     def inference(self, env_ids, timestep):
         return AgentOutput(np.zeros(len(env_ids), np.int32), {"w": np.full(len(env_ids), 0.5, np.float32)})
@@ -191,7 +192,7 @@ class OnlyAddsData(OnlyAdds):
 
 
 @pytest.mark.parametrize("make", [OnlyAdds, OnlyAddsData])
-def test_nodes_that_have_only_inference_and_only_add_will_do(make):
+def test_actor_works_with_nodes_that_only_have_inference_and_add(make):
     addresses, buffer = [free_address(), free_address()], make()
     with serving(OnlyInference(), addresses[0]), serving(buffer, addresses[1]):
         actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), *map(client, addresses), rank=3)
@@ -202,7 +203,7 @@ def test_nodes_that_have_only_inference_and_only_add_will_do(make):
         actor.close()
 
 
-def test_behind_a_handle_without_claim_rank_an_actor_needs_a_rank():
+def test_actor_needs_a_rank_for_a_remote_buffer_without_claim_rank():
     address = free_address()
     with serving(OnlyAdds(), address), pytest.raises(UsageError, match=r"no claim_rank\(\).*Actor\(\.\.\., rank=0\)"):
         Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), OnlyInference(), client(address))

@@ -1,4 +1,4 @@
-"""What an Actor takes: whatever has `inference`, whatever has `add`; and what it says of things that have neither."""
+"""Objects that an Actor accepts as inferencer and buffer, and its errors about unsuitable objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 
 class OnlyInference:
-    """Answers the step type, so that what was answered can be told from what was asked."""
+    """An object that has only `inference`. Each action is the step type, so a test can match it to its request."""
 
     def inference(self, env_ids, timestep):
         return AgentOutput(timestep.step_type.astype(np.int32), {"w": np.ones(len(env_ids), np.float32)})
@@ -70,7 +70,7 @@ class WithoutReferences:
 
 @pytest.mark.parametrize(("inferencer", "version"), [(OnlyInference(), -1), (WithState(), 7)])
 @pytest.mark.parametrize("make", [Adds, AddsData])
-def test_an_object_with_inference_alone_acts_into_one_with_add_alone(inferencer, version, make):
+def test_actor_works_with_objects_that_only_have_inference_and_add(inferencer, version, make):
     buffer = make()
     actor = Actor(CountingEnv(length=2), inferencer, buffer)
     for _ in range(5):
@@ -84,7 +84,7 @@ def test_an_object_with_inference_alone_acts_into_one_with_add_alone(inferencer,
     actor.close()
 
 
-def test_an_actor_keeps_the_rank_that_it_was_told_where_the_buffer_gives_none():
+def test_actor_keeps_its_given_rank_if_the_buffer_assigns_none():
     buffer = Adds()
     actor = Actor(CountingEnv(), OnlyInference(), buffer, rank=3)
     actor.step()
@@ -92,7 +92,7 @@ def test_an_actor_keeps_the_rank_that_it_was_told_where_the_buffer_gives_none():
     actor.close()
 
 
-def test_an_inferencer_needs_no_state_of_an_agent_without_one():
+def test_inference_without_state_argument_works_for_stateless_agent():
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     params = agent.initial_params(jax.random.PRNGKey(0))
     inferencer = Inferencer(InferencerConfig(), agent, FixedParams(params))
@@ -111,12 +111,12 @@ def test_an_inferencer_needs_no_state_of_an_agent_without_one():
         ),
     ],
 )
-def test_what_is_missing_is_said(inferencer, buffer, match):
+def test_missing_method_is_named(inferencer, buffer, match):
     with pytest.raises(UsageError, match=match):
         Actor(CountingEnv(), inferencer, buffer)
 
 
-def test_an_answer_that_is_no_agent_output_is_named():
+def test_inference_result_of_wrong_type_is_rejected():
     class Bare:
         def inference(self, env_ids, timestep):
             return np.zeros(len(env_ids), np.int32)
@@ -127,7 +127,7 @@ def test_an_answer_that_is_no_agent_output_is_named():
     actor.close()
 
 
-def test_an_on_policy_actor_says_that_its_inferencer_cannot_be_waited_for():
+def test_on_policy_actor_rejects_inferencer_without_wait_for_version():
     agent = PPO(PPOConfig(unroll_length=1), OBSERVATION_SPEC, ACTION_SPEC)
 
     class Acts:
@@ -141,12 +141,12 @@ def test_an_on_policy_actor_says_that_its_inferencer_cannot_be_waited_for():
     actor.close()
 
 
-def test_an_evaluator_says_what_it_needs_of_an_inferencer():
+def test_evaluator_rejects_inferencer_without_refresh():
     with pytest.raises(UsageError, match=r"has no refresh\(\)"):
         Evaluator(CountingEnv(), OnlyInference(), episodes=1).evaluate()
 
 
-def test_nodes_that_are_not_in_a_program_are_named_with_what_to_write():
+def test_node_outside_a_program_is_rejected_with_the_fix():
     needs("launchpad")
     import launchpad as lp
 
@@ -167,7 +167,7 @@ def test_nodes_that_are_not_in_a_program_are_named_with_what_to_write():
             make()
 
 
-def test_a_reverb_node_of_the_buffer_itself_says_what_to_write():
+def test_reverb_node_of_the_buffer_class_is_rejected_with_the_fix():
     needs("launchpad", "reverb")
     import launchpad as lp
 
@@ -176,13 +176,13 @@ def test_a_reverb_node_of_the_buffer_itself_says_what_to_write():
 
 
 @pytest.mark.parametrize("learner", [object(), None])
-def test_an_inferencer_says_what_its_learner_lacks(learner):
+def test_inferencer_names_the_missing_method_of_its_learner(learner):
     with pytest.raises(UsageError, match=r"it needs get_params\(known_version\)"):
         Inferencer(InferencerConfig(), counting_agent(), learner).refresh()
 
 
 @pytest.mark.parametrize("make", [Adds, AddsData, ListThatAdds, WithoutReferences])
-def test_a_second_actor_without_a_rank_is_refused_where_the_buffer_gives_none(make):
+def test_second_actor_without_a_rank_is_rejected_if_the_buffer_assigns_none(make):
     buffer = make()
     first = Actor(CountingEnv(), OnlyInference(), buffer)
     for rank in (None, 0):
@@ -192,7 +192,7 @@ def test_a_second_actor_without_a_rank_is_refused_where_the_buffer_gives_none(ma
     assert Actor(CountingEnv(), OnlyInference(), make()).rank == first.rank == 0
 
 
-def test_a_rank_that_is_claimed_again_gets_the_next_incarnation_where_the_buffer_gives_none():
+def test_reclaimed_rank_gets_the_next_incarnation_if_the_buffer_assigns_none():
     buffer = Adds()
     actors = [Actor(CountingEnv(), OnlyInference(), buffer, rank) for rank in (0, 1, 0)]
     assert [(actor.rank, actor.incarnation) for actor in actors] == [(0, 0), (1, 0), (0, 1)]
@@ -202,7 +202,7 @@ def test_a_rank_that_is_claimed_again_gets_the_next_incarnation_where_the_buffer
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("fails", ["environment", "inferencer"])
-def test_an_actor_that_could_not_be_made_leaves_its_rank_and_budget_to_the_next_one(rank, fails):
+def test_failed_actor_constructor_releases_its_rank_and_budget(rank, fails):
     buffer, parts = Adds(), {"environment": CountingEnv(), "inferencer": OnlyInference()}
     for _ in range(2):
         with pytest.raises((UsageError, EnvError)):
@@ -218,16 +218,16 @@ def test_an_actor_that_could_not_be_made_leaves_its_rank_and_budget_to_the_next_
 
 @pytest.mark.parametrize("before", [None, 0])
 @pytest.mark.parametrize("after", [None, 0])
-def test_a_closed_actor_leaves_its_rank_to_the_next_incarnation(before, after):
+def test_closed_actor_releases_its_rank_to_the_next_incarnation(before, after):
     buffer = Adds()
     for incarnation, rank in enumerate((before, after)):
         actor = Actor(CountingEnv(), OnlyInference(), buffer, rank)
         assert (actor.rank, actor.incarnation) == (0, incarnation)
         actor.close()
-        actor.close()  # gives nothing back that is not its own
+        actor.close()  # the second close must not release the rank of another actor
 
 
-def test_no_two_threads_get_the_same_rank_and_incarnation_where_the_buffer_gives_none():
+def test_concurrent_claims_get_different_incarnations_if_the_buffer_assigns_none():
     begin, before = threading.Barrier(4, timeout=60.0), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -245,8 +245,8 @@ def test_no_two_threads_get_the_same_rank_and_incarnation_where_the_buffer_gives
         sys.setswitchinterval(before)
 
 
-def test_in_a_node_of_a_program_an_actor_needs_a_rank_where_the_buffer_gives_none(monkeypatch):
-    # Each node has a copy of the buffer, so none sees the Actors of the others.
+def test_actor_in_a_program_node_needs_a_rank_if_the_buffer_assigns_none(monkeypatch):
+    # Each node has a copy of the buffer, without the Actors of other nodes.
     monkeypatch.setattr(shutdown, "_program", shutdown._Program(threading.Event(), lambda: None))
     with pytest.raises(UsageError, match="no claim_rank"):
         Actor(CountingEnv(), OnlyInference(), Adds())

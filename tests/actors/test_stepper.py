@@ -1,4 +1,4 @@
-"""Returns, lengths and counts of episodes; the time that a pool has to answer."""
+"""Returns, lengths and counts of episodes, and the time limit of a pool."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ POOLS = {
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_a_pool_has_its_answer_time(kind):
+def test_stepping_phase_has_the_answer_timeout_of_the_pool(kind):
     with POOLS[kind](CountingEnv) as pool:
         assert stepping_phase(pool).allowed == pytest.approx(100.0, abs=10.0)
-    assert stepping_phase(object()).allowed == pytest.approx(600.0, abs=10.0)  # a user's own
+    assert stepping_phase(object()).allowed == pytest.approx(600.0, abs=10.0)  # a user's pool
 
 
-def test_envpool_steps_its_environments_together():
+def test_envpool_has_one_answer_timeout_for_all_environments():
     with AsyncEnv("CartPole-v1", 4, 4, "envpool", answer_timeout=100.0) as pool:
         assert stepping_phase(pool).allowed == pytest.approx(100.0, abs=10.0)
 
 
 @pytest.mark.parametrize("kind", ["loop", "thread", "async thread"])
-def test_each_environment_has_that_time(kind):
+def test_each_environment_gets_the_full_answer_timeout(kind):
     progress, looks = ThreadProgress(), []
 
     class Watching(CountingEnv):
@@ -52,7 +52,7 @@ def test_each_environment_has_that_time(kind):
     assert [stay.seconds for stay in looks] == [0.0, 0.0, 0.0]
 
 
-def test_so_has_each_that_another_process_steps_out_of_turn():
+def test_worker_process_reports_progress_for_each_environment():
     with AsyncEnv(CountingEnv, 3, 3, "process", num_workers=1) as pool:
         pool.recv()
         assert pool.progress() == [3]
@@ -73,7 +73,7 @@ def test_returns_and_lengths_of_ended_episodes_are_averaged():
     assert logs == {"episode_return": 4.0, "episode_length": 2.0, "episodes": 2}
 
 
-def test_the_step_after_last_counts_neither_as_a_step_nor_for_the_next_episode():
+def test_step_after_last_is_not_counted():
     statistics = EpisodeStatistics(1)
     for step_type, reward in [(LAST, 5.0), (FIRST, 0.0), (MID, 1.0), (LAST, 1.0)]:
         logs = statistics.update(timestep([step_type], [reward]))
@@ -81,21 +81,21 @@ def test_the_step_after_last_counts_neither_as_a_step_nor_for_the_next_episode()
     assert statistics.env_steps == 3 and statistics.episodes == 2
 
 
-def test_a_first_that_no_last_preceded_drops_the_sum():
+def test_first_without_a_preceding_last_resets_the_sum():
     statistics = EpisodeStatistics(1)
     statistics.update(timestep([MID], [100.0]))
     statistics.update(timestep([FIRST], [0.0]))
     assert statistics.update(timestep([LAST], [1.0]))["episode_return"] == 1.0
 
 
-def test_only_the_named_environments_are_counted():
+def test_only_the_given_environments_are_counted():
     statistics = EpisodeStatistics(3)
     statistics.update(timestep([MID, MID], [1.0, 10.0]), np.array([2, 0]))
     logs = statistics.update(timestep([LAST], [1.0]), np.array([2]))
     assert logs == {"episode_return": 2.0, "episode_length": 2.0, "episodes": 1}
 
 
-def test_state_goes_on_where_it_was_saved_and_forgets_open_episodes_on_a_reset():
+def test_restored_statistics_drop_open_episodes_if_environments_reset():
     statistics = EpisodeStatistics(1)
     statistics.update(timestep([MID], [3.0]))
     resumed, reset = EpisodeStatistics(1), EpisodeStatistics(1)
@@ -107,7 +107,7 @@ def test_state_goes_on_where_it_was_saved_and_forgets_open_episodes_on_a_reset()
 
 
 @pytest.mark.parametrize("pool", [SyncEnv, functools.partial(AsyncEnv, wait_num=1)])
-def test_returns_are_of_true_rewards_where_the_agent_learns_from_clipped_ones(pool):
+def test_returns_use_unclipped_rewards_if_the_agent_learns_from_clipped_rewards(pool):
     inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
     buffer = RecordingBuffer()
     actor = Actor(pool(CountingEnv, size=2, clip_rewards=0.25), inferencer, buffer)

@@ -1,4 +1,4 @@
-"""Made-up data of the shapes that replay buffers give."""
+"""Artificial data with the shapes of replay buffers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def act(agent, params, learner_state, batch_size=4, seed=0) -> AgentOutput:
 
 
 def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> Batch:
-    """An unroll that the agent itself acted; one step in eight is LAST."""
+    """Return an unroll whose actions come from the agent. One step in eight is LAST."""
     random = np.random.RandomState(seed)
     observation = random_tree(agent.observation_spec, (batch_size, length + 1), seed)
     outputs, state = [], agent.initial_state(batch_size)
@@ -93,31 +93,31 @@ def whole(data, batch_size) -> Batch:
 
 
 def learn(agent, params, learner_state, batch):
-    """One learner step, jitted where the Learner would (without donating)."""
+    """Do one learner step, jitted if the Learner would jit it (without donation)."""
     step = _jitted(agent, "learner_step") if agent.jit_learner_step else agent.learner_step
     return step(params, learner_state, batch)
 
 
 def gradients(agent, params, learner_state, batch):
-    """Those of its loss, jitted."""
+    """Return the jitted gradients of the loss."""
     return _jitted(agent, "compute_gradients")(params, learner_state, batch)[1]
 
 
 @functools.lru_cache(maxsize=16)
 def _jitted(agent, method):
-    """`jax.jit` of a bound method compiles anew for each object that it is given."""
+    """Return the jitted method. The cache avoids a new compilation for each bound method."""
     return jax.jit(getattr(agent, method))
 
 
-def clipped(grads, largest):
-    """Gradients at the norm `largest`, above which they are."""
+def clip_to_norm(grads, largest):
+    """Return gradients clipped to the norm `largest`. Their norm must be larger."""
     norm = optax.global_norm(grads)
     assert norm > largest
     return jax.tree.map(lambda leaf: leaf * (largest / norm), grads)
 
 
 def started(agent, seed=0):
-    """(params, learner_state) at step 0."""
+    """Return (params, learner_state) at step 0."""
     params = agent.initial_params(jax.random.PRNGKey(seed))
     return params, agent.initial_learner_state(params)
 

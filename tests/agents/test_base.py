@@ -1,4 +1,4 @@
-"""What every agent promises: purity, pickling, specs from a trace, any network library, clear refusals."""
+"""Requirements for every agent: purity, pickling, specs from a trace, any network library, clear errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MATRIX = specs.BoundedArray((2, 1), np.float32, np.array([[-2.0], [0.0]]), np.ar
 SMALL_MLP = MLPConfig((8,), "relu")
 
 
-@functools.cache  # nothing changes an agent: each is compiled once for all tests
+@functools.cache  # agents are immutable, so each is compiled once for all tests
 def make(name: str) -> Agent:
     return {
         "ppo": lambda: PPO(PPO_CONFIG, VECTOR, DISCRETE),
@@ -94,7 +94,7 @@ def make(name: str) -> Agent:
 
 @functools.cache
 def ready(name: str) -> tuple[Agent, Any, Any]:
-    """An agent, its parameters and its learner's state."""
+    """Return an agent, its parameters and its learner state."""
     return (make(name), *started(make(name)))
 
 
@@ -114,7 +114,7 @@ def batch_for(agent, params, learner_state):
 
 
 @pytest.mark.parametrize("name", ["ppo", "impala", "dqn", "pqn", "r2d2", "sac", "td3"])
-def test_the_page_about_metrics_has_what_each_agent_logs(name):
+def test_metrics_page_lists_the_logs_of_each_agent(name):
     agent, params, learner_state = ready(name)
     logs = jax.eval_shape(agent.learner_step, params, learner_state, batch_for(agent, params, learner_state))[2]
     page = (pathlib.Path(__file__).parents[2] / "docs/metrics.md").read_text()
@@ -125,7 +125,7 @@ def test_the_page_about_metrics_has_what_each_agent_logs(name):
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_acting_twice_with_one_key_gives_the_same_and_matches_the_specs(name):
+def test_acting_is_deterministic_for_one_key_and_matches_the_specs(name):
     agent, params, learner_state = ready(name)
     first, again = (batches.act(agent, params, learner_state) for _ in range(2))
     batches.assert_trees_equal(first, again)
@@ -152,9 +152,9 @@ def test_learning_is_pure(name):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
+def test_unpickled_agent_acts_and_learns_like_the_original(name):
     agent, params, learner_state = ready(name)
-    agent.optimizer, agent.step_spec  # noqa: B018 (built now, and still not pickled)
+    agent.optimizer, agent.step_spec  # noqa: B018 (cached now, but must not be pickled)
     copied = pickle.loads(pickle.dumps(agent))
     batches.assert_trees_equal(started(copied), (params, learner_state))
     batches.assert_trees_equal(batches.act(copied, params, learner_state), batches.act(agent, params, learner_state))
@@ -162,7 +162,7 @@ def test_a_pickled_agent_acts_and_learns_as_the_one_it_was(name):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_evaluating_ignores_the_key(name):
+def test_evaluation_ignores_the_random_key(name):
     agent, params, learner_state = ready(name)
     actor_params = agent.actor_params(params, learner_state)
     seen = batches.timestep(agent.observation_spec, 4)
@@ -175,7 +175,7 @@ def test_evaluating_ignores_the_key(name):
 
 
 class PlainNetwork:
-    """Neither Haiku nor anything else: two functions on a dict of arrays."""
+    """A network without any library: two functions on a dict of arrays."""
 
     def __init__(self, observation_spec, action_spec):
         self.sizes = (observation_spec.shape[0], action_spec.num_values)
@@ -201,7 +201,7 @@ class WrongValues(PlainNetwork):
     ("agent_cls", "cfg", "factory"),
     [(PPO, PPO_CONFIG, PlainNetwork), (IMPALA, IMPALA_CONFIG, PlainNetwork), (DQN, DQN_CONFIG, PlainValues)],
 )
-def test_any_pair_of_init_and_apply_is_a_network(agent_cls, cfg, factory):
+def test_any_object_with_init_and_apply_is_a_network(agent_cls, cfg, factory):
     agent = agent_cls(cfg, VECTOR, DISCRETE, net_factory=factory)
     params, learner_state = started(agent)
     assert params.keys() == {"w", "v"}
@@ -209,7 +209,7 @@ def test_any_pair_of_init_and_apply_is_a_network(agent_cls, cfg, factory):
     assert np.any(changed["w"] != params["w"])
 
 
-def test_a_factory_that_gives_no_network_is_refused():
+def test_net_factory_that_returns_no_network_is_rejected():
     with pytest.raises(UsageError, match=r"init\(rng, observation\) and apply\(params, observation\), got 7"):
         PPO(PPO_CONFIG, VECTOR, DISCRETE, net_factory=lambda observation_spec, action_spec: 7)
 
@@ -221,17 +221,17 @@ def test_a_factory_that_gives_no_network_is_refused():
         (DQN, DQN_CONFIG, WrongValues, r"of WrongValues gives \[B, 4\]; .* must give \[B, 3\]\."),
     ],
 )
-def test_a_network_with_other_outputs_than_the_agents_is_refused(agent_cls, cfg, factory, match):
+def test_network_with_wrong_outputs_is_rejected(agent_cls, cfg, factory, match):
     with pytest.raises(UsageError, match=match):
         agent_cls(cfg, VECTOR, DISCRETE, net_factory=factory)
 
 
-def test_a_config_of_another_class_is_refused():
+def test_config_of_another_class_is_rejected():
     with pytest.raises(UsageError, match="PPO needs a PPOConfig as its config, got DQNConfig"):
         PPO(DQN_CONFIG, VECTOR, DISCRETE)
 
 
-def test_an_observation_of_a_wrong_shape_is_refused_by_its_leaf():
+def test_error_about_a_wrong_observation_names_the_leaf():
     agent = PPO(PPO_CONFIG, {"eyes": VECTOR}, DISCRETE)
     with pytest.raises(UsageError, match=r"observation\['eyes'\] should be \[B, 3\] float32, got \[4, 2\] float32"):
         agent.check_observation({"eyes": np.zeros((4, 2), np.float32)})
@@ -247,7 +247,7 @@ class WrongActions(PPO):
         return AgentOutput(jnp.zeros((timestep.reward.shape[0], 2))), state
 
 
-def test_an_agent_whose_actions_do_not_fit_the_spec_is_refused():
+def test_agent_with_actions_of_the_wrong_spec_is_rejected():
     with pytest.raises(UsageError, match=r"WrongActions: action should be \[B\] int32, got \[1, 2\] float32"):
         WrongActions(PPO_CONFIG, VECTOR, DISCRETE).step_spec  # noqa: B018
 
@@ -257,14 +257,14 @@ def test_an_agent_whose_actions_do_not_fit_the_spec_is_refused():
     [
         (
             lambda state: state[:, :2],
-            r"Grows: the state after actor_step, .* should be \[B, 3\] float32, got \[1, 2\] ",
+            r"ChangingState: the state after actor_step, .* should be \[B, 3\] float32, got \[1, 2\] ",
         ),
         (lambda state: state.astype(jnp.float16), r"should be \[B, 3\] float32, got \[1, 3\] float16"),
         (lambda state: (state, state), r"initial_state gives it, has the leaves \[0\], \[1\], .* \(a single array\)"),
     ],
 )
-def test_a_state_that_changes_its_shape_is_blamed_on_the_agent(after, match):
-    class Grows(PPO):
+def test_error_about_a_state_of_changing_shape_names_the_agent(after, match):
+    class ChangingState(PPO):
         def initial_state(self, batch_size):
             return np.zeros((batch_size, 3), np.float32)
 
@@ -273,7 +273,7 @@ def test_a_state_that_changes_its_shape_is_blamed_on_the_agent(after, match):
             return output, after(state)
 
     with pytest.raises(UsageError, match=match):
-        ReplayBuffer(Grows(PPO_CONFIG, VECTOR, DISCRETE))
+        ReplayBuffer(ChangingState(PPO_CONFIG, VECTOR, DISCRETE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +282,7 @@ class MeanConfig:
 
 
 class MeanAgent(Agent):
-    """Only `loss`: the three parts of `learner_step` are the base class's."""
+    """An agent that only defines `loss` and inherits the three parts of `learner_step`."""
 
     config_cls = MeanConfig
 
@@ -294,7 +294,7 @@ class MeanAgent(Agent):
         return jnp.square(error), {"error": error}
 
 
-def test_an_agent_that_only_has_a_loss_learns():
+def test_agent_with_only_a_loss_learns():
     agent = MeanAgent(MeanConfig(), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -328,13 +328,13 @@ def test_an_agent_that_only_has_a_loss_learns():
         ("actor_step", "self, rng, params, timestep", r"called with \(rng, params, timestep, state\)"),
     ],
 )
-def test_a_method_that_is_nearly_a_hook_is_refused_when_the_class_is_made(name, arguments, match):
+def test_misspelled_or_mismatched_method_is_rejected_at_class_definition(name, arguments, match):
     scope = {"Agent": Agent}
     with pytest.raises(UsageError, match=match):
         exec(f"class Mine(Agent):\n    def {name}({arguments}): ...", scope)
 
 
-def test_methods_of_ones_own_and_other_names_of_arguments_are_welcome():
+def test_additional_methods_and_other_argument_names_are_accepted():
     class Mine(MeanAgent):
         def loss(self, p, s, b, weight=1.0):
             return super().loss(p, s, b)
@@ -349,7 +349,7 @@ def test_methods_of_ones_own_and_other_names_of_arguments_are_welcome():
     assert Mine(MeanConfig(), VECTOR, DISCRETE).jit_learner_step is False
 
 
-def test_misspelt_arguments_of_an_agent_are_named():
+def test_misspelled_arguments_of_an_agent_are_named():
     with pytest.raises(UsageError, match="PPO has no argument obs_spec. Did you mean 'observation_spec'?"):
         PPO(PPO_CONFIG, obs_spec=VECTOR, action_spec=DISCRETE)
     with pytest.raises(UsageError, match="PPO has no argument policy_factor. Did you mean 'policy_factory'?"):
@@ -369,7 +369,7 @@ class Own(PPO):
 """
 
 
-def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
+def test_agent_from_a_user_file_may_have_cached_properties(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     agent = registry.agent_class(f"{tmp_path}/own.py:Own")(PPO_CONFIG, VECTOR, DISCRETE)
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).halved)"
@@ -387,13 +387,14 @@ def test_an_agent_of_a_users_file_may_have_cached_properties(tmp_path):
         (TD3, TD3_CONFIG, BOX),
     ],
 )
-def test_an_agent_whose_actions_come_from_no_chosen_distribution_refuses_a_policy_factory(agent_cls, cfg, action_spec):
+def test_agent_with_a_fixed_distribution_rejects_a_policy_factory(agent_cls, cfg, action_spec):
     with pytest.raises(UsageError, match=f"{agent_cls.__name__} reads no policy_factory.*PPO and IMPALA take one"):
         agent_cls(cfg, VECTOR, action_spec, policy_factory=default_distribution)
-    assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None  # as the base class has it
+    # the base class sets this attribute
+    assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None
 
 
-def test_an_agent_that_reads_no_net_factory_refuses_one():
+def test_agent_without_net_factory_parameter_rejects_a_net_factory():
     class Own(Agent):
         def __init__(self, cfg, observation_spec, action_spec):
             super().__init__(cfg, observation_spec, action_spec)

@@ -1,4 +1,4 @@
-"""The example of an agent of one's own: one short file of public names, and it learns."""
+"""The example of a custom agent: one short file with public names only, which learns."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def agent(example):
     return example.Reinforce(example.ReinforceConfig(unroll_length=8, learning_rate=1e-2), VECTOR, DISCRETE)
 
 
-def test_it_fits_in_eighty_lines():
+def test_example_fits_in_eighty_lines():
     assert len(PATH.read_text().splitlines()) < 80
 
 
-def test_it_is_pickled_with_its_network(agent):
+def test_example_agent_can_be_pickled(agent):
     copied = pickle.loads(pickle.dumps(agent))
     assert_trees_equal(started(copied), started(agent))
 
 
-def test_its_returns_stop_at_termination_and_continue_with_the_baseline_at_a_cut(agent):
+def test_returns_of_example_stop_at_termination_and_bootstrap_at_truncation(agent):
     params, learner_state = started(agent)
     data = batches.sequences(agent, params, learner_state, batch_size=2, length=3).data
     data = data._replace(
@@ -57,7 +57,7 @@ def test_its_returns_stop_at_termination_and_continue_with_the_baseline_at_a_cut
     np.testing.assert_allclose(agent._returns(data, baseline), expected, rtol=1e-5)
 
 
-def test_it_learns_which_action_is_rewarded(agent):
+def test_example_agent_learns_the_rewarded_action(agent):
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=16)
     data = batch.data

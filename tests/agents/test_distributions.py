@@ -1,4 +1,4 @@
-"""Policies: samples follow their probabilities, and actions stay inside their spec."""
+"""Distributions: samples follow their probabilities, and actions stay within their spec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RNG = jax.random.PRNGKey(0)
 
 @pytest.fixture(scope="module")
 def distrax():
-    """Imported by those tests alone that use it: it brings TensorFlow, for two seconds."""
+    """Import distrax only for tests that use it, because it imports TensorFlow, which takes two seconds."""
     return import_or_skip("distrax", "pip install 'rlframe[test]'")
 
 
@@ -40,7 +40,7 @@ def test_categorical_samples_follow_their_probabilities():
 
 
 @pytest.mark.parametrize("excluded", [0, 1, 2])
-def test_categorical_never_samples_an_action_of_no_weight(excluded):
+def test_categorical_never_samples_an_action_with_zero_probability(excluded):
     logits = jnp.zeros((10_000, 3)).at[:, excluded].set(-jnp.inf)
     assert excluded not in np.asarray(Categorical(3).sample(RNG, logits))
 
@@ -53,7 +53,7 @@ def test_categorical_agrees_with_distrax(distrax):
     np.testing.assert_array_equal(ours.mode(logits), oracle.mode())
 
 
-def test_multi_categorical_is_the_product_of_its_parts(distrax):
+def test_multi_categorical_is_the_product_of_its_categoricals(distrax):
     policy, logits = MultiCategorical((2, 3)), jax.random.normal(RNG, (6, 5))
     samples = policy.sample(RNG, logits)
     assert samples.shape == (6, 2) and samples.dtype == jnp.int32
@@ -64,7 +64,7 @@ def test_multi_categorical_is_the_product_of_its_parts(distrax):
     np.testing.assert_array_equal(policy.mode(logits), jnp.stack([first.mode(), second.mode()], axis=-1))
 
 
-def test_multi_categorical_parts_are_drawn_independently():
+def test_multi_categorical_choices_are_independent():
     samples = np.asarray(MultiCategorical((2, 2)).sample(RNG, jnp.zeros((20_000, 4))))
     np.testing.assert_allclose(np.mean(samples[:, 0] == samples[:, 1]), 0.5, atol=0.015)
 
@@ -79,7 +79,7 @@ def test_gaussian_agrees_with_distrax(distrax):
     np.testing.assert_allclose(policy.mode(params), params[:, :2])
 
 
-def test_gaussian_samples_follow_mean_and_deviation():
+def test_gaussian_samples_have_the_given_mean_and_deviation():
     samples = ClippedGaussian(box(-1.0, 1.0)).sample(RNG, jnp.tile(jnp.array([0.5, jnp.log(2.0)]), (20_000, 1)))
     np.testing.assert_allclose([samples.mean(), samples.std()], [0.5, 2.0], atol=0.05)
 
@@ -90,18 +90,18 @@ def test_gaussian_actions_are_scaled_and_clipped_to_the_bounds():
     np.testing.assert_allclose(actions, [[1.0, 5.0], [-2.0, 10.0]])
 
 
-def test_gaussian_actions_of_an_open_box_are_the_samples():
+def test_gaussian_actions_of_an_unbounded_box_are_the_samples():
     policy = ClippedGaussian(box(-np.inf, np.inf))
     np.testing.assert_allclose(policy.to_action(jnp.array([[123.0]])), [[123.0]])
 
 
-def test_gaussian_actions_have_the_shape_of_a_matrix_spec():
+def test_gaussian_supports_actions_with_two_axes():
     policy = ClippedGaussian(box(-1.0, 1.0, (2, 3)))
     assert policy.num_params == 12
     assert policy.to_action(policy.sample(RNG, jnp.zeros((4, 12)))).shape == (4, 2, 3)
 
 
-def test_default_policies():
+def test_default_distribution_depends_on_the_action_spec():
     assert isinstance(default_distribution(specs.DiscreteArray(3)), Categorical)
     multi = default_distribution(specs.BoundedArray((2,), np.int32, 0, np.array([1, 4])))
     assert isinstance(multi, MultiCategorical) and multi.num_params == 7
@@ -112,19 +112,20 @@ def test_default_policies():
     "spec",
     [specs.Array((3,), np.int32, "move"), {"a": specs.DiscreteArray(2)}, specs.BoundedArray((2,), np.int8, -5, 5)],
 )
-def test_other_action_specs_are_refused_by_name(spec):
+def test_unsupported_action_specs_are_rejected(spec):
     with pytest.raises(UsageError, match=r"No policy for the action spec .*`start=`.*policy_factory"):
         default_distribution(spec)
 
 
 @pytest.mark.parametrize("maximum", [1, np.array([[1, 2], [3, 4]])])
-def test_whole_numbers_of_several_axes_are_refused_with_their_shape_and_the_fix(maximum):
+def test_integer_actions_with_several_axes_are_rejected_with_a_fix(maximum):
     with pytest.raises(UsageError, match=r"of shape \(2, 2\): expected a MultiDiscrete of one axis.*nvec\.ravel\(\)"):
         default_distribution(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
 
 
 def test_squashed_gaussian_agrees_with_distrax(distrax):
-    params = 0.3 * jax.random.normal(RNG, (6, 4))  # further out the oracle loses digits in the inverse of tanh
+    # for larger values, the oracle loses precision in the inverse of tanh
+    params = 0.3 * jax.random.normal(RNG, (6, 4))
     policy = SquashedGaussian(box([-1.0, -1.0], [1.0, 1.0], (2,)))
     samples = policy.sample(RNG, params)
     gaussian = distrax.MultivariateNormalDiag(params[:, :2], jnp.exp(params[:, 2:]))
@@ -132,7 +133,7 @@ def test_squashed_gaussian_agrees_with_distrax(distrax):
     np.testing.assert_allclose(policy.log_prob(params, samples), oracle.log_prob(jnp.tanh(samples)), rtol=1e-4)
 
 
-def test_squashed_gaussian_by_hand():
+def test_squashed_gaussian_matches_worked_example():
     policy = SquashedGaussian(box(0.0, 4.0))
     params, sample = jnp.array([[0.0, 0.0]]), jnp.array([[1.0]])
     slope = 1.0 - np.tanh(1.0) ** 2
@@ -141,7 +142,7 @@ def test_squashed_gaussian_by_hand():
     np.testing.assert_allclose(policy.to_action(sample), [[2.0 + 2.0 * np.tanh(1.0)]], rtol=1e-6)
 
 
-def test_squashed_gaussian_has_finite_log_probabilities_and_gradients_where_tanh_is_one():
+def test_squashed_gaussian_has_finite_log_probabilities_and_gradients_where_tanh_rounds_to_one():
     policy = SquashedGaussian(box(-1.0, 1.0))
     assert np.tanh(np.float32(20.0)) == 1.0
 
@@ -149,19 +150,19 @@ def test_squashed_gaussian_has_finite_log_probabilities_and_gradients_where_tanh
         return policy.log_prob(jnp.zeros((1, 2)), sample.reshape(1, 1))[0]
 
     for sample in (20.0, -20.0):
-        # log N(20) + 2 (20 - log 2): the slope of tanh is 4 exp(-40) there.
+        # log N(20) + 2 (20 - log 2), because the slope of tanh at 20 is 4 exp(-40)
         np.testing.assert_allclose(log_prob(jnp.float32(sample)), -200.0 - 0.9189385 + 40.0 - 1.3862944, rtol=1e-5)
         assert np.isfinite(jax.grad(log_prob)(jnp.float32(sample)))
 
 
-def test_squashed_gaussian_holds_its_deviations_within_their_bounds():
+def test_squashed_gaussian_clips_its_deviations():
     policy = SquashedGaussian(box(-1.0, 1.0), min_log_std=-5.0, max_log_std=2.0)
-    for given, held in ((-9.0, -5.0), (9.0, 2.0)):
-        params, within = jnp.array([[0.3, given]]), jnp.array([[0.3, held]])
-        np.testing.assert_array_equal(policy.sample(RNG, params), policy.sample(RNG, within))
+    for given, clipped in ((-9.0, -5.0), (9.0, 2.0)):
+        params, clipped_params = jnp.array([[0.3, given]]), jnp.array([[0.3, clipped]])
+        np.testing.assert_array_equal(policy.sample(RNG, params), policy.sample(RNG, clipped_params))
 
 
-def test_actions_and_their_units_are_each_others_inverse():
+def test_conversion_between_actions_and_units_is_invertible():
     actions = ActionRange(box([[-2.0], [0.0]], [[2.0], [1.0]], (2, 1)))
     units = jnp.array([[-1.0, 1.0], [0.5, 0.0]])
     np.testing.assert_allclose(actions.to_action(units)[:, :, 0], [[-2.0, 1.0], [1.0, 0.5]])
@@ -169,6 +170,6 @@ def test_actions_and_their_units_are_each_others_inverse():
 
 
 @pytest.mark.parametrize("spec", [box(-np.inf, np.inf), box(0.0, np.inf), box(1.0, 1.0), specs.DiscreteArray(3)])
-def test_a_squashed_gaussian_needs_bounds(spec):
+def test_squashed_gaussian_rejects_unbounded_actions(spec):
     with pytest.raises(UsageError, match=r"A SquashedGaussian needs (actions with a lower bound|continuous actions)"):
         SquashedGaussian(spec)

@@ -1,4 +1,4 @@
-"""DQN: exploration, targets, priorities, and what anneals."""
+"""DQN: exploration, targets, priorities, and annealing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make(dueling=False, **changes) -> DQN:
     return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling))
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make(n_step=3, discount=0.9, update_period=8, replay_capacity=500).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("uniform", Transition(3, 0.9), 16)
     assert (spec.capacity, spec.min_size, spec.samples_per_insert) == (500, 16, 2.0)
@@ -54,7 +54,7 @@ def test_epsilon_zero_is_greedy():
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 1.0])
-def test_a_share_epsilon_of_actions_is_uniform(epsilon):
+def test_fraction_epsilon_of_actions_is_uniform(epsilon):
     actions, greedy = actions_at(epsilon)
     expected = np.full(3, epsilon / 3)
     expected[greedy] += 1.0 - epsilon
@@ -62,7 +62,7 @@ def test_a_share_epsilon_of_actions_is_uniform(epsilon):
 
 
 def repeated_actions(epsilon, steps=400, rows=64):
-    """[steps, rows] actions of an agent whose greedy action is 0, and the states after each."""
+    """Return [steps, rows] actions of an agent whose greedy action is 0."""
     agent = make(exploration_duration_exponent=2.0, epsilon_begin=epsilon)
     params = agent.initial_params(jax.random.PRNGKey(0))
     params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
@@ -75,15 +75,16 @@ def repeated_actions(epsilon, steps=400, rows=64):
     return np.array(actions)
 
 
-def test_random_actions_are_repeated_for_durations_of_the_zeta_law():
+def test_random_actions_are_repeated_for_zeta_distributed_durations():
     changes = np.diff(repeated_actions(1.0), axis=0) != 0
-    # A duration is sum(n^-1) / sum(n^-2) = 4.55 on average, n up to 1000; the next action is another (A - 1) / A times.
+    # The mean duration is sum(n^-1) / sum(n^-2) = 4.55 for n up to 1000. The next action differs with probability (A -
+    # 1) / A.
     num_actions = make().action_spec.num_values
     expected = (num_actions - 1) / num_actions / 4.55
     assert abs(changes.mean() - expected) < 0.04
 
 
-def test_a_repeated_action_survives_until_its_steps_are_over():
+def test_action_is_repeated_until_no_steps_are_left():
     agent = make(exploration_duration_exponent=2.0, epsilon_begin=0.0)
     params = agent.initial_params(jax.random.PRNGKey(0))
     params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
@@ -98,14 +99,14 @@ def test_a_repeated_action_survives_until_its_steps_are_over():
         seen.append(np.asarray(output.action).tolist())
         left.append(np.asarray(state.steps_left).tolist())
     assert seen == [[1, 0], [1, 0], [0, 0], [0, 0]]
-    assert left == [[1, 0], [0, 0], [0, 0], [0, 0]]  # a greedy action is never repeated blindly
+    assert left == [[1, 0], [0, 0], [0, 0], [0, 0]]  # greedy actions are not repeated
 
 
-def test_without_a_duration_exponent_there_is_no_state():
+def test_agent_without_duration_exponent_has_no_state():
     assert make().initial_state(3) == ()
 
 
-def test_epsilon_falls_with_learner_steps_and_is_published():
+def test_published_epsilon_falls_with_learner_steps():
     agent = make(update_period=4, epsilon_begin=1.0, epsilon_end=0.1, epsilon_decay_steps=400)
     params, learner_state = started(agent)
     for steps, expected in [(0, 1.0), (50, 0.55), (100, 0.1), (1000, 0.1)]:
@@ -117,7 +118,7 @@ def values(agent, params, observation):
     return np.asarray(agent.network.apply(params, observation)[0])
 
 
-def test_the_loss_by_hand():
+def test_loss_matches_worked_example():
     agent = make(head=Expectation(None))
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -130,7 +131,7 @@ def test_the_loss_by_hand():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_double_takes_the_online_networks_choice():
+def test_double_dqn_selects_actions_with_the_online_network():
     agent = make(double=True, head=Expectation(None))
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -144,7 +145,7 @@ def test_double_takes_the_online_networks_choice():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_munchausen_adds_what_the_target_networks_policy_likes():
+def test_munchausen_loss_matches_definition():
     bonus = {"munchausen_temperature": 0.5, "munchausen_scale": 0.7, "munchausen_clip": -0.6}
     agent = make(munchausen=True, **bonus, head=Expectation(None))
     params, learner_state = started(agent)
@@ -161,7 +162,7 @@ def test_munchausen_adds_what_the_target_networks_policy_likes():
     np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
 
 
-def test_the_munchausen_bonus_and_the_soft_value_are_their_definitions():
+def test_munchausen_bonus_and_soft_value_match_definitions():
     random = np.random.RandomState(0)
     target, following = (random.randn(5, 3).astype(np.float32) for _ in range(2))
     actions = random.randint(0, 3, 5)
@@ -175,13 +176,13 @@ def test_the_munchausen_bonus_and_the_soft_value_are_their_definitions():
 
 
 @pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"head": Quantiles(5)}, {"head": Categories(5)}])
-def test_munchausen_with_other_targets_is_refused(change):
-    with pytest.raises(UsageError, match=r"munchausen has targets of its own.* Leave them False, 1, expectation"):
+def test_munchausen_with_conflicting_options_is_rejected(change):
+    with pytest.raises(UsageError, match=r"munchausen defines its own targets.* Leave them False, 1, expectation"):
         make(munchausen=True, **change)
 
 
 @pytest.mark.parametrize("dueling", [False, True])
-def test_quantiles_are_learned_as_their_definition_says(dueling):
+def test_quantile_loss_matches_definition(dueling):
     agent = make(dueling, head=Quantiles(4, 0.5), double=True, prioritized=True)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -213,7 +214,7 @@ def test_quantiles_are_learned_as_their_definition_says(dueling):
     np.testing.assert_array_equal(greedy[0].action, here.mean(axis=2).argmax(axis=1))
 
 
-def test_quantiles_find_the_distribution_of_a_bandits_rewards():
+def test_quantiles_converge_to_the_reward_distribution_of_a_bandit():
     agent = make(head=Quantiles(4, 0.01), learning_rate=3e-2)
     params, learner_state = started(agent)
     batch, random, step = batches.transitions(agent), np.random.RandomState(0), jax.jit(agent.learner_step)
@@ -228,7 +229,7 @@ def test_quantiles_find_the_distribution_of_a_bandits_rewards():
 
 
 @pytest.mark.parametrize("dueling", [False, True])
-def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
+def test_categorical_loss_matches_the_papers_algorithm(dueling):
     agent = make(dueling, head=Categories(5, -1.0, 1.0), double=True, prioritized=True)
     support = np.linspace(-1.0, 1.0, 5)
     params, learner_state = started(agent)
@@ -247,7 +248,7 @@ def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
     expected = np.zeros(16)
     for row in range(16):
         best = (online[row] @ support).argmax()
-        m = np.zeros(5)  # the paper's loop over l and u
+        m = np.zeros(5)  # the paper's loop, with indices l and u
         for j in range(5):
             b = (np.clip(data.reward[row] + data.discount[row] * support[j], -1.0, 1.0) + 1.0) / 0.5
             low = min(int(b), 3)
@@ -263,7 +264,7 @@ def test_categorical_returns_are_learned_as_the_algorithm_says(dueling):
     np.testing.assert_array_equal(greedy[0].action, (here @ support).argmax(axis=1))
 
 
-def test_the_target_network_is_copied_every_period():
+def test_target_network_is_copied_every_period():
     agent = make(target_update_period=3)
     params, learner_state = started(agent)
     first = params
@@ -276,7 +277,7 @@ def test_the_target_network_is_copied_every_period():
         assert_trees_equal(learner_state.target_params, expected)
 
 
-def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
+def test_priorities_are_absolute_errors_and_the_loss_has_importance_weights():
     agent = make(prioritized=True, head=Expectation(None), importance_exponent=0.5)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -287,13 +288,13 @@ def test_priorities_are_the_sizes_of_the_errors_and_weights_correct_for_them():
     np.testing.assert_allclose(loss, np.mean(weights * 0.5 * np.square(priorities - 1e-6)), rtol=1e-5)
 
 
-def test_the_importance_exponent_reaches_one_at_the_end():
+def test_importance_exponent_reaches_one_at_the_end():
     agent = make(prioritized=True, importance_exponent=0.4, total_learner_steps=100)
     for steps, expected in [(0, 0.4), (50, 0.7), (100, 1.0), (200, 1.0)]:
         np.testing.assert_allclose(agent._importance_exponent(jnp.int32(steps)), expected, rtol=1e-5)
 
 
-def test_without_prioritized_replay_probabilities_do_not_matter():
+def test_uniform_replay_ignores_sampling_probabilities():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -302,16 +303,16 @@ def test_without_prioritized_replay_probabilities_do_not_matter():
     assert "priorities" not in logs
 
 
-def test_rmsprop_has_the_papers_epsilon_for_gradients_of_means():
+def test_rmsprop_epsilon_is_scaled_for_gradients_of_the_mean():
     agent = make(optimizer="rmsprop", learning_rate=0.1, batch_size=4)
     grads = {"w": jnp.array([3e-3, -1e-4])}
     updates, _ = agent.optimizer.update(grads, agent.optimizer.init(grads))
-    summed = 4 * grads["w"]  # over the batch, of which the paper's 0.01 is; first step, decay 0.95
+    summed = 4 * grads["w"]  # summed over the batch, as for the paper's epsilon of 0.01; first step, decay 0.95
     wanted = -0.1 * summed / jnp.sqrt(0.05 * summed**2 - (0.05 * summed) ** 2 + 0.01)
     np.testing.assert_allclose(updates["w"], wanted, rtol=1e-5)
 
 
-def test_an_annealed_learning_rate_ends_at_zero():
+def test_annealed_learning_rate_ends_at_zero():
     agent = make(anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -322,18 +323,18 @@ def test_an_annealed_learning_rate_ends_at_zero():
     assert_trees_equal(after, params)
 
 
-def test_gradients_are_clipped_and_adam_has_its_epsilon():
+def test_adam_uses_clipped_gradients_and_the_configured_epsilon():
     agent = make(optimizer="adam", learning_rate=1e-2, max_grad_norm=0.01, adam_epsilon=0.1)
     params, learner_state = started(agent)
     batch, adam = batches.transitions(agent), optax.adam(1e-2, eps=0.1)
-    grads = batches.clipped(agent.compute_gradients(params, learner_state, batch)[1], 0.01)
+    grads = batches.clip_to_norm(agent.compute_gradients(params, learner_state, batch)[1], 0.01)
     expected = optax.apply_updates(params, adam.update(grads, adam.init(params))[0])
     after, _, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, expected)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "rmsprop"])
-def test_it_learns_the_rewards_of_a_bandit(optimizer):
+def test_dqn_learns_the_rewards_of_a_bandit(optimizer):
     agent = make(optimizer=optimizer, learning_rate=3e-3)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -346,7 +347,7 @@ def test_it_learns_the_rewards_of_a_bandit(optimizer):
 
 
 @pytest.mark.parametrize("spec", [BOX, MULTI])
-def test_actions_that_are_not_discrete_are_refused(spec):
+def test_actions_that_are_not_discrete_are_rejected(spec):
     with pytest.raises(UsageError, match=r"DQN needs Discrete actions, got .*BoundedArray.*Use SAC, PPO or IMPALA"):
         DQN(DQNConfig(), VECTOR, spec)
 
@@ -370,11 +371,11 @@ def test_actions_that_are_not_discrete_are_refused(spec):
         {"n_step": 0},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"DQNConfig.{next(iter(change))}"):
         DQNConfig(**change)
 
 
-def test_a_replay_smaller_than_its_start_is_refused():
+def test_min_replay_size_above_capacity_is_rejected():
     with pytest.raises(UsageError, match=r"min_replay_size \(100\) is above replay_capacity \(50\)"):
         DQNConfig(replay_capacity=50, min_replay_size=100)

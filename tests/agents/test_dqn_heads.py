@@ -1,4 +1,4 @@
-"""DQN's heads: losses worked by hand and against rlax; what else they learn is in test_dqn.py."""
+"""DQN's heads: losses against worked examples and rlax. test_dqn.py tests their learning."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HEADS = [Expectation(), Quantiles(3), Categories(3)]
 
 @pytest.fixture
 def rlax():
-    """It imports TensorFlow, which takes seconds."""
+    """Import rlax only for tests that use it, because it imports TensorFlow, which takes seconds."""
     return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def inputs(size, rows=32):
-    """(outputs, reward, discount, next outputs) of `rows` actions; every fifth episode has terminated."""
+    """Return (outputs, reward, discount, next outputs) of `rows` actions. Every fifth episode has terminated."""
     random = np.random.RandomState(0)
     outputs, following = (random.randn(rows, size).astype(np.float32) for _ in range(2))
     discount = np.where(np.arange(rows) % 5 == 0, 0.0, 0.9).astype(np.float32)
@@ -38,23 +38,24 @@ def test_expectation_agrees_with_rlax_td_learning(rlax):
 
 def test_quantiles_agree_with_rlax(rlax):
     outputs, reward, discount, following = inputs(4)
-    shares = (jnp.arange(4) + 0.5) / 4
+    fractions = (jnp.arange(4) + 0.5) / 4
     targets = reward[:, None] + discount[:, None] * following
-    expected = jax.vmap(rlax.quantile_regression_loss, (0, None, 0, None))(outputs, shares, targets, 1.0)
+    expected = jax.vmap(rlax.quantile_regression_loss, (0, None, 0, None))(outputs, fractions, targets, 1.0)
     loss, priority = Quantiles(4, 1.0).loss(outputs, reward, discount, following)
     np.testing.assert_allclose(loss, expected, rtol=1e-4)
     np.testing.assert_array_equal(priority, loss)
 
 
-def test_a_categorical_target_is_shared_by_the_values_around_it():
+def test_categorical_target_is_distributed_to_the_nearest_values():
     head, predicted = Categories(3, -1.0, 1.0), np.log([[0.25, 0.25, 0.5]])
     following = np.log([[0.2, 0.3, 0.5]])
-    # 0.25 + 0.5 z is -0.25, 0.25 and 0.75: 0.2 a quarter of the way down from 0, 0.3 and 0.5 up to 1.
+    # The targets 0.25 + 0.5 z are -0.25, 0.25 and 0.75, with probabilities 0.2, 0.3 and 0.5. Each probability is split
+    # between the two nearest values.
     target = np.array([0.2 * 0.25, 0.2 * 0.75 + 0.3 * 0.75 + 0.5 * 0.25, 0.3 * 0.25 + 0.5 * 0.75])
     expected = np.sum(target * np.log(target / [0.25, 0.25, 0.5]))
     found = head.loss(predicted, np.array([0.25]), np.array([0.5]), following)
     np.testing.assert_allclose(found.loss, [expected], rtol=1e-5)
-    # A reward of 3 at the end is beyond the support: all of it is at 1, whose probability is a half.
+    # A final reward of 3 is above the support, so all probability is at 1, where the prediction is a half.
     found = head.loss(predicted, np.array([3.0]), np.array([0.0]), following)
     np.testing.assert_allclose(found.loss, [np.log(2.0)], rtol=1e-5)
 
@@ -68,7 +69,7 @@ def test_no_gradient_flows_through_the_target(head):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_wrong_shape_is_named(head):
+def test_error_names_the_array_of_wrong_shape(head):
     outputs, reward, discount, following = inputs(head.size)
     with pytest.raises(ValueError, match=r"discount must be \[B\] with B = 32; got \[31\]"):
         head.loss(outputs, reward, discount[1:], following)
@@ -88,6 +89,6 @@ def test_a_wrong_shape_is_named(head):
         (lambda: Categories(51, value_max=np.inf), "value_min must be below value_max, and both finite"),
     ],
 )
-def test_heads_that_cannot_be_learned_are_refused(make, message):
+def test_heads_with_invalid_options_are_rejected(make, message):
     with pytest.raises(UsageError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""GRPO: its loss against brute force, what it does with masks and memory, and how it acts."""
+"""GRPO: its loss against a brute-force computation, masks and memory options, and acting."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def make(**changes) -> GRPO:
 
 
 def other_params(seed=5):
-    """Not those that the agent starts with, so a ratio to these is not 1; and of decided opinions."""
+    """Return parameters unlike the initial ones, with confident predictions, so that ratios are not 1."""
     params = make().initial_params(jax.random.PRNGKey(seed))
     return {**params, "embed_tokens": 20 * params["embed_tokens"]}
 
 
 def log_probs_of(params, tokens, temperature=1.0):
-    """[S, T - 1] float64, of the tokens but the first, one prediction at a time."""
+    """Return [S, T - 1] float64: log-probabilities of all tokens except the first, one prediction at a time."""
     logits = np.asarray(transformer.apply(params, MODEL, tokens), np.float64)
     logits /= np.broadcast_to(temperature, len(tokens))[:, None, None]
     found = np.zeros((len(tokens), tokens.shape[1] - 1))
@@ -56,8 +56,8 @@ def log_probs_of(params, tokens, temperature=1.0):
     return found
 
 
-def loss_by_hand(params, data, advantages, *, average, clip, cap, kl_cost, log_reference):
-    """DeepSeekMath's equation 3 as loops. Returns (loss, policy loss, KL, share of clipped tokens)."""
+def brute_force_loss(params, data, advantages, *, average, clip, cap, kl_cost, log_reference):
+    """Compute DeepSeekMath's equation 3 with loops. Return (loss, policy loss, KL, fraction of clipped tokens)."""
     log_probs = log_probs_of(params, data.tokens, 1.0 if data.temperature is None else data.temperature)
     S, T = data.tokens.shape
     policy, kl, clipped = (np.zeros((S, T)) for _ in range(3))
@@ -65,9 +65,9 @@ def loss_by_hand(params, data, advantages, *, average, clip, cap, kl_cost, log_r
         A, ratio = advantages[s, t], np.exp(log_probs[s, t - 1] - data.inference_logprobs[s, t])
         if A < 0:
             ratio = min(ratio, cap)
-        held = min(max(ratio, 1 - clip[0]), 1 + clip[1])
-        policy[s, t] = -min(ratio * A, held * A)
-        clipped[s, t] = (A > 0 and ratio > held) or (A < 0 and ratio < held)
+        clipped_ratio = min(max(ratio, 1 - clip[0]), 1 + clip[1])
+        policy[s, t] = -min(ratio * A, clipped_ratio * A)
+        clipped[s, t] = (A > 0 and ratio > clipped_ratio) or (A < 0 and ratio < clipped_ratio)
         difference = log_reference[s, t - 1] - log_probs[s, t - 1]
         kl[s, t] = np.exp(difference) - difference - 1
 
@@ -87,8 +87,8 @@ def loss_by_hand(params, data, advantages, *, average, clip, cap, kl_cost, log_r
         pytest.param("token", False, marks=pytest.mark.system),
     ],
 )
-def test_the_loss_is_the_papers(average, given):
-    """One group with advantages of its own, token by token, where `given`; the other is normalized."""
+def test_loss_matches_the_papers_equation(average, given):
+    """With `given`, one group has its own token-level advantages. The advantages of the other group are normalized."""
     agent = make(average=average, clip_epsilon_high=0.28, kl_cost=0.3)
     data = BATCH.data
     advantages = np.zeros(data.mask.shape)
@@ -103,7 +103,7 @@ def test_the_loss_is_the_papers(average, given):
         )
         advantages[data.group == 1] = np.sin(np.arange(9))
     params, state = other_params(), started(agent)[1]
-    loss, policy_loss, kl, clipped = loss_by_hand(
+    loss, policy_loss, kl, clipped = brute_force_loss(
         params,
         data,
         advantages,
@@ -121,24 +121,24 @@ def test_the_loss_is_the_papers(average, given):
     np.testing.assert_allclose(logs["clip_fraction"], clipped, rtol=1e-5)
 
 
-def test_the_loss_is_at_the_temperature_of_each_sequence_as_published():
-    """Logits are divided by it; 0 and less count as 1, also where a chunk of the logits exists at once."""
+def test_loss_uses_the_temperature_of_each_sequence():
+    """Logits are divided by the temperature. Values of 0 or less count as 1, also with chunked logits."""
     temperature = np.float32([0.5, 1.0, 2.0, 0.0, -1.0])
-    data, counted = BATCH.data._replace(temperature=temperature), np.float32([0.5, 1.0, 2.0, 1.0, 1.0])
+    data, effective = BATCH.data._replace(temperature=temperature), np.float32([0.5, 1.0, 2.0, 1.0, 1.0])
     params, state = other_params(), started(make())[1]
     advantages = np.zeros(data.mask.shape)
     for group in (0, 1):
         scores = data.scores[data.group == group].astype(np.float64)
         advantages[data.group == group] = ((scores - scores.mean()) / scores.std())[:, None]
-    expected = loss_by_hand(
+    expected = brute_force_loss(
         params,
-        data._replace(temperature=counted),
+        data._replace(temperature=effective),
         advantages,
         average="sequence",
         clip=(0.2, 0.2),
         cap=3.0,
         kl_cost=0.3,
-        log_reference=log_probs_of(state.reference_params, data.tokens, counted),
+        log_reference=log_probs_of(state.reference_params, data.tokens, effective),
     )
     for changes in ({}, {"logits_chunk": 3}):
         found, logs = jax.jit(make(kl_cost=0.3, **changes).loss)(params, state, BATCH._replace(data=data))
@@ -151,7 +151,7 @@ def test_the_loss_is_at_the_temperature_of_each_sequence_as_published():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, parts)
 
 
-def test_tokens_that_the_present_policy_sampled_at_a_temperature_have_a_ratio_of_one():
+def test_tokens_sampled_by_the_current_policy_at_a_temperature_have_ratio_one():
     params, state = other_params(), started(make())[1]
     temperature = np.full(5, 0.5, np.float32)
     sampled = np.pad(log_probs_of(params, BATCH.data.tokens, temperature), ((0, 0), (1, 0))) * BATCH.data.mask
@@ -162,8 +162,8 @@ def test_tokens_that_the_present_policy_sampled_at_a_temperature_have_a_ratio_of
     assert other["approx_kl"] > 0.01
 
 
-def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
-    """As the published trainer: all scores are normalized, then some advantages become 0."""
+def test_zero_advantage_override_does_not_change_the_other_advantages():
+    """As in the published trainer, all scores are normalized before some advantages are set to 0."""
     tokens = [[1, 2, 3], [1, 4, 5, 6], [1, 7], [1, 8, 9]]
     masks = [[-100, *row[1:]] for row in tokens]
     overrides = [{}, {"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, {}]
@@ -179,7 +179,7 @@ def test_an_override_takes_its_sequence_out_of_the_policy_s_gradient_alone():
     "loss", ["grpo", *(pytest.param(one, marks=pytest.mark.system) for one in ("policy_gradient", "dpo"))]
 )
 @pytest.mark.parametrize("normalize_std", [True, pytest.param(False, marks=pytest.mark.system)])
-def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normalize_std):
+def test_extreme_scores_and_advantages_give_finite_parameters(loss, normalize_std):
     agent = GRPO(dataclasses.replace(CONFIG, loss=loss, normalize_std=normalize_std))
     params, state = started(agent)
     largest = np.float32(3e38)
@@ -193,7 +193,7 @@ def test_the_largest_scores_and_advantages_give_finite_parameters(loss, normaliz
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state.opt_state)))
 
 
-def test_the_batchs_reference_is_taken_where_there_is_one():
+def test_reference_log_probabilities_of_the_batch_are_used():
     agent = make(kl_cost=0.3)
     params, state = other_params(), started(agent)[1]
     reference = np.pad(log_probs_of(state.reference_params, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
@@ -202,13 +202,18 @@ def test_the_batchs_reference_is_taken_where_there_is_one():
     np.testing.assert_allclose(agent.loss(params, state._replace(reference_params=None), batch)[0], expected, rtol=1e-5)
 
 
-def test_on_policy_the_gradient_is_that_of_reinforce():
-    """Without log-probabilities of the sampling, and with right ones, whatever the clip; so is policy_gradient's."""
+def test_on_policy_gradient_is_that_of_reinforce():
+    """This holds with correct or missing sampling log-probabilities, for any clip, and for the loss policy_gradient."""
     params, state = started(make(kl_cost=0.0))
     log_probs = np.pad(log_probs_of(params, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
-    right = BATCH._replace(data=BATCH.data._replace(inference_logprobs=log_probs.astype(np.float32)))
-    without = BATCH._replace(data=BATCH.data._replace(inference_logprobs=None))
-    cases = [({}, right), ({}, without), ({"loss": "policy_gradient"}, right), ({"clip_epsilon": 0.01}, without)]
+    with_log_probs = BATCH._replace(data=BATCH.data._replace(inference_logprobs=log_probs.astype(np.float32)))
+    without_log_probs = BATCH._replace(data=BATCH.data._replace(inference_logprobs=None))
+    cases = [
+        ({}, with_log_probs),
+        ({}, without_log_probs),
+        ({"loss": "policy_gradient"}, with_log_probs),
+        ({"clip_epsilon": 0.01}, without_log_probs),
+    ]
     first, *others = [gradients(make(kl_cost=0.0, **changes), params, state, batch) for changes, batch in cases]
     for other in others:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), first, other)
@@ -220,7 +225,7 @@ def optax_norm(tree):
 
 
 @pytest.mark.system
-def test_what_is_masked_or_after_the_end_does_not_matter():
+def test_masked_tokens_and_padding_do_not_change_the_gradient():
     agent = make()
     params, state = other_params(), started(agent)[1]
     data = BATCH.data
@@ -238,7 +243,7 @@ def test_what_is_masked_or_after_the_end_does_not_matter():
 
 
 @pytest.mark.system
-def test_a_longer_bucket_gives_the_same_update():
+def test_more_padding_gives_the_same_update():
     agent = make()
     params, state = started(agent)
     data = BATCH.data
@@ -253,7 +258,7 @@ def test_a_longer_bucket_gives_the_same_update():
 
 @pytest.mark.system
 @pytest.mark.parametrize("changes", [{}, {"loss": "policy_gradient"}, {"loss": "sft"}, {"average": "token"}])
-def test_micro_batches_give_the_gradient_and_logs_of_the_batch(changes):
+def test_micro_batches_give_the_gradient_and_logs_of_the_whole_batch(changes):
     params, state = other_params(), started(make())[1]
     expected, grads = make(**changes).compute_gradients(params, state, BATCH)
     logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(params, state, BATCH)  # 2 + 2 + 1
@@ -264,7 +269,7 @@ def test_micro_batches_give_the_gradient_and_logs_of_the_batch(changes):
 
 
 @pytest.mark.system
-def test_less_memory_gives_the_same_gradient():
+def test_memory_saving_options_give_the_same_gradient():
     params, state = other_params(), started(make())[1]
     grads, others = (
         make(**changes).compute_gradients(params, state, BATCH)[1]
@@ -273,7 +278,7 @@ def test_less_memory_gives_the_same_gradient():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), grads, others)
 
 
-def test_dpo_prefers_the_higher_score():
+def test_dpo_loss_matches_definition_over_all_pairs():
     agent = make(loss="dpo", dpo_beta=0.5)
     params, state = other_params(), started(agent)[1]
     data = BATCH.data
@@ -292,7 +297,7 @@ def test_dpo_prefers_the_higher_score():
 
 
 @pytest.mark.parametrize("average", ["sequence", "token"])
-def test_supervised_learning_is_cross_entropy(average):
+def test_supervised_loss_is_cross_entropy(average):
     params, state = started(make(loss="sft"))
     log_probs, mask = log_probs_of(params, BATCH.data.tokens), BATCH.data.mask[:, 1:]
     expected = -np.sum(log_probs * mask) / np.sum(mask)
@@ -304,12 +309,12 @@ def test_supervised_learning_is_cross_entropy(average):
 
 @pytest.mark.system
 @pytest.mark.parametrize("loss", ["grpo", "policy_gradient", "dpo", "sft"])
-def test_each_loss_makes_what_scores_high_likelier(loss):
+def test_each_loss_makes_high_scoring_sequences_likelier(loss):
     agent = make(loss=loss, kl_cost=0.0, learning_rate=3e-3)
     batch = BATCH._replace(data=BATCH.data._replace(inference_logprobs=None))
     params, state = started(agent)
     step = jax.jit(agent.learner_step)
-    best, worst = np.argmax(batch.data.scores[:3]), np.argmin(batch.data.scores[:3])  # of the first group
+    best, worst = np.argmax(batch.data.scores[:3]), np.argmin(batch.data.scores[:3])  # in the first group
 
     def margin(params):
         sums = np.sum(log_probs_of(params, batch.data.tokens) * batch.data.mask[:, 1:], axis=1)
@@ -322,7 +327,7 @@ def test_each_loss_makes_what_scores_high_likelier(loss):
     assert state.steps == 10
 
 
-def test_logs_say_what_the_batch_was():
+def test_logs_describe_the_batch():
     agent = make(learning_rate_rise=3)
     _, _, logs = learn(agent, *started(agent), BATCH)
     np.testing.assert_allclose(logs["reward"], BATCH.data.scores.mean(), rtol=1e-6)
@@ -334,7 +339,7 @@ def test_logs_say_what_the_batch_was():
     np.testing.assert_allclose(logs["entropy"], surprise.mean(), rtol=1e-5)
 
 
-def test_bfloat16_weights_have_a_float32_copy_that_small_updates_reach():
+def test_small_updates_of_bfloat16_weights_reach_the_float32_copy():
     small = dict(dtype="bfloat16", learning_rate=1e-5, kl_cost=0.0)
     kept, lost = make(**small), make(**small, master_weights=False)
     params, state = started(kept)
@@ -347,11 +352,11 @@ def test_bfloat16_weights_have_a_float32_copy_that_small_updates_reach():
         params, state, _ = step(params, state, BATCH)
     master = state.opt_state.master
     moved = np.abs(master["layers"][0]["q_proj"] - before["layers"][0]["q_proj"])
-    np.testing.assert_allclose(moved.max(), 3e-5, rtol=0.1)  # Adam's first steps are as long as the learning rate
+    np.testing.assert_allclose(moved.max(), 3e-5, rtol=0.1)  # Adam's first steps have the size of the learning rate
     assert_trees_equal(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), master), params)
 
 
-# Acting.
+# --- acting
 
 
 def token_steps(tokens, first):
@@ -360,7 +365,7 @@ def token_steps(tokens, first):
     return TimeStep(step_type, np.zeros(B, np.float32), np.ones(B, np.float32), np.asarray(tokens, np.int32))
 
 
-def test_a_step_of_acting_is_a_token_given_those_before():
+def test_acting_samples_tokens_conditioned_on_all_previous_tokens():
     agent = make()
     params = other_params()
     state, step = agent.initial_state(3), jax.jit(agent.actor_step)
@@ -379,7 +384,7 @@ def test_a_step_of_acting_is_a_token_given_those_before():
 
 
 @pytest.mark.system
-def test_tokens_are_drawn_from_the_models_distribution():
+def test_tokens_are_sampled_from_the_models_distribution():
     agent = make()
     params = other_params()
     B = 4000
@@ -388,7 +393,7 @@ def test_tokens_are_drawn_from_the_models_distribution():
     np.testing.assert_allclose(np.bincount(output.action, minlength=11) / B, expected, atol=0.03)
 
 
-def test_an_inferencer_serves_it_and_begins_anew_at_first():
+def test_inferencer_resets_the_state_at_first():
     agent = make()
     params = other_params()
     inferencer = Inferencer(InferencerConfig(), agent, Published(params))
@@ -402,7 +407,7 @@ def test_an_inferencer_serves_it_and_begins_anew_at_first():
 
 
 class Published:
-    """A learner's side, of an Inferencer."""
+    """A learner that publishes one version of parameters."""
 
     def __init__(self, params):
         self._params = jax.tree.map(np.asarray, params)
@@ -411,21 +416,21 @@ class Published:
         return 0, (None if known_version == 0 else self._params)
 
 
-def test_specs_are_of_tokens():
+def test_specs_are_token_specs():
     agent = make()
     token = specs.DiscreteArray(11, np.int32, "token")
     assert agent.step_spec.observation == agent.step_spec.action == token
     assert agent.step_spec.agent_state.cache.keys[0].shape == (2, 9, 4)
     assert (agent.replay_spec.kind, agent.replay_spec.item, agent.replay_spec.batch_size) == ("queue", Sequence(9), 5)
     assert GRPO(CONFIG, token, token).action_spec == token
-    with pytest.raises(UsageError, match="observation_spec is a token of its model"):
+    with pytest.raises(UsageError, match="observation_spec must be the spec of a token of its model"):
         GRPO(CONFIG, specs.DiscreteArray(12, np.int32, "token"))
 
 
-# Published weights.
+# --- published weights
 
 
-def test_it_starts_from_a_folder_whose_name_alone_travels(tmp_path):
+def test_initial_weights_are_loaded_from_a_folder_and_not_pickled(tmp_path):
     params = other_params()
     weights.save(tmp_path, MODEL, params)
     agent = GRPO(dataclasses.replace(CONFIG, model=ModelConfig(), weights=str(tmp_path)))
@@ -436,12 +441,12 @@ def test_it_starts_from_a_folder_whose_name_alone_travels(tmp_path):
     narrow = GRPO(dataclasses.replace(agent.cfg, dtype="bfloat16"))
     assert narrow.initial_params(jax.random.PRNGKey(0))["norm"].dtype == jnp.bfloat16
     (tmp_path / "model.safetensors").unlink()
-    assert agent.step_spec.action.num_values == 11  # the weights are not read for it
+    assert agent.step_spec.action.num_values == 11  # the trace does not read the weights
     with pytest.raises(CheckpointError, match="neither model.safetensors"):
         agent.initial_params(jax.random.PRNGKey(0))
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_missing_weights_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere"):
         make(weights=str(tmp_path / "nowhere"))
 
@@ -457,11 +462,11 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         ({"max_tokens": 17}, "max_position_embeddings are 16"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, message):
+def test_invalid_options_are_rejected(changes, message):
     with pytest.raises(UsageError, match=message):
         make(**changes)
 
 
-def test_it_takes_no_network():
+def test_net_factory_is_rejected():
     with pytest.raises(UsageError, match=r"GRPOConfig.model or .weights"):
         GRPO(CONFIG, net_factory=lambda *_: None)

@@ -1,4 +1,4 @@
-"""IMPALA: what enters its loss, how off-policy steps count, and what anneals."""
+"""IMPALA: its loss, off-policy corrections, and annealing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learned(agent, change=lambda data: data):
 
 
 def with_ratio(ratio):
-    """Data that a policy acted which gave each action a `ratio`-th of the chance that the learner's gives it."""
+    """Return a function that sets the learner's action probabilities to `ratio` times those of the acting policy."""
 
     def change(data):
         log_prob = (data.extras["log_prob"] - np.log(ratio)).astype(np.float32)
@@ -39,20 +39,20 @@ def with_ratio(ratio):
     return change
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make(unroll_length=16, batch_size=6).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("queue", Sequence(16), 6)
     assert spec.capacity == 2 * 6 * 16
 
 
-def test_the_loss_is_the_sum_of_its_parts():
+def test_loss_is_the_weighted_sum_of_its_parts():
     logs = learned(make(value_cost=0.7, entropy_cost=0.3))[2]
     expected = logs["policy_loss"] + 0.7 * logs["value_loss"] - 0.3 * logs["entropy"]
     np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
 
 
-def test_its_parts_are_the_papers_by_hand():
-    """One unroll of two steps, with weights 4 and 0.5 that are clipped at 1."""
+def test_parts_of_the_loss_match_worked_example():
+    """One unroll of two steps, with importance weights 4 and 0.5 that are clipped at 1."""
     agent = make(discount=0.9, entropy_cost=0.0)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=1, length=2)
@@ -71,7 +71,7 @@ def test_its_parts_are_the_papers_by_hand():
     np.testing.assert_allclose(total, 2 * (logs["policy_loss"] + 0.5 * logs["value_loss"]), rtol=1e-5)
 
 
-def test_gradients_are_summed_over_the_steps_that_count():
+def test_loss_is_summed_over_unmasked_steps():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -81,7 +81,7 @@ def test_gradients_are_summed_over_the_steps_that_count():
     np.testing.assert_allclose(total, steps * logs["loss"], rtol=1e-5)
 
 
-def test_actions_that_the_environment_ignored_change_nothing():
+def test_ignored_actions_do_not_change_the_update():
     def disturbed(data):
         ignored = data.step_type[:, :-1] == LAST
         assert ignored.any()
@@ -99,12 +99,12 @@ def test_actions_that_the_environment_ignored_change_nothing():
     ("action_spec", "ratio", "clipped"),
     [(DISCRETE, 1.0, 1.0), (BOX, 1.0, 1.0), (BOX, 0.25, 0.25), (DISCRETE, 3.0, 1.0)],
 )
-def test_it_logs_how_off_policy_the_data_is(action_spec, ratio, clipped):
+def test_clipped_rho_log_shows_how_off_policy_the_data_is(action_spec, ratio, clipped):
     logs = learned(make(action_spec), with_ratio(ratio))[2]
     np.testing.assert_allclose(logs["clipped_rho"], clipped, rtol=1e-4)
 
 
-def test_a_terminated_episode_does_not_bootstrap_and_a_cut_one_does():
+def test_truncated_episode_bootstraps_and_terminated_episode_does_not():
     agent = make(discount=1.0)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=1, length=2)
@@ -119,7 +119,7 @@ def test_a_terminated_episode_does_not_bootstrap_and_a_cut_one_does():
     np.testing.assert_allclose(value_loss([0.0, 1.0]), 0.5 * (3.0 - values[0]) ** 2, rtol=1e-4)
 
 
-def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():
+def test_continuous_action_is_within_bounds_and_its_sample_is_stored():
     agent = make(BOX)
     params, learner_state = started(agent)
     output = batches.act(agent, params, learner_state, batch_size=200)
@@ -129,7 +129,7 @@ def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():
 
 
 def learns(action_spec, reward, measure):
-    """`measure(params)` before and after updates on one batch with the reward `reward(data)`."""
+    """Return `measure(params)` before and after updates on one batch with the reward `reward(data)`."""
     agent = make(action_spec, discount=0.0, batch_size=16, learning_rate=3e-2, entropy_cost=0.0)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=16)
@@ -137,26 +137,26 @@ def learns(action_spec, reward, measure):
     observation = batch.data.observation[:, 0]
     before = measure(agent.network.apply(params, observation)[0])
     step = jax.jit(agent.learner_step)
-    for _ in range(30):  # the data stays: after the first update it is off-policy
+    for _ in range(30):  # the data stays the same, so it is off-policy after the first update
         params, learner_state, logs = step(params, learner_state, batch)
     assert logs["clipped_rho"] < 1.0
     return float(before), float(measure(agent.network.apply(params, observation)[0]))
 
 
-def test_repeating_a_rewarded_action_makes_it_likelier():
+def test_rewarded_action_becomes_likelier():
     before, after = learns(
         DISCRETE, lambda data: data.action == 1, lambda logits: jnp.mean(jax.nn.softmax(logits)[:, 1])
     )
     assert after > before + 0.2
 
 
-def test_the_mean_of_a_continuous_action_moves_towards_reward():
+def test_mean_of_a_continuous_action_moves_toward_reward():
     before, after = learns(BOX, lambda data: data.extras["sample"][..., 0], lambda logits: jnp.mean(logits[:, 0]))
     assert after > before + 0.2
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
-def test_updates_follow_the_annealed_rate(optimizer):
+def test_update_size_follows_the_annealed_learning_rate(optimizer):
     agent = make(optimizer=optimizer, anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -171,7 +171,7 @@ def test_updates_follow_the_annealed_rate(optimizer):
     assert changes[0] > 0.0 and changes[1] > 0.0 and changes[2] == 0.0
 
 
-def test_rmsprop_is_tensorflows_on_clipped_gradients():
+def test_rmsprop_matches_tensorflow_on_clipped_gradients():
     agent = make(optimizer="rmsprop", learning_rate=0.1, max_grad_norm=5.0, rmsprop_epsilon=0.01)
     updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))
     clipped = np.array([3.0, 4.0])
@@ -192,6 +192,6 @@ def test_rmsprop_is_tensorflows_on_clipped_gradients():
         {"optimizer": "sgd"},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"IMPALAConfig.{next(iter(change))}"):
         IMPALAConfig(**change)

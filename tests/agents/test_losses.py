@@ -1,4 +1,4 @@
-"""The losses against examples worked by hand, and against rlax."""
+"""The losses against worked examples and rlax."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.extras import import_or_skip
 
 @pytest.fixture
 def rlax():
-    """It imports TensorFlow, which takes seconds."""
+    """Import rlax only for tests that use it, because it imports TensorFlow, which takes seconds."""
     return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
-def test_clipped_surrogate_by_hand():
+def test_clipped_surrogate_matches_worked_example():
     ratio, advantage = jnp.array([1.5, 1.5, 0.5, 0.5, 1.1]), jnp.array([1.0, -1.0, 1.0, -1.0, 2.0])
     result = losses.clipped_surrogate(ratio, advantage, 0.2)
     np.testing.assert_allclose(result, [-1.2, 1.5, -0.5, 0.8, -2.2], rtol=1e-6)
@@ -32,22 +32,23 @@ def test_clipped_surrogate_and_its_gradient_agree_with_rlax(rlax):
     np.testing.assert_allclose(ours[1], oracle[1], atol=1e-7)
 
 
-def test_value_error_is_half_the_square():
+def test_value_error_is_half_the_squared_error():
     np.testing.assert_allclose(losses.value_error(jnp.array(3.0), jnp.array(0.0), jnp.array(1.0), None), 2.0)
 
 
-def test_value_error_with_clipping_is_the_larger_of_the_two():
-    # Held within 0.5 of the old value 0, a value of 3 is 0.5: its error to 1 is less than 2, to 5 it is more.
+def test_value_error_with_clipping_is_the_larger_error():
+    # Clipped to within 0.5 of the old value 0, a value of 3 becomes 0.5. Its error is smaller than that of 3 for the
+    # target 1, and larger for the target 5.
     value, old, target = jnp.array([3.0, 3.0]), jnp.zeros(2), jnp.array([1.0, 5.0])
     np.testing.assert_allclose(losses.value_error(value, old, target, 0.5), [2.0, 0.5 * 4.5**2])
 
 
-def test_normalize_counts_unmasked_entries_only():
+def test_normalize_uses_only_unmasked_entries():
     result = losses.normalize(jnp.array([1.0, 3.0, 100.0]), jnp.array([1.0, 1.0, 0.0]))
     np.testing.assert_allclose(result[:2], [-1.0, 1.0], rtol=1e-6)
 
 
-def test_masked_mean_of_nothing_is_zero():
+def test_masked_mean_of_no_entries_is_zero():
     assert losses.masked_mean(jnp.array([5.0]), jnp.array([0.0])) == 0.0
 
 
@@ -61,34 +62,34 @@ def test_huber_and_its_gradient_agree_with_rlax(threshold, rlax):
     np.testing.assert_allclose(slope[off_kink], inside[off_kink], rtol=1e-6)
 
 
-def test_huber_without_a_threshold_is_half_the_square():
+def test_huber_without_a_threshold_is_half_the_squared_error():
     np.testing.assert_allclose(losses.huber(jnp.array([3.0, -4.0]), None), [4.5, 8.0])
 
 
-def test_importance_weights_by_hand():
+def test_importance_weights_match_worked_example():
     weights = off_policy.importance_weights(jnp.array([0.1, 0.4]), 0.5)
     np.testing.assert_allclose(weights, [1.0, 0.5], rtol=1e-6)
 
 
-def test_importance_weights_without_correction_are_one():
+def test_importance_weights_with_exponent_zero_are_one():
     np.testing.assert_allclose(off_policy.importance_weights(jnp.array([0.1, 0.4]), 0.0), [1.0, 1.0])
 
 
-def test_sequence_priorities_by_hand():
+def test_sequence_priorities_match_worked_example():
     errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    # Of 1 and 3, and of 4 and 2: 0.9 of the larger and 0.1 of the mean.
+    # The absolute errors are 1 and 3, and 4 and 2. The priority is 0.9 times the larger plus 0.1 times the mean.
     np.testing.assert_allclose(off_policy.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
 
 
-def test_soft_targets_by_hand():
+def test_soft_targets_match_worked_example():
     rewards, discounts = jnp.array([1.0, 2.0]), jnp.array([0.9, 0.0])
     next_values, next_log_probs = jnp.array([[3.0, 5.0], [4.0, 6.0]]), jnp.array([-2.0, 7.0])
     targets = returns.soft_targets(rewards, discounts, next_values, next_log_probs, temperature=0.5)
     np.testing.assert_allclose(targets, [1.0 + 0.9 * (3.0 + 0.5 * 2.0), 2.0])
 
 
-def test_both_critics_err_by_half_a_square_each():
+def test_twin_td_error_sums_half_the_squared_errors_of_both_critics():
     values = jnp.array([[1.0, 2.0], [3.0, 2.0]])
     np.testing.assert_allclose(losses.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
 
@@ -98,26 +99,27 @@ def test_no_gradient_flows_through_the_targets_of_twin_critics():
     np.testing.assert_array_equal(grads, np.zeros(3))
 
 
-def test_soft_policy_loss_by_hand():
+def test_soft_policy_loss_matches_worked_example():
     loss = losses.soft_policy_loss(jnp.array([[3.0], [4.0]]), jnp.array([-2.0]), 0.5)
     np.testing.assert_allclose(loss, [0.5 * -2.0 - 3.0])
 
 
 @pytest.mark.parametrize(("log_prob", "sign"), [(3.0, -1.0), (1.0, 1.0)])
-def test_the_temperature_rises_where_there_is_too_little_entropy(log_prob, sign):
+def test_temperature_rises_if_the_entropy_is_too_low(log_prob, sign):
     def loss(log_temperature):
         return losses.temperature_loss(log_temperature, jnp.array([log_prob]), -2.0).sum()
 
     np.testing.assert_allclose(loss(jnp.log(0.5)), -0.5 * (log_prob - 2.0), rtol=1e-6)
-    assert np.sign(jax.grad(loss)(jnp.float32(0.0))) == sign  # an entropy of -3 nats is below -2: downhill is up
+    # an entropy of -3 nats is below -2, so gradient descent raises the temperature
+    assert np.sign(jax.grad(loss)(jnp.float32(0.0))) == sign
 
 
-def test_noise_is_clipped_and_then_the_action():
+def test_smoothing_clips_the_noise_and_then_the_action():
     action, noise = jnp.array([0.9, 0.0, -0.8]), jnp.array([0.3, -0.9, 0.1])
     np.testing.assert_allclose(td3.smoothed_action(action, noise, clip=0.5), [1.0, -0.5, -0.7], rtol=1e-6)
 
 
-def test_a_wrong_shape_is_named():
+def test_error_names_the_array_of_wrong_shape():
     two, three = np.ones(2), np.ones(3)
     for name, call in {
         r"mask must be \[...\] with ... = 2; got \[3\]": lambda: losses.masked_mean(two, three),

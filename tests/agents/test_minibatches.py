@@ -1,4 +1,4 @@
-"""Epochs of minibatches: which rows are learned from, for whichever agent."""
+"""Epochs of minibatches: the rows that are learned from, for several agents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_epoch_visits_every_row_once():
     assert not np.array_equal(indices[0], indices[1])
 
 
-def test_rows_that_do_not_divide_into_minibatches_leave_a_few_others_out_of_each_epoch():
+def test_each_epoch_leaves_out_different_rows_if_minibatches_do_not_divide_evenly():
     indices = np.asarray(updates(5).indices(jax.random.PRNGKey(0), 32)).reshape(3, 30)
     assert all(len(set(epoch)) == 30 for epoch in indices.tolist())
     assert len({frozenset(epoch) for epoch in indices.tolist()}) == 3
@@ -47,7 +47,7 @@ class MeanConfig:
 
 
 class MeanAgent(Agent):
-    """Learns the mean reward, several epochs from each batch; counts the updates of its state."""
+    """An agent that learns the mean reward in several epochs per batch, and counts its updates."""
 
     config_cls = MeanConfig
 
@@ -73,7 +73,7 @@ class LoopedMeanAgent(MeanAgent):
 
 
 @pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
-def test_an_agent_of_ones_own_learns_by_epochs_of_minibatches(cls):
+def test_custom_agent_learns_in_epochs_of_minibatches(cls):
     agent = cls(MeanConfig(), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     batch = batches.transitions(agent, batch_size=32)
@@ -89,7 +89,7 @@ def test_an_agent_of_ones_own_learns_by_epochs_of_minibatches(cls):
 
 
 @pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
-def test_between_learner_steps_the_optimizer_s_state_is_a_tree_as_the_parameters(cls):
+def test_optimizer_state_between_learner_steps_has_the_structure_of_the_parameters(cls):
     agent = cls(MeanConfig(), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     after, state, _ = learn(agent, params, learner_state, batches.transitions(agent, batch_size=32))
@@ -97,12 +97,12 @@ def test_between_learner_steps_the_optimizer_s_state_is_a_tree_as_the_parameters
     assert jax.tree.structure(state.opt_state) == structure == jax.tree.structure(agent.optimizer.init(after))
     adam, before = state.opt_state[0], learner_state.opt_state[0]
     assert adam.count == 80 and adam.mu["unused"].shape == (2,) and adam.mu["mean"] != 0.0
-    assert before.count == 0 and before.mu["mean"] == 0.0  # the arguments are still there
+    assert before.count == 0 and before.mu["mean"] == 0.0  # the arguments were not donated
 
 
 @pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
-def test_gradient_steps_end_at_a_limit_and_only_those_before_it_count(cls):
-    rewards = np.full(32, 10.0, np.float32)  # each step of Adam adds its rate, 0.1
+def test_gradient_steps_stop_at_a_limit_and_later_steps_are_not_applied(cls):
+    rewards = np.full(32, 10.0, np.float32)  # each step of Adam adds its learning rate, 0.1
     results = []
     for stop_at in (None, 0.35, 0.0):
         agent = cls(MeanConfig(stop_at=stop_at), VECTOR, DISCRETE)
@@ -113,14 +113,14 @@ def test_gradient_steps_end_at_a_limit_and_only_those_before_it_count(cls):
         results.append((float(params["mean"]), int(state.opt_state[0].count), float(logs["mean"])))
     (_, count, _), stopped, at_once = results
     assert count == 80
-    # Steps at 0, 0.1, 0.2 and 0.3; the one at 0.4 is above the limit and is not applied.
+    # Steps start at 0, 0.1, 0.2 and 0.3. The step at 0.4 is above the limit and is not applied.
     np.testing.assert_allclose(stopped, (0.4, 4, 0.2), rtol=1e-3)
     np.testing.assert_allclose(at_once, (0.1, 1, 0.05), rtol=1e-3)
     assert logs["minibatch_share"] == pytest.approx(1 / 80)
 
 
-def test_outside_of_a_scan_a_gradient_step_has_no_branch():
-    # On a CPU the gradient of a convolution takes nine times as long inside of one.
+def test_gradient_step_outside_a_scan_has_no_branch():
+    # On a CPU, the gradient of a convolution is nine times as slow inside a branch.
     agent = LoopedMeanAgent(MeanConfig(stop_at=0.35), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     batch = batches.transitions(agent, batch_size=32)
@@ -131,14 +131,14 @@ def test_outside_of_a_scan_a_gradient_step_has_no_branch():
 
 
 @pytest.mark.parametrize(("name", "called"), [("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")])
-def test_a_subclass_that_defines_what_nothing_calls_is_refused(name, called):
+def test_subclass_that_defines_an_unused_method_is_rejected(name, called):
     body = {name: lambda self, params, learner_state, batch: None}
     with pytest.raises(UsageError, match=rf"Mine defines {name}, which nothing calls.* Define {called}\(params, "):
         type("Mine", (PPO,), body)
 
 
 class SeveralEpochs(GRPO):
-    """GRPO that goes over each batch twice (mu = 2 in the paper). Advantages, of whole groups, come first."""
+    """GRPO that trains on each batch twice (mu = 2 in the paper). Group advantages are computed first."""
 
     @functools.cached_property
     def _updates(self):
@@ -157,7 +157,7 @@ class SeveralEpochs(GRPO):
 
 
 @pytest.mark.system
-def test_grpo_may_go_over_a_batch_several_times():
+def test_grpo_can_learn_from_a_batch_in_several_epochs():
     model = ModelConfig(
         vocab_size=11,
         hidden_size=8,

@@ -1,4 +1,4 @@
-"""Networks: heads, observations of every kind, and the convolutions' arithmetic."""
+"""Networks: heads, all kinds of observations, and convolutions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outputs(config, spec, observation, heads=None):
     return network.apply(network.init(RNG, observation), observation)
 
 
-def test_an_mlp_is_its_layers_by_hand():
+def test_mlp_matches_numpy_computation():
     network = MLPConfig(hidden=(5,), activation="tanh").build(VECTOR, (Head(2),))
     observation = np.array([[1.0, -2.0, 0.5]], np.float32)
     params = network.init(RNG, observation)
@@ -36,7 +36,7 @@ def test_an_mlp_is_its_layers_by_hand():
     np.testing.assert_allclose(network.apply(params, observation)[0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_layers_may_be_normalized_before_their_activations():
+def test_layer_norm_is_applied_before_activations():
     network = MLPConfig((5,), layer_norm=True).build(VECTOR, [Head(2)])
     observation = random_tree(VECTOR, (4,))
     params = network.init(jax.random.PRNGKey(0), observation)
@@ -52,15 +52,15 @@ def test_layers_may_be_normalized_before_their_activations():
     assert sum("norm" in name for name in names) == 4
 
 
-def test_separate_heads_share_no_layer_and_shared_ones_do():
+def test_separate_heads_have_separate_layers_and_other_heads_share_them():
     observation = np.zeros((1, 3), np.float32)
-    apart = MLPConfig(separate=True).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
-    together = MLPConfig(separate=False).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
-    assert {"torso0_dense0", "torso1_dense0"} <= apart.keys()
-    assert {name for name in together if name.startswith("torso")} == {"torso_dense0", "torso_dense1"}
+    separate = MLPConfig(separate=True).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
+    shared = MLPConfig(separate=False).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
+    assert {"torso0_dense0", "torso1_dense0"} <= separate.keys()
+    assert {name for name in shared if name.startswith("torso")} == {"torso_dense0", "torso_dense1"}
 
 
-def test_a_dueling_network_joins_advantages_and_a_value_each_with_a_last_layer_of_its_own():
+def test_dueling_mlp_combines_advantages_and_value_from_separate_layers():
     network = MLPConfig((5, 4), "relu", separate=False, dueling=True).build(VECTOR, (action_values(2),))
     observation = random_tree(VECTOR, (6,))
     params = network.init(RNG, observation)
@@ -76,10 +76,10 @@ def test_a_dueling_network_joins_advantages_and_a_value_each_with_a_last_layer_o
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dueling_values_by_hand():
+def test_dueling_values_match_worked_example():
     advantages, value = jnp.array([[1.0, 3.0]] * 2), jnp.array([[10.0], [20.0]])
     np.testing.assert_allclose(dueling_values(advantages, value, 2), [[9, 11], [19, 21]])
-    # Two numbers per action: each has advantages and a value of its own.
+    # With two numbers per action, each has separate advantages and a separate value.
     found = dueling_values(jnp.array([[1.0, 0.0, 3.0, 4.0]]), jnp.array([[10.0, 20.0]]), 2)
     np.testing.assert_allclose(found, [[9, 18, 11, 22]])
 
@@ -92,14 +92,15 @@ def test_orthogonal_weights_are_orthogonal_and_scaled():
     np.testing.assert_allclose(columns.T @ columns, 1e-4 * np.eye(2), atol=1e-8)
 
 
-def test_truncated_normal_weights_have_their_deviation():
+def test_truncated_normal_weights_have_the_right_deviation():
     config = MLPConfig(hidden=(2000,), orthogonal=False)
     weights = config.build(VECTOR, (Head(1),)).init(RNG, np.zeros((1, 3), np.float32))["torso0_dense0"]["w"]
     assert np.abs(weights).max() <= 2.0 / np.sqrt(3.0)
-    np.testing.assert_allclose(np.std(weights), 0.88 / np.sqrt(3.0), rtol=0.05)  # 0.88: cut at two deviations
+    # 0.88, because they are truncated at two deviations
+    np.testing.assert_allclose(np.std(weights), 0.88 / np.sqrt(3.0), rtol=0.05)
 
 
-def test_one_key_gives_one_network_and_another_key_another():
+def test_initial_weights_depend_only_on_the_key():
     network = MLPConfig().build(VECTOR, (Head(2),))
     first, again, other = (network.init(jax.random.PRNGKey(seed), np.zeros((1, 3), np.float32)) for seed in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -130,7 +131,7 @@ def test_categories_are_one_hot():
 
 
 @pytest.mark.parametrize(("kernel", "stride", "size"), [(8, 4, 84), (4, 2, 20), (3, 1, 9), (4, 2, 11)])
-def test_convolutions_by_blocks_are_plain_convolutions(kernel, stride, size):
+def test_blockwise_convolution_equals_plain_convolution(kernel, stride, size):
     random = np.random.RandomState(0)
     image = jnp.asarray(random.randn(2, size, size, 3), jnp.float32)
     weights = jnp.asarray(random.randn(kernel, kernel, 3, 5), jnp.float32)
@@ -150,55 +151,55 @@ def test_both_layouts_of_an_image_give_the_same_features():
     )
 
 
-def test_bytes_are_scaled_to_one():
+def test_image_bytes_are_scaled_to_one():
     image = np.random.RandomState(0).randint(0, 256, (2, 2, 36, 36)).astype(np.uint8)
     spec = specs.Array((2, 36, 36), np.float32, "image")
     scaled = outputs(NatureCNNConfig(), spec, (image / 255.0).astype(np.float32))[0]
     np.testing.assert_allclose(outputs(NatureCNNConfig(), IMAGE, image)[0], scaled, rtol=1e-4, atol=1e-5)
 
 
-def test_a_dict_of_image_and_vector_joins_after_the_convolutions():
+def test_vector_leaf_is_joined_after_the_convolutions():
     spec = {"image": IMAGE, "vector": VECTOR}
     network = NatureCNNConfig(hidden=(10,)).build(spec, (Head(2),))
     observation = {"image": np.zeros((1, 2, 36, 36), np.uint8), "vector": np.zeros((1, 3), np.float32)}
     assert network.init(RNG, observation)["torso_dense0"]["w"].shape == (64 + 3, 10)
 
 
-def test_the_nature_network_has_the_papers_parameters():
+def test_nature_cnn_has_the_papers_number_of_parameters():
     spec = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255)
     network = NatureCNNConfig().build(spec, (Head(6),))
     shapes = jax.eval_shape(network.init, RNG, np.zeros((1, 4, 84, 84), np.uint8))
-    # Mnih et al. 2015: convolutions 8x8x4x32, 4x4x32x64, 3x3x64x64, then 7 * 7 * 64 inputs to 512 units.
+    # Mnih et al. 2015: convolutions 8x8x4x32, 4x4x32x64, 3x3x64x64, then a layer with 7 * 7 * 64 inputs and 512 units.
     expected = 8192 + 32 + 32768 + 64 + 36864 + 64 + 3136 * 512 + 512 + 512 * 6 + 6
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == expected
 
 
-def test_a_dueling_nature_network_has_a_hidden_layer_for_values_and_one_for_advantages():
+def test_dueling_nature_cnn_has_separate_hidden_layers_for_value_and_advantages():
     spec, cfg = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255), DQNConfig(head=Categories(51))
     shapes = jax.eval_shape(DQN(cfg, spec, specs.DiscreteArray(6), NatureCNNConfig(dueling=True)).initial_params, RNG)
-    # Wang et al. 2016, figure 1; Hessel et al. 2018 with 51 atoms: the convolutions alone are shared.
+    # Wang et al. 2016, figure 1, with the 51 atoms of Hessel et al. 2018: only the convolutions are shared.
     convolutions = 8192 + 32 + 32768 + 64 + 36864 + 64
     streams = 2 * (3136 * 512 + 512) + 512 * 6 * 51 + 6 * 51 + 512 * 51 + 51
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == convolutions + streams
 
 
-def test_only_action_values_can_be_dueling():
+def test_dueling_network_rejects_heads_without_action_values():
     for config in (MLPConfig(dueling=True), GRUConfig(dueling=True)):
-        with pytest.raises(UsageError, match="Only action values can be dueling"):
+        with pytest.raises(UsageError, match=r"Only action values .* can be dueling"):
             config.build(VECTOR, (Head(2), Head(1)))
 
 
-def test_a_vector_is_refused_by_the_cnn():
+def test_cnn_rejects_a_vector_observation():
     with pytest.raises(UsageError, match=r"needs an observation with three axes.*MLPConfig"):
         NatureCNNConfig().build(VECTOR, (Head(2),))
 
 
-def test_an_image_smaller_than_the_kernels_is_refused():
+def test_cnn_rejects_an_image_smaller_than_the_kernels():
     with pytest.raises(UsageError, match=r"\(2, 16, 16\) is too small"):
         NatureCNNConfig().build(specs.Array((2, 16, 16), np.uint8), (Head(2),))
 
 
 @pytest.mark.parametrize("make", [lambda: MLPConfig(activation="relo"), lambda: MLPConfig(hidden=(0,))])
-def test_bad_options_are_refused(make):
+def test_invalid_options_are_rejected(make):
     with pytest.raises(UsageError, match="MLPConfig"):
         make()

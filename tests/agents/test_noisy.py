@@ -1,4 +1,4 @@
-"""Noisy networks: what is sampled, and what DQN does with it."""
+"""Noisy networks: sampling of noise, and its use in DQN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.agents.batches import BOX, DISCRETE, VECTOR, started
 RNG = jax.random.PRNGKey(0)
 
 
-def test_deviations_begin_as_a_share_of_one_over_the_root_of_the_inputs():
+def test_initial_deviations_are_proportional_to_one_over_the_root_of_inputs():
     layer = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
     params = with_deviations({"dense": layer, "norm": {"scale": jnp.ones(3)}}, 0.5)
     assert list(params.deviation) == ["dense"]
@@ -30,7 +30,7 @@ def test_deviations_begin_as_a_share_of_one_over_the_root_of_the_inputs():
         with_deviations({"norm": {"scale": jnp.ones(3)}}, 0.5)
 
 
-def test_noise_is_a_product_of_that_of_inputs_and_of_outputs():
+def test_weight_noise_is_the_product_of_input_and_output_noise():
     mean = {"dense": {"w": jnp.full((4, 3), 7.0), "b": jnp.full(3, 2.0)}, "norm": {"scale": jnp.ones(3)}}
     params = with_deviations(mean, 0.5)
     sample = add_noise(RNG, params)
@@ -41,7 +41,7 @@ def test_noise_is_a_product_of_that_of_inputs_and_of_outputs():
     np.testing.assert_allclose(noise / of_outputs, np.repeat((noise / of_outputs)[:, :1], 3, axis=1), rtol=1e-4)
     np.testing.assert_array_equal(sample.mean["norm"]["scale"], mean["norm"]["scale"])
     draws = jax.vmap(lambda rng: add_noise(rng, params).mean["dense"]["b"])(jax.random.split(RNG, 4_000))
-    squares = jnp.square((draws - 2.0) / 0.25)  # |x| of a Gaussian
+    squares = jnp.square((draws - 2.0) / 0.25)  # the mean of |x| for a Gaussian x
     np.testing.assert_allclose(squares.mean(), np.sqrt(2.0 / np.pi), atol=0.03)
     np.testing.assert_allclose(draws.mean(), 2.0, atol=0.02)
 
@@ -51,7 +51,7 @@ def make(noisy=0.5, dueling=False, **changes) -> DQN:
     return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling, noisy=noisy))
 
 
-def test_actors_explore_by_noise_and_evaluations_do_not():
+def test_acting_uses_noise_and_evaluation_does_not():
     agent = make()
     params, learner_state = started(agent)
     published, seen = agent.actor_params(params, learner_state), batches.timestep(VECTOR, 64)
@@ -66,7 +66,7 @@ RAINBOW = {"double": True, "dueling": True, "head": Categories(3), "prioritized"
 
 
 def loss_of_samples(plain, batch, online, target, selecting):
-    """The loss of three sets of parameters without noise: for values, for those of targets, and for their choices."""
+    """Return the loss for three sets of noise-free parameters: online, target, and action selection."""
     head, data, rows = plain.cfg.head, batch.data, np.arange(len(batch.data.action))
     choices = head.values(plain._outputs(selecting, data.next_observation)).argmax(axis=1)
     chosen = plain._outputs(online, data.observation)[rows, data.action]
@@ -86,7 +86,7 @@ def loss_of_samples(plain, batch, online, target, selecting):
         ),
     ],
 )
-def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes):
+def test_loss_uses_sampled_parameters_and_trains_the_noise(changes):
     agent = make(**changes)
     plain = make(**changes, noisy=None)
     params, learner_state = started(agent)
@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
     weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
     assert all((one != other).any() for one, other in itertools.combinations(weights, 2))
     loss, _ = agent.loss(params, learner_state, batch)
-    if changes.get("double"):  # takes two samples of the same parameters
+    if changes.get("double"):  # double DQN samples the same parameters twice
         of_samples = loss_of_samples(plain, batch, online, target, selecting)
     else:
         of_samples, _ = plain.loss(online, plain.initial_learner_state(target), batch)
@@ -108,11 +108,11 @@ def test_the_loss_is_that_of_sampled_parameters_and_the_noise_is_learned(changes
     assert agent.loss(params, learner_state._replace(steps=jnp.int32(1)), batch)[0] != loss
 
 
-def test_noise_of_nothing_is_refused():
+def test_noise_of_zero_is_rejected():
     with pytest.raises(UsageError, match=r"MLPConfig.noisy must be above 0, got 0.0"):
         make(noisy=0.0)
 
 
-def test_agents_that_draw_no_noise_refuse_a_noisy_network():
+def test_agents_without_noise_support_reject_a_noisy_network():
     with pytest.raises(UsageError, match=r"MLPConfig( \(policy\))? is noisy, which this agent does not use"):
         SAC(SACConfig(), VECTOR, BOX, MLPConfig((8,), noisy=0.5))

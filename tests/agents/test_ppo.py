@@ -1,4 +1,4 @@
-"""PPO: what enters its loss, how it goes over the data, and what anneals."""
+"""PPO: its loss, minibatches, and annealing."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def assert_same_update(left, right):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), left[0], right[0])
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make(unroll_length=16).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("queue", Sequence(16), None)
 
 
-def test_the_first_pass_starts_on_policy():
+def test_first_minibatch_is_on_policy():
     logs = learned(make(normalize_advantages=False))[2]
     assert logs["clip_fraction"] == 0.0
-    # With every ratio 1 the policy loss is minus the mean advantage.
+    # If all ratios are 1, the policy loss is minus the mean advantage.
     agent = make(normalize_advantages=False)
     params, learner_state = started(agent)
     rollout = agent.rollout(params, batches.sequences(agent, params, learner_state).data)
@@ -53,14 +53,14 @@ def test_the_first_pass_starts_on_policy():
     np.testing.assert_allclose(logs["policy_loss"], expected, rtol=1e-4)
 
 
-def test_the_loss_is_the_sum_of_its_parts():
+def test_loss_is_the_weighted_sum_of_its_parts():
     logs = learned(make(value_cost=0.7, entropy_cost=0.3))[2]
     expected = logs["policy_loss"] + 0.7 * logs["value_loss"] - 0.3 * logs["entropy"]
     np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
 
 
-def twin(cfg, agent, params, data) -> float:
-    """The loss as a reader of the paper would write it, step after step."""
+def reference_loss(cfg, agent, params, data) -> float:
+    """Compute the loss in plain Python, step by step, following the paper."""
     rows, length = data.reward.shape
     logits, new_value = np.zeros((rows, length + 1, 3)), np.zeros((rows, length + 1))
     state = data.agent_state
@@ -72,7 +72,7 @@ def twin(cfg, agent, params, data) -> float:
             outputs = agent.network.apply(params, data.observation[:, t])
         logits[:, t], new_value[:, t] = outputs[0], outputs[1][:, 0]
     old_value = np.concatenate([data.extras["value"], new_value[:, -1:]], axis=1)
-    steps = []  # (advantage, target, ratio, new value, old value, entropy) of each that counts
+    steps = []  # (advantage, target, ratio, new value, old value, entropy) of each unmasked step
     for row in range(rows):
         following = 0.0
         for t in reversed(range(length)):
@@ -82,9 +82,9 @@ def twin(cfg, agent, params, data) -> float:
             discount = cfg.discount * data.discount[row, t]
             error = data.reward[row, t] + discount * old_value[row, t + 1] - old_value[row, t]
             following = error + discount * cfg.gae_lambda * following
-            chances = np.exp(logits[row, t]) / np.exp(logits[row, t]).sum()
-            ratio = chances[data.action[row, t]] / np.exp(data.extras["log_prob"][row, t])
-            entropy = -(chances * np.log(chances)).sum()
+            probabilities = np.exp(logits[row, t]) / np.exp(logits[row, t]).sum()
+            ratio = probabilities[data.action[row, t]] / np.exp(data.extras["log_prob"][row, t])
+            entropy = -(probabilities * np.log(probabilities)).sum()
             target = following + old_value[row, t]
             steps.append((following, target, ratio, new_value[row, t], old_value[row, t], entropy))
     advantage, target, ratio, value, old, entropy = np.array(steps).T
@@ -107,7 +107,7 @@ def twin(cfg, agent, params, data) -> float:
         pytest.param(GRUConfig(hidden=(4,), size=3), False, marks=pytest.mark.system),
     ],
 )
-def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalizes):
+def test_loss_matches_plain_python_implementation(network, normalizes):
     values = {"discount": 0.9, "gae_lambda": 0.8, "value_clip": 0.5, "value_cost": 0.7, "entropy_cost": 0.3}
     cfg = dataclasses.replace(CONFIG, unroll_length=6, normalize_advantages=normalizes, **values)
     agent = PPO(cfg, VECTOR, DISCRETE, network)
@@ -117,17 +117,18 @@ def test_the_loss_is_that_of_a_twin_in_plain_python(network, normalizes):
         np.random.RandomState(1),
     )
     step_type = np.array([[1, 1, 2, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2, 0], [1, 2, 0, 1, 1, 1, 2]], np.uint8)
-    discount = np.where(step_type[:, 1:] == 2, [[0.0], [1.0], [0.0]], 1.0).astype(np.float32)  # ended, cut, ended
+    # terminated, truncated, terminated
+    discount = np.where(step_type[:, 1:] == 2, [[0.0], [1.0], [0.0]], 1.0).astype(np.float32)
     shifted = {
         name: leaf + random.uniform(-0.6, 0.6, leaf.shape).astype(np.float32) for name, leaf in data.extras.items()
     }
     state = jax.tree.map(lambda leaf: leaf + 0.5, data.agent_state)
     data = data._replace(step_type=step_type, discount=discount, extras=shifted, agent_state=state)
     loss, _ = agent.minibatch_loss(params, learner_state, agent.rollout(params, data))
-    np.testing.assert_allclose(loss, twin(cfg, agent, params, data), rtol=1e-4)
+    np.testing.assert_allclose(loss, reference_loss(cfg, agent, params, data), rtol=1e-4)
 
 
-def test_the_divergence_is_approximated_by_the_ratios():
+def test_approx_kl_is_computed_from_the_ratios():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -137,7 +138,7 @@ def test_the_divergence_is_approximated_by_the_ratios():
     np.testing.assert_allclose(logged, np.mean(ratio - 1.0 - np.log(ratio)), rtol=1e-3)
 
 
-def test_an_update_ends_at_its_target_divergence():
+def test_update_stops_at_target_kl():
     params, learner_state = started(make())
     batch = batches.sequences(make(), params, learner_state)
     whole, stopped = make(num_epochs=8), make(num_epochs=8, target_kl=1e-4)
@@ -152,34 +153,36 @@ def test_an_update_ends_at_its_target_divergence():
     np.testing.assert_allclose(logs["explained_variance"], expected, rtol=1e-4)
 
 
-class Silent(PPO):
+class WithoutLogs(PPO):
     def minibatch_loss(self, params, learner_state, rows):
         return super().minibatch_loss(params, learner_state, rows)[0], {}
 
 
-def test_a_target_divergence_needs_a_loss_that_logs_it():
-    agent = Silent(dataclasses.replace(CONFIG, target_kl=0.1), VECTOR, DISCRETE, SMALL)
+def test_target_kl_needs_a_loss_that_logs_approx_kl():
+    agent = WithoutLogs(dataclasses.replace(CONFIG, target_kl=0.1), VECTOR, DISCRETE, SMALL)
     params, learner_state = started(agent)
     with pytest.raises(
-        UsageError, match="Silent: target_kl needs approx_kl among the logs of minibatch_loss, got loss"
+        UsageError, match="WithoutLogs: target_kl needs approx_kl among the logs of minibatch_loss, got loss"
     ):
         learn(agent, params, learner_state, batches.sequences(agent, params, learner_state))
 
 
-class Bare(PPO):
+class WrongRollout(PPO):
     def rollout(self, params, data):
         rollout = super().rollout(params, data)
         return rollout.observation, rollout.advantage
 
 
-def test_a_rollout_without_the_fields_of_a_rollout_is_named():
-    agent = Bare(CONFIG, VECTOR, DISCRETE, SMALL)
+def test_rollout_without_the_required_fields_is_rejected():
+    agent = WrongRollout(CONFIG, VECTOR, DISCRETE, SMALL)
     params, learner_state = started(agent)
-    with pytest.raises(UsageError, match="Bare.rollout must return a Rollout.*; got a tuple without value, advantage"):
+    with pytest.raises(
+        UsageError, match="WrongRollout.rollout must return a Rollout.*; got a tuple without value, advantage"
+    ):
         learn(agent, params, learner_state, batches.sequences(agent, params, learner_state))
 
 
-def test_the_explained_variance_is_of_the_steps_that_count():
+def test_explained_variance_uses_only_unmasked_steps():
     targets, mask = np.array([1.0, 2.0, 3.0, 99.0], np.float32), np.array([1.0, 1.0, 1.0, 0.0], np.float32)
     assert explained_variance(targets - 5.0, targets, mask) == 1.0
     assert explained_variance(np.zeros(4, np.float32), targets, mask) == 0.0
@@ -188,7 +191,7 @@ def test_the_explained_variance_is_of_the_steps_that_count():
     assert explained_variance(values, np.ones(4, np.float32), mask) == 0.0
 
 
-def test_actions_that_the_environment_ignored_change_nothing():
+def test_ignored_actions_do_not_change_the_update():
     def disturbed(data):
         ignored = data.step_type[:, :-1] == LAST
         assert ignored.any()
@@ -200,26 +203,26 @@ def test_actions_that_the_environment_ignored_change_nothing():
     assert_same_update(learned(make()), learned(make(), disturbed))
 
 
-def test_a_terminated_episode_does_not_bootstrap_and_a_cut_one_does():
+def test_truncated_episode_bootstraps_and_terminated_episode_does_not():
     agent = make(gae_lambda=1.0, discount=1.0)
     params, learner_state = started(agent)
     data = batches.sequences(agent, params, learner_state, batch_size=1, length=2).data
     data = data._replace(step_type=np.array([[1, 2, 0]], np.uint8), reward=np.array([[3.0, 9.0]], np.float32))
     value = data.extras["value"][0]
-    cut = agent.rollout(params, data._replace(discount=np.ones((1, 2), np.float32))).advantage
-    ended = agent.rollout(params, data._replace(discount=np.array([[0.0, 1.0]], np.float32))).advantage
-    np.testing.assert_allclose(cut, [3.0 + value[1] - value[0], 0.0], rtol=1e-5)
-    np.testing.assert_allclose(ended, [3.0 - value[0], 0.0], rtol=1e-5)
+    truncated = agent.rollout(params, data._replace(discount=np.ones((1, 2), np.float32))).advantage
+    terminated = agent.rollout(params, data._replace(discount=np.array([[0.0, 1.0]], np.float32))).advantage
+    np.testing.assert_allclose(truncated, [3.0 + value[1] - value[0], 0.0], rtol=1e-5)
+    np.testing.assert_allclose(terminated, [3.0 - value[0], 0.0], rtol=1e-5)
 
 
-def test_of_a_whole_batch_fewer_rows_than_minibatches_are_refused():
+def test_batch_with_fewer_rows_than_minibatches_is_rejected():
     agent = make(num_minibatches=33)
     with pytest.raises(UsageError, match=r"PPO: num_minibatches=33 of a batch of 32 rows"):
         agent.check_num_envs(4)
     agent.check_num_envs(5)
 
 
-def test_a_batch_of_fewer_environments_counts_as_its_share_in_annealing():
+def test_smaller_batch_counts_as_a_fraction_of_a_step_in_annealing():
     agent = make(anneal_learning_rate=True, total_learner_steps=2, envs_per_batch=8)
     params, learner_state = started(agent)
     rates = []
@@ -233,7 +236,7 @@ def test_a_batch_of_fewer_environments_counts_as_its_share_in_annealing():
     assert learn(whole, params, whole.initial_learner_state(params), batch)[1].steps == 1.0
 
 
-def test_a_replay_of_ppo_holds_what_the_newest_version_acted_unless_told_otherwise():
+def test_max_staleness_of_the_replay_is_zero_by_default():
     assert make().replay_spec.max_staleness == 0
     assert make(max_staleness=2).replay_spec.max_staleness == 2
     with pytest.raises(UsageError, match="max_staleness must be at least 0"):
@@ -241,7 +244,7 @@ def test_a_replay_of_ppo_holds_what_the_newest_version_acted_unless_told_otherwi
 
 
 @pytest.mark.system
-def test_the_loop_for_images_gives_what_the_scan_gives(monkeypatch):
+def test_loop_for_images_gives_the_result_of_the_scan(monkeypatch):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=4)
     looped = PPO(cfg, IMAGE, DISCRETE, SMALL_CNN)
     assert not looped.jit_learner_step
@@ -254,7 +257,7 @@ def test_the_loop_for_images_gives_what_the_scan_gives(monkeypatch):
 
 
 class OnlyValues(PPO):
-    """Forgets the policy: its gradient is another one than PPO's."""
+    """A PPO whose loss trains only the value function."""
 
     def minibatch_loss(self, params, learner_state, rows):
         _, value = self.network.apply(params, rows.observation)
@@ -262,7 +265,7 @@ class OnlyValues(PPO):
 
 
 @pytest.mark.parametrize("observation_spec", [VECTOR, pytest.param(IMAGE, marks=pytest.mark.system)])
-def test_a_subclass_that_overrides_the_loss_trains_with_that_loss(observation_spec):
+def test_subclass_trains_with_its_own_loss(observation_spec):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=2, learning_rate=1e-3)
     network = SMALL if observation_spec is VECTOR else SMALL_CNN
     params, learner_state = started(PPO(cfg, observation_spec, DISCRETE, network))
@@ -278,7 +281,7 @@ def test_a_subclass_that_overrides_the_loss_trains_with_that_loss(observation_sp
     )
     assert np.mean(np.abs(after[1] - 3.0)) < np.mean(np.abs(before[1] - 3.0))
     assert np.any(theirs[0] != before[0])
-    if observation_spec is VECTOR:  # layers of its own: nothing taught the policy
+    if observation_spec is VECTOR:  # separate layers, so the policy did not change
         np.testing.assert_array_equal(after[0], before[0])
 
 
@@ -293,7 +296,7 @@ class Flipped(PPO):
         return logs, jax.tree.map(jnp.negative, grads)
 
 
-def test_a_subclass_may_override_each_of_the_three_parts_of_a_step():
+def test_subclass_may_override_each_part_of_a_learner_step():
     agent = Frozen(CONFIG, VECTOR, DISCRETE, SMALL)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -308,13 +311,13 @@ def test_a_subclass_may_override_each_of_the_three_parts_of_a_step():
 def test_gradients_are_clipped_by_their_global_norm():
     agent = make(max_grad_norm=0.5)
     updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))
-    # Adam's first step has size 1 whatever the norm, so look at its first moment instead.
+    # Adam's first step has size 1 for every norm, so compare its first moment.
     clipped = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))[1][1].mu
     np.testing.assert_allclose(clipped, 0.1 * np.array([0.3, 0.4]), rtol=1e-5)
     assert updates.shape == (2,)
 
 
-def test_learning_rate_and_clip_anneal_to_zero_over_the_run():
+def test_learning_rate_and_clip_range_anneal_to_zero():
     agent = make(anneal_learning_rate=True, anneal_clip=True, total_learner_steps=10, clip_epsilon=0.2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -323,7 +326,7 @@ def test_learning_rate_and_clip_anneal_to_zero_over_the_run():
         np.testing.assert_allclose(logs["learning_rate"], 1e-2 * left, rtol=1e-5)
         if not left:
             batches.assert_trees_equal(changed, params)
-        # Moved by 10 %, every ratio is clipped by the shrinking range, or not.
+        # Parameters changed by 10 % give ratios of which the shrinking range clips more and more.
         moved = jax.tree.map(lambda leaf: 1.1 * leaf + 0.01, params)
         rows = agent.rollout(params, batch.data)
         clipped = agent.minibatch_loss(moved, learner_state._replace(steps=jnp.int32(steps)), rows)[1]["clip_fraction"]
@@ -336,7 +339,7 @@ def ratios(agent, params, rows):
     return np.exp(agent.distribution.log_prob(logits, rows.sample) - rows.log_prob)
 
 
-def test_without_a_total_nothing_anneals():
+def test_nothing_anneals_without_total_learner_steps():
     agent = make(anneal_learning_rate=True)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -344,7 +347,7 @@ def test_without_a_total_nothing_anneals():
     np.testing.assert_allclose(logs["learning_rate"], 1e-2)
 
 
-def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():
+def test_continuous_action_is_within_bounds_and_its_sample_is_stored():
     agent = make(action_spec=BOX)
     params, learner_state = started(agent)
     output = batches.act(agent, params, learner_state, batch_size=200)
@@ -352,24 +355,24 @@ def test_a_continuous_action_is_inside_its_bounds_and_its_sample_is_kept():
     assert np.all(output.action >= low) and np.all(output.action <= high)
     np.testing.assert_allclose(output.action, agent.distribution.to_action(output.extras["sample"]))
     assert np.any(np.abs(output.extras["sample"]) > 1.0)
-    assert learned(agent)[2]["clip_fraction"] == 0.0  # the learner scores the sample, not the clipped action
+    assert learned(agent)[2]["clip_fraction"] == 0.0  # the learner uses the sample, not the clipped action
 
 
-def test_repeating_a_rewarded_action_makes_it_likelier():
+def test_rewarded_action_becomes_likelier():
     agent = make(num_epochs=10, gae_lambda=0.0, discount=0.0, learning_rate=3e-2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=16)
     data = batch.data._replace(reward=(batch.data.action == 1).astype(np.float32))
 
-    def chance(params):
+    def probability(params):
         logits, _ = agent.network.apply(params, data.observation[:, 0])
         return float(jnp.mean(jax.nn.softmax(logits)[:, 1]))
 
-    before = chance(params)
+    before = probability(params)
     step = jax.jit(agent.learner_step)
     for _ in range(5):
         params, learner_state, _ = step(params, learner_state, batch._replace(data=data))
-    assert chance(params) > before + 0.2
+    assert probability(params) > before + 0.2
 
 
 @pytest.mark.parametrize(
@@ -383,6 +386,6 @@ def test_repeating_a_rewarded_action_makes_it_likelier():
         {"clip_epsilon": float("nan")},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"PPOConfig.{next(iter(change))}"):
         PPOConfig(**change)

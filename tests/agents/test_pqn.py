@@ -1,4 +1,4 @@
-"""PQN: its targets, exploration, and what it learns."""
+"""PQN: its targets, exploration, and learning."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def make(**changes) -> PQN:
     return PQN(PQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", layer_norm=True))
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make().replay_spec
     assert (spec.kind, spec.item, spec.batch_size, spec.max_staleness) == ("queue", Sequence(8), None, 0)
 
 
-def test_a_batch_of_fewer_environments_counts_as_its_share_in_its_schedules():
+def test_smaller_batch_counts_as_a_fraction_of_a_step_in_schedules():
     agent = make(total_learner_steps=10, epsilon_decay_share=0.5, envs_per_batch=4)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, 2, 8)
@@ -38,7 +38,7 @@ def test_a_batch_of_fewer_environments_counts_as_its_share_in_its_schedules():
 
 
 def unroll(agent, params, learner_state):
-    """A batch with two ends of episodes, one by a time limit."""
+    """Return a batch with one terminated and one truncated episode."""
     batch = batches.sequences(agent, params, learner_state, 2, 8)
     step_type, discount = np.full((2, 9), MID, np.uint8), np.ones((2, 8), np.float32)
     step_type[0, 3] = step_type[1, 6] = LAST
@@ -46,8 +46,8 @@ def unroll(agent, params, learner_state):
     return batch._replace(data=batch.data._replace(step_type=step_type, discount=discount))
 
 
-def twin_targets(agent, params, data):
-    """By the definition: a mixture of the returns of every number of steps."""
+def reference_targets(agent, params, data):
+    """Compute the targets by definition: a mixture of n-step returns for every n."""
     cfg, (values,) = agent.cfg, agent.network.apply(params, data.observation.reshape(-1, 3))
     best = np.asarray(values).reshape(2, 9, -1).max(axis=-1)
     targets = np.zeros((2, 8))
@@ -67,12 +67,12 @@ def twin_targets(agent, params, data):
     return targets
 
 
-def test_targets_and_loss_are_those_of_a_twin_in_plain_python():
+def test_targets_and_loss_match_plain_python_implementation():
     agent = make()
     params, learner_state = started(agent)
     batch = unroll(agent, params, learner_state)
     rollout = agent.rollout(params, batch.data)
-    expected, mask = twin_targets(agent, params, batch.data), batch.data.step_type[:, :-1] != LAST
+    expected, mask = reference_targets(agent, params, batch.data), batch.data.step_type[:, :-1] != LAST
     targets = np.asarray(rollout.target).reshape(2, 8)
     np.testing.assert_allclose(targets[mask], expected[mask], rtol=1e-4, atol=1e-5)
     (values,) = agent.network.apply(params, batch.data.observation[:, :-1].reshape(-1, 3))
@@ -83,17 +83,17 @@ def test_targets_and_loss_are_those_of_a_twin_in_plain_python():
     np.testing.assert_allclose(logs["td_error"], np.mean(np.abs(errors)), rtol=1e-4)
 
 
-def test_epsilon_falls_in_a_share_of_the_run():
+def test_epsilon_falls_during_a_fraction_of_the_run():
     agent = make(total_learner_steps=100, epsilon_begin=1.0, epsilon_end=0.2, epsilon_decay_share=0.5)
     params, learner_state = started(agent)
     for steps, expected in [(0, 1.0), (25, 0.6), (50, 0.2), (90, 0.2)]:
         published = agent.actor_params(params, learner_state._replace(steps=jnp.int32(steps)))
         np.testing.assert_allclose(published.epsilon, expected, rtol=1e-6)
     alone = make(epsilon_end=0.1)
-    assert alone.actor_params(*started(alone)).epsilon == np.float32(0.1)  # nothing says how long a run is
+    assert alone.actor_params(*started(alone)).epsilon == np.float32(0.1)  # the length of the run is unknown
 
 
-def test_a_share_epsilon_of_actions_is_uniform():
+def test_fraction_epsilon_of_actions_is_uniform():
     agent, rows = make(), 30_000
     params, _ = started(agent)
     seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), batches.timestep(VECTOR, 1))
@@ -107,7 +107,7 @@ def test_a_share_epsilon_of_actions_is_uniform():
     np.testing.assert_allclose(output.extras["value"][0], values.max(), rtol=1e-5)
 
 
-def test_a_learning_rate_that_anneals_ends_at_zero():
+def test_annealed_learning_rate_ends_at_zero():
     agent = make(total_learner_steps=2, anneal_learning_rate=True)
     params, learner_state = started(agent)
     batch = unroll(agent, params, learner_state)
@@ -117,28 +117,28 @@ def test_a_learning_rate_that_anneals_ends_at_zero():
 
 
 @pytest.mark.system
-def test_a_step_is_one_of_radam_from_a_clipped_gradient():
+def test_update_is_a_radam_step_with_a_clipped_gradient():
     agent = make(max_grad_norm=0.1, learning_rate=3e-3)
     params, learner_state = started(agent)
     radam = optax.radam(3e-3)
     opt_state = radam.init(params)
     slope = jax.jit(jax.grad(lambda params, rows: agent.minibatch_loss(params, learner_state, rows)[0]))
-    for _ in range(8):  # it corrects for the variance from its sixth step on
+    for _ in range(8):  # RAdam uses the variance from its sixth step on
         batch = unroll(agent, params, learner_state)
         grads = slope(params, agent.rollout(params, batch.data))
-        updates, opt_state = radam.update(batches.clipped(grads, 0.1), opt_state)
+        updates, opt_state = radam.update(batches.clip_to_norm(grads, 0.1), opt_state)
         expected = optax.apply_updates(params, updates)
         params, learner_state, _ = learn(agent, params, learner_state, batch)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected)
 
 
 @pytest.mark.parametrize("spec", [VECTOR, specs.BoundedArray((4, 36, 36), np.uint8, 0, 255)])
-def test_the_layers_of_its_own_network_are_normalized(spec):
+def test_default_network_has_layer_norm(spec):
     params = jax.eval_shape(PQN(PQNConfig(), spec, DISCRETE).initial_params, jax.random.PRNGKey(0))
     assert sum("norm" in name for name in params) == (2 if spec is VECTOR else 4)
 
 
-def test_it_learns_the_rewards_of_a_bandit():
+def test_pqn_learns_the_rewards_of_a_bandit():
     agent = make(num_epochs=50, num_minibatches=2, learning_rate=1e-2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, 8, 8)
@@ -149,7 +149,7 @@ def test_it_learns_the_rewards_of_a_bandit():
     assert logs["td_error"] < 0.15
 
 
-def test_actions_that_are_not_discrete_are_refused():
+def test_actions_that_are_not_discrete_are_rejected():
     with pytest.raises(UsageError, match=r"PQN needs Discrete actions, got .*BoundedArray.*Use SAC, PPO or IMPALA"):
         PQN(PQNConfig(), VECTOR, BOX)
 
@@ -164,6 +164,6 @@ def test_actions_that_are_not_discrete_are_refused():
         {"total_learner_steps": 0},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"PQNConfig.{next(iter(change))}"):
         PQNConfig(**change)

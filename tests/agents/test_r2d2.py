@@ -1,4 +1,4 @@
-"""R2D2: what it sees of a sequence, targets, priorities, and exploration."""
+"""R2D2: burn-in, targets, priorities, and exploration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(network=None, **changes) -> R2D2:
 
 
 def sequences(seed=0):
-    """A batch in which episodes end in the burn-in, in what is learned from, by time and by a failure."""
+    """Return a batch with episodes that end in the burn-in and after it, by termination and by truncation."""
     random, length = np.random.RandomState(seed), BURN_IN + LENGTH
     step_type = np.full((ROWS, length + 1), MID, np.uint8)
     discount = np.ones((ROWS, length), np.float32)
@@ -49,8 +49,8 @@ def sequences(seed=0):
     return batches.whole(data, ROWS)
 
 
-def twin_values(agent, params, data):
-    """[B, T + 1, A] of what is learned from: step by step, in plain Python."""
+def reference_values(agent, params, data):
+    """Return [B, T + 1, A]: values after the burn-in, computed step by step in plain Python."""
     values = []
     core = np.array(data.agent_state.core)
     for t in range(data.step_type.shape[1]):
@@ -65,7 +65,7 @@ def h(x, epsilon):
 
 
 def inverse_of_h(y, epsilon):
-    """By bisection."""
+    """Invert h by bisection."""
     low, high = np.full_like(y, -1e6, np.float64), np.full_like(y, 1e6, np.float64)
     for _ in range(100):
         middle = 0.5 * (low + high)
@@ -74,10 +74,10 @@ def inverse_of_h(y, epsilon):
     return 0.5 * (low + high)
 
 
-def twin_errors(agent, params, target_params, data):
-    """[B, T] differences to the targets, 0 where the action was ignored: by the definition, step by step."""
+def reference_errors(agent, params, target_params, data):
+    """Return [B, T]: differences to the targets, 0 for ignored actions, computed step by step by definition."""
     cfg = agent.cfg
-    values, target_values = twin_values(agent, params, data), twin_values(agent, target_params, data)
+    values, target_values = reference_values(agent, params, data), reference_values(agent, target_params, data)
     step_type, reward = data.step_type[:, BURN_IN:], data.reward[:, BURN_IN:]
     discount, action = data.discount[:, BURN_IN:], data.action[:, BURN_IN:]
     errors = np.zeros((ROWS, LENGTH))
@@ -99,21 +99,22 @@ def twin_errors(agent, params, target_params, data):
     return errors
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make(replay_capacity=500, update_period=8, priority_exponent=0.7).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("prioritized", Sequence(BURN_IN + LENGTH, 4), ROWS)
     assert (spec.capacity, spec.min_size, spec.priority_exponent) == (500, 4, 0.7)
-    assert spec.samples_per_insert == 2.0  # 4 sequences of each 8 steps, in which 2 begin
+    # one update samples 4 sequences per 8 steps, and 2 sequences start in 8 steps
+    assert spec.samples_per_insert == 2.0
 
 
 @pytest.mark.parametrize("changes", [{}, {"rescaling": None, "n_step": 1, "max_share": 0.5}])
-def test_loss_and_priorities_are_those_of_a_twin_in_plain_python(changes):
+def test_loss_and_priorities_match_plain_python_implementation(changes):
     agent = make(**changes)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
     batch = sequences()
     loss, logs = jax.jit(agent.loss)(params, learner_state._replace(target_params=target), batch)
-    errors = twin_errors(agent, params, target, batch.data)
+    errors = reference_errors(agent, params, target, batch.data)
     weights = batch.probabilities**-0.6
     weights /= weights.max()
     np.testing.assert_allclose(loss, np.mean(weights * (0.5 * errors**2).sum(axis=1)), rtol=1e-4)
@@ -137,7 +138,7 @@ def test_no_gradient_flows_into_the_burn_in():
     assert np.all(gradient[:BURN_IN] == 0.0) and np.all(gradient[BURN_IN:-1] > 0.0)
 
 
-def test_the_burn_in_and_the_stored_state_matter_where_the_episode_goes_on():
+def test_stored_state_affects_values_until_the_episode_ends():
     agent = make()
     params, _ = started(agent)
     batch = sequences()
@@ -145,11 +146,11 @@ def test_the_burn_in_and_the_stored_state_matter_where_the_episode_goes_on():
     state = batch.data.agent_state._replace(core=batch.data.agent_state.core + 1.0)
     after = np.asarray(agent._unroll(params, batch.data._replace(agent_state=state)))
     changed = np.abs(after - before).max(axis=2) > 1e-7  # [T + 1, B]
-    assert not changed[:, 0].any()  # its episode began in the burn-in
-    assert changed[0, 1:].all() and not changed[6 - BURN_IN :, 1].any()  # its FIRST is step 6
+    assert not changed[:, 0].any()  # the episode of row 0 starts in the burn-in
+    assert changed[0, 1:].all() and not changed[6 - BURN_IN :, 1].any()  # row 1 has FIRST at step 6
 
 
-def test_actors_explore_by_a_ladder_that_no_episode_changes():
+def test_epsilon_ladder_is_constant_across_steps():
     agent = make(epsilon=0.4, epsilon_exponent=7.0)
     np.testing.assert_allclose(agent.initial_state(3).epsilon, [0.4**4.5, 0.4, 0.4**8], rtol=1e-5)
     params, _ = started(agent)
@@ -165,7 +166,7 @@ def test_actors_explore_by_a_ladder_that_no_episode_changes():
     assert output.action.dtype == greedy.action.dtype == np.int32
 
 
-def test_the_ladder_is_even_and_an_environment_keeps_its_rung_however_many_there_are():
+def test_ladder_positions_are_evenly_spread_and_independent_of_the_count():
     np.testing.assert_array_equal(ladder_positions(9), [1 / 2, 0, 1, 1 / 4, 3 / 4, 1 / 8, 5 / 8, 3 / 8, 7 / 8])
     for exponent in range(1, 6):
         np.testing.assert_array_equal(
@@ -177,20 +178,20 @@ def test_the_ladder_is_even_and_an_environment_keeps_its_rung_however_many_there
 
 @pytest.mark.system
 @pytest.mark.parametrize("anneals", [False, True])
-def test_its_optimizer_is_adam_with_a_clipped_gradient(anneals):
+def test_optimizer_is_adam_with_gradient_clipping(anneals):
     agent = make(max_grad_norm=0.01, adam_epsilon=0.1, anneal_learning_rate=anneals, total_learner_steps=4)
     params, learner_state = started(agent)
     batch, adam = sequences(), optax.adam(optax.linear_schedule(1e-2, 0.0, 4) if anneals else 1e-2, eps=0.1)
     opt_state = adam.init(params)
     for _ in range(2):
-        grads = batches.clipped(batches.gradients(agent, params, learner_state, batch), 0.01)
+        grads = batches.clip_to_norm(batches.gradients(agent, params, learner_state, batch), 0.01)
         updates, opt_state = adam.update(grads, opt_state)
         expected = optax.apply_updates(params, updates)
         params, learner_state, _ = batches.learn(agent, params, learner_state, batch)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
 
 
-def test_an_epsilon_of_zero_is_greedy():
+def test_epsilon_zero_is_greedy():
     agent = make(epsilon=0.0)
     params, _ = started(agent)
     seen, state = batches.timestep(VECTOR, 50), agent.initial_state(50)
@@ -198,7 +199,7 @@ def test_an_epsilon_of_zero_is_greedy():
     np.testing.assert_array_equal(output.action, agent.eval_step(jax.random.PRNGKey(1), params, seen, state)[0].action)
 
 
-def test_the_target_network_is_copied_every_period():
+def test_target_network_is_copied_every_period():
     agent = make(target_update_period=2)
     params, learner_state = started(agent)
     first, batch, step = params, sequences(), jax.jit(agent.learner_step)
@@ -210,8 +211,8 @@ def test_the_target_network_is_copied_every_period():
 
 @pytest.mark.system
 @pytest.mark.parametrize(("network", "error"), [(GRUConfig((8,), 8, dueling=True), 0.0), (MLPConfig((8,)), 0.67)])
-def test_it_learns_what_only_a_memory_can_tell(network, error):
-    """The third action is rewarded by what the first observation was: by it, by 0 or by its opposite."""
+def test_recurrent_network_learns_a_memory_task(network, error):
+    """The reward of the third action depends on the first observation: it is multiplied by -1, 0 or 1."""
     agent = make(network, burn_in=0, sequence_length=3, n_step=1, rescaling=None)
     params, learner_state = started(agent)
     step, random, rows = jax.jit(agent.learner_step), np.random.RandomState(0), 64
@@ -225,11 +226,11 @@ def test_it_learns_what_only_a_memory_can_tell(network, error):
         discount = np.repeat(np.array([[1.0, 1.0, 0.0]], np.float32), rows, axis=0)
         data = SequenceBatch(observation, step_type, action, reward, discount, {}, agent.initial_state(rows))
         params, learner_state, logs = step(params, learner_state, batches.whole(data, rows))
-    errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # the largest of each sequence
+    errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # largest error of each sequence
     np.testing.assert_allclose(errors, error, atol=0.15)
 
 
-def test_a_network_without_a_state_learns_at_the_papers_sizes():
+def test_network_without_a_state_can_be_trained_at_the_papers_sizes():
     agent = R2D2(R2D2Config(), VECTOR, DISCRETE, MLPConfig())
     params, learner_state = started(agent)
     rows, steps = agent.cfg.batch_size, agent.cfg.burn_in + agent.cfg.sequence_length
@@ -242,11 +243,12 @@ def test_a_network_without_a_state_learns_at_the_papers_sizes():
         extras={},
         agent_state=agent.initial_state(rows),
     )
-    step = compilation.jit(agent.learner_step, differentiates=True)  # as the Learner does: it aborted the process
+    # compiled as in the Learner, which once aborted the process
+    step = compilation.jit(agent.learner_step, differentiates=True)
     assert np.isfinite(step(params, learner_state, batches.whole(data, rows))[2]["loss"])
 
 
-def test_on_images_it_has_the_papers_network():
+def test_default_network_for_images_is_the_papers():
     agent, paper = (
         R2D2(R2D2Config(), IMAGE, DISCRETE, factory)
         for factory in (None, LSTMConfig((), 512, "relu", orthogonal=False, dueling=True))
@@ -255,12 +257,12 @@ def test_on_images_it_has_the_papers_network():
     params = agent.initial_params(jax.random.PRNGKey(0))
     streams = ("torso0_dense0", "torso1_dense0")
     assert [params[name]["w"].shape for name in ("core_inputs", *streams)] == [(64, 2048), (512, 512), (512, 512)]
-    outputs, wanted = (each.network.apply(params, observation, state)[0] for each in (agent, paper))
-    assert_trees_equal(outputs, wanted)
+    outputs, expected = (each.network.apply(params, observation, state)[0] for each in (agent, paper))
+    assert_trees_equal(outputs, expected)
     assert min(float(jnp.std(output)) for output in outputs) > 0.0
 
 
-def test_actions_that_are_not_discrete_are_refused():
+def test_actions_that_are_not_discrete_are_rejected():
     with pytest.raises(UsageError, match=r"R2D2 needs Discrete actions, got .*BoundedArray.*Use SAC, PPO or IMPALA"):
         R2D2(R2D2Config(), VECTOR, BOX)
 
@@ -278,11 +280,11 @@ def test_actions_that_are_not_discrete_are_refused():
         {"priority_exponent": float("nan")},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"R2D2Config.{next(iter(change))}"):
         R2D2Config(**change)
 
 
-def test_a_replay_smaller_than_its_start_is_refused():
+def test_min_replay_size_above_capacity_is_rejected():
     with pytest.raises(UsageError, match=r"min_replay_size \(100 sequences, one every 40 steps\) is above"):
         dataclasses.replace(R2D2Config(), replay_capacity=3_999, min_replay_size=100)

@@ -1,4 +1,4 @@
-"""Recurrent networks: their cells by hand, and that learning sees the states that acting saw."""
+"""Recurrent networks: cells against worked examples, and equal states in acting and learning."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def sigmoid(x):
     return 1.0 / (1.0 + np.exp(-x))
 
 
-def test_an_lstm_of_one_number_by_hand():
-    weights = jnp.asarray([[0.5, -1.0, 0.25, 2.0]])  # of input, new, forget and output gate
+def test_lstm_of_size_one_matches_worked_example():
+    weights = jnp.asarray([[0.5, -1.0, 0.25, 2.0]])  # input gate, cell candidate, forget gate, output gate
     state = LSTMState(jnp.asarray([[0.4]]), jnp.asarray([[-0.3]]))
     after = LSTMConfig(size=1)._cell(weights, jnp.asarray([[0.1, 0.2, 0.3, 0.4]]), state)
     enter, new, forget, out = 0.1 + 0.4 * 0.5, 0.2 - 0.4, 0.3 + 0.4 * 0.25, 0.4 + 0.4 * 2.0
@@ -35,8 +35,8 @@ def test_an_lstm_of_one_number_by_hand():
     np.testing.assert_allclose(after.hidden, [[sigmoid(out) * np.tanh(cell)]], rtol=1e-6)
 
 
-def test_a_gru_of_one_number_by_hand():
-    weights = jnp.asarray([[0.5, -1.0, 2.0]])  # of reset gate, update gate and candidate
+def test_gru_of_size_one_matches_worked_example():
+    weights = jnp.asarray([[0.5, -1.0, 2.0]])  # reset gate, update gate, candidate
     after = GRUConfig(size=1)._cell(weights, jnp.asarray([[0.1, 0.2, 0.3]]), jnp.asarray([[0.4]]))
     reset, update = sigmoid(0.1 + 0.4 * 0.5), sigmoid(0.2 - 0.4)
     np.testing.assert_allclose(after, [[update * 0.4 + (1.0 - update) * np.tanh(0.3 + reset * 0.4 * 2.0)]], rtol=1e-6)
@@ -44,27 +44,27 @@ def test_a_gru_of_one_number_by_hand():
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("has_unroll", [True, False])
-def test_an_unroll_is_its_steps_with_the_initial_state_at_first(name, has_unroll):
+def test_unroll_equals_single_steps_with_the_initial_state_at_first(name, has_unroll):
     network = SMALL[name].build(VECTOR, HEADS)
     params = network.init(jax.random.PRNGKey(0), np.zeros((1, 3), np.float32))
     observation = random_tree(VECTOR, (2, 6))
     step_type = np.array([[1, 1, 2, 0, 1, 1], [0, 1, 1, 1, 2, 0]], np.uint8)
-    began = jax.tree.map(lambda leaf: leaf + 0.7, network.initial_state(2))
-    wanted, state = [], began
+    initial = jax.tree.map(lambda leaf: leaf + 0.7, network.initial_state(2))
+    expected, state = [], initial
     for t in range(6):
         first = (step_type[:, t] == FIRST)[:, None]
         state = jax.tree.map(lambda old, new: np.where(first, new, old), state, network.initial_state(2))  # noqa: B023
         outputs, state = network.apply(params, observation[:, t], state)
-        wanted.append(outputs)
+        expected.append(outputs)
     core = SteppedNetwork(network if has_unroll else network._replace(unroll=None))
-    outputs, after = core.unroll(params, observation, step_type, began)
+    outputs, after = core.unroll(params, observation, step_type, initial)
     jax.tree.map(lambda *leaves: np.testing.assert_allclose(*leaves, rtol=1e-5, atol=1e-6), after, state)
-    for output, steps in zip(outputs, zip(*wanted)):
+    for output, steps in zip(outputs, zip(*expected)):
         np.testing.assert_allclose(output, np.stack(steps, axis=1), rtol=1e-5, atol=1e-6)
 
 
 def acted(agent, num_steps):
-    """A batch that the agent acted inline, and the parameters that it acted by."""
+    """Return a batch of inline acting, and the parameters that acted."""
     replay_buffer = ReplayBuffer(agent, seed=1)
     learner = Learner(LearnerConfig(seed=1), agent, replay_buffer)
     inferencer = Inferencer(InferencerConfig(seed=1), agent, learner)
@@ -84,12 +84,13 @@ def specs():
 
 
 @pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=pytest.mark.system)])
-def test_ppo_learns_from_the_states_it_acted_with(specs, name):
+def test_ppo_learning_uses_the_states_of_acting(specs, name):
     cfg = PPOConfig(unroll_length=40, num_epochs=1, num_minibatches=2)
     agent = PPO(cfg, *specs, SMALL[name])
     batch, params = acted(agent, 40)
     data = batch.data
-    assert (data.step_type == LAST).any() and (data.step_type[:, 1:] == FIRST).any()  # it crosses episodes
+    # the batch contains ends and starts of episodes
+    assert (data.step_type == LAST).any() and (data.step_type[:, 1:] == FIRST).any()
     rollout = agent.rollout(params, data)
     assert rollout.log_prob.shape == (4, 40)
     logits, value, rows = agent._forward(params, rollout)
@@ -97,16 +98,16 @@ def test_ppo_learns_from_the_states_it_acted_with(specs, name):
     np.testing.assert_allclose(value, rows.value, rtol=1e-4, atol=1e-5)
     new, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
     assert np.isfinite(logs["loss"]) and learner_state.steps == 1
-    assert all((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(new)))  # all are learned
+    # all parameters are trained
+    assert all((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(new)))
 
 
 @pytest.mark.parametrize("name", [pytest.param("lstm", marks=pytest.mark.system), "gru"])
-def test_impala_learns_from_the_states_it_acted_with(specs, name):
+def test_impala_learning_uses_the_states_of_acting(specs, name):
     agent = IMPALA(IMPALAConfig(unroll_length=20, batch_size=8), *specs, SMALL[name])
     batch, params = acted(agent, 45)
-    assert any(
-        leaf.any() for leaf in jax.tree.leaves(batch.data.agent_state)
-    )  # some unrolls begin in the middle of an episode
+    # some unrolls start in the middle of an episode
+    assert any(leaf.any() for leaf in jax.tree.leaves(batch.data.agent_state))
     logs = agent.loss(params, agent.initial_learner_state(params), batch)[1]
     np.testing.assert_allclose(logs["clipped_rho"], 1.0, atol=1e-5)  # the ratios are 1
     state = jax.tree.map(lambda leaf: leaf + 1.0, batch.data.agent_state)
@@ -114,17 +115,17 @@ def test_impala_learns_from_the_states_it_acted_with(specs, name):
     assert agent.loss(params, agent.initial_learner_state(params), other)[1]["clipped_rho"] < 0.99999
 
 
-def test_minibatches_of_a_recurrent_network_are_whole_environments(specs):
+def test_minibatches_of_a_recurrent_network_contain_whole_unrolls(specs):
     agent = PPO(PPOConfig(unroll_length=8, num_minibatches=5), *specs, SMALL["gru"])
     batch, params = acted(agent, 8)
-    with pytest.raises(UsageError, match="num_minibatches=5 of a batch of 4 rows .*of a recurrent network num_envs"):
+    with pytest.raises(UsageError, match="num_minibatches=5 of a batch of 4 rows .*num_envs for a recurrent network"):
         agent.check_num_envs(4)
-    # Fewer come where an actor is dead: so there are fewer minibatches, of a row each.
+    # If an actor is dead, there are fewer rows. Then there are fewer minibatches, with one row each.
     _, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
     assert np.isfinite(logs["loss"]) and learner_state.opt_state[1].count == 4 * agent.cfg.num_epochs
 
 
-def test_a_network_of_ones_own_is_recurrent_where_it_has_an_initial_state():
+def test_custom_network_with_initial_state_is_recurrent():
     def make_net(observation_spec, action_spec):
         def apply(params, observation, state):
             state = state + observation.sum(axis=1)
@@ -142,7 +143,7 @@ def test_a_network_of_ones_own_is_recurrent_where_it_has_an_initial_state():
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_dueling_network_has_a_layer_for_advantages_and_one_for_the_value_after_the_core(name):
+def test_dueling_recurrent_network_has_separate_layers_after_the_core(name):
     network = dataclasses.replace(SMALL[name], dueling=True).build(VECTOR, (action_values(2),))
     observation, state = random_tree(VECTOR, (5,)), network.initial_state(5)
     params = network.init(jax.random.PRNGKey(0), observation)
@@ -156,7 +157,7 @@ def test_a_dueling_network_has_a_layer_for_advantages_and_one_for_the_value_afte
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_images_pass_through_convolutions_before_the_core():
+def test_images_are_processed_by_convolutions_before_the_core():
     network = LSTMConfig(hidden=(8,), size=4).build(IMAGE, HEADS)
     params = network.init(jax.random.PRNGKey(0), random_tree(IMAGE, (1,)))
     assert any("image" in name for module in params.values() for name in module)

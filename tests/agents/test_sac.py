@@ -1,4 +1,4 @@
-"""SAC: acting before and after learning begins, its three losses, the targets that follow."""
+"""SAC: acting before and after the first update, its three losses, and the target critics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(**changes) -> SAC:
     return SAC(SACConfig(**cfg), VECTOR, BOX, MLPConfig((8,), "relu"))
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make(discount=0.9, update_period=4, replay_capacity=500).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("uniform", Transition(1, 0.9), 16)
     assert (spec.capacity, spec.min_size, spec.samples_per_insert) == (500, 16, 4.0)
@@ -44,14 +44,14 @@ def test_actions_are_uniform_until_the_first_update():
         np.testing.assert_allclose(shares, 0.25, atol=0.015)
 
 
-def test_actions_are_the_policys_after_it():
+def test_actions_are_from_the_policy_after_the_first_update():
     agent, params, seen, actions = actions_after(1)
     logits = agent._nets.policy_outputs(params.policy, seen.observation)
     expected = agent.distribution.to_action(agent.distribution.sample(jax.random.PRNGKey(1), logits))
     np.testing.assert_array_equal(actions, expected)
 
 
-def test_the_policy_alone_is_published():
+def test_only_the_policy_is_published():
     agent = make()
     params, learner_state = started(agent)
     published = agent.actor_params(params, learner_state)
@@ -60,14 +60,14 @@ def test_the_policy_alone_is_published():
 
 
 def mlp(params, inputs, head):
-    """A head with its own layer of `MLPConfig((n,), "relu")`, in numpy."""
+    """Compute a head with the separate layer of `MLPConfig((n,), "relu")` in numpy."""
     torso, linear = params[f"torso{head}_dense0"], params[f"head{head}"]
     hidden = np.maximum(inputs @ np.asarray(torso["w"], np.float64) + torso["b"], 0.0)
     return hidden @ np.asarray(linear["w"], np.float64) + linear["b"]
 
 
 def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_std, max_log_std):
-    """(critic loss, policy loss, temperature loss), one row after the other; `entropy` is to be kept."""
+    """Return (critic loss, policy loss, temperature loss), computed row by row. `entropy` is the target entropy."""
     data, temperature = batch.data, np.exp(float(params.log_temperature))
     half, middle = np.array([2.0, 0.5]), np.array([0.0, 0.5])
     losses = np.zeros(3)
@@ -81,7 +81,7 @@ def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_s
             return action, np.log(density).sum()
 
         def values(critics, observation, action):
-            inputs = np.concatenate([action, observation])  # keys in the order of the alphabet
+            inputs = np.concatenate([action, observation])  # keys in alphabetical order
             return [mlp(critics, inputs, head)[0] for head in (0, 1)]
 
         next_action, next_log_prob = act(data.next_observation[i], noises[1][i])
@@ -97,7 +97,7 @@ def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_s
 
 @pytest.mark.parametrize("bounds", [(-20.0, 2.0), (-0.2, 0.2)])
 @pytest.mark.parametrize("entropy", [None, -0.5])
-def test_the_losses_are_those_of_a_loop_over_rows(entropy, bounds):
+def test_losses_match_a_loop_over_rows(entropy, bounds):
     agent = make(target_entropy=entropy, min_log_std=bounds[0], max_log_std=bounds[1])
     params, learner_state = started(agent)
     params = params._replace(log_temperature=jnp.float32(-0.7))
@@ -114,7 +114,7 @@ def test_the_losses_are_those_of_a_loop_over_rows(entropy, bounds):
     np.testing.assert_allclose(loss, critic + policy + temperature, rtol=1e-4)
 
 
-def test_each_loss_moves_its_own_parameters_alone():
+def test_each_loss_has_gradients_only_for_its_own_parameters():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -134,12 +134,12 @@ def test_each_loss_moves_its_own_parameters_alone():
     )
 
 
-def test_critics_and_temperature_have_a_learning_rate_of_their_own():
+def test_critics_and_temperature_use_critic_learning_rate():
     agent = make(learning_rate=1e-3, critic_learning_rate=2e-2)
     params, learner_state = started(agent)
     after, _, _ = learn(agent, params, learner_state, batches.transitions(agent))
 
-    def largest(part):  # the first step of Adam is as long as its rate
+    def largest(part):  # Adam's first step has the size of the learning rate
         moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), getattr(after, part), getattr(params, part))
         return max(jax.tree.leaves(moved))
 
@@ -147,7 +147,7 @@ def test_critics_and_temperature_have_a_learning_rate_of_their_own():
         np.testing.assert_allclose(largest(part), rate, rtol=1e-3)
 
 
-def test_the_target_critics_follow_slowly():
+def test_target_critics_move_by_the_target_update_rate():
     agent = make(target_update_rate=0.25)
     params, learner_state = started(agent)
     after, state, _ = learn(agent, params, learner_state, batches.transitions(agent))
@@ -155,7 +155,7 @@ def test_the_target_critics_follow_slowly():
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.target_params, expected)
 
 
-def test_a_temperature_that_is_not_learned_stays():
+def test_fixed_temperature_does_not_change():
     agent = make(initial_temperature=0.2, learn_temperature=False)
     params, learner_state = started(agent)
     after, _, logs = learn(agent, params, learner_state, batches.transitions(agent))
@@ -164,7 +164,7 @@ def test_a_temperature_that_is_not_learned_stays():
 
 
 @pytest.mark.system
-def test_it_learns_the_best_action_of_a_bandit_at_the_entropy_that_it_is_to_keep():
+def test_sac_learns_the_best_action_of_a_bandit_at_its_target_entropy():
     agent = SAC(SACConfig(learning_rate=1e-2, target_update_rate=1.0), VECTOR, BOX, MLPConfig((32,), "relu"))
     params, learner_state = started(agent)
     random, entropies = np.random.RandomState(0), []
@@ -182,8 +182,8 @@ def test_it_learns_the_best_action_of_a_bandit_at_the_entropy_that_it_is_to_keep
     np.testing.assert_allclose(np.mean(greedy, axis=0) * np.array([1.0, 4.0]), [1.0, 1.0], atol=0.35)
 
 
-class Both:
-    """A policy and two critics, as one function of one's own gives them."""
+class PolicyAndCriticsFactory:
+    """A net factory that returns a policy and critics with `num_values` values."""
 
     def __init__(self, num_values):
         self.num_values = num_values
@@ -197,24 +197,24 @@ class Both:
         )
 
 
-def test_a_function_of_ones_own_gives_policy_and_critics():
-    agent = SAC(SACConfig(batch_size=16, min_replay_size=16), VECTOR, BOX, Both(2))
+def test_custom_net_factory_returns_policy_and_critics():
+    agent = SAC(SACConfig(batch_size=16, min_replay_size=16), VECTOR, BOX, PolicyAndCriticsFactory(2))
     params, learner_state = started(agent)
     after = learn(agent, params, learner_state, batches.transitions(agent))[0]
     assert np.any(after.critics["w"] != params.critics["w"]) and np.any(after.policy["w"] != params.policy["w"])
-    with pytest.raises(UsageError, match=r"Both \(critics\) gives \(\[B, 1\], \[B, 1\], \[B, 1\]\)"):
-        SAC(SACConfig(), VECTOR, BOX, Both(3))
+    with pytest.raises(UsageError, match=r"PolicyAndCriticsFactory \(critics\) gives \(\[B, 1\], \[B, 1\], \[B, 1\]\)"):
+        SAC(SACConfig(), VECTOR, BOX, PolicyAndCriticsFactory(3))
     with pytest.raises(UsageError, match=r"net_factory must give a pair for this agent, \(policy, critics\)"):
         SAC(SACConfig(), VECTOR, BOX, lambda observation_spec, action_spec: 7)
 
 
-def test_a_recurrent_network_is_refused():
+def test_recurrent_network_is_rejected():
     with pytest.raises(UsageError, match=r"LSTMConfig \(policy\) has a state, which this agent does not carry"):
         SAC(SACConfig(), VECTOR, BOX, LSTMConfig())
 
 
 @pytest.mark.parametrize("spec", [DISCRETE, specs.BoundedArray((2,), np.float32, -np.inf, np.inf)])
-def test_actions_without_bounds_are_refused(spec):
+def test_unbounded_actions_are_rejected(spec):
     with pytest.raises(UsageError, match="SAC needs"):
         SAC(SACConfig(), VECTOR, spec)
 
@@ -235,6 +235,6 @@ def test_actions_without_bounds_are_refused(spec):
         {"min_replay_size": 2_000_000},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"SACConfig.{next(iter(change))}"):
         SACConfig(**change)

@@ -1,4 +1,4 @@
-"""TD3: exploration, smoothed targets, a policy that learns every other step."""
+"""TD3: exploration, target smoothing, and delayed policy updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make(**changes) -> TD3:
     return TD3(TD3Config(**cfg), VECTOR, BOX, MLPConfig((8,), "relu"))
 
 
-def test_what_it_asks_of_the_replay():
+def test_replay_spec_follows_the_config():
     spec = make(discount=0.9, update_period=4, replay_capacity=500).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("uniform", Transition(1, 0.9), 16)
     assert (spec.capacity, spec.min_size, spec.samples_per_insert) == (500, 16, 4.0)
@@ -46,14 +46,14 @@ def test_actions_are_uniform_until_the_first_update():
         np.testing.assert_allclose(shares, 0.25, atol=0.015)
 
 
-def test_exploration_is_noise_in_proportion_to_the_range_and_within_the_bounds():
+def test_exploration_noise_is_proportional_to_the_action_range_and_clipped():
     explored, greedy = actions_after(1, exploration_noise=0.02)
     np.testing.assert_allclose(np.std(explored - greedy, axis=0), [0.02 * 2.0, 0.02 * 0.5], rtol=0.03)
     loud, _ = actions_after(1, exploration_noise=5.0)
     assert loud[:, 0].min() == -2.0 and loud[:, 0].max() == 2.0 and loud[:, 1].min() == 0.0 and loud[:, 1].max() == 1.0
 
 
-def test_the_loss_is_that_of_a_loop_over_rows():
+def test_loss_matches_a_loop_over_rows():
     agent = make(smoothing_noise=0.4, smoothing_clip=0.3)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -69,14 +69,16 @@ def test_the_loss_is_that_of_a_loop_over_rows():
         moved = np.tanh(mlp(target.policy, data.next_observation[i], 0)) + np.clip(noise[i], -0.3, 0.3)
         clipped += np.any(np.abs(moved) > 1.0)
         bootstrap = min(values(target.critics, data.next_observation[i], np.clip(moved, -1.0, 1.0)))
-        wanted = data.reward[i] + data.discount[i] * bootstrap
+        target_value = data.reward[i] + data.discount[i] * bootstrap
         given = (data.action[i] - [0.0, 0.5]) / [2.0, 0.5]
-        expected += sum(0.5 * (value - wanted) ** 2 for value in values(params.critics, data.observation[i], given))
+        expected += sum(
+            0.5 * (value - target_value) ** 2 for value in values(params.critics, data.observation[i], given)
+        )
     assert clipped > 0 and np.any(np.abs(noise) > 0.3)
     np.testing.assert_allclose(agent.loss(params, learner_state, batch)[0], expected / 16, rtol=1e-4)
 
 
-def test_the_policy_climbs_the_first_critic():
+def test_policy_loss_uses_the_first_critic():
     agent = make()
     params, _ = started(agent)
     batch = batches.transitions(agent)
@@ -86,7 +88,7 @@ def test_the_policy_climbs_the_first_critic():
     np.testing.assert_allclose(loss, -np.mean(values), rtol=1e-4)
 
 
-def test_the_policy_climbs_the_critics_that_have_just_learned():
+def test_policy_update_uses_the_updated_critics():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -101,7 +103,7 @@ def test_the_policy_climbs_the_critics_that_have_just_learned():
     assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), with_old, expected))) > 1e-5
 
 
-def test_the_policy_and_the_targets_move_every_other_step():
+def test_policy_and_targets_are_updated_every_second_step():
     agent = make(policy_period=2, target_update_rate=0.25)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -121,7 +123,7 @@ def test_the_policy_and_the_targets_move_every_other_step():
 
 
 @pytest.mark.system
-def test_it_learns_the_best_action_of_a_bandit():
+def test_td3_learns_the_best_action_of_a_bandit():
     agent = TD3(TD3Config(learning_rate=1e-2, target_update_rate=1.0), VECTOR, BOX, MLPConfig((32,), "relu"))
     params, learner_state = started(agent)
     random = np.random.RandomState(0)
@@ -137,7 +139,7 @@ def test_it_learns_the_best_action_of_a_bandit():
     np.testing.assert_allclose(np.mean(greedy, axis=0) * np.array([1.0, 4.0]), [1.0, 1.0], atol=0.35)
 
 
-def test_actions_that_are_not_continuous_are_refused():
+def test_actions_that_are_not_continuous_are_rejected():
     with pytest.raises(UsageError, match="TD3 needs continuous actions"):
         TD3(TD3Config(), VECTOR, DISCRETE)
 
@@ -154,6 +156,6 @@ def test_actions_that_are_not_continuous_are_refused():
         {"min_replay_size": 2_000_000},
     ],
 )
-def test_options_out_of_range_are_refused_by_name(change):
+def test_options_out_of_range_are_rejected_by_name(change):
     with pytest.raises(UsageError, match=f"TD3Config.{next(iter(change))}"):
         TD3Config(**change)

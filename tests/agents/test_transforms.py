@@ -1,4 +1,4 @@
-"""Normalized: its statistics equal those of all data at once, are exact for the policy that acted, and stay outside."""
+"""Normalized: exact statistics, exact log-probabilities, and independence of the inner agent."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ NETWORK = MLPConfig((8,))
 
 
 def ppo(spec=VECTOR, network=NETWORK, **options):
-    """A PPO with normalized observations and rewards, unless the options say otherwise."""
+    """Return a PPO with normalized observations and rewards, unless `options` override this."""
     return Normalized(PPO(CONFIG, spec, BOX, network), **{"rewards": True, **options})
 
 
-def test_moments_of_parts_are_those_of_the_whole():
+def test_moments_updated_in_parts_equal_moments_of_all_data():
     random = np.random.RandomState(0)
     data = 5.0 + 3.0 * random.randn(60, 2).astype(np.float32)
     keep = (random.rand(60) < 0.7).astype(np.float32)
@@ -62,19 +62,19 @@ def test_moments_of_parts_are_those_of_the_whole():
     np.testing.assert_allclose(moments.variance[0], kept.var(axis=0), rtol=1e-4)
 
 
-def test_moments_by_hand():
-    moments = initial_moments([()])._replace(count=jnp.float32(2.0), mean=(jnp.float32(1.0),))  # of 0 and 2
+def test_moments_match_worked_example():
+    moments = initial_moments([()])._replace(count=jnp.float32(2.0), mean=(jnp.float32(1.0),))  # moments of 0 and 2
     moments = updated_moments(moments, [jnp.array([7.0, 9.0, 99.0])], jnp.array([1.0, 1.0, 0.0]))
     np.testing.assert_allclose(moments.mean[0], (0 + 2 + 7 + 9) / 4)
     np.testing.assert_allclose(moments.variance[0], np.var([0, 2, 7, 9]))
 
 
-def test_nothing_seen_changes_nothing():
+def test_masked_values_do_not_change_moments():
     moments = initial_moments([(3,)])
     batches.assert_trees_equal(updated_moments(moments, [jnp.ones((4, 3))], jnp.zeros(4)), moments)
 
 
-def test_vectors_of_floats_are_normalized_and_clipped_and_nothing_else():
+def test_only_float_vectors_are_normalized_and_clipped():
     kinds = {"image": IMAGE, "kind": specs.DiscreteArray(4), "speed": specs.Array((), np.float32), "vector": VECTOR}
     agent = ppo(kinds, SMALL_CNN, rewards=False, observation_clip=2.0)
     statistics = started(agent)[1].statistics
@@ -98,7 +98,7 @@ def test_vectors_of_floats_are_normalized_and_clipped_and_nothing_else():
 @pytest.mark.parametrize(
     "network", [NETWORK, pytest.param(LSTMConfig((4,), 3), marks=pytest.mark.system)], ids=["mlp", "lstm"]
 )
-def test_log_probabilities_are_exact_under_the_statistics_that_acted(network):
+def test_log_probabilities_of_learning_equal_those_of_acting(network):
     agent = ppo(network=network)
     inner, (params, state) = agent.agent, started(agent)
     for seed in range(2):
@@ -110,11 +110,11 @@ def test_log_probabilities_are_exact_under_the_statistics_that_acted(network):
         )
         params, state, _ = learn(agent, params, state, batch)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.statistics, statistics)
-    assert abs(state.statistics.observation.count - 64) < 1e-3  # 2 batches of 4 x 8: each timestep is seen once
+    assert abs(state.statistics.observation.count - 64) < 1e-3  # 2 batches of 4 x 8, with each timestep counted once
     assert np.all(np.abs(state.statistics.observation.mean[0]) > 0)
 
 
-def test_what_is_published_holds_the_statistics():
+def test_published_parameters_contain_the_statistics():
     agent = ppo()
     params, state = started(agent)
     published = agent.actor_params(params, state)
@@ -128,7 +128,7 @@ def test_what_is_published_holds_the_statistics():
     np.testing.assert_allclose(here, there, rtol=1e-6)
 
 
-def test_returns_so_far_begin_anew_with_each_episode():
+def test_return_so_far_restarts_with_each_episode():
     agent = ppo()
     params, learner_state = started(agent)
     published = agent.actor_params(params, learner_state)
@@ -148,7 +148,7 @@ def test_returns_so_far_begin_anew_with_each_episode():
     np.testing.assert_allclose(after.return_so_far, [9 + 0.9 * 15.3, 10 + 0.9 * 10], rtol=1e-5)
 
 
-def test_rewards_are_scaled_by_the_deviation_of_returns_without_those_at_first():
+def test_rewards_are_scaled_by_the_deviation_of_returns_except_at_first():
     agent = ppo(observations=False, reward_clip=1.5)
     returns = np.array([[0.0, 3.0, 50.0, 0.0], [2.0, 4.0, 6.0, 8.0]], np.float32)
     step_type = np.array([[FIRST, MID, LAST, FIRST, MID], [MID, MID, MID, LAST, FIRST]], np.uint8)
@@ -178,7 +178,7 @@ NORMALIZES = {
 @pytest.mark.parametrize(
     "name", ["sac", "impala", *(pytest.param(name, marks=pytest.mark.system) for name in ("dqn", "td3", "r2d2", "pqn"))]
 )
-def test_every_agent_learns_as_if_its_observations_came_normalized(name):
+def test_every_agent_learns_as_from_normalized_observations(name):
     plain = NORMALIZES[name]()
     agent = Normalized(plain)
     params, state = started(agent)
@@ -205,14 +205,14 @@ def test_every_agent_learns_as_if_its_observations_came_normalized(name):
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchingConfig:
+class RecordingConfig:
     learning_rate: float = 0.1
 
 
-class Watching(Agent):
-    """An agent without a discount, whose network and extras are its own; it keeps what its loss was given."""
+class RecordingAgent(Agent):
+    """An agent without a discount, with its own parameters and extras. It records the data that its loss receives."""
 
-    config_cls = WatchingConfig
+    config_cls = RecordingConfig
 
     def initial_params(self, rng):
         return {"w": jax.random.normal(rng, (3,))}
@@ -237,8 +237,8 @@ class Watching(Agent):
         return jnp.mean((batch.data.observation[:, :-1] @ params["w"] - batch.data.reward) ** 2), {}
 
 
-def test_an_agent_of_a_users_own_sees_nothing_of_its_transform():
-    inner = Watching(WatchingConfig(), VECTOR, DISCRETE)
+def test_custom_agent_needs_no_code_for_its_transform():
+    inner = RecordingAgent(RecordingConfig(), VECTOR, DISCRETE)
     agent = Normalized(inner, rewards=True)
     params, state = started(agent)
     assert agent.step_spec.extras.keys() == {"score", "return"}
@@ -254,7 +254,7 @@ def test_an_agent_of_a_users_own_sees_nothing_of_its_transform():
     assert state.statistics.returns.count > 20 and state.agent.steps == 1
 
 
-def test_the_return_so_far_has_a_discount_of_its_own_or_the_agents():
+def test_return_so_far_uses_its_own_discount_or_the_agents():
     def after_two_rewards(agent):
         params, state = started(agent)
         published, agent_state = agent.actor_params(params, state), agent.initial_state(2)
@@ -264,22 +264,22 @@ def test_the_return_so_far_has_a_discount_of_its_own_or_the_agents():
             )
         return float(agent_state.return_so_far[0])
 
-    watching = Watching(WatchingConfig(), VECTOR, DISCRETE)
+    recording = RecordingAgent(RecordingConfig(), VECTOR, DISCRETE)
     assert after_two_rewards(ppo()) == pytest.approx(1.9)
     assert after_two_rewards(ppo(discount=0.5)) == pytest.approx(1.5)
-    assert after_two_rewards(Normalized(watching, rewards=True)) == pytest.approx(1.99)
+    assert after_two_rewards(Normalized(recording, rewards=True)) == pytest.approx(1.99)
 
 
-class FromZero(PPO):
-    """Two seeds differ in the order of the minibatches alone."""
+class FixedInitialParams(PPO):
+    """A PPO for which two seeds differ only in the order of the minibatches."""
 
     def initial_params(self, rng):
         return super().initial_params(jax.random.PRNGKey(0))
 
 
-def test_two_seeds_of_a_learner_give_different_results():
+def test_two_learner_seeds_give_different_results():
     cfg = dataclasses.replace(CONFIG, num_minibatches=4)
-    agent = Normalized(FromZero(cfg, VECTOR, BOX, NETWORK), rewards=True)
+    agent = Normalized(FixedInitialParams(cfg, VECTOR, BOX, NETWORK), rewards=True)
     batch = batches.sequences(agent, *started(agent))._replace(params_version=np.ones(4, np.int64))
 
     def learned(seed):
@@ -290,27 +290,27 @@ def test_two_seeds_of_a_learner_give_different_results():
     assert np.abs(learned(1) - learned(2)).max() > 1e-6
 
 
-def test_what_buffers_and_programs_ask_of_an_agent_is_the_inner_agents():
+def test_transform_forwards_specs_and_checks_of_the_inner_agent():
     images = PPO(CONFIG, {"image": IMAGE, "vector": VECTOR}, DISCRETE, SMALL_CNN)
-    agent, watching = Normalized(images), Normalized(Watching(WatchingConfig(), VECTOR, DISCRETE))
-    assert agent.jit_learner_step is images.jit_learner_step is False and watching.jit_learner_step
+    agent, recording = Normalized(images), Normalized(RecordingAgent(RecordingConfig(), VECTOR, DISCRETE))
+    assert agent.jit_learner_step is images.jit_learner_step is False and recording.jit_learner_step
     assert agent.replay_spec == images.replay_spec
-    assert (watching.learns_from, Normalized(SAC(SACConfig(), VECTOR, BOX)).network_configs) == (
+    assert (recording.learns_from, Normalized(SAC(SACConfig(), VECTOR, BOX)).network_configs) == (
         "steps",
         SAC.network_configs,
     )
     assert agent.cfg is CONFIG
     with pytest.raises(UsageError, match="It needs two environments"):
-        watching.check_num_envs(1)
+        recording.check_num_envs(1)
     copied = pickle.loads(pickle.dumps(ppo(discount=0.5, observation_clip=3.0)))
     assert (copied.discount, copied.observation_clip, copied.rewards) == (0.5, 3.0, True)
     batches.assert_trees_equal(started(copied), started(ppo()))
 
 
-def test_an_extra_that_has_the_name_of_the_returns_is_refused():
-    inner = Normalized(Watching(WatchingConfig(), VECTOR, DISCRETE), rewards=True)
-    assert Normalized(inner).step_spec.extras.keys() == {"score", "return"}  # of observations alone
-    with pytest.raises(UsageError, match=r'Normalized: extras\["return"\] is what normalize_rewards gives'):
+def test_extra_named_return_is_rejected():
+    inner = Normalized(RecordingAgent(RecordingConfig(), VECTOR, DISCRETE), rewards=True)
+    assert Normalized(inner).step_spec.extras.keys() == {"score", "return"}  # normalizes only observations
+    with pytest.raises(UsageError, match=r'Normalized: extras\["return"\] is reserved for normalize_rewards'):
         Normalized(inner, rewards=True).step_spec  # noqa: B018
 
 
@@ -328,7 +328,7 @@ def test_errors_about_shapes_name_the_inner_agent():
         agent.check_observation(np.zeros((2, 99), np.float32))
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_invalid_options_are_rejected():
     with pytest.raises(UsageError, match=r"Normalized.observation_clip must be above 0, got nan"):
         ppo(observation_clip=float("nan"))
     with pytest.raises(UsageError, match=r"Normalized.discount must be in \[0, 1\], got 2"):

@@ -1,4 +1,4 @@
-"""Made-up batches of scored sequences, as a TrajectoryBuffer gives them."""
+"""Artificial batches of scored sequences, as returned by a TrajectoryBuffer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlframe.types import Batch, TokenBatch
 
 
 def token_batch(vocab_size: int, lengths, group, *, prompt: int = 2, padded: int = 9, seed: int = 0, **fields) -> Batch:
-    """Sequences of random tokens, `prompt` of which are not trained on, with random scores and log-probabilities."""
+    """Return random token sequences with random scores. The first `prompt` tokens are not trained on."""
     random = np.random.RandomState(seed)
     S = len(lengths)
     present = np.arange(padded) < np.array(lengths)[:, None]

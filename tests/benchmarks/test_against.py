@@ -1,4 +1,4 @@
-"""`rlframe bench NAME --against CHECKOUT`: the statistics, and two checkouts in turns."""
+"""Tests of `rlframe bench NAME --against CHECKOUT`: statistics, and comparisons of two checkouts."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ ROOT = pathlib.Path(__file__).parents[2]
     ("count", "low", "high"),
     [(1, 1, 1), (3, 1, 3), (7, 1, 7), (8, 2, 7), (10, 2, 9), (11, 3, 9)],
 )
-def test_a_median_lies_between_the_values_that_the_sign_test_leaves(count, low, high):
-    # P(at most 1 head of 8) = 9/256, so that [2nd, 7th] holds the median with 1 - 18/256 = 93%; of 7 it would be 87.5%.
+def test_confidence_interval_of_the_median_follows_the_sign_test(count, low, high):
+    # P(at most 1 head in 8) = 9/256, so [2nd, 7th] contains the median with probability 1 - 18/256 = 93%. For 7 values
+    # it would be 87.5%.
     assert spread(map(float, range(count, 0, -1))) == ((count + 1) / 2, low, high)
 
 
-def test_the_new_is_compared_with_the_old_before_and_after_it():
+def test_new_code_is_compared_with_the_old_code_before_and_after_it():
     figure = Figure((Turn(old=100.0, new=90.0, again=81.0), Turn(100.0, 80.0, 100.0), Turn(50.0, 60.0, 50.0)), True)
-    # 90 to the geometric mean 90 of 100 and 81: what drifts evenly cancels.
+    # 90 divided by 90, the geometric mean of 100 and 81: linear drift cancels out.
     assert figure.ratio == pytest.approx((1.0, 0.8, 1.2))
     assert figure.itself == pytest.approx((1.0, 0.81, 1.0))
     assert (figure.old, figure.new) == (90.5, 80.0)
 
 
-def test_less_is_better_turns_the_ratios_round():
+def test_ratio_is_inverted_if_lower_is_better():
     figure = Figure((Turn(old=10.0, new=20.0, again=10.0),), higher_is_better=False)
-    assert figure.ratio.middle == 0.5
+    assert figure.ratio.median == 0.5
     assert figure.is_worse
 
 
@@ -52,8 +53,9 @@ def test_less_is_better_turns_the_ratios_round():
     ("new", "is_worse"),
     [(85.0, False), (81.0, False), (79.0, True), (140.0, False)],
 )
-def test_worse_is_what_lies_beyond_the_old_against_itself_in_either_direction(new, is_worse):
-    # The old was once 1.25 times as quick as itself: the new may be slower by as much, 80 of 100.
+def test_new_code_is_worse_only_beyond_the_variation_of_the_old_code(new, is_worse):
+    # In one turn, the old code was 1.25 times as fast as before. The new code may therefore be slower by this factor,
+    # 80 instead of 100.
     turns = (Turn(100.0, new, 100.0), Turn(100.0, new, 100.0), Turn(100.0, new * math.sqrt(1.25), 125.0))
     assert Figure(turns, higher_is_better=True).is_worse == is_worse
 
@@ -62,13 +64,13 @@ def test_worse_is_what_lies_beyond_the_old_against_itself_in_either_direction(ne
     ("rate", "processor", "verdict"),
     [
         (50.0, 20.0, "yes"),
-        (50.0, 10.0, "yes, for no more processor time: it waits"),
-        (100.0, 20.0, "no, but it takes more processor time"),
+        (50.0, 10.0, "yes, without more processor time (waiting)"),
+        (100.0, 20.0, "no, but more processor time"),
         (100.0, 10.0, "no"),
         (50.0, None, "yes"),
     ],
 )
-def test_slower_is_worse_in_the_figure_whatever_the_processor_time(rate, processor, verdict):
+def test_verdict_depends_on_the_figure_and_on_processor_time(rate, processor, verdict):
     spent = None if processor is None else Figure((Turn(10.0, processor, 10.0),), False)
     comparison = Comparison("t", "rlframe", "steps/s", Figure((Turn(100.0, rate, 100.0),), True), spent)
     assert comparison.verdict() == verdict
@@ -82,21 +84,21 @@ def rows(**values: float | None) -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
-def test_a_turn_that_one_of_them_failed_in_does_not_count():
+def test_turn_with_a_missing_figure_is_ignored():
     turns = [(rows(a=100.0), rows(a=100.0), rows(a=100.0)), ({}, rows(a=1.0), rows(a=100.0))]
     [comparison], missing = compare(turns)
     assert comparison.value.turns == (Turn(100.0, 100.0, 100.0),)
     assert missing == []
 
 
-def test_rows_that_one_or_none_has_are_named():
+def test_rows_that_cannot_be_compared_are_listed_with_the_reason():
     old, new = rows(gone=1.0, none=None, tax=-1.0), rows(come=1.0, none=None, tax=2.0)
     assert compare([(old, new, old)]) == (
         [],
         [
             "t: gone: only the old has it",
             "t: none: neither has it",
-            "t: tax: in no turn a figure above 0 of both",
+            "t: tax: no turn has figures above 0 for both",
             "t: come: only the new has it",
         ],
     )
@@ -114,7 +116,7 @@ def run(context, say):
     watch, before = Stopwatch(), time.process_time()
     for _ in range(20):
         step()
-    spent = time.process_time() - before  # not wall time: the test must not depend on the machine's load
+    spent = time.process_time() - before  # processor time, so that the load of the machine has no effect
     rows = (Row({row!r}, 20 / spent, processor=watch.processor_us(20)), Row("a peer", 1.0))
     return [Table("tiny", "steps/s", Row("rlframe", 20 / spent, processor=watch.processor_us(20)), rows)]
 """
@@ -128,14 +130,14 @@ def {function}():
 """
 
 
-# A benchmark whose process, which can be told by its mark, does not end by itself.
+# A benchmark that starts a process that never ends. `mark` identifies this process.
 ENDLESS = """
 import subprocess, sys
 subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)", {mark!r}])
 """
 COMPARE = """
 import pathlib, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
 sys.path.insert(0, {root!r})
 from benchmarks import against
 against.ROOT = pathlib.Path({checkout!r})
@@ -144,7 +146,7 @@ against.run(["tiny"], {checkout!r}, 1, True, False, lambda what: None)
 
 
 def tiny(folder: pathlib.Path, seconds: float, function: str = "step", row: str = "again") -> pathlib.Path:
-    """A checkout whose only benchmark calls a function that takes so long."""
+    """Create a checkout whose only benchmark calls a function that takes `seconds`."""
     (folder / "rlframe").mkdir(parents=True)
     (folder / "rlframe" / "__init__.py").touch()
     (folder / "rlframe" / "work.py").write_text(WORK.format(function=function, seconds=seconds))
@@ -155,8 +157,8 @@ def tiny(folder: pathlib.Path, seconds: float, function: str = "step", row: str 
     return folder
 
 
-# A benchmark that says what the checkout says, and leaves a process behind, which holds its stdout and stderr.
-SAYS = """
+# A benchmark that reports figures from the checkout, and leaves behind a process that holds its stdout and stderr.
+REPORTS = """
 import subprocess, sys
 from benchmarks.report import Row, Table
 from rlframe.work import RATE, PROCESSOR
@@ -167,137 +169,137 @@ def run(context, say):
 """
 
 
-def left_of(mark: str) -> list[int]:
-    """The processes whose last argument that is."""
+def processes_with_mark(mark: str) -> list[int]:
+    """Return the ids of processes whose last argument is `mark`."""
     running = psutil.process_iter(["cmdline"])
     return [process.pid for process in running if (process.info["cmdline"] or [""])[-1] == mark]
 
 
 def measure(name: str, new: pathlib.Path, old: pathlib.Path, turns: int, monkeypatch, capsys) -> tuple[int, dict, str]:
-    """(exit code, the table as JSON, what else was printed)."""
+    """Return (exit code, results as JSON, other output)."""
     monkeypatch.setattr(against, "ROOT", new)
-    code = against.run([name], str(old), turns, quick=True, as_json=True, say=lambda what: None)
+    code = against.run([name], str(old), turns, quick=True, as_json=True, log=lambda what: None)
     *printed, last = capsys.readouterr().out.splitlines()
     return code, json.loads(last), "\n".join(printed)
 
 
-def test_a_checkout_that_does_four_times_the_work_is_slower(tmp_path, monkeypatch, capsys):
+def test_checkout_that_does_four_times_the_work_is_slower(tmp_path, monkeypatch, capsys):
     new, old = tiny(tmp_path / "new", 0.004), tiny(tmp_path / "old", 0.001)
-    code, said, printed = measure("tiny", new, old, 3, monkeypatch, capsys)
+    code, result, printed = measure("tiny", new, old, 3, monkeypatch, capsys)
     assert code == 1
-    assert [row["row"] for row in said["rows"]] == ["rlframe", "again"]  # and not the peer
-    for row in said["rows"]:
+    assert [row["row"] for row in result["rows"]] == ["rlframe", "again"]  # without the peer
+    for row in result["rows"]:
         assert row["slower"]
         assert row["value"]["ratio"]["middle"] == pytest.approx(0.25, rel=0.3)
         assert row["processor_us"]["old"] == pytest.approx(1000, rel=0.3)
         assert row["processor_us"]["ratio"]["middle"] == pytest.approx(0.25, rel=0.3)
         assert len(row["value"]["turns"]) == 3
-    assert printed.count("slower by more than the old differs from itself: yes") == 2
+    assert printed.count("slower by more than the old code differs from itself: yes") == 2
     assert "Slower:\n  tiny: rlframe\n  tiny: again" in printed
 
 
-def test_a_checkout_that_does_a_quarter_of_the_work_is_not_slower(tmp_path, monkeypatch, capsys):
-    code, said, printed = measure(
+def test_checkout_that_does_a_quarter_of_the_work_is_not_slower(tmp_path, monkeypatch, capsys):
+    code, result, printed = measure(
         "tiny", tiny(tmp_path / "new", 0.001), tiny(tmp_path / "old", 0.004), 1, monkeypatch, capsys
     )
     assert code == 0
-    assert said["rows"][0]["value"]["ratio"]["middle"] == pytest.approx(4.0, rel=0.3)
+    assert result["rows"][0]["value"]["ratio"]["middle"] == pytest.approx(4.0, rel=0.3)
     assert "None of 2 rows is slower." in printed
 
 
-def test_an_old_checkout_that_our_benchmark_does_not_run_with_is_measured_by_its_own(tmp_path, monkeypatch, capsys):
+def test_incompatible_old_checkout_is_measured_by_its_own_benchmark(tmp_path, monkeypatch, capsys):
     new = tiny(tmp_path / "new", 0.001, function="take_step", row="new row")
     old = tiny(tmp_path / "old", 0.001, row="old row")
-    _, said, _ = measure("tiny", new, old, 1, monkeypatch, capsys)
-    assert [row["row"] for row in said["rows"]] == ["rlframe"]
-    assert said["not_compared"] == [
+    _, result, _ = measure("tiny", new, old, 1, monkeypatch, capsys)
+    assert [row["row"] for row in result["rows"]] == ["rlframe"]
+    assert result["not_compared"] == [
         "tiny: tiny: old row: only the old has it",
         "tiny: tiny: new row: only the new has it",
     ]
 
 
-def test_a_benchmark_that_fails_on_both_compares_nothing(tmp_path, monkeypatch, capsys):
+def test_benchmark_that_fails_for_both_compares_nothing(tmp_path, monkeypatch, capsys):
     old = tiny(tmp_path / "old", 0.001)
     new = shutil.copytree(old, tmp_path / "new", symlinks=True)
-    code, said, printed = measure("missing", new, old, 1, monkeypatch, capsys)
-    assert (code, said["rows"]) == (1, [])
+    code, result, printed = measure("missing", new, old, 1, monkeypatch, capsys)
+    assert (code, result["rows"]) == (1, [])
     assert "No row could be compared." in printed
 
 
-def test_an_interrupt_ends_what_a_turn_has_started(tmp_path):
+def test_interrupt_ends_the_processes_of_a_turn(tmp_path):
     checkout = tiny(tmp_path / "checkout", 0.001)
     (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
     command = [sys.executable, "-c", COMPARE.format(root=str(ROOT), checkout=str(checkout))]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while not left_of(str(tmp_path)):
+        while not processes_with_mark(str(tmp_path)):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-    while left_of(str(tmp_path)):  # until the kernel has ended them
+    while processes_with_mark(str(tmp_path)):  # until the kernel has ended them
         time.sleep(0.05)
 
 
 @pytest.mark.system
-def test_a_benchmark_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch, capsys):
-    checkout, said = tiny(tmp_path / "checkout", 0.001), []
+def test_hanging_benchmark_is_killed_with_its_processes(tmp_path, monkeypatch, capsys):
+    checkout, result = tiny(tmp_path / "checkout", 0.001), []
     (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
     monkeypatch.setattr(against, "ROOT", checkout)
     monkeypatch.setattr(against, "TURN_SECONDS", 3.0)
-    assert against.run(["tiny"], str(checkout), 1, quick=True, as_json=False, say=said.append) == 1
+    assert against.run(["tiny"], str(checkout), 1, quick=True, as_json=False, log=result.append) == 1
     assert "No row could be compared." in capsys.readouterr().out
-    assert "tiny, turn 1 of 1, the new: it had not ended after 3 s, and was killed" in said
-    while left_of(str(tmp_path)):  # until the kernel has ended them
+    assert "tiny, turn 1 of 1, the new: it did not end within 3 s and was killed" in result
+    while processes_with_mark(str(tmp_path)):  # until the kernel has ended them
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
-    ("new", "code", "said"),
+    ("new", "code", "result"),
     [
         ("RATE, PROCESSOR = 50.0, 20.0", 1, "\nSlower:\n  tiny: rlframe"),
-        ("RATE, PROCESSOR = 50.0, 10.0", 1, "\nSlower for no more processor time: they wait:\n  tiny: rlframe"),
-        ("RATE, PROCESSOR = 100.0, 20.0", 0, "is slower.\nNot slower, but of more processor time:\n  tiny: rlframe"),
+        ("RATE, PROCESSOR = 50.0, 10.0", 1, "\nSlower without more processor time (waiting):\n  tiny: rlframe"),
+        ("RATE, PROCESSOR = 100.0, 20.0", 0, "is slower.\nNot slower, but more processor time:\n  tiny: rlframe"),
     ],
 )
-def test_the_end_says_how_rows_are_slower_and_no_process_is_left(new, code, said, tmp_path, monkeypatch, capsys):
+def test_summary_lists_slower_rows_and_no_process_is_left(new, code, result, tmp_path, monkeypatch, capsys):
     sides = []
     for name, work in (("new", new), ("old", "RATE, PROCESSOR = 100.0, 10.0")):
         sides.append(tiny(tmp_path / name, 0.001))
         (sides[-1] / "rlframe" / "work.py").write_text(work)
-        (sides[-1] / "benchmarks" / "tiny.py").write_text(SAYS.format(mark=str(tmp_path)))
+        (sides[-1] / "benchmarks" / "tiny.py").write_text(REPORTS.format(mark=str(tmp_path)))
     found, _, printed = measure("tiny", *sides, 1, monkeypatch, capsys)
     assert found == code
-    assert printed.endswith(said)
-    while left_of(str(tmp_path)):  # until the kernel has ended them
+    assert printed.endswith(result)
+    while processes_with_mark(str(tmp_path)):  # until the kernel has ended them
         time.sleep(0.05)
 
 
-def test_a_revision_is_laid_out_for_the_time_of_the_comparison():
+def test_checkout_of_a_revision_is_temporary():
     with against.checkout("HEAD") as folder:
         assert (folder / "rlframe" / "__init__.py").is_file()
         assert (folder / "benchmarks" / "runner.py").is_file()
     assert not folder.exists()
 
 
-def test_what_is_neither_a_checkout_nor_a_revision_is_refused(tmp_path, capsys):
-    with pytest.raises(UsageError, match=r"the folder is no checkout of rlframe; there is no rlframe/__init__\.py"):
+def test_unknown_checkout_or_revision_is_rejected(tmp_path, capsys):
+    with pytest.raises(UsageError, match=r"the folder is not a checkout of rlframe. It has no rlframe/__init__\.py"):
         against.checkout(str(tmp_path)).__enter__()
     assert main(["replay", "--against", "no-such-revision"]) == 2
-    assert "--against no-such-revision: neither a folder nor a revision" in capsys.readouterr().err
+    assert "--against no-such-revision: there is no folder and no revision" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--turns", "3"], "--turns, --json and --old-python go with --against"),
-        (["--json"], "--turns, --json and --old-python go with --against"),
-        (["--against", ".", "--turns", "0"], "it takes at least one"),
-        (["--against", ".", "--cleanrl", "."], "leaves the peers out"),
+        (["--turns", "3"], "--turns, --json and --old-python require --against"),
+        (["--json"], "--turns, --json and --old-python require --against"),
+        (["--against", ".", "--turns", "0"], "--turns must be at least 1, got 0"),
+        (["--against", ".", "--cleanrl", "."], "does not measure peers"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, message, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_conflicting_options_are_rejected(options, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
         main(["replay", *options])
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
@@ -305,25 +307,25 @@ def test_options_that_do_not_go_together_are_refused(options, message, capsys):
 
 
 @pytest.mark.system
-def test_this_checkout_is_compared_with_itself(monkeypatch, capsys):
-    _, said, _ = measure("replay", ROOT, ROOT, 1, monkeypatch, capsys)
-    assert said["not_compared"] == []
-    assert len(said["rows"]) == 10
-    for row in said["rows"]:
+def test_this_checkout_can_be_compared_with_itself(monkeypatch, capsys):
+    _, result, _ = measure("replay", ROOT, ROOT, 1, monkeypatch, capsys)
+    assert result["not_compared"] == []
+    assert len(result["rows"]) == 10
+    for row in result["rows"]:
         for figure in (row["value"], row["processor_us"]):
             assert figure["old"] > 0 and figure["new"] > 0
             assert figure["ratio"]["low"] <= figure["ratio"]["middle"] <= figure["ratio"]["high"]
 
 
 @pytest.mark.system
-def test_a_copy_that_samples_fifty_times_is_slower_at_that(tmp_path, monkeypatch, capsys):
+def test_copy_that_samples_fifty_times_is_slower_in_sampling(tmp_path, monkeypatch, capsys):
     for folder in ("rlframe", "benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "rlframe" / "replay" / "__init__.py", "a") as module:
         module.write(
             "_one = ReplayBuffer.sample\nReplayBuffer.sample = lambda self: [_one(self) for _ in range(50)][0]\n"
         )
-    code, said, _ = measure("replay", tmp_path, ROOT, 3, monkeypatch, capsys)
-    slower = {row["title"] for row in said["rows"] if row["slower"]}
+    code, result, _ = measure("replay", tmp_path, ROOT, 3, monkeypatch, capsys)
+    slower = {row["title"] for row in result["rows"] if row["slower"]}
     assert code == 1
     assert {"cartpole sample 256, 1-step", "pong sample 256, 1-step"} <= slower

@@ -1,4 +1,4 @@
-"""Processor time of processes."""
+"""Tests of the processor time of processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 from benchmarks.processor import Stopwatch, processor_seconds
 
-# Takes 1 s of a processor, its start included, says so, and waits for its stdin to be closed.
+# Uses 1 s of processor time, including its start, prints a line, and waits until its stdin is closed.
 CHILD = """
 import sys, time
 while time.process_time() < 1.0:
@@ -16,7 +16,7 @@ while time.process_time() < 1.0:
 print(flush=True)
 sys.stdin.read()
 """
-# Has a CHILD of its own, and takes little itself.
+# Starts a CHILD and uses little processor time itself.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
@@ -35,22 +35,22 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def test_processor_time_is_of_children_that_live_and_that_have_ended():
+def test_processor_time_includes_living_and_ended_children():
     before = processor_seconds()
     process = start(CHILD)
     assert processor_seconds() - before >= 1.0
     end(process)
-    assert 1.0 <= processor_seconds() - before < 1.9  # once, not twice
+    assert 1.0 <= processor_seconds() - before < 1.9  # counted once, not twice
 
 
-def test_processor_time_is_of_children_of_children():
+def test_processor_time_includes_grandchildren():
     process = start(PARENT)
     assert 1.0 <= processor_seconds(process.pid) < 1.9
     end(process)
     assert processor_seconds(process.pid) == 0.0
 
 
-def test_a_stopwatch_divides_both_times_by_the_steps():
+def test_stopwatch_rate_has_processor_time_per_step():
     watch = Stopwatch()
     spent = time.process_time()
     while time.process_time() < spent + 0.5:

@@ -1,4 +1,4 @@
-"""The benchmarks of Reverb and of whole programs: what their scripts measure, and how a limit is made of it."""
+"""The benchmarks of Reverb and IMPALA: measurements of their scripts, and computation of the limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from benchmarks.context import Context
 from benchmarks.report import NotMeasured
 
 
-class Given(Context):
-    """Scripts whose figures are known: (script, arguments up to the first option) -> what it prints."""
+class FakeContext(Context):
+    """A context with known results: (script, arguments up to the first option) -> result."""
 
     figures: dict[tuple[Any, ...], dict[str, float]]
 
@@ -29,8 +29,8 @@ class Given(Context):
         return self.figures[key]
 
 
-def given(figures: dict[tuple[Any, ...], dict[str, float]]) -> Given:
-    context = Given(repeats=1, quick=True)
+def fake_context(figures: dict[tuple[Any, ...], dict[str, float]]) -> FakeContext:
+    context = FakeContext(repeats=1, quick=True)
     object.__setattr__(context, "figures", figures)
     return context
 
@@ -48,25 +48,27 @@ def impala(heavy: float, loop: float) -> dict[tuple[Any, ...], dict[str, float]]
     return measured
 
 
-def test_the_limit_does_one_part_after_the_other_each_at_its_best():
-    heavy, light = impala_pong.run(given(impala(heavy=400.0, loop=500.0)), lambda _: None)
+def test_limit_combines_the_best_rates_of_all_parts_in_sequence():
+    heavy, light = impala_pong.run(fake_context(impala(heavy=400.0, loop=500.0)), lambda _: None)
     limit, loop, *parts = heavy.others
     assert [row.value for row in parts] == [4000.0, 2000.0, 1000.0]
     assert math.isclose(limit.value, 1 / (1 / 4000 + 1 / 2000 + 1 / 1000))
     assert loop.value == 500.0
     assert [row.note for row in parts] == ["one process", "2 processes", "one process"]
-    assert heavy.misses() == ["IMPALA on Pong-v5, Nature CNN, 2 actors, heavy_env: 0.70 times the limit: the better of "
-                              "the two ways, wanted 0.8"]  # fmt: skip
+    assert heavy.missed_targets() == [
+        "IMPALA on Pong-v5, Nature CNN, 2 actors, heavy_env: 0.70 times the limit: the better of "
+        "parts and loop, target 0.8"
+    ]
     assert light.title.endswith("light_env")
 
 
-def test_the_limit_is_the_bare_loop_where_that_is_quicker():
-    heavy, _ = impala_pong.run(given(impala(heavy=400.0, loop=600.0)), lambda _: None)
+def test_limit_is_the_bare_loop_if_it_is_faster():
+    heavy, _ = impala_pong.run(fake_context(impala(heavy=400.0, loop=600.0)), lambda _: None)
     assert heavy.others[0].value == 600.0
 
 
-def test_the_parts_are_left_out_where_only_ours_is_measured():
-    context = given({("impala", "program", "heavy_env"): {**steps(400.0), "processor_us": 4000.0}})
+def test_parts_are_left_out_if_only_rlframe_is_measured():
+    context = fake_context({("impala", "program", "heavy_env"): {**steps(400.0), "processor_us": 4000.0}})
     object.__setattr__(context, "only_ours", True)
     heavy, light = impala_pong.run(context, lambda _: None)
     assert (heavy.ours.value, heavy.ours.processor) == (400.0, 4000.0)
@@ -74,26 +76,26 @@ def test_the_parts_are_left_out_where_only_ours_is_measured():
     assert light.ours.note == "not measured: it failed"
 
 
-def test_there_is_no_limit_without_one_of_the_parts():
+def test_missing_part_leaves_only_the_loop_as_limit():
     figures = impala(heavy=400.0, loop=600.0)
     for way in impala_pong.WAYS:
         del figures[("impala", "part", "learner", *way)]
-    heavy, _ = impala_pong.run(given(figures), lambda _: None)
+    heavy, _ = impala_pong.run(fake_context(figures), lambda _: None)
     assert heavy.others[0].value == 600.0
     assert (heavy.others[-1].value, heavy.others[-1].note) == (None, "not measured: it failed")
-    assert impala_pong.in_turn([4000.0, None]) is None
+    assert impala_pong.sequential_rate([4000.0, None]) is None
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("way", ["ours", "blocks", "appends", "transitions"])
-def test_every_way_into_reverb_runs(way):
+def test_every_insert_workload_of_reverb_runs(way):
     found = Context().ours("reverb", "insert", way, "--seconds", 0.1)
     assert set(found) == {"steps_per_second", "processor_us"} and min(found.values()) > 0
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("workload", reverb.SAMPLES)
-def test_every_way_out_of_reverb_runs(workload):
+def test_every_sample_workload_of_reverb_runs(workload):
     found = Context().ours("reverb", "sample", workload, "--seconds", 0.1, "--items", 1280)
     assert set(found) == {"ours", "bare", "processor_us"} and min(found.values()) > 0
 
@@ -106,9 +108,9 @@ def test_every_part_of_impala_runs_alone(part):
 
 
 @pytest.mark.system
-def test_a_program_is_measured_after_its_warm_up():
+def test_program_is_measured_after_its_warm_up():
     found = Context().ours("impala", "program", "heavy_env", "--seconds", 2)
-    # Every step is learned from once: an update takes 8 unrolls of 20 of them.
+    # Every step is used once for learning. An update uses 8 unrolls of 20 steps.
     assert found["updates_per_second"] * 160 == pytest.approx(found["steps_per_second"], rel=0.5)
-    # No more processors were in use than there are; a tenth of one at least.
+    # The mean number of processors in use is at least a tenth and at most the number of cores.
     assert 0.1 < found["processor_us"] * 1e-6 * found["steps_per_second"] < 1.2 * len(os.sched_getaffinity(0))

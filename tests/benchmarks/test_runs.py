@@ -1,4 +1,4 @@
-"""Every benchmark of `rlframe bench` runs in its quickest setting, and takes each figure that needs no peer."""
+"""Every benchmark of `rlframe bench` runs in its quickest setting and measures each figure that needs no peer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.report import Row
 from benchmarks.runner import BENCHMARKS, NEEDS
 from rlframe import extras
 
-FAST = {"actor", "calls", "replay"}  # these take a few seconds; the others compile more, or start processes
-PEERS = ("--peers-python", "--cleanrl")  # what a note names if the peer of its row is not installed
+FAST = {"actor", "calls", "replay"}  # these take a few seconds; the others compile more or start processes
+PEERS = ("--peers-python", "--cleanrl")  # named in the note of a row if its peer is not installed
 TOO_SHORT = "0 of 1 seeds solved it"  # a quick run ends before it solves the task
-# Rows that are a difference of two figures: the noise of a short turn may put them below 0.
+# Rows with the difference of two figures, which may be negative because of noise in a short turn.
 DIFFERENCES = {"the framework's tax", "the Actor itself"}
 
 
@@ -23,19 +23,19 @@ DIFFERENCES = {"the framework's tax", "the Actor itself"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.system) for name in BENCHMARKS]
 )
-def test_a_benchmark_takes_all_figures_that_need_no_peer(name):
+def test_benchmark_measures_all_figures_that_need_no_peer(name):
     if not all(map(extras.is_installed, NEEDS.get(name, ()))):
         pytest.skip(f"needs {NEEDS[name]}")
-    said: list[str] = []
-    tables = importlib.import_module(f"benchmarks.{name}").run(Context(repeats=1, quick=True), said.append)
-    assert tables and said
+    messages: list[str] = []
+    tables = importlib.import_module(f"benchmarks.{name}").run(Context(repeats=1, quick=True), messages.append)
+    assert tables and messages
     rows = [(table.title, row) for table in tables for row in (table.ours, *table.others)]
     assert [(title, row) for title, row in rows if not _is_measured(row)] == []
     assert [table.title for table in tables if table.ours.value is None and table.ours.note != TOO_SHORT] == []
 
 
 def _is_measured(row: Row) -> bool:
-    """Return whether a row has its figures, or lacks them because its peer is not installed or the run is quick."""
+    """Return True if a row has its figures, or if they are missing because of a peer or the quick run."""
     if row.value is None:
         return row.note in ("not measured", TOO_SHORT) or any(option in row.note for option in PEERS)
     if row.name.strip() in DIFFERENCES:

@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md against its simulation, below the knee, beyond it, and where each part is the limit."""
+"""The model of docs/scaling.md agrees with its simulation below the knee, above it, and for each limiting part."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ SMALL = Program(actors=1, batch=16, env_seconds=200e-6)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_model_says_what_the_simulation_does(program, bound_by):
+def test_model_agrees_with_the_simulation(program, bound_by):
     expected = model(program)
     assert expected.bound_by == bound_by
     seen = simulate(program, long_enough(program))
     assert seen.steps == pytest.approx(expected.steps, rel=0.1)
-    if bound_by != "cores":  # who waits for a core is not in the model
+    if bound_by != "cores":  # the model does not include waiting for a core
         assert seen.staleness == pytest.approx(expected.staleness, rel=0.15, abs=1.5)
 
 
-def test_at_the_knee_queues_take_some_of_what_the_model_promises():
+def test_simulation_is_slightly_below_the_model_at_the_knee():
     alone = limits(SMALL)
     knee = round(alone["learner"] / alone["actors"])
     seen = simulate(dataclasses.replace(SMALL, actors=knee), 0.3).steps
     assert 0.8 * alone["learner"] < seen < alone["learner"]
 
 
-def test_what_moves_the_knee():
+def test_knee_depends_on_costs():
     def knee(**changes):
         found = limits(dataclasses.replace(SMALL, **changes))
         return min(found[name] for name in found if name != "actors") / found["actors"]
 
-    assert knee(batch=64) > knee()  # an update's fixed cost is shared by more steps
+    assert knee(batch=64) > knee()  # the fixed cost of an update is shared by more steps
     assert knee(env_seconds=1e-3) > 3 * knee()
     assert knee(costs=Costs(insert_step=20e-6), shards=2) == pytest.approx(2 * knee(costs=Costs(insert_step=20e-6)))
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_picture_is_drawn(tmp_path):
     points = [(program, model(program)) for program in (SMALL, dataclasses.replace(SMALL, actors=10))]
     draw({"small": points}, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, and nothing that was saved is lost."""
+"""Checkpoints: saved data is restored, and no saved data is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tree(value: float) -> dict:
     return {"w": np.full((3, 2), value, np.float32), "count": [np.int32(7)], "rng": np.array([1, 2], np.uint32)}
 
 
-def test_restore_gives_back_the_tree_and_the_extras(checkpointer):
+def test_restore_returns_the_saved_tree_and_extras(checkpointer):
     checkpointer.save(5, tree(1.5), extras={"env": b"\x00\x01", "steps": 3})
     restored, extras, _ = checkpointer.restore(tree(0.0))
     np.testing.assert_array_equal(restored["w"], np.full((3, 2), 1.5, np.float32))
@@ -38,7 +38,7 @@ def test_restore_gives_back_the_tree_and_the_extras(checkpointer):
     assert extras == {"env": b"\x00\x01", "steps": 3}
 
 
-def test_logging_is_as_before_where_nobody_set_it_up(tmp_path, monkeypatch):
+def test_saving_does_not_change_unconfigured_logging(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     opened, added = Checkpointer(tmp_path), logging.NullHandler()
     opened.save(1, np.zeros(2))
@@ -46,21 +46,21 @@ def test_logging_is_as_before_where_nobody_set_it_up(tmp_path, monkeypatch):
     opened.extras(1)
     opened.close()
     assert logging.getLogger().handlers == []
-    # Another thread may set logging up during a save.
+    # Another thread may configure logging during a save.
     manager = opened._manager
     monkeypatch.setattr(opened, "_manager", lambda: logging.getLogger().addHandler(added) or manager())
     opened.save(2, np.zeros(2))
     assert logging.getLogger().handlers == [added]
 
 
-def test_the_last_n_are_kept(checkpointer):
+def test_only_the_latest_checkpoints_are_kept(checkpointer):
     for step in (1, 2, 3):
         checkpointer.save(step, tree(step))
     assert checkpointer.steps() == [2, 3]
 
 
 @pytest.mark.parametrize("name", [b"a\xff", "é".encode()])
-def test_a_directory_need_not_be_utf_8(name, tmp_path):
+def test_directory_name_may_be_invalid_utf_8(name, tmp_path):
     directory = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
     opened = [Checkpointer(directory, keep=2) for _ in range(2)]
     for step in (1, 2, 3):
@@ -76,7 +76,7 @@ def test_a_directory_need_not_be_utf_8(name, tmp_path):
         each.close()
 
 
-def test_a_second_save_at_one_step_replaces_nothing(checkpointer):
+def test_second_save_at_the_same_step_overwrites_nothing(checkpointer):
     checkpointer.save(4, tree(1.0), extras="first")
     checkpointer.save(4, tree(2.0), extras="second")
     assert checkpointer.steps() == [4, 5]
@@ -84,7 +84,7 @@ def test_a_second_save_at_one_step_replaces_nothing(checkpointer):
     assert checkpointer.restore(tree(0.0), step=4)[1] == "first"
 
 
-def test_a_damaged_checkpoint_is_named(checkpointer):
+def test_damaged_checkpoint_is_named(checkpointer):
     checkpointer.save(1, tree(1.0))
     checkpointer.save(2, tree(2.0))
     for data in (checkpointer.directory / "2" / "default").rglob("*"):
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_named(checkpointer):
     assert checkpointer.restore(tree(0.0), step=1)[0]["w"][0, 0] == 1.0
 
 
-def test_a_single_changed_byte_of_the_data_is_noticed(checkpointer):
+def test_single_changed_byte_is_detected(checkpointer):
     checkpointer.save(1, {"w": np.arange(50_000, dtype=np.float32)}, extras="kept")
     data = max((p for p in (checkpointer.directory / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(data.read_bytes())
@@ -105,13 +105,13 @@ def test_a_single_changed_byte_of_the_data_is_noticed(checkpointer):
         checkpointer.restore({"w": np.zeros(50_000)})
 
 
-def test_a_checkpoint_of_another_network_is_refused_by_name(checkpointer):
+def test_checkpoint_of_another_network_is_rejected(checkpointer):
     checkpointer.save(1, tree(1.0))
-    with pytest.raises(CheckpointError, match=r"\['w'\] has shape \(3, 2\) where this agent has \(3, 4\)"):
+    with pytest.raises(CheckpointError, match=r"\['w'\] has shape \(3, 2\), but this agent has \(3, 4\)"):
         checkpointer.restore({**tree(0.0), "w": np.zeros((3, 4))})
 
 
-def test_no_checkpoint_is_an_error_that_says_so(checkpointer):
+def test_restore_without_a_checkpoint_raises(checkpointer):
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         checkpointer.restore(tree(0.0))
 
@@ -135,14 +135,14 @@ for step in itertools.count(1):
 
 @pytest.mark.system
 @pytest.mark.parametrize("moment", ["*.orbax-checkpoint-tmp*", "replay/.*.new"])
-def test_a_writer_that_is_killed_while_it_saves_leaves_the_checkpoint_before_and_its_replay(tmp_path, moment):
+def test_killed_writer_leaves_the_previous_checkpoint_with_its_replay(tmp_path, moment):
     with subprocess.Popen([sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
         saved = int(process.stdout.readline())
         wait_until(lambda: list(tmp_path.glob(moment)))
         process.kill()
         saved = [saved, *map(int, process.stdout)][-1]
     again, replay_buffer = Checkpointer(tmp_path), ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20_000))
-    assert again.steps()[-1] in (saved, saved + 1)  # the one under way may have been completed
+    assert again.steps()[-1] in (saved, saved + 1)  # the interrupted checkpoint may be complete
     restored, extras, has_replay = again.restore({"w": np.zeros(5_000_000)}, replay_buffer=replay_buffer)
     assert (restored["w"] == again.steps()[-1]).all() and has_replay
     assert replay_buffer.stats()["steps"] == 2 * extras == 2 * again.steps()[-1]

@@ -1,4 +1,4 @@
-"""The ordinary Learner trains a language model from the trajectory service, by GRPO."""
+"""The Learner trains a language model by GRPO, from the trajectory service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.agents.batches import assert_trees_equal
 from tests.agents.token_batches import token_batch
 from tests.trajectories.serving import DEADLINE, running_service
 
-BEST = 3  # the token that is rewarded
+BEST = 3  # the rewarded token
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=16,
@@ -52,19 +52,19 @@ def client(url, run):
 
 
 def answers(params, version: int, prompt: int = 2) -> list[Group]:
-    """Two groups of eight answers; each scores its part of BEST."""
+    """Return two groups of eight sampled answers. The score of an answer is its fraction of BEST."""
     prompts = [[group + 1] * prompt for group in range(2) for _ in range(8)]
     params = jax.tree.map(np.asarray, params)
-    said = generate(params, MODEL, prompts, version, SamplingParams(max_tokens=6))
+    samples = generate(params, MODEL, prompts, version, SamplingParams(max_tokens=6))
     groups = []
     for i in (0, 8):
-        eight = said[i : i + 8]
+        group_samples = samples[i : i + 8]
         groups.append(
             Group(
-                tokens=[[*prompts[i], *one.tokens] for one in eight],
-                masks=[[-100] * prompt + one.tokens for one in eight],
-                scores=[float(np.mean(np.array(one.tokens) == BEST)) for one in eight],
-                inference_logprobs=[[1.0] * prompt + one.log_probs for one in eight],
+                tokens=[[*prompts[i], *one.tokens] for one in group_samples],
+                masks=[[-100] * prompt + one.tokens for one in group_samples],
+                scores=[float(np.mean(np.array(one.tokens) == BEST)) for one in group_samples],
+                inference_logprobs=[[1.0] * prompt + one.log_probs for one in group_samples],
                 policy_version=version,
             )
         )
@@ -72,7 +72,7 @@ def answers(params, version: int, prompt: int = 2) -> list[Group]:
 
 
 @pytest.mark.system
-def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, run, client, tmp_path):
+def test_policy_learns_the_rewarded_token_and_resumes_from_a_checkpoint(url, run, client, tmp_path):
     buffer = TrajectoryBuffer(url, run=run, timeout=DEADLINE)
     config = LearnerConfig(checkpoint_dir=str(tmp_path), seed=4)
     learner = Learner(config, GRPO(CONFIG), buffer)
@@ -83,7 +83,7 @@ def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, r
         logs = learner.step(buffer.wait_for_batch(DEADLINE))
         rewards.append(float(logs["reward"]))
         assert (logs["staleness"], logs["tokens"], logs["length"]) == (0, 16 * 8, 6)
-        assert abs(float(logs["approx_kl"])) < 1e-5  # what was sampled, and what the learner makes of it, are the same
+        assert abs(float(logs["approx_kl"])) < 1e-5  # the learner computes the log-probabilities that were sampled
     assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.9
     assert logs["kl"] > 0.1 and learner.learner_steps == 30
     learner.save()
@@ -96,7 +96,7 @@ def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, r
     assert resumed.learner_steps == 30 and resumed.params_version > version
     assert_trees_equal(resumed.get_params()[1], params)
     again = resumed.step(batch)
-    for name in ("loss", "kl", "grad_norm"):  # the reference and the optimizer's state came back as well
+    for name in ("loss", "kl", "grad_norm"):  # the reference and the optimizer state are restored too
         np.testing.assert_allclose(again[name], after[name], rtol=1e-5, err_msg=name)
     assert_trees_equal(resumed.get_params()[1], learner.get_params()[1])
     for each in (learner, resumed, buffer):
@@ -104,7 +104,7 @@ def test_the_policy_learns_what_is_rewarded_and_goes_on_from_a_checkpoint(url, r
 
 
 class CountingGRPO(GRPO):
-    """Counts how often its update is traced, by the shape of the batch."""
+    """Records the shape of the batch whenever the update is traced."""
 
     traced: list[tuple[int, ...]] = []  # noqa: RUF012
 
@@ -114,7 +114,7 @@ class CountingGRPO(GRPO):
 
 
 @pytest.mark.system
-def test_the_largest_scores_teach_what_one_and_zero_teach(url, run, client):
+def test_extreme_scores_give_the_same_update_as_one_and_zero(url, run, client):
     def learned(best, other):
         agent = GRPO(dataclasses.replace(CONFIG, loss="policy_gradient"))
         with contextlib.closing(TrajectoryBuffer(url, run=run, timeout=DEADLINE)) as buffer:
@@ -135,16 +135,16 @@ def test_the_largest_scores_teach_what_one_and_zero_teach(url, run, client):
 
 
 @pytest.mark.parametrize("spoilt", [pytest.param("loss", marks=pytest.mark.system), "parameters"])
-def test_a_version_that_is_not_finite_is_never_published(spoilt):
-    rate = 1e-2 if spoilt == "loss" else 1e38
+def test_version_that_is_not_finite_is_never_published(non_finite):
+    rate = 1e-2 if non_finite == "loss" else 1e38
     agent = GRPO(dataclasses.replace(CONFIG, batch_size=2, learning_rate=rate, kl_cost=0.0, max_grad_norm=None))
     batch = token_batch(MODEL.vocab_size, [5, 6], [0, 0])
-    if spoilt == "loss":
+    if non_finite == "loss":
         wrong = np.where(batch.data.mask > 0, np.nan, 0).astype(np.float32)
         batch = batch._replace(data=batch.data._replace(inference_logprobs=wrong))
     learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
     before = learner.params_version
-    for _ in range(3):  # parameters of 1e38 first, then what comes of them
+    for _ in range(3):  # the first update gives parameters of 1e38, and later ones overflow
         with contextlib.suppress(NonFiniteLossError):
             learner.step(batch)
             before = learner.params_version
@@ -158,7 +158,7 @@ def test_a_version_that_is_not_finite_is_never_published(spoilt):
 
 
 @pytest.mark.system
-def test_an_update_is_compiled_once_for_each_bucket_of_lengths(url, run, client):
+def test_update_is_compiled_once_per_length_bucket(url, run, client):
     buffer = TrajectoryBuffer(url, run=run, timeout=DEADLINE)
     learner = Learner(LearnerConfig(), CountingGRPO(CONFIG), buffer)
     traced = CountingGRPO.traced

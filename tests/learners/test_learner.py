@@ -1,4 +1,4 @@
-"""The Learner: updates, versions, publishing, checkpoints, and what stops it."""
+"""The Learner: updates, versions, publishing, checkpoints, and stopping."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(tmp_path=None, buffer=None, **config) -> Learner:
     return Learner(learner_config, counting_agent(**config), buffer or RecordingBuffer())
 
 
-def test_a_step_without_a_batch_does_nothing():
+def test_step_without_a_batch_does_nothing():
     learner = make()
     assert learner.step(None) is None
     assert learner.learner_steps == 0 and learner.params_version == 1
@@ -50,12 +50,12 @@ def test_a_step_without_a_batch_does_nothing():
     ("arguments", "got"),
     [(({}, (), None), "dict, tuple, NoneType"), (({},), "dict"), ((lambda: None,), "function"), ((None, None), "None")],
 )
-def test_a_step_of_other_arguments_than_a_batch_is_refused_with_the_right_form(arguments, got):
+def test_step_rejects_arguments_that_are_not_a_batch(arguments, got):
     with pytest.raises(UsageError, match=rf"got \({got}.*learner.step\(batch\).*agent.learner_step\(params"):
         make().step(*arguments)
 
 
-def test_a_step_updates_the_parameters_and_publishes_a_new_version():
+def test_step_updates_parameters_and_publishes_a_new_version():
     learner = make()
     logs = learner.step(reward_batch([1, 1, 1, 1]))
     version, params = learner.get_params()
@@ -63,13 +63,13 @@ def test_a_step_updates_the_parameters_and_publishes_a_new_version():
     assert version == 2 and params["w"] == 0.5
 
 
-def test_a_caller_that_is_up_to_date_is_told_so_and_sent_nothing():
+def test_get_params_with_the_newest_version_returns_no_parameters():
     learner = make()
     version, _ = learner.get_params()
     assert learner.get_params(version) == (version, None)
 
 
-def test_what_was_published_stays_as_it_was_when_the_learner_goes_on():
+def test_published_parameters_do_not_change_in_later_updates():
     learner = make()
     learner.step(reward_batch([1, 1, 1, 1]))
     _, before = learner.get_params()
@@ -79,19 +79,19 @@ def test_what_was_published_stays_as_it_was_when_the_learner_goes_on():
     assert learner.get_params()[1]["w"] > 5
 
 
-def test_parameters_are_fetched_once_per_version_however_many_ask():
+def test_parameters_are_fetched_once_per_version():
     learner = make()
     assert learner.get_params()[1]["w"] is learner.get_params()[1]["w"]
 
 
-def test_staleness_is_the_mean_age_of_the_items_in_versions():
+def test_staleness_is_the_mean_age_of_items_in_versions():
     learner = make()
     for _ in range(4):
         learner.step(reward_batch([1, 1, 1, 1], versions=1))
     assert learner.step(reward_batch([1, 1, 1, 1], versions=2))["staleness"] == 3.0
 
 
-def test_priorities_go_back_to_the_buffer_with_the_batchs_keys():
+def test_priorities_are_passed_to_the_buffer_with_the_keys_of_the_batch():
     buffer = RecordingBuffer()
     logs = make(buffer=buffer, prioritized=True).step(reward_batch([1, -2, 3, 0]))
     ((keys, priorities),) = buffer.priorities
@@ -100,7 +100,7 @@ def test_priorities_go_back_to_the_buffer_with_the_batchs_keys():
     assert "priorities" not in logs
 
 
-def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_good_checkpoint(tmp_path):
+def test_non_finite_loss_error_names_step_batch_and_last_good_checkpoint(tmp_path):
     learner = make(tmp_path)
     learner.step(reward_batch([1, 1, 1, 1]))
     learner.save()
@@ -110,7 +110,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_batch_and_last_good_checkpoin
     learner.close()
 
 
-def test_a_loss_that_is_not_finite_is_noticed_before_its_priorities_reach_the_buffer():
+def test_non_finite_loss_is_detected_before_priorities_reach_the_buffer():
     buffer = RecordingBuffer()
     learner = make(buffer=buffer, prioritized=True)
     with pytest.raises(NonFiniteLossError, match="learner step 1 is nan"):
@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_finite_is_noticed_before_its_priorities_reach_the_bu
     assert buffer.priorities == []
 
 
-def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
+def test_non_finite_parameters_are_never_saved(tmp_path):
     learner = make(tmp_path)
     learner.step(reward_batch([1, 1, 1, 1]))
     learner.save()
@@ -131,7 +131,7 @@ def test_parameters_that_are_not_finite_are_never_saved(tmp_path):
     learner.close()
 
 
-def test_a_restored_learner_goes_on_as_if_it_had_not_stopped(tmp_path):
+def test_restored_learner_continues_like_an_uninterrupted_one(tmp_path):
     learner, twin = make(tmp_path), make()
     for batch in ([1, 2, 3, 4], [5, 6, 7, 8]):
         learner.step(reward_batch(batch))
@@ -147,8 +147,8 @@ def test_a_restored_learner_goes_on_as_if_it_had_not_stopped(tmp_path):
     resumed.close()
 
 
-def test_a_replay_whose_wait_hears_of_the_programs_end_first_is_no_failure(tmp_path, monkeypatch):
-    class NotYetHeard(threading.Event):  # by the thread that would call `stop`
+def test_program_stop_that_reaches_the_replay_first_is_no_failure(tmp_path, monkeypatch):
+    class EventWithoutWait(threading.Event):  # the thread that calls `stop` does not see the event
         def wait(self, timeout=None):
             return False
 
@@ -156,12 +156,12 @@ def test_a_replay_whose_wait_hears_of_the_programs_end_first_is_no_failure(tmp_p
         def __iter__(self):
             yield reward_batch([1, 1, 1, 1])
             end.set()
-            raise StoppedError("Told to stop while the replay had not answered.")
+            raise StoppedError("Stopped while waiting for the replay.")
 
         def close(self):
             pass
 
-    end = NotYetHeard()
+    end = EventWithoutWait()
     monkeypatch.setattr(shutdown, "_program", shutdown._Program(end, lambda: None))
     buffer = RecordingBuffer()
     buffer.make_dataset = Interrupted
@@ -171,11 +171,11 @@ def test_a_replay_whose_wait_hears_of_the_programs_end_first_is_no_failure(tmp_p
     learner.close()
     resumed = make(tmp_path)
     resumed.restore()
-    assert resumed.learner_steps == 1  # it had saved
+    assert resumed.learner_steps == 1  # it was saved
     resumed.close()
 
 
-def test_versions_go_on_past_what_a_crashed_learner_published(tmp_path):
+def test_versions_continue_above_those_of_a_crashed_learner(tmp_path):
     learner = make(tmp_path)
     learner.step(reward_batch([1, 1, 1, 1]))
     learner.save()
@@ -189,11 +189,11 @@ def test_versions_go_on_past_what_a_crashed_learner_published(tmp_path):
     resumed.close()
 
 
-def test_no_version_is_skipped_where_the_last_step_was_saved_before_it_was_the_last(tmp_path):
+def test_final_save_of_an_already_saved_step_releases_reserved_versions(tmp_path):
     learner = make(tmp_path)
     for _ in range(3):
         learner.step(reward_batch([1, 1, 1, 1]))
-    learner._versions._reserve(20)  # where updates are quick
+    learner._versions._reserve(20)  # as with fast updates
     learner.saver.save_if_due(now=True)
     learner.saver.save_if_due(final=True)
     learner.close()
@@ -204,18 +204,18 @@ def test_no_version_is_skipped_where_the_last_step_was_saved_before_it_was_the_l
     resumed.close()
 
 
-def test_restore_without_a_checkpoint_says_so(tmp_path):
+def test_restore_without_a_checkpoint_is_rejected(tmp_path):
     learner = make(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         learner.restore()
 
 
-def test_saving_without_a_directory_is_refused():
+def test_saving_without_a_directory_is_rejected():
     with pytest.raises(UsageError, match="checkpoint_dir"):
         make().save()
 
 
-def test_run_learns_from_the_buffers_dataset_logs_and_saves(tmp_path):
+def test_run_learns_from_the_dataset_logs_and_saves(tmp_path):
     class Dataset:
         closed = False
 
@@ -245,19 +245,19 @@ def test_run_learns_from_the_buffers_dataset_logs_and_saves(tmp_path):
     learner.close()
 
 
-def test_the_dataset_is_made_as_the_config_says():
-    made = {}
+def test_data_config_is_passed_to_make_dataset():
+    options = {}
 
     class Replay(ReplayBuffer):
         def make_dataset(self, prefetch=2, timeout=None):
-            made.update(prefetch=prefetch, timeout=timeout)
+            options.update(prefetch=prefetch, timeout=timeout)
             return super().make_dataset(prefetch, timeout)
 
     cfg = LearnerConfig(data=DataConfig(prefetch=5, timeout=0.05))
     learner = Learner(cfg, counting_agent(), Replay(counting_agent()))
     with pytest.raises(DatasetTimeoutError, match=r"No batch came within 0.05 s"):
         learner.run()
-    assert made == {"prefetch": 5, "timeout": 0.05}
+    assert options == {"prefetch": 5, "timeout": 0.05}
     learner.close()
     learner = Learner(LearnerConfig(data=DataConfig(threads=3)), counting_agent(), ReplayBuffer(counting_agent()))
     with pytest.raises(UsageError, match=r"data.threads is 3, but make_dataset\(\) .* a ReplayBuffer, takes prefetch"):
@@ -267,7 +267,7 @@ def test_the_dataset_is_made_as_the_config_says():
         DataConfig(prefetch=0)
 
 
-def test_a_subclass_makes_its_own_dataset_and_a_stop_ends_it_while_it_waits():
+def test_stop_ends_the_wait_of_a_dataset_made_by_a_subclass():
     given = []
 
     class Twice(Learner):
@@ -293,7 +293,7 @@ def test_a_subclass_makes_its_own_dataset_and_a_stop_ends_it_while_it_waits():
         each.close()
 
 
-def test_a_subclass_takes_its_batches_from_any_iterator():
+def test_subclass_may_use_any_iterator_of_batches():
     class Own(Learner):
         def _make_dataset(self, data_cfg):
             return iter([reward_batch([1, 1, 1, 1])] * 3)
@@ -304,14 +304,14 @@ def test_a_subclass_takes_its_batches_from_any_iterator():
     learner.close()
 
 
-# --- a learner that is started again
+# --- a restarted learner
 
 
 def resumed(tmp_path, buffer=None, **config) -> Learner:
     return Learner(LearnerConfig(checkpoint_dir=str(tmp_path), resume=True), counting_agent(**config), buffer)
 
 
-def test_a_learner_that_resumes_publishes_its_checkpoint_and_nothing_before(tmp_path):
+def test_resumed_learner_publishes_its_checkpoint_first(tmp_path):
     learner = make(tmp_path)
     for _ in range(3):
         learner.step(reward_batch([1, 1, 1, 1]))
@@ -325,11 +325,11 @@ def test_a_learner_that_resumes_publishes_its_checkpoint_and_nothing_before(tmp_
         each.close()
 
 
-def test_a_learner_that_died_before_its_first_checkpoint_starts_anew_with_versions_that_rise(tmp_path):
+def test_learner_that_died_before_its_first_checkpoint_restarts_with_higher_versions(tmp_path):
     learner = make(tmp_path)
     for _ in range(1_200):
         learner.step(reward_batch([1, 1, 1, 1]))
-    again = resumed(tmp_path)  # the other died
+    again = resumed(tmp_path)  # the first learner died
     version, params = again.get_params(known_version=learner.params_version)
     assert again.learner_steps == 0 and params["w"] == 0.0
     assert version > learner.params_version
@@ -338,7 +338,7 @@ def test_a_learner_that_died_before_its_first_checkpoint_starts_anew_with_versio
     assert third.params_version > again.params_version
 
 
-def test_resuming_without_a_directory_is_refused():
+def test_resuming_without_a_directory_is_rejected():
     with pytest.raises(UsageError, match="resume needs a checkpoint_dir"):
         LearnerConfig(resume=True)
 
@@ -370,9 +370,7 @@ def replays(tmp_path) -> list[int]:
     return sorted(int(path.name) for path in (tmp_path / "replay").iterdir())
 
 
-def test_a_learner_goes_on_while_its_disk_is_full_and_fails_if_its_last_checkpoint_cannot_be_written(
-    small_disk, caplog
-):
+def test_learner_survives_a_full_disk_but_fails_if_the_final_checkpoint_cannot_be_written(small_disk, caplog):
     config = LearnerConfig(checkpoint_dir=str(small_disk.path / "checkpoints"))
     learner = Learner(config, counting_agent(prioritized=True), filled_buffer(prioritized=True))
     learner.step(reward_batch([1.0]))
@@ -380,7 +378,7 @@ def test_a_learner_goes_on_while_its_disk_is_full_and_fails_if_its_last_checkpoi
     small_disk.fill()
     learner.step(reward_batch([1.0]))
     learner.saver.save_if_due(now=True)
-    assert "Learning goes on; the next checkpoint is another try." in caplog.text
+    assert "Learning continues. The next checkpoint will be tried when it is due." in caplog.text
     assert checkpoints(small_disk.path / "checkpoints") == replays(small_disk.path / "checkpoints") == [1]
     with pytest.raises(CheckpointError, match="could not be saved|Cannot write checkpoint"):
         learner.saver.save_if_due(final=True)
@@ -390,7 +388,7 @@ def test_a_learner_goes_on_while_its_disk_is_full_and_fails_if_its_last_checkpoi
     learner.close()
 
 
-def test_versions_are_reserved_on_a_full_disk_too(small_disk):
+def test_versions_can_be_reserved_on_a_full_disk(small_disk):
     counter = VersionCounter(small_disk.path)
     counter.next()
     small_disk.fill()
@@ -400,33 +398,33 @@ def test_versions_are_reserved_on_a_full_disk_too(small_disk):
     assert after.value > given
 
 
-def test_the_replay_goes_with_the_checkpoints_of_run_and_comes_back(tmp_path):
+def test_run_saves_the_replay_with_its_checkpoints_and_resume_restores_it(tmp_path):
     buffer = filled_buffer(prioritized=True)
     run_to(20, tmp_path, buffer, checkpoint_every=4)
     assert checkpoints(tmp_path) == replays(tmp_path) == [12, 16, 20]
     empty = ReplayBuffer(counting_agent(prioritized=True))
     learner = resumed(tmp_path, empty, prioritized=True)
     assert learner.learner_steps == 20
-    ahead = buffer.stats()["sampled"] - empty.stats()["sampled"]  # what `run` drew after its last save, and left
+    ahead = buffer.stats()["sampled"] - empty.stats()["sampled"]  # batches that `run` fetched ahead after its last save
     assert empty.stats() == {**buffer.stats(), "sampled": buffer.stats()["sampled"] - ahead}
     assert 0 <= ahead <= 5 * 4
     assert empty.sample() is not None
     learner.close()
 
 
-def test_of_large_replays_the_last_one_is_kept_and_few_are_written(tmp_path, monkeypatch):
+def test_large_replay_is_saved_rarely_and_only_the_latest_is_kept(tmp_path, monkeypatch):
     buffer, written = filled_buffer(), []
     monkeypatch.setattr(replay_files, "_SMALL_BYTES", 100)
     monkeypatch.setattr(replay_files, "_SHARE", 1e-9)
     monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
     run_to(18, tmp_path, buffer, checkpoint_every=4)
-    # The first one is due at once; the next ones not yet, but for the end, where the learner's state comes first.
+    # The first replay is due immediately and the later ones only at the end, after the learner's own checkpoint.
     assert written == ["4", "19"]
     assert checkpoints(tmp_path) == [16, 18, 19]
     assert replays(tmp_path) == [19]
 
 
-def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_path, monkeypatch):
+def test_saved_replay_without_its_checkpoint_is_dropped(tmp_path, monkeypatch):
     buffer = filled_buffer()
     run_to(4, tmp_path, buffer)
 
@@ -440,7 +438,7 @@ def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_
         with pytest.raises(CheckpointError, match="killed"):
             learner.save(with_replay=True)
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 5])
-    learner.save()  # of the same number, but not of the moment of that replay
+    learner.save()  # has the same number, but is from a different moment than that replay
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4, 5], [4])
     learner.close()
     (tmp_path / "replay" / "7").write_bytes(b"of a checkpoint that was cut off")
@@ -449,27 +447,27 @@ def test_a_replay_that_was_saved_for_a_checkpoint_that_never_was_is_dropped(tmp_
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4, 5, 6], [4, 6])
 
 
-def test_a_learner_that_dies_after_its_last_update_has_nothing_left_to_do(tmp_path):
+def test_learner_resumed_at_its_last_step_does_no_update(tmp_path):
     buffer = filled_buffer()
     run_to(5, tmp_path, buffer)
     assert run_to(5, tmp_path, buffer).learner_steps == 5
     assert checkpoints(tmp_path) == [5]
 
 
-def test_a_checkpoint_can_be_asked_for_while_run_waits_for_a_batch(tmp_path):
+def test_save_soon_saves_while_run_waits_for_a_batch(tmp_path):
     buffer = filled_buffer()
     cfg = LearnerConfig(checkpoint_dir=str(tmp_path), checkpoint_seconds=1e9)
     learner = Learner(cfg, counting_agent(), buffer)
-    gate, go_on = buffer.make_dataset(), threading.Event()
+    dataset, unblock = buffer.make_dataset(), threading.Event()
 
     class Dataset:
         def __iter__(self):
             for _ in range(3):
-                yield next(gate)
-            go_on.wait(60.0)
+                yield next(dataset)
+            unblock.wait(60.0)
 
         def close(self):
-            go_on.set()
+            unblock.set()
 
     buffer.make_dataset = Dataset
     running = threading.Thread(target=learner.run)
@@ -478,16 +476,16 @@ def test_a_checkpoint_can_be_asked_for_while_run_waits_for_a_batch(tmp_path):
     for _ in range(5):
         learner.save_soon()
     wait_until(lambda: checkpoints(tmp_path) == [3])
-    learner.save_soon()  # again, and nothing has changed
+    learner.save_soon()  # a repeated request with no change since the last save
     learner.stop()
     running.join(60.0)
     assert not running.is_alive()
     assert checkpoints(tmp_path) == replays(tmp_path) == [3]
-    gate.close()
+    dataset.close()
     learner.close()
 
 
-def test_run_raises_what_a_checkpoint_that_was_asked_for_ran_into(tmp_path, monkeypatch):
+def test_run_raises_the_error_of_save_soon(tmp_path, monkeypatch):
     buffer = filled_buffer()
     learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), counting_agent(), buffer)
 
@@ -502,12 +500,12 @@ def test_run_raises_what_a_checkpoint_that_was_asked_for_ran_into(tmp_path, monk
     learner.close()
 
 
-def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
-    buffer, updating, go_on = filled_buffer(), threading.Event(), threading.Event()
+def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
+    buffer, updating, unblock = filled_buffer(), threading.Event(), threading.Event()
     learner = Learner(LearnerConfig(), counting_agent(), buffer)
     for _ in range(3):
         learner.step(buffer.sample())
-    wait_until(lambda: "replay_added" in learner.stats())  # of a thread that is not waited for
+    wait_until(lambda: "replay_added" in learner.stats())  # a thread that `stats` does not wait for fetches this value
     stats = learner.stats()
     assert (stats["learner_steps"], stats["params_version"], stats["finished"]) == (3, 4, False)
     assert stats["loss"] == 0.25 and stats["replay_added"] == buffer.stats()["added"] == 12
@@ -515,29 +513,29 @@ def test_stats_are_numbers_and_wait_for_no_update(tmp_path):
 
     def slow_update(*args):
         updating.set()
-        assert go_on.wait(60.0)
-        raise StoppedError("that is all")
+        assert unblock.wait(60.0)
+        raise StoppedError("the test ends the update")
 
     def slow_stats():
-        assert go_on.wait(60.0)
+        assert unblock.wait(60.0)
         return {}
 
-    learner._update = slow_update  # compiles, say
+    learner._update = slow_update  # as if it were compiling
     buffer.stats = slow_stats
     thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
     thread.start()
     assert updating.wait(60.0)
     began = time.monotonic()
     assert learner.stats()["learner_steps"] == 3
-    assert time.monotonic() - began < 30.0  # half a second; not the minute that the others take
-    go_on.set()
+    assert time.monotonic() - began < 30.0  # about half a second, not the minute of the slow calls
+    unblock.set()
     thread.join(60.0)
 
 
 @pytest.mark.parametrize(
-    ("value", "what"), [(np.zeros(3, np.float32), r"float32 of shape \(3,\)"), ("high", r"<U4 of shape \(\)")]
+    ("value", "found"), [(np.zeros(3, np.float32), r"float32 of shape \(3,\)"), ("high", r"<U4 of shape \(\)")]
 )
-def test_a_log_that_is_no_number_is_named_by_the_update_and_not_by_who_asks(value, what):
+def test_log_that_is_not_a_number_is_rejected_in_the_update(value, found):
     class Logs(CountingAgent):
         jit_learner_step = False
 
@@ -546,12 +544,12 @@ def test_a_log_that_is_no_number_is_named_by_the_update_and_not_by_who_asks(valu
             return params, learner_state, {**logs, "errors": value}
 
     learner = Learner(LearnerConfig(), Logs(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC), RecordingBuffer())
-    with pytest.raises(UsageError, match=f"logs 'errors' as {what}; a log is one number"):
+    with pytest.raises(UsageError, match=f"logs 'errors' as {found}; a log is one number"):
         learner.step(reward_batch([1, 1, 1, 1]))
     assert learner.stats()["learner_steps"] == 1
 
 
-def test_what_a_replay_buffer_lacks_is_named():
+def test_missing_method_of_the_replay_buffer_is_named():
     class Nothing:
         pass
 
@@ -561,15 +559,15 @@ def test_what_a_replay_buffer_lacks_is_named():
         Learner(LearnerConfig(), counting_agent(prioritized=True), Nothing()).step(reward_batch([1.0]))
 
 
-def test_the_replays_counters_are_the_newest_that_came(monkeypatch):
-    answers, go_on = iter([1, 2]), threading.Event()
+def test_stats_return_the_newest_received_replay_counters(monkeypatch):
+    answers, unblock = iter([1, 2]), threading.Event()
 
     def stats():
         answer = next(answers, None)
         if answer is None:
             raise PeerError("gone")
         if answer == 2:
-            go_on.wait(60.0)
+            unblock.wait(60.0)
         return {"answer": answer}
 
     monkeypatch.setattr(learner_replay, "_PATIENCE", 0.01)
@@ -578,10 +576,10 @@ def test_the_replays_counters_are_the_newest_that_came(monkeypatch):
     learner = Learner(LearnerConfig(), agent, buffer)
     buffer.stats = stats
     wait_until(lambda: learner.stats().get("replay_answer") == 1)
-    assert learner.stats()["replay_answer"] == 1  # the second one is slow
-    go_on.set()
+    assert learner.stats()["replay_answer"] == 1  # the second response is slow
+    unblock.set()
     wait_until(lambda: learner.stats()["replay_answer"] == 2)
-    assert learner.stats()["replay_answer"] == 2  # and now nobody answers
+    assert learner.stats()["replay_answer"] == 2  # now the buffer raises an error
 
 
 def update(learner, batch):

@@ -1,4 +1,4 @@
-"""No version that a learner publishes, and no checkpoint, holds NaN or infinity."""
+"""No published version and no checkpoint contains NaN or infinity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD, NAN, INFINITE = [1.0] * 4, [np.nan] * 4, [np.inf] * 4
 
 
 class Counting(CountingAgent):
-    """Its loss stays finite, and actors get statistics of the learner state beside the parameters."""
+    """An agent whose loss is always finite. Actors get values of the learner state in addition to the parameters."""
 
     def learner_step(self, params, learner_state, batch):
         params, learner_state, logs = super().learner_step(params, learner_state, batch)
@@ -36,7 +36,7 @@ class Eager(Counting):
 
 
 class LossOnly(Counting):
-    """Parameters stay finite when its loss is not."""
+    """An agent whose parameters remain finite when the loss does not."""
 
     def learner_step(self, params, learner_state, batch):
         params, learner_state, logs = super().learner_step(params, learner_state, batch)
@@ -45,7 +45,7 @@ class LossOnly(Counting):
 
 
 class Statistics(Counting):
-    """What actors get is not finite, although the parameters are."""
+    """An agent whose published values are not finite although the parameters are."""
 
     def actor_params(self, params, learner_state):
         return {**super().actor_params(params, learner_state), "scale": 1.0 / (params["w"] - 1.0)}
@@ -58,7 +58,7 @@ def make(agent_cls=Counting, checkpoint_dir=None, **config) -> Learner:
 
 
 def published(learner) -> list[np.ndarray]:
-    """Everything that actors of this process, of this machine and of other machines get."""
+    """Return everything that actors in this process, on this machine and on other machines receive."""
     trees = [learner.get_params()[1], learner.get_packed()[1].unpack_numpy()]
     return [np.asarray(leaf) for tree in trees for leaf in jax.tree.leaves(tree)]
 
@@ -69,10 +69,10 @@ def is_finite(arrays) -> bool:
 
 @pytest.mark.parametrize("wrong", [NAN, INFINITE, [1.0, 1.0, -np.inf, 1.0]])
 @pytest.mark.parametrize("agent_cls", [Counting, Eager])
-def test_parameters_that_are_not_finite_are_never_published(agent_cls, wrong):
+def test_non_finite_parameters_are_never_published(agent_cls, rewards):
     learner = make(agent_cls)
     learner.step(reward_batch(GOOD))
-    learner.step(reward_batch(wrong))
+    learner.step(reward_batch(rewards))
     version, params = learner.get_params()
     assert (version, params["w"], params["updates"], params["table"][7, 7]) == (3, 0.5, 1, 0.5)
     assert is_finite(published(learner))
@@ -81,19 +81,19 @@ def test_parameters_that_are_not_finite_are_never_published(agent_cls, wrong):
     ):
         learner.step(reward_batch(GOOD))
     assert is_finite(published(learner))
-    learner.step(reward_batch(GOOD))  # by a caller that goes on all the same
+    learner.step(reward_batch(GOOD))  # a caller that continues after the error
     assert is_finite(published(learner)) and learner.params_version == 4
     learner.close()
 
 
 @pytest.mark.parametrize("ask", [Learner.wait_for_update, Learner.save])
-def test_whoever_waits_for_the_update_hears_of_it_and_nothing_is_saved(ask, tmp_path):
+def test_waiting_and_saving_raise_after_a_non_finite_update(wait_or_save, tmp_path):
     learner = make(checkpoint_dir=tmp_path)
     learner.step(reward_batch(GOOD))
     learner.save()
     learner.step(reward_batch(NAN))
     with pytest.raises(NonFiniteLossError, match=r"after learner step 2.* checkpoint is .*1\."):
-        ask(learner)
+        wait_or_save(learner)
     with pytest.raises(NonFiniteLossError, match="'w'"):
         learner.save()
     assert Checkpointer(str(tmp_path)).steps() == [1]
@@ -104,7 +104,7 @@ def test_whoever_waits_for_the_update_hears_of_it_and_nothing_is_saved(ask, tmp_
         each.close()
 
 
-def test_what_processes_of_the_machine_read_is_never_nan():
+def test_shared_memory_readers_never_receive_nan():
     learner = make()
     reader = learner.publication_reader()
     learner.step(reward_batch(GOOD))
@@ -116,8 +116,8 @@ def test_what_processes_of_the_machine_read_is_never_nan():
     learner.close()
 
 
-def test_statistics_that_are_not_finite_are_not_published_either():
-    learner = make(Statistics, learning_rate=1.0)  # w becomes the reward
+def test_non_finite_statistics_are_not_published():
+    learner = make(Statistics, learning_rate=1.0)  # after an update, w is the reward
     learner.step(reward_batch([3.0] * 4))
     learner.step(reward_batch([1.0] * 4))
     assert learner.get_params()[1]["scale"] == 0.5
@@ -126,7 +126,7 @@ def test_statistics_that_are_not_finite_are_not_published_either():
     learner.close()
 
 
-def test_a_loss_that_is_nan_beside_finite_parameters_still_ends_learning():
+def test_nan_loss_with_finite_parameters_ends_learning():
     learner = make(LossOnly)
     learner.step(reward_batch(NAN))
     assert is_finite(published(learner))
@@ -135,7 +135,7 @@ def test_a_loss_that_is_nan_beside_finite_parameters_still_ends_learning():
     learner.close()
 
 
-def test_parameters_that_are_not_finite_at_first_are_refused():
+def test_non_finite_initial_parameters_are_rejected():
     class Bad(Counting):
         def initial_params(self, rng):
             return {"w": jnp.full((), jnp.nan)}
@@ -144,8 +144,8 @@ def test_parameters_that_are_not_finite_at_first_are_refused():
         make(Bad)
 
 
-class Spoils(gymnasium.Wrapper):
-    """Its rewards are NaN from a step on."""
+class NanRewards(gymnasium.Wrapper):
+    """A wrapper whose rewards are NaN after `good` steps."""
 
     def __init__(self, env: gymnasium.Env, good: int) -> None:
         super().__init__(env)
@@ -172,11 +172,11 @@ AGENTS = {
 @pytest.mark.parametrize(
     "name", ["dqn_prioritized", "ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn", "sac"))]
 )
-def test_no_agent_acts_by_parameters_that_are_not_finite(name, tmp_path):
+def test_no_agent_acts_with_non_finite_parameters(name, tmp_path):
     agent_cls, cfg, env_name = AGENTS[name]
 
     def env_builder():
-        return SyncEnv(lambda: Spoils(gymnasium.make(env_name), good=40), 2, "loop", check_finite=False)
+        return SyncEnv(lambda: NanRewards(gymnasium.make(env_name), good=40), 2, "loop", check_finite=False)
 
     env = env_builder()
     agent = agent_cls(cfg, env.observation_spec, env.action_spec)

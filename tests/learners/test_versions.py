@@ -1,4 +1,4 @@
-"""Versions rise, also after a crash."""
+"""Versions increase, even after a crash."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from rlframe.learners import versions
 from rlframe.learners.versions import VersionCounter
 
 
-def test_versions_go_on_past_all_that_may_have_been_given(tmp_path):
+def test_versions_continue_above_all_that_may_have_been_used(tmp_path):
     counter = VersionCounter(tmp_path)
     given = [counter.next() for _ in range(1_500)]
     after_crash = VersionCounter(tmp_path)
-    after_crash.resume(value=given[10])  # the checkpoint is older than the last version given
+    after_crash.resume(value=given[10])  # the checkpoint is older than the last used version
     assert after_crash.next() > given[-1]
 
 
-def test_a_version_is_never_given_twice_however_many_of_the_reserved_were_used(tmp_path):
+def test_no_version_is_used_twice_for_any_number_of_used_reservations(tmp_path):
     for used in range(1, 2_100, 100):
         counter = VersionCounter(tmp_path / str(used))
         given = [counter.next() for _ in range(used)]
         resumed = VersionCounter(tmp_path / str(used))
         resumed.resume(value=given[0])
         assert resumed.value not in given[1:]
-    drawn_out = VersionCounter(tmp_path)
-    while drawn_out.next() < drawn_out._reserved:
+    exhausted = VersionCounter(tmp_path)
+    while exhausted.next() < exhausted._reserved:
         pass
     resumed = VersionCounter(tmp_path)
     resumed.resume(value=1)
-    assert resumed.value > drawn_out.value
+    assert resumed.value > exhausted.value
 
 
-def test_a_new_counter_does_not_forget_what_was_reserved_before_it_resumes(tmp_path):
+def test_new_counter_respects_earlier_reservations_after_resume(tmp_path):
     counter = VersionCounter(tmp_path)
     given = [counter.next() for _ in range(3_000)]
     resumed = VersionCounter(tmp_path)
@@ -41,7 +41,7 @@ def test_a_new_counter_does_not_forget_what_was_reserved_before_it_resumes(tmp_p
     assert resumed.value >= given[-1]
 
 
-def test_versions_go_on_without_a_gap_after_a_clean_stop(tmp_path):
+def test_versions_continue_without_a_gap_after_a_clean_stop(tmp_path):
     counter = VersionCounter(tmp_path)
     assert [counter.next() for _ in range(2)] == [2, 3]
     counter.release()
@@ -51,7 +51,7 @@ def test_versions_go_on_without_a_gap_after_a_clean_stop(tmp_path):
 
 
 class Clock:
-    """Time as a test says it: a write takes 20 ms."""
+    """A clock set by the test. A write takes 0.5 ms."""
 
     def __init__(self):
         self.now = 1.0
@@ -60,25 +60,25 @@ class Clock:
         return self.now
 
     def perf_counter(self):
-        self.now += 0.0005  # what a write takes
+        self.now += 0.0005  # the duration of a write
         return self.now
 
 
 @pytest.mark.parametrize(("seconds", "skipped"), [(0.3, 1), (0.001, 1_001)])
-def test_where_updates_are_slow_a_learner_that_was_killed_skips_no_version(tmp_path, monkeypatch, seconds, skipped):
+def test_killed_learner_skips_few_versions_if_updates_are_slow(tmp_path, monkeypatch, seconds, skipped):
     clock = Clock()
     monkeypatch.setattr(versions, "time", clock)
     counter = VersionCounter(tmp_path)
     for _ in range(5):
         given = counter.next()
-        clock.now += seconds  # an update
+        clock.now += seconds  # one update
     after_crash = VersionCounter(tmp_path)
     after_crash.resume(value=2)
     assert given < after_crash.value <= given + skipped
 
 
 @pytest.mark.parametrize("content", ['{"other": 1}', '{"reserved": null}', '[{"reserved": 1}]', '{"res'])
-def test_a_damaged_versions_file_is_named(tmp_path, content):
+def test_damaged_versions_file_is_named(tmp_path, content):
     (tmp_path / "versions.json").write_text(content)
     with pytest.raises(CheckpointError, match=r'versions\.json is damaged: .*It must hold {"reserved": N}'):
         VersionCounter(tmp_path).resume(value=3)

@@ -28,7 +28,7 @@ def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_pat
     *_, good, bad = Checkpointer(run_dir / "checkpoints").steps()
     damage(run_dir, bad)
     before = sorted(path.name for path in run_dir.rglob("*"))
-    refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* newest good one is {good}: --resume --resume-from {good} "
+    refusal = f"{run_dir}/checkpoints/{bad} is damaged: .* good checkpoint is {good}. Use .*--resume-from {good} "
     with pytest.raises(UsageError, match=refusal):
         run_experiment(experiment, run_dir=run_dir, resume=True)
     assert sorted(path.name for path in run_dir.rglob("*")) == before
@@ -80,5 +80,5 @@ def test_damaged_checkpoint_is_refused_before_processes_start(tmp_path):
     with pytest.raises(UsageError, match=re.escape("--resume-from 1")):
         run_experiment(experiment, run_dir=directory.path, resume=True)
     damage(directory.path, 1)
-    with pytest.raises(UsageError, match="No other one is good"):
-        run_experiment(experiment, run_dir=directory.path, resume=True)
+    with pytest.raises(UsageError, match="No other checkpoint is good"):
+        run_experiment(described, run_dir=directory.path, resume=True)
