@@ -1,6 +1,6 @@
 """`type='process'`: Python worker processes that share memory with the pool.
 
-A step neither pickles nor copies data: the pool writes the actions, wakes its workers, sleeps, and returns views of the
+A step does not pickle or copy data: the pool writes the actions, wakes its workers, sleeps, and returns views of the
 memory to which the workers wrote. Workers are new interpreters: a fork of a process with JAX's threads is unsafe.
 """
 

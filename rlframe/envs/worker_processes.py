@@ -19,9 +19,9 @@ from rlframe.envs.group import (
     ANSWER_TIMEOUT,
     POLL_INTERVAL,
     StepWatch,
+    describe_envs,
     different_specs_error,
     env_error,
-    span,
     timeout_error,
 )
 from rlframe.envs.worker import CLOSE, COMMAND, FAILED, NUM_COMMANDS, Descriptors, PoolMemory, WorkerJob

@@ -320,7 +320,7 @@ def test_the_phrase_for_a_kind_of_parallelism_makes_an_async_env_of_it(phrase):
 def test_a_c_plus_plus_threadpool_is_envpool():
     with SyncEnv("CartPole-v1", 2, "c++ threadpool") as env:
         assert type(env._pool) is EnvPoolAdapter and env.reset().observation.shape == (2, 4)
-    with pytest.raises(UsageError, match="'envpool' takes the name of an EnvPool task, not a builder"):
+    with pytest.raises(UsageError, match="'envpool' requires the name of an EnvPool task, not a builder"):
         SyncEnv(lambda: None, 2, "c++ threadpool")
 
 
