@@ -71,7 +71,7 @@ def test_id_registered_by_the_user_precedes_envpool(task):
     gymnasium.register(task, Seven)
     assert backend(task) == "gymnasium" and default_type(task, 64) == "loop"
     assert default_type(task, 64, is_sync=False) == "process"
-    assert describe_backend(task) == "Gymnasium (tests.envs.test_registered:Seven)"
+    assert describe_backend(task) == "Gymnasium (tests.envs.test_gymnasium_registry:Seven)"
     assert rewards(task) == rewards(task, "process") == [7.0, 7.0]
     with AsyncEnv(task, 2, 1, "process") as pool:
         assert pool.action_spec.num_values == 2
@@ -111,8 +111,8 @@ def test_ids_of_gymnasium_and_rlframe_do_not_count_as_the_user_s():
 @pytest.mark.parametrize(
     ("entry_point", "words"),
     [
-        (functools.partial(Seven), "tests.envs.test_registered:Seven"),
-        (Seven(), "tests.envs.test_registered:Seven"),
+        (functools.partial(Seven), "tests.envs.test_gymnasium_registry:Seven"),
+        (Seven(), "tests.envs.test_gymnasium_registry:Seven"),
         ("my_envs:Maze", "my_envs:Maze"),
     ],
 )
@@ -179,7 +179,7 @@ def test_module_in_the_working_directory_can_register_ids(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text(
         "import gymnasium\n"
-        "from tests.envs.test_registered import Seven\n"
+        "from tests.envs.test_gymnasium_registry import Seven\n"
         "gymnasium.register('Mine-v0', lambda: Seven())\n"
     )
     code = (
