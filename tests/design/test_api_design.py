@@ -391,7 +391,7 @@ def test_two_actors_without_a_rank_on_a_buffer_that_has_add_alone_are_refused():
     actor.close()
 
 
-def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher():
+def test_node_instead_of_its_handle_is_refused_in_the_launcher():
     needs("launchpad")
     import launchpad as lp
 

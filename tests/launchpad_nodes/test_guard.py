@@ -152,7 +152,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         pytest.param(in_run("os._exit(0)"), "killed or crashed", id="exit with 0", marks=pytest.mark.system),
     ],
 )
-def test_a_node_that_fails_is_named_and_ends_the_program_with_an_exit_code_that_is_not_0(
+def test_failed_node_is_named_and_the_program_exits_with_an_error(
     start: Start, script: str, reason: str
 ):
     program = start(script)
@@ -162,7 +162,7 @@ def test_a_node_that_fails_is_named_and_ends_the_program_with_an_exit_code_that_
 
 
 @pytest.mark.system
-def test_with_output_in_files_launchpad_itself_ends_the_program_of_a_node_that_fails(
+def test_with_output_to_files_launchpad_itself_ends_the_program_after_a_failure(
     start: Start, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("LAUNCHPAD_LOGGING_DIR", str(tmp_path / "logs"))
@@ -173,7 +173,7 @@ def test_with_output_in_files_launchpad_itself_ends_the_program_of_a_node_that_f
 
 @pytest.mark.system
 @pytest.mark.parametrize("end", ["return", "sys.exit(0)"])
-def test_a_node_whose_run_returns_ends_nothing(start: Start, end: str):
+def test_node_whose_run_returns_does_not_end_the_program(start: Start, end: str):
     program = start(in_run(f"print('returns.'); {end}"))
     program.wait_for_output("[fails/0] returns.")
     program.wait_for_output("[waits/0] runs in")
@@ -191,7 +191,7 @@ def test_a_node_whose_run_returns_ends_nothing(start: Start, end: str):
         pytest.param("import ctypes; ctypes.PyDLL(None).sleep(99)", marks=pytest.mark.system),
     ],
 )
-def test_all_nodes_end_when_their_launcher_is_killed_even_one_that_holds_the_interpreter_lock(start: Start, busy: str):
+def test_all_nodes_end_when_their_launcher_is_killed_even_if_one_holds_the_gil(start: Start, busy: str):
     program = start(in_run(f"print('is busy.'); {busy}"))
     program.wait_for_output("is busy.")
     program.wait_for_output("[waits/0] runs in")
@@ -200,7 +200,7 @@ def test_all_nodes_end_when_their_launcher_is_killed_even_one_that_holds_the_int
     assert "stops." in program.output()
 
 
-def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: Start, tmp_path: pathlib.Path):
+def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Start, tmp_path: pathlib.Path):
     (tmp_path / "slow.py").write_text(
         "import time\nif 'process_entry.py' in open('/proc/self/cmdline').read(): time.sleep(99)\n"
     )
@@ -233,7 +233,7 @@ def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
 
 @pytest.mark.system
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_nodes_whose_launcher_is_killed_before_their_imports_end(start: Start, tmp_path: pathlib.Path, ahead: int):
+def test_nodes_end_if_their_launcher_is_killed_before_their_imports(start: Start, tmp_path: pathlib.Path, ahead: int):
     program = start_slowly(start, tmp_path, ahead)
     program.wait_for(lambda: len(program.guards()) == ahead)
     program.process.kill()
@@ -251,7 +251,7 @@ def test_ctrl_c_ends_nodes_that_have_not_imported_rlframe_yet(start: Start, tmp_
     assert "Killing" not in program.output() and "failed" not in program.output(), program.output()
 
 
-def test_a_node_that_ignores_sigterm_is_killed_while_it_starts_and_no_other_is():
+def test_end_starting_nodes_kills_only_nodes_that_ignore_sigterm():
     def node(action: str) -> subprocess.Popen:
         waits = (
             f"import signal, sys; signal.signal(signal.SIGTERM, signal.{action}); print(flush=True); sys.stdin.read()"
@@ -301,7 +301,7 @@ BARE_NODE = """
 """
 
 
-def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_program(start: Start):
+def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start: Start):
     program = start(OURS.format(timeout=1.0, added="pass"))
     assert program.ends_within(120.0) not in (0, None), program.output()
     named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch came within 1 s"
@@ -317,7 +317,7 @@ def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_progra
         pytest.param("lp.CourierNode(Actor, print, {'of': (inferencer,)}, replay)", marks=pytest.mark.system),
     ],
 )
-def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
+def test_node_instead_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
     program = start(rlframe_first(OURS.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
     assert program.ends_within(120.0) == 1, program.output()
     refused = "UsageError: A CourierNode was given to Actor: give the handle that program.add_node(node) returns."
@@ -337,7 +337,7 @@ EXAMPLES = ("heavy_env", "light_env", "distributed")
         (plain_launchpad.with_broken_constructor, r"actor/0 failed: ValueError: a broken constructor"),
     ],
 )
-def test_an_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, fault, names: str):
+def test_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, fault, names: str):
     program = start(fault(example(page)))
     program.wait_for_output("fault at ")
     assert program.ends_within() not in (0, None), program.output()[-5000:]
@@ -348,7 +348,7 @@ def test_an_example_with_a_fault_ends_and_names_the_node(start: Start, page: str
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", EXAMPLES)
-def test_the_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
+def test_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
     program = start(example(page))
     program.wait_for_output("return ")  # the evaluator's: all nodes work
     program.process.kill()
@@ -358,7 +358,7 @@ def test_the_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
 @pytest.mark.system
 @pytest.mark.parametrize("page", EXAMPLES)
 @pytest.mark.parametrize("seconds", [1.0, 4.0, 8.0])
-def test_ctrl_c_while_an_example_starts_ends_it_before_launchpad_kills_it(start: Start, page: str, seconds: float):
+def test_ctrl_c_during_the_start_ends_an_example_before_launchpad_kills_it(start: Start, page: str, seconds: float):
     program = start(example(page))
     program.wait_for(lambda: len(program.members()) > 4)
     time.sleep(seconds)

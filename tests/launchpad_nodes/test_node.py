@@ -53,7 +53,7 @@ time.sleep(99)
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
 @pytest.mark.parametrize("ahead", [[], [0]])
-def test_nodes_whose_launcher_is_killed_while_they_import_end(tmp_path: pathlib.Path, is_wrapped: bool, ahead: list):
+def test_nodes_end_if_their_launcher_is_killed_during_their_imports(tmp_path: pathlib.Path, is_wrapped: bool, ahead: list):
     needs("launchpad")
     launchpad = importlib.util.find_spec("launchpad").submodule_search_locations[0]
     wrapper = [f"{launchpad}/launch/run_locally/decorate_output", "31", "title"] if is_wrapped else []
@@ -76,7 +76,7 @@ def test_nodes_whose_launcher_is_killed_while_they_import_end(tmp_path: pathlib.
 
 
 @pytest.mark.parametrize("in_terminal", [False, True])
-def test_a_parent_that_did_not_pickle_the_node_is_not_taken_for_its_launcher(monkeypatch, tmp_path, in_terminal: bool):
+def test_guard_watches_the_process_that_pickled_the_node(monkeypatch, tmp_path, in_terminal: bool):
     with subprocess.Popen(["true"]) as launcher:
         killed = ProcessId(launcher.pid, 1)
     started: list[list[str]] = []
@@ -106,7 +106,7 @@ def test_pid_1_gets_no_signal(monkeypatch):
     assert sent == [os.getpid()]
 
 
-def test_a_node_that_fails_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypatch, capfd):
+def test_failed_node_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypatch, capfd):
     kill = os.kill
 
     def kill_others(pid: int, number: int) -> None:
@@ -127,7 +127,7 @@ def test_a_node_that_fails_under_a_launcher_with_pid_1_stops_the_other_nodes(mon
 
 
 @pytest.mark.parametrize(("name", "left"), [("job.pkl", []), ("other.pkl", ["other.pkl"])])
-def test_only_what_launchpad_pickled_is_removed(tmp_path: pathlib.Path, name: str, left: list[str]):
+def test_remove_data_removes_only_files_of_launchpad(tmp_path: pathlib.Path, name: str, left: list[str]):
     for folder in ("alone", "shared"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).touch()
