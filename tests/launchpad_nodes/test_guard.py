@@ -1,4 +1,4 @@
-"""Plain `lp.launch` ends when a node fails or its launcher dies, names the node and leaves nothing behind."""
+"""A program of plain `lp.launch` ends completely if a node fails or the launcher dies, and names the failed node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import rlframe.errors
 
 
 class Waits:
-    '''A node that names a class of rlframe, as all nodes here do.'''
+    '''A node that refers to a class of rlframe, so it imports rlframe when it is unpickled.'''
 
     error = rlframe.errors.UsageError
 
@@ -75,7 +75,7 @@ def fails(error):
 
 
 OWN_CLASS = """
-class Own:  # names nothing of rlframe
+class Own:  # does not refer to rlframe
     def __init__(self):
         {constructor}
 """
@@ -106,7 +106,7 @@ def in_own_class(statement: str) -> str:
 
 
 def rlframe_first(script: str) -> str:
-    """The script with `import rlframe` before `import launchpad`."""
+    """Return the script with `import rlframe` before `import launchpad`."""
     return "import rlframe\n" + script
 
 
@@ -137,14 +137,16 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         pytest.param(
             in_constructor("import threading; threading.Thread(target=time.sleep, args=(99,)).start(); " + RAISES),
             "ValueError: a fault",
-            id="raises beside a thread that does not end",
+            id="constructor with a running thread",
             marks=pytest.mark.system,
         ),
-        pytest.param(in_own_class(RAISES), "ValueError: a fault", id="own class, rlframe imported before launchpad"),
-        pytest.param(in_tables(RAISES), "ValueError: a fault", id="tables of Reverb", marks=pytest.mark.system),
+        pytest.param(
+            in_own_class(RAISES), "ValueError: a fault", id="class without rlframe, which is imported before launchpad"
+        ),
+        pytest.param(in_tables(RAISES), "ValueError: a fault", id="Reverb tables", marks=pytest.mark.system),
         pytest.param(rlframe_first(in_run("sys.exit(3)")), "SystemExit: 3", id="sys.exit", marks=pytest.mark.system),
         pytest.param(
-            in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit of a function", marks=pytest.mark.system
+            in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit in a function", marks=pytest.mark.system
         ),
         pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL"),
         pytest.param(in_run("os.abort()"), "killed or crashed", id="abort", marks=pytest.mark.system),
@@ -152,9 +154,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         pytest.param(in_run("os._exit(0)"), "killed or crashed", id="exit with 0", marks=pytest.mark.system),
     ],
 )
-def test_failed_node_is_named_and_the_program_exits_with_an_error(
-    start: Start, script: str, reason: str
-):
+def test_failed_node_is_named_and_the_program_exits_with_an_error(start: Start, script: str, reason: str):
     program = start(script)
     assert program.ends_within(60.0) not in (0, None), program.output()
     assert re.search(rf"\[fails/0\] rlframe: the node fails/0 failed: .*{reason}", program.output()), program.output()
@@ -162,9 +162,7 @@ def test_failed_node_is_named_and_the_program_exits_with_an_error(
 
 
 @pytest.mark.system
-def test_with_output_to_files_launchpad_itself_ends_the_program_after_a_failure(
-    start: Start, monkeypatch, tmp_path
-):
+def test_with_output_to_files_launchpad_itself_ends_the_program_after_a_failure(start: Start, monkeypatch, tmp_path):
     monkeypatch.setenv("LAUNCHPAD_LOGGING_DIR", str(tmp_path / "logs"))
     program = start(in_constructor(RAISES, "output_to_files"))
     assert program.ends_within(60.0) == 1
@@ -177,7 +175,7 @@ def test_node_whose_run_returns_does_not_end_the_program(start: Start, end: str)
     program = start(in_run(f"print('returns.'); {end}"))
     program.wait_for_output("[fails/0] returns.")
     program.wait_for_output("[waits/0] runs in")
-    program.wait_for(lambda: len(program.guards()) == 1)  # the other one ended with its node, and says nothing more
+    program.wait_for(lambda: len(program.guards()) == 1)  # the guard of the other node has ended with that node
     assert program.process.poll() is None and "failed" not in program.output()
     program.process.send_signal(signal.SIGINT)
     assert program.ends_within() == 0 and "the script goes on" in program.output()
@@ -208,7 +206,9 @@ def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Sta
     program = start(
         script.replace("error = rlframe.errors.UsageError", "error, slow = rlframe.errors.UsageError, slow")
     )
-    program.wait_for(lambda: len(program.members()) > 8)  # launcher; of each node shell, shell or sed, node, guard
+    program.wait_for(
+        lambda: len(program.members()) > 8
+    )  # the launcher, and for each node two shells (or a shell and sed), the node and its guard
     os.killpg(program.process.pid, signal.SIGINT)
     begin = time.monotonic()
     assert program.ends_within() == 0, program.output()
@@ -216,7 +216,7 @@ def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Sta
 
 
 def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
-    """A program whose nodes, but for those that are ahead, wait for a file `go_on` before their first import."""
+    """Start a program whose nodes wait for a file `go_on` before their first import, except the first `ahead` nodes."""
     (folder / "early").mkdir()
     (folder / "early/sitecustomize.py").write_text(
         "import os, time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
@@ -240,7 +240,7 @@ def test_nodes_end_if_their_launcher_is_killed_before_their_imports(start: Start
     program.process.wait()
     (tmp_path / "go_on").touch()
     assert program.ends_within() == -signal.SIGKILL
-    assert "ends: its launcher died" in program.output(), program.output()
+    assert "ends because its launcher died" in program.output(), program.output()
 
 
 @pytest.mark.system
@@ -267,8 +267,8 @@ def test_end_starting_nodes_kills_only_nodes_that_ignore_sigterm():
         assert started.wait(30) == 0
 
 
-# Objects of ours in nodes: no actor adds a step, and an Actor gets a node in the place of its handle.
-OURS = """
+# A program with objects of rlframe: no actor adds a step, or an Actor gets a node instead of the node's handle.
+RLFRAME_PROGRAM = """
 from functools import partial
 
 import launchpad as lp
@@ -302,7 +302,7 @@ BARE_NODE = """
 
 
 def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start: Start):
-    program = start(OURS.format(timeout=1.0, added="pass"))
+    program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"))
     assert program.ends_within(120.0) not in (0, None), program.output()
     named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch came within 1 s"
     assert re.search(named, program.output()), program.output()
@@ -318,7 +318,7 @@ def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start
     ],
 )
 def test_node_instead_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
-    program = start(rlframe_first(OURS.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
+    program = start(rlframe_first(RLFRAME_PROGRAM.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
     assert program.ends_within(120.0) == 1, program.output()
     refused = "UsageError: A CourierNode was given to Actor: give the handle that program.add_node(node) returns."
     assert refused in program.output() and "[learner/0]" not in program.output()
@@ -332,7 +332,7 @@ EXAMPLES = ("heavy_env", "light_env", "distributed")
 @pytest.mark.parametrize(
     ("fault", "names"),
     [
-        # Each node that steps the environment may be the first.
+        # Any node that steps the environment may fail first.
         (plain_launchpad.with_raising_environment, r"(actor|evaluator)/\d failed: (EnvError: |.*broken)"),
         (plain_launchpad.with_broken_constructor, r"actor/0 failed: ValueError: a broken constructor"),
     ],
@@ -350,7 +350,7 @@ def test_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, f
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
     program = start(example(page))
-    program.wait_for_output("return ")  # the evaluator's: all nodes work
+    program.wait_for_output("return ")  # printed by the evaluator: now all nodes are running
     program.process.kill()
     program.ends_within()
 
