@@ -106,7 +106,7 @@ class _Report:
         sys.excepthook = hook
 
     def end(self) -> None:
-        """Report the end of the interpreter. `sys.last_type` is set if an exception ended it without calling the hook."""
+        """Report the end of the interpreter. `sys.last_type` is set if an exception ended it without our hook."""
         kind = getattr(sys, "last_type", None)
         self._write("well" if kind is None else f"failed {kind.__name__}")
 

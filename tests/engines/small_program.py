@@ -135,6 +135,8 @@ def main(behavior: str, name: str, ray_address: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from tests.engines.small_program import main as imported  # nodes import their classes by module name, not from __main__
+    from tests.engines.small_program import (
+        main as imported,
+    )  # nodes import their classes by module name, not from __main__
 
     imported(*sys.argv[1:])

@@ -23,7 +23,7 @@ from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
-from rlframe.transport.ray import RaySockets, join
+from rlframe.transport.ray import RaySockets, use_sockets
 from rlframe.transport.sockets import SocketDirectory
 from rlframe.user_code.directories import import_path
 
@@ -150,11 +150,11 @@ def _connected_to_nodes(ray_sockets: RaySockets, ray_node: str) -> Iterator[None
     """Let this process call nodes, and share memory with the nodes on its Ray node, during a `with`."""
     before = os.environ.get(MACHINE)
     os.environ[MACHINE] = ray_node
-    join(ray_sockets)
+    use_sockets(ray_sockets)
     try:
         yield
     finally:
-        join(None)
+        use_sockets(None)
         if before is None:
             del os.environ[MACHINE]
         else:
