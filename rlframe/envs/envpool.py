@@ -65,7 +65,7 @@ class EnvPoolAdapter:
         # The position of each leaf in EnvPool's lists.
         self._leaves = list(zip(map(keys.index, leaves), codec.leaves, strict=True))
         self._is_leaf = self.layout.is_leaf
-        self._running = np.zeros(size, np.uint8)  # 1 unless the environment's next timestep is FIRST
+        self._running = np.zeros(size, np.uint8)  # 0 if the environment's next timestep is FIRST, else 1
 
     def reset(self) -> TimeStep:
         self.start()

@@ -114,7 +114,7 @@ def unknown_env_error(name: str, known: Any) -> UsageError:
         atari = name.removeprefix("ALE/")
         if extras.has("ale_py"):
             return UsageError(f"The package ale_py registers {name!r} with Gymnasium: use the name 'ale_py:{name}'.")
-        return UsageError(f"{name!r} needs ale-py, which is not installed here. EnvPool has Atari games as {atari!r}.")
+        return UsageError(f"{name!r} needs ale-py, which is not installed here. EnvPool has this game as {atari!r}.")
     return UsageError(f"Unknown environment {name!r}.{suggest(name, known)} `rlframe envs` lists all names.")
 
 

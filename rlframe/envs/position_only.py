@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
-_POSITIONS = [0, 2]  # of the cart and of the pole, in CartPole's observation
+_POSITIONS = [0, 2]  # indices of the positions of cart and pole in CartPole's observation
 
 
 class PositionOnlyCartPole(CartPoleEnv):

@@ -31,7 +31,7 @@ from rlframe.envs.worker import (
 from rlframe.envs.worker_processes import WorkerProcesses
 from rlframe.types import TimeStep
 
-_ASYNC_POLL_INTERVAL = 0.05  # seconds; see `AsyncProcesses._wait`
+_ASYNC_POLL_INTERVAL = 0.05  # seconds between checks in `AsyncProcesses._wait`, which may miss a wake-up
 _NEVER_WAKE = 2**62  # a number of results that is never reached
 
 
@@ -69,7 +69,7 @@ class ProcessPool(WorkerProcesses):
         return (buffer if self._next else buffer.copy()).timestep()
 
     def _take(self) -> BatchBuffer:
-        """Return a buffer that the caller does not hold. If it holds all others, return buffer 0, which is copied."""
+        """Return a free buffer. If the caller holds all others, return buffer 0, which `_run` copies after the step."""
         for i in range(1, NUM_BUFFERS):
             self._next = i
             if self._memory.buffers[i].is_idle():

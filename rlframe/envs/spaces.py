@@ -98,7 +98,7 @@ def _action_of_space(space: Any) -> ActionLeaf:
         return _bounded_action(space.shape, space.dtype, space.low, space.high)
     raise UsageError(
         f"The action space {space} is not supported: expected Discrete, MultiDiscrete, MultiBinary or Box. "
-        "Use a wrapper that converts one of these action spaces."
+        "Wrap the environment so that its action space is one of these."
     )
 
 

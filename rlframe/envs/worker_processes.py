@@ -172,7 +172,7 @@ def _pickle(builder: Any) -> bytes:
     except Exception as error:
         raise UsageError(
             f"The environment builder cannot be sent to a worker process: {type(error).__name__}: {error}. "
-            "Create such objects inside the builder, or use type 'thread'."
+            "Create objects that cannot be pickled inside the builder, or use type 'thread'."
         ) from error
 
 

@@ -80,7 +80,7 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
             return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
-        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories stay categories
+        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories become multi-discrete
             return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)
         if isinstance(leaf, specs.BoundedArray):
             return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)

@@ -210,7 +210,7 @@ def refuse_nodes(given: Any, where: str) -> None:
 
 
 def _refuse_arguments(node: Any) -> None:
-    """Refuse nodes in the arguments of rlframe's classes."""
+    """Raise UsageError if an argument of a class of rlframe is a node: see `refuse_nodes`."""
     made_by: Any = getattr(node, "_constructor", None)
     while isinstance(made_by, functools.partial):
         made_by = made_by.func

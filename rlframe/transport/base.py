@@ -13,7 +13,7 @@ CALL_TIMEOUT = 5.0  # seconds after which a call without an answer fails; also t
 
 
 class Future(Protocol):
-    """The future answer to a call."""
+    """A pending call, whose answer arrives later."""
 
     def done(self) -> bool:
         """Return True if `result` would not wait."""

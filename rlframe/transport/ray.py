@@ -2,7 +2,7 @@
 
 A call to a node on the same Ray node uses a socket. A call to a node on another Ray node goes through a relay: over a
 socket to the caller's relay, then, still packed, as a call of a Ray actor, and from there over a socket to the node.
-The relay is in `rlframe.engines.ray_nodes.host`, so neither this file nor the nodes import Ray.
+The relay is in `rlframe.engines.ray_nodes.host`, so this file and the nodes do not import Ray.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RaySockets:
 
     @staticmethod
     def path(token: str, ray_node: str) -> str:
-        """Return the directory for a Ray node. Each run and Ray node has its own, even on the same machine."""
+        """Return the directory for a Ray node's sockets. Each run and each Ray node has a separate directory."""
         return f"{socket_parent_directory()}/rlframe-{token}-{ray_node[:8]}"
 
     def socket(self, node: str) -> str:
@@ -87,12 +87,14 @@ def use_sockets(ray_sockets: RaySockets | None) -> None:
 
 
 def current_sockets() -> RaySockets:
-    """Return the sockets that this process uses. Raise UsageError if it belongs to no program on Ray."""
+    """Return the sockets that this process uses. Raise UsageError if it does not belong to a program on Ray."""
     if _current is not None:
         return _current
     directory, _, relay = os.environ.get(SOCKETS_VARIABLE, "").partition(":")
     if not relay:
-        raise UsageError("This process belongs to no program on Ray, so it cannot use handles of the program's nodes.")
+        raise UsageError(
+            "Handles to nodes on Ray work only in processes of the same program, and this process is not one."
+        )
     return RaySockets(directory, relay)
 
 

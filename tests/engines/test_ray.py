@@ -250,7 +250,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_kille
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["params_version"] > newest
-    assert last_status(program.run_dir)["job"]["restarts"] == 1  # the learner's
+    assert last_status(program.run_dir)["job"]["restarts"] == 1  # only the learner has restarted
     program.check_counters(last_status(program.run_dir))
     assert not (program.run_dir / "params").exists()
     assert_no_sockets_remain()

@@ -78,7 +78,7 @@ def discrete(num_values):
     return specs.DiscreteArray(num_values, np.int32, "action")
 
 
-def test_casts_within_a_kind_keep_the_values():
+def test_casts_to_the_same_kind_of_dtype_keep_values():
     check = ActionCheck(discrete(5), every_value=True)
     for given in (np.array([4, 0], np.int64), np.array([4, 0], np.uint8), [4, 0]):
         actions = check(given, 2)

@@ -18,7 +18,7 @@ SECONDS = 100.0  # on the pool's clock, between two polls
 
 
 class Gated(ScriptedEnv):
-    """Each step reports its begin, and then waits for a byte. Named pipes work in threads and processes."""
+    """Each step writes a byte at its begin, and ends when it can read a byte. The pipes also work across processes."""
 
     def __init__(self, folder: pathlib.Path):
         self.began, self.go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))

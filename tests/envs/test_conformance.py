@@ -118,7 +118,7 @@ def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker)
     np.testing.assert_array_equal(discount, np.where(last, 0.0, 1.0))
     np.testing.assert_array_equal(reward, np.where(step_type == FIRST, 0.0, 1.0))
     assert (np.abs(observation[step_type == FIRST]) <= 0.05).all()
-    # The observation at LAST is the true final one: the pole has fallen over (12 degrees).
+    # The observation at LAST is the final one of the episode: the pole has fallen over (12 degrees).
     assert (np.abs(observation[last][:, 2]) > 0.2095).all()
 
 

@@ -159,7 +159,7 @@ def test_killed_worker_raises_immediately(is_sync):
                 else:
                     pool.send(env_ids, np.zeros(4, np.int32))
                     env_ids, _ = pool.recv()
-        assert time.monotonic() - started < 60.0  # not the answer timeout
+        assert time.monotonic() - started < 60.0  # less than the answer timeout
 
 
 def test_worker_killed_during_a_step_raises():

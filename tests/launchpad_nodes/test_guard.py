@@ -52,7 +52,7 @@ def main():
     for label, node in (("waits", lp.CourierNode(Waits)), ("fails", {added})):
         program.add_node(node, label=label)
     lp.launch(program, launch_type="local_mp", terminal="{terminal}").wait()
-    print("the script goes on.")
+    print("the script continues.")
 
 
 if __name__ == "__main__":
@@ -158,7 +158,7 @@ def test_failed_node_is_named_and_the_program_exits_with_an_error(start: Start, 
     program = start(script)
     assert program.ends_within(60.0) not in (0, None), program.output()
     assert re.search(rf"\[fails/0\] rlframe: the node fails/0 failed: .*{reason}", program.output()), program.output()
-    assert "stops." in program.output() and "the script goes on" not in program.output()
+    assert "stops." in program.output() and "the script continues" not in program.output()
 
 
 @pytest.mark.system
@@ -178,7 +178,7 @@ def test_node_whose_run_returns_does_not_end_the_program(start: Start, end: str)
     program.wait_for(lambda: len(program.guards()) == 1)  # the guard of the other node has ended with that node
     assert program.process.poll() is None and "failed" not in program.output()
     program.process.send_signal(signal.SIGINT)
-    assert program.ends_within() == 0 and "the script goes on" in program.output()
+    assert program.ends_within() == 0 and "the script continues" in program.output()
 
 
 @pytest.mark.parametrize(
