@@ -47,7 +47,7 @@ STEP, RESET, CALL, CLOSE = range(4)
 
 NUM_BUFFERS = 4  # three that the caller may hold, and one that is always free
 
-_POLL_INTERVAL = 0.5  # seconds between checks of an idle worker whether its parent has died
+_POLL_INTERVAL = 0.5  # seconds between checks of an idle worker that its parent is alive
 
 
 class PoolMemory:

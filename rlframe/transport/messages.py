@@ -102,7 +102,7 @@ def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], a
 
 
 def _fill(connection: socket.socket, into: bytearray | memoryview, got: int, least: int) -> int:
-    """Read until `into` has at least `least` bytes, of which `got` are already there. Return the number of bytes."""
+    """Read until `into` has at least `least` bytes. It already has `got` bytes. Return the number of its bytes."""
     view = memoryview(into)
     while got < least:
         count = connection.recv_into(view[got:])
