@@ -101,7 +101,7 @@ def test_a_second_signal_before_it_has_saved_is_a_failure_that_names_what_was_sa
         (tmp_path / "be slow").touch()
         wait_until((tmp_path / "is slow").exists)
         process.send_signal(signal.SIGINT)
-        assert "SIGINT: saving after the step under way" in process.stderr.readline()
+        assert "SIGINT: saving after the current step" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=120)[1]
     assert process.returncode == 1

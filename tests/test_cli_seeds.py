@@ -231,7 +231,7 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
     for seed in (1, 2):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]
-        assert "SIGINT: saving after the step under way" in (folder / "logs" / f"seed-{seed}.log").read_text()
+        assert "SIGINT: saving after the current step" in (folder / "logs" / f"seed-{seed}.log").read_text()
         assert steps > 0 and list((run / "checkpoints").iterdir())  # it was told once, and saved
         assert not running(run)
 

@@ -116,7 +116,7 @@ def test_ray_refuses_a_directory_that_is_not_utf_8_in_one_sentence(tmp_path):
     env = {**os.environ, "HOME": str(tmp_path)}  # where Ray keeps its token
     done = subprocess.run([*command, "--engine", "ray"], cwd=directory, env=env, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "Ray takes no directory whose path is not UTF-8: got" in done.stderr and "Traceback" not in done.stderr
+    assert "Ray supports only directories with a UTF-8 path: got" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_file_is_loaded(tmp_path):

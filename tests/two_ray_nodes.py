@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rlframe.transport.messages import Parts
-from rlframe.transport.ray import RaySockets, RayTransport, join
+from rlframe.transport.ray import RaySockets, RayTransport, use_sockets
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 
 
@@ -22,11 +22,11 @@ class TwoRayNodes(RayTransport):
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
         """See `Transport`."""
-        join(self.there)
+        use_sockets(self.there)
         try:
             return super().serve(methods, address)
         finally:
-            join(self.here)
+            use_sockets(self.here)
 
 
 @contextlib.contextmanager
@@ -46,6 +46,6 @@ def two_ray_nodes(directory: pathlib.Path) -> Iterator[TwoRayNodes]:
         opened.callback(here.open(path))
         server = SocketServer({"relay": relay, "reaches": reaches, "versions": lambda *_: None}, path)
         opened.callback(server.stop)
-        join(here)
-        opened.callback(join, None)
+        use_sockets(here)
+        opened.callback(use_sockets, None)
         yield TwoRayNodes(there, here)

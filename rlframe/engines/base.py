@@ -1,6 +1,6 @@
-"""The contract of an engine: its options, `Engine`, and what only some engines can do (`RunsReverb`, `StartsWorkers`).
+"""The contract of engines: their options, `Engine`, and the optional protocols `RunsReverb` and `StartsWorkers`.
 
-The end of the file has parts that our engines share.
+The end of the file has code that several engines share.
 """
 
 from __future__ import annotations
@@ -17,71 +17,70 @@ from rlframe.engines.group_rules import AcceleratorGroup
 from rlframe.engines.logs import NullStream
 from rlframe.interprocess.heartbeat import TIMEOUT
 
-GRACE = 8.0  # seconds between SIGTERM and SIGKILL, unless another number is asked for
+GRACE = 8.0  # default seconds between SIGTERM and SIGKILL
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
-    """How an engine runs nodes. They are also options of each topology of several nodes (`ProgramConfig`)."""
+    """Options for nodes. Topologies of several nodes have the same options (`ProgramConfig`)."""
 
-    ray_address: Union[str, None] = None  # the Ray cluster: auto or HOST:PORT; None: a Ray of this machine's own
-    accelerators: tuple[AcceleratorGroup, ...] = (
-        "learner",
-    )  # the nodes that may use accelerators; the others get none
-    max_restarts: int = 3  # how often each node may die and be started again
-    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0: never
-    grace_seconds: float = GRACE  # seconds in which nodes save and end, before they are killed
+    ray_address: Union[str, None] = None  # Ray cluster: auto or HOST:PORT; None starts Ray on this machine
+    accelerators: tuple[AcceleratorGroup, ...] = ("learner",)  # groups whose nodes may use accelerators
+    max_restarts: int = 3  # maximum number of restarts of each node
+    hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0 means never
+    grace_seconds: float = GRACE  # seconds for nodes to save and end before they are killed
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions(NodeOptions):
-    """The options of an engine. Each engine reads those of `NodeOptions` that `Engine.options` names, and these."""
+    """Options of an engine. Of the `NodeOptions`, each engine only uses those that `Engine.options` lists."""
 
-    logs: pathlib.Path | None = None  # the directory in which the nodes' lines are kept; None: nowhere
-    quiet: bool = False  # show no line of the nodes
+    logs: pathlib.Path | None = None  # directory for the log files of nodes; None means no log files
+    quiet: bool = False  # do not show the output of nodes
 
     @property
     def output(self) -> Any:
-        """The stream that shows the nodes' lines."""
+        """The stream that shows the output of nodes."""
         return NullStream() if self.quiet else sys.stderr
 
 
-# WAITING: it has no process; the next one is started soon.
-# RUNNING: it has a process. If that dies, the supervisor decides what follows.
-# REPLACED: its process was killed on request, and the next one follows.
-# ENDING: its process was told to end for good.
-# ENDED: it has no process, and gets none.
+# The state of a node:
+# WAITING: the node has no process, and will be restarted after its backoff.
+# RUNNING: the node has a process.
+# REPLACED: the node's process was killed on request, and a new process will follow.
+# ENDING: the node's process has received SIGTERM, and no new process will follow.
+# ENDED: the node has no process, and no new process will follow.
 NodeState = Literal["WAITING", "RUNNING", "REPLACED", "ENDING", "ENDED"]
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeStatus:
-    """What is known of a node while its program runs."""
+    """The status of a node in a running program."""
 
     name: str  # "actor/0"
     state: NodeState = "RUNNING"
-    incarnation: int = 0  # number of its restarts
-    pid: int | None = None  # of its process, if that is known
-    host: str = socket.gethostname()  # the name of the process's machine
-    phase: str | None = None  # that the process was in at its last heartbeat; None: nobody watches it
-    silent_for: int | None = None  # seconds since that heartbeat
+    incarnation: int = 0  # number of restarts
+    pid: int | None = None  # None if it is unknown
+    host: str = socket.gethostname()  # name of the machine with the process
+    phase: str | None = None  # the phase in the latest heartbeat; None if the node has no heartbeat
+    silent_for: int | None = None  # seconds since the latest heartbeat
 
 
-# Called with (whether the nodes are being ended, the status of each) when these change.
+# A callback for changes of the nodes' states: (whether the program is ending, the status of each node).
 Watch = Callable[[bool, list[NodeStatus]], None]
 
 
 class Engine(Protocol):
     """Runs the nodes of one program: places them, connects them, and ends them together.
 
-    Subclass it: the attributes have defaults. A class of this kind is made with `EngineOptions`, and named by
-    `--engine`. `add` returns an object, or a handle that `rlframe.handles.resolve` knows: an argument for other nodes.
+    Subclass this protocol to use the defaults of its attributes. The option `--engine` selects an engine class. `add`
+    returns an object or a handle for `rlframe.handles.resolve`, which may be an argument of other nodes.
 
     Attributes:
-        options: names of the `NodeOptions` that it reads; the others stay at their defaults.
-        requires: extras of this package that it needs.
-        in_process: whether its nodes are in the process that calls `run`, and share its memory.
-        operator: name of the operator that starts workers which come and go while a program runs; None: nothing does.
+        options: names of the `NodeOptions` that the engine uses. Users can set only these.
+        requires: extras of this package that the engine needs.
+        in_process: whether the nodes run in the process that calls `run`, and share its memory.
+        operator: name of the operator that starts workers while a program runs; None if there is no such operator.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
@@ -92,13 +91,13 @@ class Engine(Protocol):
     def __init__(self, options: EngineOptions) -> None: ...
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add a node, which constructs an object and calls its `run()`, and `stop()` when the program ends.
+        """Add a node. The node constructs an object, calls its `run()`, and calls its `stop()` when the program ends.
 
         Args:
-            group: learner, inferencer, actor or monitor, say; what that decides is in `group_rules.py: TRAITS`.
-            constructor: of the object.
-            *args: its arguments; some may be what `add` gave for other nodes.
-            **kwargs: the same.
+            group: the node's group, such as "learner" or "actor". `group_rules.py: TRAITS` has the traits of groups.
+            constructor: the object's class, or a function that returns the object.
+            *args: arguments of the constructor. They may include results of `add` for other nodes.
+            **kwargs: keyword arguments of the constructor.
 
         Returns:
             The node as an argument for other nodes.
@@ -109,10 +108,10 @@ class Engine(Protocol):
         """The number of nodes in each group."""
 
     def own(self, resource: Any) -> Any:
-        """Return `resource`, whose `close()` is called when the program is over."""
+        """Take ownership of a resource: call its `close()` when the program is over. Return the resource."""
 
     def address_of(self, group: str) -> str:
-        """Return the address of the first node of a group, for callers outside of the program."""
+        """Return the address of the first node of a group, for callers outside the program."""
 
     def handle_of(self, group: str) -> Any:
         """Return a handle to the first node of a group, for the process that calls `run`."""
@@ -121,17 +120,17 @@ class Engine(Protocol):
         """Run the program to its end.
 
         Args:
-            watch: called with the states of the nodes whenever they change.
+            watch: callback for changes of the nodes' states.
 
         Returns:
-            The number of the signal that ended it, or None where it ended by itself.
+            The number of the signal that ended the program, or None if no signal did.
 
         Raises:
-            ProgramError: a node failed for good, or had not saved what it should when the program was stopped.
+            ProgramError: a node failed and has no restarts left, or a node did not save when the program was stopped.
         """
 
 
-MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the object of a worker
+MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the worker object
 
 
 @runtime_checkable
@@ -139,7 +138,7 @@ class RunsReverb(Protocol):
     """An engine that can add a Reverb server to its program."""
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """Add a server of `tables`, whose checkpoints lie in `path`. Return it as an argument for other nodes."""
+        """Add a Reverb server with `tables` and with checkpoints in `path`. Return an argument for other nodes."""
 
 
 @runtime_checkable
@@ -147,22 +146,22 @@ class StartsWorkers(Protocol):
     """An engine on which an operator starts workers while the program runs."""
 
     def worker_nodes(self, makers: Mapping[str, MakeWorker], most: Mapping[str, int]) -> Any:
-        """Return the nodes that an operator of this engine starts as workers.
+        """Return functions that create the nodes of workers, for an operator of this engine.
 
         Args:
-            makers: by group, makes the object of a worker.
-            most: by group, how many may run at a time.
+            makers: for each group, a function that creates a worker object.
+            most: for each group, the maximum number of running workers.
 
         Returns:
-            By group, a function (index, incarnation) -> the node, a `StartableNode`.
+            For each group, a function (index, incarnation) -> `StartableNode`.
         """
 
 
-# --- for our engines
+# --- shared code of the engines
 
 
 class ResourceEngine(Engine):
-    """Base of our engines: it closes the resources that it owns when the program is over."""
+    """Base of the engines: it closes the resources that it owns when the program is over."""
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
@@ -175,17 +174,22 @@ class ResourceEngine(Engine):
 
 
 def pick_free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return an unused port."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
 
 def warn_about_open_ports(listening: str, output: TextIO) -> None:
-    """Print that these nodes, named with their ports, listen on all interfaces (SECURITY.md)."""
+    """Print a warning that nodes listen on all interfaces (SECURITY.md).
+
+    Args:
+        listening: the nodes with their ports.
+        output: the stream for the warning.
+    """
     print(
-        f"[launcher] {listening}, and what these start, listen on all interfaces of this machine, without "
-        "authentication: whoever reaches such a port can run code as you. Close them (firewall, network namespace), or "
-        "run where nobody else reaches this machine: see SECURITY.md.",
+        f"[launcher] {listening}, and their child processes, listen on all interfaces of this machine, without "
+        "authentication: anyone who can reach such a port can run code as you. Close these ports (firewall, network "
+        "namespace), or run on a network that nobody else can reach: see SECURITY.md.",
         file=output,
         flush=True,
     )

@@ -1,13 +1,13 @@
-"""What the name of a group decides about its nodes: `TRAITS`. And the rules that follow for a program.
+"""`TRAITS` has the traits of each group of nodes. `rules_by_group` derives the rules for the groups of a program.
 
-`rules_by_group` derives the rules. For `heavy_env` with 4 actors, on 8 cores:
+The rules for `heavy_env` with 4 actors, on 8 cores:
 
     group    max_restarts  ends_program  must_save  env
-    learner  3             no            yes        NPROC=4: the cores that the actors leave; it sees accelerators
+    learner  3             no            yes        NPROC=4 (cores without an actor); accelerators are visible
     actor    3             no            no         ON_CPU: one thread, no accelerator
     monitor  3             yes           no         ON_CPU
 
-The monitor ends this program, not the learner: both may, and the monitor is the first of them in `TRAITS`.
+Both the monitor and the learner may end a program. The monitor ends this one, because it comes first in `TRAITS`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ AcceleratorGroup = Literal["learner", "inferencer", "policy"]  # groups whose no
 
 @dataclasses.dataclass(frozen=True)
 class GroupTraits:
-    """What the name of a group decides about its nodes, in any program.
+    """The traits of a group of nodes, in any program.
 
     Attributes:
-        may_end_program: the program ends with this group if no group before it in `TRAITS` does. It has one node.
-        saves: its nodes save when they end. If a program is stopped, everything is saved only if they ended well.
-        takes_idle_cores: its nodes have the cores that the others leave: more threads than cores slow each other. If
-            there are several such groups, they work in turns.
-        is_busy: its nodes are at work all the time. Under Ray, each has a CPU, if there are enough.
-        uses_one_arena: its processes use one arena of malloc (`rlframe.interprocess.malloc`).
+        may_end_program: the program ends with this group's single node, unless the program has an earlier group of
+            `TRAITS` with this trait.
+        saves: the nodes save when they end. A stopped program counts as saved only if these nodes exit with code 0.
+        takes_idle_cores: the nodes use the cores that other groups leave idle, because more threads than cores would
+            slow each other. Several groups with this trait work in turns, so each uses all idle cores.
+        is_busy: the nodes work all the time. Under Ray, each node reserves a CPU if there are enough.
+        uses_one_arena: the processes use one arena of malloc (`rlframe.interprocess.malloc`).
     """
 
     may_end_program: bool = False
@@ -40,7 +41,7 @@ class GroupTraits:
     uses_one_arena: bool = False
 
 
-# A group that is not here has none of these traits.
+# Other groups have no traits.
 TRAITS: Mapping[str, GroupTraits] = {
     "coordinator": GroupTraits(may_end_program=True, saves=True),
     "monitor": GroupTraits(may_end_program=True),
@@ -57,7 +58,7 @@ NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # JAX and numerical libraries with one thread, on the CPU.
 ON_CPU = {
     **NO_ACCELERATOR,
-    "NPROC": "1",  # XLA's threads; its flag for a single one takes slower kernels too
+    "NPROC": "1",  # XLA's threads; XLA's flag for a single thread would also select slower kernels
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -70,12 +71,12 @@ _PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
 class GroupRules:
     """The rules for the nodes of one group of a program."""
 
-    # Each node is started again, at the same address, until it has died more often than this. The default suits any
-    # program, since its nodes may not bear a restart; those of our topologies do (`NodeOptions.max_restarts`).
+    # Maximum number of restarts of each node, at the same address. The default is 0, because the nodes of a user's
+    # program may not support restarts. The topologies of this package use `NodeOptions.max_restarts`.
     max_restarts: int = 0
-    ends_program: bool = False  # the program is over, and well, when the nodes of all such groups have ended well
-    must_save: bool = False  # a program that is stopped has ended well only if these nodes have, since they save then
-    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None: removed
+    ends_program: bool = False  # the program ends successfully when the nodes of all such groups exit with code 0
+    must_save: bool = False  # if the program is stopped, these nodes save: it is an error if they do not exit with 0
+    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None removes one
 
 
 def traits_of(group: str) -> GroupTraits:
@@ -84,7 +85,7 @@ def traits_of(group: str) -> GroupTraits:
 
 
 def ending_group(groups: Collection[str]) -> str | None:
-    """Return the group whose end is the program's: of `heavy_env`, "monitor". None: it ends with its last node."""
+    """Return the group that ends a program, such as "monitor". None means that the program ends with its last node."""
     return next((group for group, traits in TRAITS.items() if traits.may_end_program and group in groups), None)
 
 
@@ -92,7 +93,7 @@ def rules_by_group(groups: Mapping[str, int], max_restarts: int, accelerators: I
     """Return the rules of each group of a program.
 
     Args:
-        groups: how many nodes each has.
+        groups: number of nodes in each group.
         max_restarts, accelerators: see `NodeOptions`.
     """
     ending = ending_group(groups)
@@ -108,19 +109,19 @@ def rules_by_group(groups: Mapping[str, int], max_restarts: int, accelerators: I
 
 
 def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[str]) -> dict[str, str]:
-    """Return the environment variables that give the nodes of a group their cores and accelerators."""
+    """Return the environment variables that set the cores and accelerators of a group's nodes."""
     found = {"NPROC": str(_idle_cores(groups))} if traits_of(group).takes_idle_cores else dict(ON_CPU)
     if group not in accelerators:
         return {**found, **NO_ACCELERATOR}
     found = {name: value for name, value in found.items() if name not in NO_ACCELERATOR}
-    # If several nodes share an accelerator, none may take all of its memory.
+    # If several nodes share an accelerator, no node may allocate all of its memory.
     if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
         found[_PREALLOCATES] = "false"
     return found
 
 
 def _idle_cores(groups: Mapping[str, int]) -> int:
-    """Return the cores that are left if each other node has one; the node that ends the program has none."""
+    """Return the number of idle cores if each other node uses one core. The node that ends the program uses none."""
     ending = ending_group(groups)
     used = sum(count for name, count in groups.items() if name != ending and not traits_of(name).takes_idle_cores)
     return max(1, len(os.sched_getaffinity(0)) - used)

@@ -1,4 +1,4 @@
-"""The engine of a topology of one node, `single_process`: it runs the node in the thread that calls `run`."""
+"""`InlineEngine` runs the single node of the topology `single_process` in the thread that calls `run`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rlframe.engines.threads import ThreadsEngine
 
 
 class InlineEngine(ThreadsEngine):
-    """Constructs its node at once, and runs it without another thread. An exception of the node is raised unchanged."""
+    """Constructs its single node in `add`, and runs it in the caller's thread. Exceptions of the node are unchanged."""
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; the node's own `run()` says which signal ended it."""
+        """See `Engine`. Return the result of the node's `run()`: the number of the signal that ended it, or None."""
         ((group, node),) = self._nodes
         try:
             if watch is not None:

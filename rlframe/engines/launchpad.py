@@ -1,6 +1,6 @@
-"""Programs of Launchpad on this machine: the engine `launchpad`, and `launch(program)`, which runs any such program.
+"""The engine `launchpad`, and `launch(program)`, which runs any Launchpad program on this machine.
 
-Launchpad's own launcher ignores a crashed node, or kills itself (exit code 137) while it ends the others.
+`lp.launch` either ignores a crashed node, or kills itself (exit code 137) while it ends the other nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlframe.interprocess.phases import STARTING
 
 
 class LaunchpadEngine(ResourceEngine):
-    """Builds `program`, a `launchpad.Program`, to which more nodes may be added before `run`.
+    """Builds `program`, a `launchpad.Program`. Callers may add more nodes to it before `run`.
 
     Args:
         options: see `EngineOptions`.
@@ -48,7 +48,7 @@ class LaunchpadEngine(ResourceEngine):
 
         super().__init__(options)
         self.program = lp.Program("rlframe")
-        self._ports: dict[str, int] = {}  # by group, of its first node, where that is known
+        self._ports: dict[str, int] = {}  # by group: the port of its first node, if it is fixed
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -72,7 +72,7 @@ class LaunchpadEngine(ResourceEngine):
         return {group: len(nodes) for group, nodes in self.program.groups.items()}
 
     def address_of(self, group: str) -> str:
-        """See `Engine`: "host:port"."""
+        """See `Engine`. Return "host:port"."""
         return f"localhost:{self._ports.setdefault(group, pick_free_port())}"
 
     def handle_of(self, group: str) -> handles.Remote:
@@ -80,7 +80,7 @@ class LaunchpadEngine(ResourceEngine):
         return handles.Remote([self.address_of(group)], group)
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; as `rlframe.launch`."""
+        """See `Engine` and `launch`."""
         with self._resources:
             return launch(
                 self.program,
@@ -109,32 +109,36 @@ def launch(
     watch: Watch | None = None,
     grace: float = GRACE,
 ) -> int | None:
-    """Run every node of a program as a process, and return when it is over.
+    """Run every node of a program as a process, until the program ends.
 
-    It is over when the nodes of the groups with the rule `ends_program` have ended, when all nodes have, when a node
-    calls `lp.stop()`, or on Ctrl-C, SIGTERM and SIGHUP (unless that is ignored). Every process gets SIGTERM then
-    (`lp.stop_event()` is set) and is killed after `grace` seconds. No process outlives the caller.
+    The program ends when the nodes of all groups with the rule `ends_program` have ended, when all nodes have ended,
+    when a node calls `lp.stop()`, or on Ctrl-C, SIGTERM or SIGHUP (unless SIGHUP is ignored). Then every process gets
+    SIGTERM, which sets `lp.stop_event()`, and is killed after `grace` seconds. A second Ctrl-C kills all processes
+    immediately. No process outlives the caller.
 
-    One line at the start names the nodes that listen: Courier and Reverb do so on all interfaces (SECURITY.md).
+    At the start, a warning lists the nodes that listen on ports: Courier and Reverb listen on all interfaces
+    (SECURITY.md).
 
     Args:
         program: a `launchpad.Program`.
-        rules: by group; a group without rules has no restarts and does not end the program.
-        output: where the nodes' lines go; stderr.
-        ports: by group, that of its first node (the next ones follow); others are picked.
-        logs: the directory in which they are kept, too; None: they are not kept.
-        hang_timeout: seconds that a node's interpreter may be silent before the node is killed and started again, as
-            one that died; so is one whose work hangs (docs/failures.md). 0: none is.
-        watch: see `ProgramSupervisor`.
-        grace: seconds that nodes have to end after SIGTERM.
+        rules: rules for each group. A group without rules has no restarts and does not end the program.
+        output: stream for the nodes' output; None means stderr.
+        ports: for each group, the port of its first node. The next nodes have the next ports. For groups without an
+            entry, free ports are used.
+        logs: directory for log files; None means no log files.
+        hang_timeout: seconds without a heartbeat after which a node is killed. A node whose work makes no progress is
+            also killed (docs/failures.md). Both count as deaths, so the node may restart. 0 means that hung nodes are
+            not killed.
+        watch: callback for changes of the nodes' states; see `Watch`.
+        grace: seconds between SIGTERM and SIGKILL.
 
     Returns:
-        The number of the signal that ended the program, or None where it ended by itself.
+        The number of the signal that ended the program, or None if no signal did.
 
     Raises:
-        ProgramError: a node failed for good, or, with the rule `must_save`, while the program was stopped; the message
-            names it and has its traceback. A second Ctrl-C kills those that have not ended.
-        UsageError: the rules are of a group that the program has not, or a node cannot be pickled.
+        ProgramError: a node failed and has no restarts left, or a node with the rule `must_save` failed while the
+            program ended. The message contains the node's name and traceback.
+        UsageError: the rules contain an unknown group, or a node cannot be pickled.
     """
     rules = rules or {}
     for group in rules:
@@ -154,23 +158,23 @@ def launch(
 
 
 def run_launchpad_node(pickled: bytes) -> None:
-    """Run a node in its process, with Launchpad made ready for it."""
+    """Run a node in its process, after the setup of Launchpad."""
     with STARTING:
         import cloudpickle
         from absl import flags
         from launchpad.launch import worker_manager
 
         flags.FLAGS(sys.argv[:1])
-        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown: the supervisor has one
+        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown: the supervisor has its own
         worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
         function = cloudpickle.loads(pickled)
     function()
 
 
 def _prepare(program: Any, ports: Mapping[str, int]) -> None:
-    """Prepare the nodes for their processes, as `lp.launch` does: give them a context, handles and addresses."""
+    """Set the context, handles and addresses of the nodes, like `lp.launch`."""
     from absl import flags
-    from launchpad import context  # which defines the flags
+    from launchpad import context  # this import defines the flags
     from launchpad.launch import serialization
 
     if not flags.FLAGS.is_parsed():
@@ -191,10 +195,7 @@ def _prepare(program: Any, ports: Mapping[str, int]) -> None:
 
 
 def _open_ports(program: Any) -> str:
-    """Return the nodes of a program that listen, with their ports: "learner (port 1), actor (ports 2, 3)".
-
-    The text is empty if no node listens.
-    """
+    """Return the nodes that listen on ports: "learner (port 1), actor (ports 2, 3)", or "" if there are none."""
     listed = []
     for group, nodes in program.groups.items():
         ports = [address.resolve().rpartition(":")[2] for node in nodes for address in node.addresses]
@@ -205,7 +206,7 @@ def _open_ports(program: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FixedAddress:
-    """An address to bind a `launchpad.Address` to: its `AbstractAddressBuilder`."""
+    """An `AbstractAddressBuilder` of Launchpad with a known address."""
 
     address: str  # "host:port"
 

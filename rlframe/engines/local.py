@@ -1,7 +1,8 @@
-"""The engine of real processes on this machine, with nothing but the core installed.
+"""The engine `local`: processes on this machine, without extra packages.
 
-Nodes call each other over sockets that only their user can reach: no port is opened. What is large crosses through
-shared memory, as under every engine (parameters, replay, inference), or over the sockets without being copied twice.
+Nodes call each other over Unix sockets that only their user can open. No port is opened. Large data (parameters,
+replay, inference) uses shared memory, as under every engine. Large arrays in calls are not pickled: they are copied
+only into and out of the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LocalEngine(ServedEngine):
         self._reverb: dict[str, ReverbAddress] = {}  # by group
 
     def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAddress:
-        """See `RunsReverb`: the one node that listens at a port, which is said before it starts."""
+        """See `RunsReverb`. This node listens on a port, about which `run` prints a warning."""
         extras.require("--replay reverb", "reverb")
         from rlframe.engines.reverb_server import ReverbServer
 
@@ -40,11 +41,11 @@ class LocalEngine(ServedEngine):
         return server
 
     def address_of(self, group: str) -> str:
-        """See `Engine`; of a Reverb server "host:port"."""
+        """See `Engine`. The address of a Reverb server is "host:port"."""
         return self._reverb[group].address if group in self._reverb else super().address_of(group)
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; as `rlframe.launch`."""
+        """See `Engine` and `launchpad.launch`."""
         with self._resources:
             pickled = {group: [node.pickled() for node in nodes] for group, nodes in self._nodes.items()}
             rules = rules_by_group(self.groups, self._options.max_restarts, self._options.accelerators)
@@ -59,7 +60,7 @@ class LocalEngine(ServedEngine):
 
 
 class ReverbAddress:
-    """The handle to a Reverb server: unpickled, it is a `reverb.Client`. This process need not import Reverb."""
+    """A handle to a Reverb server. It unpickles as a `reverb.Client`, so only the nodes import Reverb."""
 
     def __init__(self, address: str) -> None:
         self.address = address

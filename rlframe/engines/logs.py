@@ -1,4 +1,4 @@
-"""Logs: one form of lines for every process of a run, and the files `logs/NODE.log` in its directory.
+"""Logs: the line format of all processes of a run, and the files `logs/NODE.log` in the run directory.
 
 2026-11-22 13:14:05,123 WARNING [actor/0] The learner at ... does not answer get_params()
 """
@@ -19,35 +19,35 @@ from typing import TextIO
 
 from rlframe.streams import root_handler
 
-# The encoding of log files. A line may hold a path that is not UTF-8.
+# The encoding of log files. A line may contain a path that is not UTF-8.
 _ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
-# The environment variable that limits what TensorFlow and XLA print. They read it on import; 3: errors only.
+# The environment variable for the log level of TensorFlow and XLA, which read it on import. 3 means only errors.
 _NATIVE_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 
 
 class NullStream(io.TextIOBase):
-    """A stream that drops its text."""
+    """A stream that discards its text."""
 
     def write(self, text: str) -> int:
-        """Drop it."""
+        """Discard the text."""
         return len(text)
 
 
 @contextlib.contextmanager
 def silent(quiet: bool = True) -> Iterator[None]:
-    """Show no warnings of a run in this process. Handlers that the caller gave to `logging` still get them.
+    """Show no warnings in this process during a `with`. The caller's own `logging` handlers still receive them.
 
-    Warnings of Python's `warnings` go to the logger `py.warnings` meanwhile.
+    Python's `warnings` go to the logger `py.warnings`.
 
     Args:
-        quiet: False: do nothing.
+        quiet: False turns this context manager off.
     """
     if not quiet:
         yield
         return
     level = os.environ.get(_NATIVE_LEVEL)
-    os.environ[_NATIVE_LEVEL] = "3"  # JAX sets 1 when it is imported
-    is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # by the caller
+    os.environ[_NATIVE_LEVEL] = "3"  # otherwise JAX sets 1 when it is imported
+    is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # the caller captures warnings already
     logging.captureWarnings(True)
     try:
         with root_handler(logging.NullHandler()):
@@ -71,33 +71,31 @@ def log_file(logs: pathlib.Path, node: str) -> pathlib.Path:
 
 
 class NodeLogs:
-    """The lines of the nodes of a program: shown, and kept in files that grow over restarts and sessions.
-
-    Any thread may call it.
+    """Shows the output of a program's nodes, and appends it to log files. Any thread may call the methods.
 
     Args:
-        directory: of the files; None: nothing is kept.
-        output: the terminal; None: stderr.
+        directory: directory of the log files; None means no log files.
+        output: stream that shows the lines; None means stderr.
     """
 
     def __init__(self, directory: pathlib.Path | None = None, output: TextIO | None = None) -> None:
         self._directory, self._output = directory, output if output is not None else sys.stderr
         self._files: dict[str, TextIO] = {}
-        self._lock, self._showing = threading.Lock(), threading.Lock()  # of the files; of the terminal, which may block
+        self._lock, self._showing = threading.Lock(), threading.Lock()  # for the files; for the output, which may block
 
     def write(self, node: str, line: str) -> None:
-        """Keep and show a line of the node, the latter with its name in front, once."""
+        """Append a line of a node to its log file, and show the line with the node's name as a prefix."""
         self._keep(node, line)
         self._show(node, line.replace(f" [{node}] ", " ", 1))
 
     def warn(self, node: str, text: str) -> None:
-        """Keep and show a warning about the node."""
+        """Append a warning about a node to its log file, and show it."""
         now = datetime.datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
         self._keep(node, f"{now} WARNING [{node}] {text}")
         self._show(node, text)
 
     def close(self) -> None:
-        """Close the files; nothing is kept from then on."""
+        """Close the log files. Later lines are only shown."""
         with self._lock:
             self._directory = None
             for file in self._files.values():
@@ -106,7 +104,7 @@ class NodeLogs:
             self._files.clear()
 
     def _show(self, node: str, text: str) -> None:
-        # The reader may have died, or the stream be closed.
+        # The reader of the stream may have died, or the stream may be closed.
         with self._showing, contextlib.suppress(OSError, ValueError):
             self._output.write(f"[{node}] {text}\n")
             self._output.flush()
@@ -123,7 +121,7 @@ class NodeLogs:
 
 @contextlib.contextmanager
 def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
-    """Append the warnings of this package to a log file, too, during a `with`."""
+    """Also append the warnings of this package to a log file during a `with`."""
     logger = logging.getLogger("rlframe")
     has_own = logger.hasHandlers()
     logs.mkdir(exist_ok=True)
@@ -131,7 +129,7 @@ def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
     file.setFormatter(logging.Formatter(_format(node)))
     logger.addHandler(file)
     try:
-        # Python's last resort is for loggers without any handler, and this one has one now.
+        # Keep showing warnings: Python's handler of last resort only serves loggers without any handler.
         with root_handler(None if has_own else logging.lastResort):
             yield
     finally:
@@ -141,7 +139,7 @@ def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Drops log lines while the disk is full."""
+    """A log file that discards lines while the disk is full."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):

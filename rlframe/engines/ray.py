@@ -1,7 +1,7 @@
-"""The engine of Ray: every node is an actor of a Ray cluster, or of a Ray of the program's own on this machine.
+"""The engine `ray`: a Ray actor starts the process of each node, on a Ray cluster or on a Ray started on this machine.
 
-Ray places the nodes and starts their actors; restarts, deadlines, logs and the end are the launcher's, as under the
-engine `local`. A launcher that dies leaves nothing running: another session resumes from the checkpoints.
+Ray places the actors. As under the engine `local`, the launcher restarts nodes, enforces deadlines, writes logs and
+ends the program. If the launcher dies, all nodes end, and a new session can resume from the checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlframe.transport.ray import RayTransport
 
 
 class RayEngine(ServedEngine):
-    """Runs each node beside an actor."""
+    """Runs each node in a process that a Ray actor starts."""
 
     options = ("max_restarts", "hang_timeout", "grace_seconds", "accelerators", "ray_address")
     requires = ("ray",)
@@ -52,12 +52,12 @@ class RayEngine(ServedEngine):
         return {group: functools.partial(node, group, pickle_node(group, make)) for group, make in makers.items()}
 
     def own(self, resource: Any) -> Any:
-        """See `Engine`. Nodes that refer to it share memory with this process: they are on its Ray node."""
+        """See `Engine`. Nodes that refer to the resource run on this process's Ray node, to share memory with it."""
         self._owned.append(resource)
         return super().own(resource)
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; as `rlframe.launch`."""
+        """See `Engine` and `launchpad.launch`."""
         with self._resources:
             supervisor = self._supervisor([], watch)
             supervisor.add(*self._program_nodes(supervisor.stop))
@@ -82,7 +82,7 @@ class RayEngine(ServedEngine):
                 )
 
     def _shares(self, groups: Mapping[str, int], shares_memory: bool) -> dict[str, tuple[float, float]]:
-        """Return the (CPUs, accelerators) that each node has to itself, by group."""
+        """Return the (CPUs, accelerators) that each node reserves, by group."""
         busy = [group for group in groups if traits_of(group).is_busy]
         served = [group for group in groups if group in self._options.accelerators]
         cpus = self._cluster.cpus(sum(groups[group] for group in busy), shares_memory)
@@ -94,7 +94,7 @@ class RayEngine(ServedEngine):
 
 
 def refers_to(target: Any, resources: list[Any]) -> bool:
-    """Return True if a copy of `target` in another process would refer to one of these."""
+    """Return True if a pickle of `target` would contain one of the resources."""
     import cloudpickle
 
     wanted, found = {id(each) for each in resources}, []

@@ -1,4 +1,4 @@
-"""A Reverb server as a node of a Launchpad program. Launchpad's own saves nothing unless a client asks it to."""
+"""A Launchpad node with a Reverb server that saves checkpoints. `lp.ReverbNode` saves only on request of a client."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class CheckpointedReverbNode(lp.ReverbNode):
     """`lp.ReverbNode` with checkpoints: see `ReverbServer`.
 
     Args:
-        tables: makes the tables, as `ReverbReplayBuffer.tables(agent)` does.
-        directory: where the newest checkpoint is, on the machine of the node.
-        seconds, at_end: as for `ReverbServer`.
+        tables: function that creates the tables, such as `ReverbReplayBuffer.tables(agent)`.
+        directory: directory of the newest checkpoint, on the machine of the node.
+        seconds, at_end: see `ReverbServer`.
     """
 
     def __init__(
@@ -35,5 +35,5 @@ class CheckpointedReverbNode(lp.ReverbNode):
         self._make = functools.partial(ReverbServer, tables, path, seconds=seconds, at_end=at_end)
 
     def run(self) -> None:
-        """Serve, and save now and then, until the program ends."""
+        """Serve and save periodically until the program ends."""
         self._make(port=lp_address.get_port_from_address(self._address.resolve())).run()

@@ -1,4 +1,4 @@
-"""A Reverb server that saves checkpoints, and continues from the newest one when it is started again."""
+"""A Reverb server that saves checkpoints, and restores the newest one after a restart."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class ReverbServer:
-    """A server with checkpoints: a server that dies loses the items of the last `seconds`, or little more.
+    """A Reverb server with checkpoints. If it dies, it loses the items since its latest checkpoint.
 
-    It listens on all interfaces, without authentication.
+    The server listens on all interfaces, without authentication.
 
     Args:
-        tables: makes the tables, as `ReverbReplayBuffer.tables(agent)` does.
-        directory: where the newest checkpoint is, on this machine. A server that starts reads it.
-        port: at which it listens.
-        seconds: between two checkpoints; longer where one takes more than a twentieth of that.
-        at_end: seconds that one may take when the program stops.
+        tables: function that creates the tables, such as `ReverbReplayBuffer.tables(agent)`.
+        directory: directory of the newest checkpoint on this machine. The server restores this checkpoint.
+        port: port of the server.
+        seconds: seconds between checkpoints. The interval grows if a checkpoint takes more than 5 % of it.
+        at_end: seconds for the last checkpoint, when the program stops.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class ReverbServer:
         self._stop = threading.Event()
         self._directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(self._directory)
-        self._native = NativePath(self._directory)  # open as long as the server is
+        self._native = NativePath(self._directory)  # must stay open while the server runs
         checkpointer = reverb.checkpointers.DefaultCheckpointer(self._native.path)
         self._server = reverb.Server(tables(), port, checkpointer)
 
     def run(self) -> None:
-        """Save now and then, until the program ends or `stop` is called, and once more then."""
+        """Save periodically until the program ends or `stop` is called. Then save a last time."""
         write = functools.partial(_save, self._server.localhost_client(), self._directory)
         with stop_with_program(self.stop):
             save_periodically(write, self._stop, self._seconds, self._at_end)
@@ -64,17 +64,17 @@ class ReverbServer:
 
 
 def _save(client: Any, directory: pathlib.Path) -> None:
-    """Write a checkpoint; warn if that is not possible."""
+    """Write a checkpoint. Log a warning if it fails."""
     try:
         with SAVING:
             client.checkpoint()
-    except RuntimeError as error:  # it still has everything in memory: better than to end here
+    except RuntimeError as error:  # keep running: the items are still in memory
         _log.warning("The Reverb server could not write a checkpoint to %s: %s", directory, error)
         _remove_unfinished(directory)
 
 
 def _remove_unfinished(directory: pathlib.Path) -> None:
-    """Remove checkpoints that were cut off: Reverb never removes them."""
+    """Remove unfinished checkpoints, which Reverb does not remove itself."""
     for path in directory.iterdir():
         if path.is_dir() and not (path / "DONE").exists():
             shutil.rmtree(path)

@@ -1,8 +1,8 @@
-"""The base of the engines whose nodes are objects that others call over a transport: `local` and `ray`.
+"""The base of the engines `local` and `ray`, whose nodes call each other over a `Transport`.
 
-`ServedEngine.add` keeps the constructor and the address of each node as a `ServedNode`. This is pickled for the process
-of the node, where `node_main.run_served_node` calls the constructor, serves the object's public methods at the address,
-and calls its `run()`.
+`ServedEngine.add` stores the constructor and the address of each node in a `ServedNode`. The node's process unpickles
+it. There, `node_main.run_served_node` calls the constructor, serves the object's public methods at the address, and
+calls its `run()`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlframe.transport import Transport
 
 @dataclasses.dataclass(frozen=True)
 class ServedNode:
-    """The constructor of an object, and the address at which its methods are called."""
+    """The constructor of a node's object, and the address at which its methods are served."""
 
     group: str
     transport: Transport
@@ -32,7 +32,7 @@ class ServedNode:
     kwargs: dict[str, Any]
 
     def pickled(self) -> bytes:
-        """See `run_served_node`."""
+        """Return the pickled node for `run_served_node`."""
         return pickle_node(self.group, self)
 
 
@@ -84,13 +84,13 @@ class ServedEngine(ResourceEngine):
 
 
 def pickle_worker(transport: Transport, address: str, make: bytes, name: str, index: int, incarnation: int) -> bytes:
-    """Pickle a worker of elastic, for `run_served_node`.
+    """Pickle a worker of the topology elastic for `run_served_node`.
 
     Args:
-        transport: by which it is called.
-        address: at which.
+        transport: transport that serves the worker.
+        address: address of the worker.
         make: a pickled `MakeWorker`.
-        name, index, incarnation: its arguments.
+        name, index, incarnation: arguments of `make`.
     """
     return ServedNode(name, transport, address, _make_worker, (make, name, index, incarnation), {}).pickled()
 

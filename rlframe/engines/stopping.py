@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the step under way, save, leave."""
+"""Handlers for Ctrl-C, SIGTERM and SIGHUP, so that a run finishes its current step, saves and exits."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from types import FrameType
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that stop a run. SIGHUP is one of them, unless it is ignored, as under `nohup`."""
+    """Return the signals that stop a run. They include SIGHUP, unless SIGHUP is ignored, as under `nohup`."""
     stops = (signal.SIGINT, signal.SIGTERM)
     return stops if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*stops, signal.SIGHUP)
 
 
 def detach_from_closed_terminal() -> None:
-    """Redirect stdout and stderr to the null device if the terminal is gone: writing to it would raise."""
+    """Redirect stdout and stderr to the null device if the terminal is closed. Otherwise a write would raise."""
     for stream in (sys.stdout, sys.stderr):
         try:
             descriptor = stream.fileno()
             os.write(descriptor, b"")
-        except ValueError:  # it is none of a file, or closed
+        except ValueError:  # the stream is closed, or has no file descriptor
             continue
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, descriptor)
+            os.close(null_device)
 
 
 @contextlib.contextmanager
 def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
-    """Handle signals by `handle(number)` during a `with`. Python allows that in the main thread only."""
+    """Call `handle(number)` for signals during a `with`. In other threads than the main thread, do nothing.
+
+    Python allows signal handlers only in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,15 +56,17 @@ def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> It
 
 
 class StopSignal:
-    """Within the context, the first signal sets `number`, a second one raises KeyboardInterrupt at once.
+    """A context in which the first stop signal sets `number`, and a second signal raises KeyboardInterrupt.
 
-    `is_repeated` says whether there was a second one, which a callback may have caught.
-
-    Within `with stop.interruptible():` the first one raises as well: for work whose result is of no use when it is cut
-    off. Does nothing outside the main thread, where Python allows no handlers.
+    Within `with stop.interruptible():`, the first signal also raises. Use it for work that need not be finished.
+    Outside the main thread, where Python allows no signal handlers, this class does nothing.
 
     Args:
-        quiet: do not print that a signal came.
+        quiet: do not print a message when a signal arrives.
+
+    Attributes:
+        number: the number of the first signal; None before it.
+        is_repeated: whether there was a second signal. A user's callback may have caught its KeyboardInterrupt.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -80,7 +85,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within a `with`, raise KeyboardInterrupt at the first signal, too."""
+        """Raise KeyboardInterrupt at the first signal during a `with`."""
         self._raises = True
         try:
             yield
@@ -94,6 +99,6 @@ class StopSignal:
             raise KeyboardInterrupt
         if self._quiet:
             return
-        text = f"rlframe: {signal.Signals(number).name}: saving after the step under way; once more leaves at once\n"
+        text = f"rlframe: {signal.Signals(number).name}: saving after the current step; repeat to exit immediately\n"
         with contextlib.suppress(OSError):
-            os.write(2, text.encode())  # not `print`, in whose middle the signal may have come
+            os.write(2, text.encode())  # not `print`, which the signal may have interrupted

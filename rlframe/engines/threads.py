@@ -1,4 +1,4 @@
-"""The engine whose nodes are threads of this process: for debugging and tests."""
+"""The engine `threads`: nodes are threads of this process, for debugging and tests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from rlframe.interprocess.waiting import Inbox
 
 _log = logging.getLogger(__name__)
 
-_JOIN_WITHIN = 30.0  # seconds that the nodes have to end
+_JOIN_TIMEOUT = 30.0  # seconds for each node to end
 
 
 class ThreadsEngine(ResourceEngine):
-    """Constructs the objects at once, and runs each in a thread of this process."""
+    """Constructs each node's object in `add`, and runs it in a thread of this process."""
 
     in_process = True
 
     def __init__(self, options: EngineOptions | None = None) -> None:
         super().__init__(options or EngineOptions())
         self._nodes: list[tuple[str, Any]] = []
-        self._addresses: dict[str, str] = {}  # of Reverb servers, by group
+        self._addresses: dict[str, str] = {}  # by group: the address of its Reverb server
         self._ended: Inbox[tuple[str, BaseException | None]] = Inbox()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class ThreadsEngine(ResourceEngine):
         return node
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `RunsReverb`. Nothing is kept in `path`: the server ends with this process."""
+        """See `RunsReverb`. The server ends with this process and saves nothing to `path`."""
         with extras.explain_import_error("--replay reverb", "reverb"):
             import reverb
 
@@ -60,41 +60,41 @@ class ThreadsEngine(ResourceEngine):
         return dict(collections.Counter(group for group, _ in self._nodes))
 
     def address_of(self, group: str) -> str:
-        """See `Engine`; of a Reverb server, the one thing here that other processes can reach."""
+        """See `Engine`. Only Reverb servers have an address."""
         return self._addresses[group]
 
     def handle_of(self, group: str) -> Any:
-        """See `Engine`: the object itself."""
+        """See `Engine`. Return the node's object."""
         return next(node for group_of_node, node in self._nodes if group_of_node == group)
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`; `watch` gets this one process."""
+        """See `Engine`. Call `watch` once, with this process as the only node."""
         if watch is not None:
             watch(False, [NodeStatus("launcher", pid=os.getpid())])
-        # They do not hold up the end of the process: after a second Ctrl-C some may still be at work.
+        # Daemon threads do not delay the end of the process: after a second Ctrl-C, some may still be working.
         threads = [
             threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)
             for node in self._nodes
         ]
         end: tuple[str, BaseException | None] | None = None
-        patience = _JOIN_WITHIN
+        join_timeout = _JOIN_TIMEOUT
         with StopSignal(self._options.quiet) as stop:
             try:
                 for thread in threads:
                     thread.start()
                 end = self._wait_for_end(stop)
-            except KeyboardInterrupt:  # a second Ctrl-C already
-                patience = 0.0
+            except KeyboardInterrupt:  # a second Ctrl-C
+                join_timeout = 0.0
             finally:
-                unsaved = self._end_nodes(threads, patience)
+                unsaved = self._end_nodes(threads, join_timeout)
         if end is not None and end[1] is not None:
-            raise _failed(end[0], "failed", end[1])
+            raise _node_error(end[0], "failed", end[1])
         if end is None and unsaved is not None:
             raise unsaved
         return stop.number
 
     def _wait_for_end(self, stop: StopSignal) -> tuple[str, BaseException | None] | None:
-        """Return (the group, its error) of the node whose end is the program's; None: a signal came first."""
+        """Wait for a node that ends the program or fails. Return (group, error), or None if a signal came first."""
         ending = ending_group(self.groups)
         while stop.number is None:
             with contextlib.suppress(queue.Empty):
@@ -103,22 +103,27 @@ class ThreadsEngine(ResourceEngine):
                     return group, error
         return None
 
-    def _end_nodes(self, threads: list[threading.Thread], patience: float) -> ProgramError | None:
-        """End the nodes within `patience` seconds each, and close them. Return the error of a node that had to save."""
+    def _end_nodes(self, threads: list[threading.Thread], join_timeout: float) -> ProgramError | None:
+        """End and close all nodes. Return the error of a node that must save, if it failed.
+
+        Args:
+            threads: the threads of the nodes.
+            join_timeout: seconds for each node to end.
+        """
         with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
             for _, node in self._nodes:
                 node.stop()
             for thread in filter(threading.Thread.is_alive, threads):
-                thread.join(patience)
+                thread.join(join_timeout)
         for (group, _), thread in zip(self._nodes, threads):
             if thread.is_alive():
-                self._ended.put((group, TimeoutError("it had not ended when it was no longer waited for")))
+                self._ended.put((group, TimeoutError("the node did not end in time")))
         unsaved: ProgramError | None = None
         with contextlib.suppress(queue.Empty):
             while True:
                 group, error = self._ended.get(0.0)
                 if error is not None:
-                    failed = _failed(group, "failed while the program ended", error)
+                    failed = _node_error(group, "failed while the program ended", error)
                     _log.warning("%s", failed)
                     unsaved = failed if traits_of(group).saves else unsaved
         with contextlib.suppress(KeyboardInterrupt):
@@ -140,7 +145,7 @@ class ThreadsEngine(ResourceEngine):
         self._resources.close()
 
 
-def _failed(group: str, what: str, error: BaseException) -> ProgramError:
-    failure = ProgramError(f"The node {group} {what}: {type(error).__name__}: {error}")
+def _node_error(group: str, outcome: str, error: BaseException) -> ProgramError:
+    failure = ProgramError(f"The node {group} {outcome}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

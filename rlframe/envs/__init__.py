@@ -1,20 +1,20 @@
-"""Environments as batches: `SyncEnv` steps all of them together, `AsyncEnv` whichever are ready.
+"""Batched environments: `SyncEnv` steps all environments together, `AsyncEnv` steps the environments that are ready.
 
-The path of one step, in a pool of type "loop":
+The calls of one step, in a pool of type "loop":
 
-    pool = SyncEnv("CartPole-v1", 2)                # batch.py; the name becomes a Builder (names.py)
-    timestep = pool.step(np.array([0, 1]))          # actions [2], in the framework's types
-      ActionCheck                                   # checks.py: their dtype, shape and range
-      LoopPool.step -> EnvGroup.step                # group.py: the environments, one after another
-        Codec.decode                                # codec.py: an action in the environment's types
-        GymnasiumEnv.step                           # adapters.py: (observation, reward, discount, last)
-        ObservationRows.write                       # codec.py: into a row of a Frame (layout.py)
-      FiniteCheck                                   # checks.py: no NaN, no infinity
-      FrameStack                                    # wrappers.py, if observations are stacked
+    pool = SyncEnv("CartPole-v1", 2)                # batch.py: create the pool; names.py: the name becomes a Builder
+    timestep = pool.step(np.array([0, 1]))          # actions [2], in the framework's dtypes
+      ActionCheck                                   # checks.py: check dtype, shape and range
+      LoopPool.step -> EnvGroup.step                # group.py: step the environments, one after another
+        Codec.decode                                # codec.py: convert the action to the environment's dtype
+        GymnasiumEnv.step                           # adapters.py: return (observation, reward, discount, last)
+        ObservationRows.write                       # codec.py: write to a row of a BatchBuffer (layout.py)
+      FiniteCheck                                   # checks.py: reject NaN and infinity
+      FrameStack                                    # wrappers.py: stack observations, if frame_stack > 1
 
-The other types have an `EnvGroup` in each thread (thread.py) or worker process (process.py, worker.py). EnvPool's
-environments are C++ (envpool.py). An `EnvServer` (server.py) has a pool in another node, and `RemoteEnv` (remote.py)
-calls it. `as_pool` makes a pool of whatever a user gives.
+Pools of the types "thread" (thread.py) and "process" (process.py, worker.py) have one `EnvGroup` in each thread or
+worker process. EnvPool's environments run in C++ (envpool.py). An `EnvServer` (server.py) holds a pool in another node,
+and `RemoteEnv` (remote.py) calls it. `as_pool` converts any environment or builder that a user passes to a pool.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One environment, whatever API it speaks, behind one small protocol.
+"""Adapters from Gymnasium and dm_env environments to one protocol, `SingleEnv`.
 
-`wrap` takes a gymnasium or a dm_env environment and gives a `SingleEnv`. Everything that the two
-worlds do differently (rewards of None, seeds, time limits) ends here.
+`wrap` adapts an environment. The adapters hide the differences between the two APIs: rewards of None, seeds and time
+limits.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from rlframe.errors import UsageError
 
 
 class SingleEnv(Protocol):
-    """One environment. It never resets itself: its group does, on the step after LAST."""
+    """One environment. It never resets itself: its `EnvGroup` resets it, on the step after LAST."""
 
-    env: Any  # the environment itself
-    codec: Codec  # of its observations, which it gives as they are, and of the actions that it takes
-    log: Callable[[Any], None]  # takes what the environment logs; its group sets it
+    env: Any  # the adapted environment
+    codec: Codec  # encodes observations, which `reset` and `step` return unencoded, and decodes actions
+    log: Callable[[Any], None]  # receives the values that the environment logs; its `EnvGroup` sets it
 
     def reset(self, seed: int | None) -> Any:
-        """Starts an episode and returns the first observation; a seed is given at the first one only."""
+        """Start an episode and return the first observation. The seed is None after the first reset."""
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
-        """(observation, reward, discount, last); discount is 0 where the environment terminated, else 1.
+        """Return (observation, reward, discount, last). The discount is 0 if the environment terminated, else 1.
 
-        The reward is as the environment gives it: nothing of it is checked.
+        The reward is the environment's own value, unchecked.
         """
 
     def close(self) -> None: ...
 
 
 def env_seed(seed: int, index: int) -> int:
-    """The seed of environment `index` of a pool with `seed`, in [0, 2^31).
+    """Return the seed, in [0, 2^31), of environment `index` of a pool with `seed`.
 
-    Hashed, so that the environments of the pools with seeds 1 and 2 have none in common.
+    The seed is a hash, so that pools with the seeds 1 and 2 share no environment seed.
     """
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
 
 
-_NO = np.False_  # numpy has one object of it, as Python has of False
+_NUMPY_FALSE = np.False_  # a singleton, like Python's False: `is` compares faster than `==`
 
-# What Gymnasium's RecordEpisodeStatistics says at the end of an episode, by our names.
-_EPISODE = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
+# Keys of `info["episode"]` in Gymnasium's RecordEpisodeStatistics, and the names under which rlframe logs them.
+_EPISODE_STATISTICS = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
 
 
 class GymnasiumEnv:
-    """Adapts `gymnasium.Env`: `terminated` is discount 0, `truncated` alone is discount 1.
+    """Adapts `gymnasium.Env`: `terminated` becomes discount 0, and `truncated` alone becomes discount 1.
 
-    It logs what a step's `info["log"]` holds, and the `info["episode"]` of RecordEpisodeStatistics.
+    Each step logs `info["log"]`, and the `info["episode"]` of RecordEpisodeStatistics.
     """
 
     log: Callable[[Any], None]
@@ -80,9 +80,9 @@ class GymnasiumEnv:
         if type(result) is not tuple or len(result) != 5:
             api_checks.check_gymnasium_step(result)
         observation, reward, terminated, truncated, info = result
-        if terminated is not False and terminated is not _NO:
+        if terminated is not False and terminated is not _NUMPY_FALSE:
             terminated = api_checks.flag("terminated", terminated)
-        if truncated is not False and truncated is not _NO:
+        if truncated is not False and truncated is not _NUMPY_FALSE:
             truncated = api_checks.flag("truncated", truncated)
         if type(info) is not dict:
             api_checks.check_info(info)
@@ -96,17 +96,17 @@ class GymnasiumEnv:
         if "log" in info:
             self.log(info["log"])
         episode = info.get("episode")
-        if isinstance(episode, Mapping):  # any other is the environment's own affair
-            self.log({name: episode[key] for key, name in _EPISODE.items() if key in episode})
+        if isinstance(episode, Mapping):  # any other value is not from RecordEpisodeStatistics
+            self.log({name: episode[key] for key, name in _EPISODE_STATISTICS.items() if key in episode})
 
     def close(self) -> None:
         self.env.close()
 
 
 class DmEnv:
-    """Adapts `dm_env.Environment`: the discount is the environment's own. It seeds itself when built.
+    """Adapts `dm_env.Environment`. The discount is the environment's own, and the builder seeds the environment.
 
-    After each step it logs what the environment's method `log_values()` gives, where it has one.
+    After each step it logs the result of the environment's method `log_values()`, if the environment has this method.
     """
 
     log: Callable[[Any], None]
@@ -119,14 +119,14 @@ class DmEnv:
         api_checks.check_not_empty(self.codec.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
-        del seed  # dm_env has no such argument: builders take it.
+        del seed  # dm_env's `reset` has no seed: the builder receives the seed instead
         result = self.env.reset()
-        api_checks.check_dm_env_answer("reset", result)
+        api_checks.check_dm_env_result("reset", result)
         return result.observation
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         result = self.env.step(action)
-        api_checks.check_dm_env_answer("step", result)
+        api_checks.check_dm_env_result("step", result)
         step_type, reward, discount, observation = result
         if self._log_values is not None and (logged := self._log_values()) is not None:
             self.log(logged)
@@ -139,16 +139,16 @@ class DmEnv:
 
 
 def is_environment(env: Any) -> bool:
-    """Whether this is one gymnasium or dm_env environment (and not the class of one)."""
+    """Return True for an instance of a gymnasium or dm_env environment, and False for an environment class."""
     return not isinstance(env, type) and (_is_gymnasium(env) or _is_dm_env(env))
 
 
 def wrap(env: Any) -> SingleEnv:
-    """A gymnasium or dm_env environment as a `SingleEnv`. Raises UsageError for anything else."""
+    """Adapt a gymnasium or dm_env environment to `SingleEnv`. Raise UsageError for any other object."""
     if hasattr(env, "num_envs"):
         raise UsageError(
             f"{type(env).__name__} holds several environments: expected a builder that returns one. "
-            "Pass the pool itself where an env_builder is asked for, or the name of the task."
+            "Pass the pool itself as the env_builder, or pass the name of the task."
         )
     if _is_gymnasium(env):
         return GymnasiumEnv(env)

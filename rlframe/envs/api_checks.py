@@ -1,6 +1,7 @@
-"""Check what one environment returns: the form of `reset` and `step`, rewards, and flags.
+"""Check the values that one environment returns from `reset` and `step`: their number, rewards, flags and spaces.
 
-Many environments still follow Gym before 0.26, whose `reset` and `step` return something else. The errors name the fix.
+Many environments still follow the API of Gym before 0.26, whose `reset` and `step` return other values. The error
+messages include the fix.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ _OLD = "This looks like the API of Gym before 0.26."
 
 
 class EnvApiError(UsageError):
-    """An environment returned something unusable. The message lacks its subject: the pool adds "Environment 3"."""
+    """An environment returned an invalid value. The pool prefixes the message with "Environment 3", its subject."""
 
 
 def number(name: str, value: Any) -> float:
-    """Return `value` as a float. Raises EnvApiError unless it is one real number that fits in float32."""
+    """Return `value` as a float. Raise EnvApiError unless it is one real number that fits in float32."""
     real = value
     if not isinstance(value, (float, int)):
         try:
             array = np.asarray(value)
-        except Exception:  # an object that is not a number may raise anything
+        except Exception:  # the conversion of a user's object may raise any exception
             array = np.asarray(None)
         if array.ndim or array.dtype.kind not in "biuf":
             raise EnvApiError(f"gave {value!r} as its {name}: expected one number.")
@@ -46,10 +47,10 @@ def number(name: str, value: Any) -> float:
 
 
 def as_numbers(values: list[Any]) -> np.ndarray | None:
-    """Return values as an array [n], if each is a number that fits in float32. None: check each one by `number`."""
+    """Return the values as an array [n], or None if `number` must check each value separately."""
     try:
         array = np.asarray(values)
-    except Exception:  # their shapes differ, or whatever an object raises that is no number
+    except Exception:  # the shapes differ, or the conversion of a user's object raised any exception
         return None
     if array.ndim != 1 or array.dtype.kind not in "biuf":
         return None
@@ -60,7 +61,7 @@ def as_numbers(values: list[Any]) -> np.ndarray | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value` as a bool. Raises EnvApiError unless it is True, False, 1 or 0."""
+    """Return `value` as a bool. Raise EnvApiError unless it is True, False, 1 or 0."""
     if type(value) is bool or type(value) is np.bool_:
         return bool(value)
     array = np.asarray(value)
@@ -104,16 +105,16 @@ def check_info(info: Any) -> None:
 
 
 def check_takes_seed(env: Any, error: TypeError) -> None:
-    """Raise EnvApiError if `reset` raised `error` as it, or that of a wrapped environment, takes no seed."""
+    """Raise EnvApiError if `error` occurred because the `reset` of `env`, or of an inner environment, takes no seed."""
     for layer in wrapper_chain(env) if "keyword argument" in str(error) else ():
         if not _takes(layer.reset, "seed"):
             raise EnvApiError(
                 f"has a reset() without `seed` ({type(layer).__name__}): expected "
-                f"`def reset(self, *, seed=None, options=None)`. {_OLD} There, seeds went to env.seed()."
+                f"`def reset(self, *, seed=None, options=None)`. {_OLD} In the old API, env.seed() took the seed."
             )
 
 
-def check_dm_env_answer(call: str, result: Any) -> None:
+def check_dm_env_result(call: str, result: Any) -> None:
     """Raise EnvApiError unless `reset` or `step` returned a `dm_env.TimeStep`, and FIRST only from `reset`."""
     if type(result) is not dm_env.TimeStep and not (
         isinstance(result, tuple) and len(result) == 4 and hasattr(result, "step_type")
@@ -124,7 +125,10 @@ def check_dm_env_answer(call: str, result: Any) -> None:
 
 
 def discount(value: Any) -> float:
-    """Return a discount as a float. Raises EnvApiError unless it is a number in [0, 1], or not finite."""
+    """Return a discount as a float. Raise EnvApiError for a finite number outside [0, 1], or a value of another type.
+
+    `checks.FiniteCheck` rejects NaN and infinity.
+    """
     real = number("discount", value)
     if real < 0.0 or 1.0 < real <= FLOAT32_MAX:
         raise EnvApiError(f"gave {value!r} as its discount: expected a number from 0 to 1.")
@@ -132,10 +136,10 @@ def discount(value: Any) -> float:
 
 
 def check_is_gymnasium(space: Any, path: str) -> None:
-    """Raise UsageError if a space, or a part of it, is of the package gym, which Gymnasium replaced."""
+    """Raise UsageError if a space, or a part of it, comes from the old package gym, which Gymnasium replaced."""
     if type(space).__module__.partition(".")[0] == "gym":
         raise UsageError(
-            f"The space of {path!r}, {space}, is of the old package gym: expected gymnasium.spaces."
+            f"The space of {path!r}, {space}, comes from the old package gym: expected gymnasium.spaces."
             f"{type(space).__name__}. Replace `import gym` by `import gymnasium as gym` in the environment."
         )
     parts = getattr(space, "spaces", ())
@@ -151,13 +155,16 @@ def check_not_empty(spec: Any, path: str) -> None:
     for leaf in leaves:
         if 0 in leaf.shape:
             raise UsageError(
-                f"The space of {leaf.name!r} has the shape {leaf.shape}, which holds no value: leave it out, or give "
-                "it at least one value."
+                f"The space of {leaf.name!r} has the shape {leaf.shape}, which holds no value. Remove this space, or "
+                "use a shape with at least one value."
             )
 
 
 def wrapper_chain(env: Any) -> Iterator[Any]:
-    """Yield an environment and those that it holds in its attributes, as wrappers do; the outermost first."""
+    """Yield an environment and the environments that it wraps, from the outside in.
+
+    Each attribute that holds an environment counts as a wrapped environment.
+    """
     found, seen = [env], set()
     for one in found:
         if id(one) not in seen:
@@ -171,7 +178,7 @@ def wrapper_chain(env: Any) -> Iterator[Any]:
 def _is_stepped(cls: type) -> bool:
     """Return True for a class with `reset` and `step(action)`.
 
-    A `step` of more arguments is a function of the state that it is given, as in Brax: environments may share it.
+    An object whose `step` also takes a state, as in Brax, keeps no state itself. Several environments may share it.
     """
     if not hasattr(cls, "reset") or not hasattr(cls, "step"):
         return False
@@ -179,7 +186,7 @@ def _is_stepped(cls: type) -> bool:
         inspect.signature(cls.step).bind("self", "action")
     except TypeError:
         return False
-    except ValueError:  # a function of C may have no signature
+    except ValueError:  # a C function may have no signature
         pass
     return True
 

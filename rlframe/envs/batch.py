@@ -1,4 +1,4 @@
-"""SyncEnv and AsyncEnv: many environments as one batch, stepped all together or whichever are ready."""
+"""`SyncEnv` and `AsyncEnv`: batched environments, stepped all together or as soon as some are ready."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rlframe.types import TimeStep
 
 SYNC_TYPES = ("loop", "thread", "process", "envpool")
 ASYNC_TYPES = SYNC_TYPES[1:]
-# The design document's phrases for them, which work as well.
-_PHRASES = {
+# Aliases from the design document.
+_ALIASES = {
     "python for loop": "loop",
     "python thread": "thread",
     "python multiprocess": "process",
@@ -35,31 +35,32 @@ _PHRASES = {
 
 
 class SyncEnv(PoolWrapper):
-    """`size` environments in lock step. Obeys the data contract of `rlframe.types` (auto-reset, discounts, dtypes).
+    """`size` environments that step together, with the data contract of `rlframe.types`: auto-reset, discounts, dtypes.
 
     Args:
       name_or_pybuilder: a name (see `rlframe.envs.names`) or a callable that returns one gymnasium or dm_env
-        environment; it is given `seed=` where its signature has that.
-      size: how many environments, at least 1.
-      type: "loop" (one after another), "thread", "process" (Python workers) or "envpool" (C++ threads; names only);
-        or "python for loop", "python thread", "python multiprocess", "c++ threadpool".
-      seed: environment i is seeded from (seed, i), so every Python type gives the same streams.
-      num_workers: threads or processes; the cores that this process may use, if None.
-      env_kwargs: options of the environment or of EnvPool.
-      answer_timeout: seconds that an environment may take for a step in a thread or process before it counts as hung:
-        an EnvError names it. A loop and EnvPool have no such limit.
-      frame_stack: how many observations each one is made of, its own and those before; see `FrameStack`.
-      action_repeat: how often each action is taken, up to the end of an episode; rewards add up.
-      clip_rewards: rewards are clipped to between minus this and this; None: they are not. `true_rewards` [B] holds
-        those of the newest timestep before that.
-      check_finite: whether NaN and infinity in a reward or an observation is an EnvError that names the environment;
-        None: but for EnvPool, a light step of which would take a tenth more time.
+        environment. The callable receives `seed` if its signature has this argument.
+      size: number of environments, at least 1.
+      type: "loop" (one after another), "thread", "process" (Python workers) or "envpool" (C++ threads, only for names);
+        or one of the aliases "python for loop", "python thread", "python multiprocess" and "c++ threadpool".
+      seed: the seed of environment i is a hash of (seed, i), so all Python types produce the same episodes.
+      num_workers: number of threads or processes; None means one for each core that this process may use.
+      env_kwargs: options of the environment, or of EnvPool.
+      answer_timeout: seconds that one step may take in a thread or process. After that the environment counts as hung,
+        and an EnvError names it. A loop and EnvPool have no timeout.
+      frame_stack: number of the newest observations that are stacked to one; see `FrameStack`.
+      action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
+      clip_rewards: rewards are clipped to [-clip_rewards, clip_rewards]; None means no clipping. `true_rewards` [B]
+        contains the unclipped rewards of the newest timestep.
+      check_finite: whether to raise EnvError with the environment's id for NaN and infinity in rewards and
+        observations. None means yes, except for EnvPool, whose light steps would take 10 % more time.
 
-    Raises UsageError for unknown names, types and options, for environments that differ, and for actions that do not
-    fit; EnvError, naming the environment, where one raises or its process dies.
+    Raises:
+      UsageError: a name, type or option is unknown, the environments differ, or an action does not fit.
+      EnvError: an environment raised or its process died. The message contains the environment's id.
 
-    `observation_spec` and `action_spec` are `dm_env.specs` (trees of them) of ONE environment. Arrays that `reset` and
-    `step` return are the caller's own: they are never written again while anything refers to them.
+    `observation_spec` (a tree) and `action_spec` are `dm_env.specs` of ONE environment. The arrays that `reset` and
+    `step` return belong to the caller: they do not change while the caller refers to them.
     """
 
     is_sync = True
@@ -88,28 +89,29 @@ class SyncEnv(PoolWrapper):
 
     @classmethod
     def from_env(cls, env: Any, *, seed: int = 0) -> SyncEnv:
-        """A batch of one, around an environment that is there already."""
+        """Return a pool of size 1 with an existing environment."""
         pool = cls.__new__(cls)
         pool._attach(LoopPool(EnvGroup([wrap(env)], [env_seed(seed, 0)], 0)))
         return pool
 
     def reset(self) -> TimeStep:
-        """Starts a new episode everywhere: a FIRST timestep [B, ...]."""
+        """Start a new episode in every environment and return a FIRST timestep [B, ...]."""
         self._check_open()
         return self._finish(self._pool.reset())
 
     def step(self, actions: Any) -> TimeStep:
-        """Steps all environments with `actions` [B, ...]; those that were LAST ignore theirs and give FIRST.
+        """Step all environments with `actions` [B, ...]. An environment at LAST ignores its action and returns FIRST.
 
-        Actions that do not fit (see `rlframe.envs.checks`) are refused before any environment steps.
+        Raise UsageError before any environment steps if an action does not fit (see `rlframe.envs.checks`).
         """
         self._check_open()
         return self._finish(self._pool.step(self._check_actions(actions, self.num_envs)))
 
     def get_state(self) -> bytes | None:
-        """All environments with their state, or None where they cannot save it (EnvPool, EzPickle, native handles).
+        """Return the state of all environments, or None if one cannot be saved (EnvPool, EzPickle, native handles).
 
-        A pool of any Python type restores it. Randomness outside the environments (`np.random`) is not in it.
+        A pool of any Python type can restore the state. The state of global random generators (`np.random`) is not
+        included.
         """
         self._check_open()
         states = self._pool.get_state()
@@ -118,9 +120,9 @@ class SyncEnv(PoolWrapper):
         return pickle.dumps(states if self._stack is None else (states, self._stack.get_state()))
 
     def set_state(self, state: bytes) -> None:
-        """Continues as the pool that gave `state` would have; the caller keeps the timestep that goes with it.
+        """Restore a state from `get_state`. The caller must save the matching timestep itself.
 
-        The state is a pickle: load only what you saved.
+        The state is a pickle, which can run code: load only states that you saved.
         """
         self._check_open()
         states = pickle.loads(state)
@@ -133,14 +135,14 @@ class SyncEnv(PoolWrapper):
 
 
 class AsyncEnv(PoolWrapper):
-    """`size` environments, `wait_num` of which answer at a time: the slow ones hold nobody up.
+    """`size` environments that step independently: slow environments do not delay the others.
 
     Args:
-      wait_num: how many environments `recv` waits for, 1 to `size`.
-      type: "thread", "process" or "envpool", or a phrase for one of these, as for `SyncEnv`.
+      wait_num: number of environments that `recv` waits for, 1 to `size`.
+      type: "thread", "process" or "envpool", or an alias, as for `SyncEnv`.
 
-    The other arguments, the specs and the errors are those of `SyncEnv`. Each environment's steps obey the same
-    contract: auto-reset, discounts, dtypes. The first `recv`s give the FIRST timestep of every environment.
+    The other arguments, the specs, the errors and the data contract are those of `SyncEnv`. The first `recv` calls
+    return the FIRST timestep of every environment.
     """
 
     is_sync = False
@@ -171,10 +173,10 @@ class AsyncEnv(PoolWrapper):
         self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
         self.wait_num = wait_num
         self._started = False
-        self._idle: set[int] = set()  # received, but not sent to since: what `send` may name
+        self._idle: set[int] = set()  # ids that were received and have no action yet: only these may be sent to
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
-        """Waits for `wait_num` environments: (env_ids [wait_num] int32, their timesteps [wait_num, ...])."""
+        """Wait for `wait_num` environments. Return (env_ids [wait_num] int32, timestep [wait_num, ...])."""
         self._check_open()
         if not self._started:
             self._pool.start()
@@ -182,17 +184,17 @@ class AsyncEnv(PoolWrapper):
         num_running = self.num_envs - len(self._idle)
         if num_running < self.wait_num:
             raise UsageError(
-                f"recv() waits for {self.wait_num} environments, but only {num_running} were sent an action "
-                "and not received since: send() to those that were received first."
+                f"recv() waits for {self.wait_num} environments, but the number of environments that are stepping is "
+                f"{num_running}: call send() for the received environments first."
             )
         env_ids, timestep = self._pool.recv()
         self._idle.update(env_ids.tolist())
         return env_ids, self._finish(timestep, env_ids)
 
     def send(self, env_ids: Any, actions: Any) -> None:
-        """Gives `actions` [n, ...] to the environments `env_ids` [n], which were received and not sent to since.
+        """Send `actions` [n, ...] to the environments `env_ids` [n]. `recv` must have returned their latest timesteps.
 
-        Ids and actions that do not fit (see `rlframe.envs.checks`) are refused before anything is sent.
+        Raise UsageError before any action is sent if an id or action does not fit (see `rlframe.envs.checks`).
         """
         self._check_open()
         env_ids = np.asarray(env_ids)
@@ -207,37 +209,40 @@ class AsyncEnv(PoolWrapper):
         self._pool.send(env_ids.astype(np.int32), actions)
 
     def _refuse(self, ids: list[int]) -> None:
-        """Raises UsageError for the first of `ids` that cannot be sent to."""
+        """Raise UsageError for the first id that cannot receive an action."""
         for place, env_id in enumerate(ids):
             if not 0 <= env_id < self.num_envs:
-                raise UsageError(f"send() to environment {env_id}: the ids are 0 to {self.num_envs - 1}.")
+                raise UsageError(f"send() to environment {env_id}: expected an id from 0 to {self.num_envs - 1}.")
             if env_id in ids[:place]:
-                raise UsageError(f"send() to environment {env_id} twice in one call: give each one action.")
+                raise UsageError(f"send() to environment {env_id} twice in one call: send one action to each.")
             if env_id not in self._idle:
                 raise UsageError(
-                    f"send() to environment {env_id}, which was not received since its last action: recv() it first."
+                    f"send() to environment {env_id}, which is still stepping: receive it with recv() first."
                 )
 
     def get_state(self) -> None:
-        """None: environments that are in the middle of a step cannot be saved."""
+        """Return None: environments cannot be saved during a step."""
 
     def set_state(self, state: bytes) -> None:
         raise UsageError("An AsyncEnv cannot restore a state: use a SyncEnv of type 'loop' or 'process'.")
 
 
 def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop: threading.Event | None = None) -> Any:
-    """A pool of whatever an `env_builder` is or returns.
+    """Return a pool for any value that may be an `env_builder`.
 
     Args:
-      env: a pool (a `SyncEnv` or `AsyncEnv` is returned as it is; one of your own is an `EnvPool` or `AsyncEnvPool`),
-        one gymnasium or dm_env environment (becomes a SyncEnv of size 1), or a callable that returns one of those; it
-        is given `seed=` where its signature has that; or a handle to an `EnvServer`, which has a seed of its own, or a
-        list of handles to several, each of an `AsyncEnv`.
-      seed: for the builder.
-      deadline, stop: for the calls to an `EnvServer`, as of `handles.resolve`.
+      env: one of these:
+        a `SyncEnv` or `AsyncEnv`, which is returned unchanged;
+        a user's `EnvPool` or `AsyncEnvPool`;
+        one gymnasium or dm_env environment, which becomes a SyncEnv of size 1;
+        a callable that returns one of the above, and receives `seed` if its signature has this argument;
+        a handle to an `EnvServer`, which has its own seed, or a list of handles to `EnvServer`s of `AsyncEnv`s.
+      seed: seed for the builder.
+      deadline: seconds after which a call to an `EnvServer` fails; see `handles.resolve`.
+      stop: event that ends the retries of a call; see `handles.resolve`.
 
     Raises:
-      UsageError: it is none of these; the message says what it lacks.
+      UsageError: `env` has another type. The message lists the missing methods.
     """
     listed = list(env) if isinstance(env, (list, tuple)) and env else [env]
     listed = [handles.resolve(one, "EnvServer", deadline=deadline, stop=stop) for one in listed]
@@ -251,8 +256,8 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
         return env
     if hasattr(env, "single_observation_space"):
         raise UsageError(
-            f"{type(env).__name__} is one of gymnasium.vector, whose timesteps have other rules. Give SyncEnv the name "
-            "of the task, or a callable that returns one environment, and a size."
+            f"{type(env).__name__} is a vector environment of gymnasium.vector, whose timesteps follow other rules. "
+            "Pass SyncEnv the name of the task, or a callable that returns one environment, and a size."
         )
     if is_environment(env):
         return SyncEnv.from_env(env, seed=seed)
@@ -262,24 +267,20 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
         built = env(seed=seed) if takes_seed(env) else env()
         return as_pool(built, seed=seed, deadline=deadline, stop=stop)
     if isinstance(env, str):
-        raise UsageError(f"{env!r} names an environment, but not how many: use SyncEnv({env!r}, size).")
+        raise UsageError(f"{env!r} is only the name of an environment: pass SyncEnv({env!r}, size), with a size.")
     missing = [name for name in ("num_envs", "reset", "step") if not hasattr(env, name)]
-    lacks = f" As a pool it lacks {', '.join(missing)}." if len(missing) < 3 else ""
+    lacks = f" For a pool it has no {', '.join(missing)}." if len(missing) < 3 else ""
     raise UsageError(
         f"Expected a pool, an environment or a callable that returns one, got {type(env).__name__}.{lacks}"
     )
 
 
 def pool_type(type: Any, types: tuple[str, ...]) -> str:
-    """Return the type that a name or a phrase of the design document stands for.
-
-    Raises:
-      UsageError: it is none of `types`.
-    """
-    phrases = {phrase: name for phrase, name in _PHRASES.items() if name in types}
-    name = phrases.get(type.lower(), type) if isinstance(type, str) else type
+    """Return the pool type for a type or an alias. Raise UsageError unless it is one of `types`."""
+    aliases = {alias: name for alias, name in _ALIASES.items() if name in types}
+    name = aliases.get(type.lower(), type) if isinstance(type, str) else type
     if name not in types:
-        raise UsageError(f"type must be one of {types}, got {type!r}.{suggest(str(type), (*types, *phrases))}")
+        raise UsageError(f"type must be one of {types}, got {type!r}.{suggest(str(type), (*types, *aliases))}")
     return name
 
 
@@ -292,21 +293,21 @@ def check_options(
     action_repeat: Any,
     clip_rewards: float | None,
 ) -> None:
-    """Raise UsageError for options that no pool can have."""
+    """Raise UsageError for options outside their ranges."""
     whole = {"size": (size, 1), "seed": (seed, 0), "frame_stack": (frame_stack, 1), "action_repeat": (action_repeat, 1)}
     for name, (value, least) in whole.items():
         if not isinstance(value, (int, np.integer)) or value < least:
             raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}.")
     if num_workers is not None and num_workers < 1:
-        raise UsageError(f"num_workers must be at least 1 (or None: the cores), got {num_workers!r}.")
+        raise UsageError(f"num_workers must be at least 1, or None for one per core; got {num_workers!r}.")
     if not 0 < answer_timeout <= threading.TIMEOUT_MAX:
         raise UsageError(f"answer_timeout must be a number of seconds above 0, got {answer_timeout!r}.")
     if clip_rewards is not None and not clip_rewards > 0:
-        raise UsageError(f"clip_rewards must be above 0 (or None: rewards as they are), got {clip_rewards!r}.")
+        raise UsageError(f"clip_rewards must be above 0, or None for unclipped rewards; got {clip_rewards!r}.")
 
 
 def split_evenly(size: int, num_workers: int) -> list[tuple[int, int]]:
-    """(start, stop) of each worker's share, as even as can be, in order."""
+    """Return (start, stop) of each worker's environments, in order. The sizes differ by at most 1."""
     bounds = [round(worker * size / num_workers) for worker in range(num_workers + 1)]
     return list(itertools.pairwise(bounds))
 
@@ -322,18 +323,18 @@ def make_pool(
     answer_timeout: float,
     action_repeat: int = 1,
 ) -> Any:
-    """The pool of this type: a synchronous one, or where `wait_num` is given an asynchronous one."""
+    """Return a pool of this type: an asynchronous pool if `wait_num` is not None, else a synchronous pool."""
     if type == "envpool":
         if not isinstance(name_or_pybuilder, str):
             raise UsageError(
-                "type='envpool' takes the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
+                "type='envpool' requires the name of an EnvPool task, not a builder: use 'loop', 'thread' or 'process'."
             )
         options = name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs
         return ActionRepeatEnvPool(action_repeat, *options) if action_repeat > 1 else EnvPoolAdapter(*options)
     builder = Builder(name_or_pybuilder, seed, env_kwargs, action_repeat)
     if type == "loop":
         return LoopPool(build_group(builder, 0, size))
-    workers = min(size, num_workers or len(os.sched_getaffinity(0)))  # one for each core
+    workers = min(size, num_workers or len(os.sched_getaffinity(0)))
     slices = split_evenly(size, workers)
     if type == "process":
         if wait_num is not None:

@@ -1,4 +1,4 @@
-"""Checks of environments: actions that fit, finite numbers, and no environment in two places at once."""
+"""Checks for batches: valid actions, finite numbers, and environments that no other pool uses."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from rlframe.envs.layout import Layout
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import TimeStep
 
-_SMALL = 64  # values up to which a Python set is quicker than a numpy reduction
+_SMALL = 64  # number of values up to which a Python set is faster than a numpy reduction
 
 
 class ActionCheck:
-    """Checks batches of actions against a spec, in about 0.3 us where nothing is wrong, and casts them to its dtype.
+    """Checks batches of actions against a spec and casts them to its dtype. Takes about 0.3 us for a valid batch.
 
-    Shape and dtype are checked in every batch. The values (the range of integers; NaN and infinity) are checked in the
-    first one and wherever a cast is needed, or in every one. A continuous action may lie outside its bounds: what it
-    does then is the environment's affair.
+    The shape and dtype of every batch are checked. The values (range of integers, NaN and infinity) are checked in the
+    first batch and in each batch that needs a cast. With `every_value` they are checked in every batch. A continuous
+    action may lie outside its bounds, because `Codec.decode` clips it.
 
-    Casts that are allowed: bool to any number; an integer to a float; and within one kind: any float to any float,
-    signed to signed, unsigned to any integer. Never a float to an integer.
+    Allowed casts: bool to any number, integer to float, any float to any float, signed integer to signed integer, and
+    unsigned integer to any integer. A float is never cast to an integer.
 
     Args:
-      spec: a `dm_env.specs.Array`, of ONE environment's action.
-      every_value: whether to check the values in every batch.
+      spec: a `dm_env.specs.Array` for the action of ONE environment.
+      every_value: whether to check the values of every batch.
     """
 
     def __init__(self, spec: Any, every_value: bool):
         self._spec, self._dtype = spec, spec.dtype
-        self._wanted = (0, *spec.shape)  # the shape of the batch that came last
+        self._expected_shape = (0, *spec.shape)  # for the latest number of environments
         self._every_value, self._checks_values = every_value, True
         few = isinstance(spec, specs.DiscreteArray) and spec.num_values <= _SMALL
         self._allowed = frozenset(range(spec.num_values)) if few else None
 
     def __call__(self, actions: Any, num_envs: int) -> np.ndarray:
-        """`actions` as [num_envs, ...] in the spec's dtype. Raises UsageError where they do not fit."""
+        """Return `actions` as [num_envs, ...] in the spec's dtype. Raise UsageError if they do not fit."""
         if type(actions) is not np.ndarray:
             actions = self._as_array(actions, num_envs)
-        if num_envs != self._wanted[0]:
-            self._wanted = (num_envs, *self._spec.shape)
-        if actions.dtype == self._dtype and actions.shape == self._wanted:
+        if num_envs != self._expected_shape[0]:
+            self._expected_shape = (num_envs, *self._spec.shape)
+        if actions.dtype == self._dtype and actions.shape == self._expected_shape:
             if self._checks_values:
                 self._check_values(actions)
                 self._checks_values = self._every_value
@@ -64,14 +64,14 @@ class ActionCheck:
 
     def _cast(self, actions: np.ndarray) -> np.ndarray:
         is_integer = self._dtype.kind in "iu"
-        if actions.shape != self._wanted or not np.can_cast(actions.dtype, self._dtype, "same_kind"):
+        if actions.shape != self._expected_shape or not np.can_cast(actions.dtype, self._dtype, "same_kind"):
             hint = " Floats are not cast to integers." if is_integer and actions.dtype.kind == "f" else ""
             raise UsageError(
-                f"'action' must be {self._dtype} of shape {self._wanted}, got {actions.dtype} of shape "
+                f"'action' must be {self._dtype} of shape {self._expected_shape}, got {actions.dtype} of shape "
                 f"{actions.shape}.{hint}"
             )
         if is_integer:
-            self._check_values(actions)  # before the cast, which may wrap them around
+            self._check_values(actions)  # before the cast, which may wrap large values
             return actions.astype(self._dtype)
         with np.errstate(over="ignore"):
             narrow = actions.astype(self._dtype)
@@ -87,7 +87,7 @@ class ActionCheck:
                 self._check_range(actions)
         elif self._dtype.kind == "f":
             flat = actions.ravel()
-            # The sum of squares takes a third of the time of `isfinite`; where it overflows, that decides.
+            # The sum of squares is three times as fast as `isfinite`. If it overflows, `isfinite` decides.
             if not math.isfinite(flat.dot(flat)) and not np.isfinite(actions).all():
                 self._refuse(actions, ~np.isfinite(actions), "finite")
         elif isinstance(self._spec, specs.BoundedArray):
@@ -105,7 +105,9 @@ class ActionCheck:
 
 
 class FiniteCheck:
-    """Checks the rewards, discounts and floating-point observations of timesteps, in 2 us (1 us without the last).
+    """Checks that the rewards, discounts and floating-point observations of timesteps are finite.
+
+    Takes 2 us, or 1 us if no observation is floating-point.
 
     Args:
       observation_spec: a tree of `dm_env.specs`.
@@ -116,10 +118,15 @@ class FiniteCheck:
         self._floats = [i for i, leaf in enumerate(self._layout.leaves) if leaf.dtype.kind == "f"]
 
     def __call__(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
-        """The timestep [B, ...]. Raises EnvError, naming the environment (`env_ids` [B], or the row), if not finite."""
+        """Return the timestep [B, ...]. Raise EnvError with the id of an environment whose numbers are not finite.
+
+        Args:
+          timestep: the timestep.
+          env_ids: [B] ids of the environments; None means the row numbers.
+        """
         _, reward, discount, observation = timestep
-        # A product of finite numbers may overflow, and one with NaN or infinity is never finite: so a dot product finds
-        # them in a third of the time of `isfinite`, which decides where it is not finite.
+        # If an array contains NaN or infinity, its dot product is not finite. A dot product is three times as fast as
+        # `isfinite`. It may also overflow for finite numbers, so `isfinite` decides if it is not finite.
         if not math.isfinite(reward.dot(discount)):
             _refuse_infinite("reward", reward, env_ids)
             _refuse_infinite("discount", discount, env_ids)
@@ -141,62 +148,69 @@ def _refuse_infinite(name: str, values: np.ndarray, env_ids: np.ndarray | None) 
     where = f" at {place[1:]}" if len(place) > 1 else ""
     raise EnvError(
         f"Environment {env_id} gave {name!r} with {values[place]}{where}: expected finite numbers. Correct the "
-        "environment, or let it pass with check_finite=False."
+        "environment, or turn this check off with check_finite=False."
     )
 
 
 def check_distinct(envs: Iterable[Any], first_id: int) -> None:
-    """Raise UsageError if two of the environments `first_id ..` of a pool are one object, or wrap the same one."""
+    """Raise UsageError if two of these environments are the same object, or wrap the same object.
+
+    Args:
+      envs: environments of one pool.
+      first_id: the pool index of the first environment.
+    """
     places: dict[int, int] = {}
     for i, env in enumerate(envs, first_id):
         for layer in wrapper_chain(env):
             first = places.setdefault(id(layer), i)
             if first != i:
                 raise UsageError(
-                    f"Environments {first} and {i} are the same object ({type(layer).__name__}): the builder must make "
-                    "a new environment at each call, as `lambda: MyEnv()` does."
+                    f"Environments {first} and {i} are the same object ({type(layer).__name__}): the builder must "
+                    "return a new environment at each call, like `lambda: MyEnv()`."
                 )
 
 
 class EnvOwnership:
-    """Marks the environments of one pool as in use. The pool that resets an environment last has it.
+    """Detects that two pools step the same environment. The pool that reset an environment last owns it.
 
-    So pools may use one object in turn, but two that step it at the same time raise.
+    Pools may use the same object one after the other. If another pool resets the object, the previous owner raises at
+    its next step.
     """
 
     def __init__(self) -> None:
-        self.taken: str | None = None  # the class of an environment that another pool has reset since
+        self.lost: str | None = None  # class name of an environment that another pool has reset since
 
     def take(self, env: Any) -> None:
-        """Take an environment that was reset. Its wrappers may have made a new inner one in that reset."""
+        """Own an environment that was just reset. Its wrappers may have created a new inner environment."""
         for layer in wrapper_chain(env):
             key = id(layer)
-            reference, claim = _claims.get(key, (_nothing, _nothing))
-            other = claim() if reference() is layer else None
+            reference, owner = _owners.get(key, (_nothing, _nothing))
+            other = owner() if reference() is layer else None
             if other is self:
                 continue
             if other is not None:
-                other.taken = type(layer).__name__
-            with contextlib.suppress(TypeError):  # a class without weak references: nothing is known about it
-                _claims[key] = weakref.ref(layer, functools.partial(_forget, key)), weakref.ref(self)
+                other.lost = type(layer).__name__
+            with contextlib.suppress(TypeError):  # a class without weak references is not checked
+                _owners[key] = weakref.ref(layer, functools.partial(_forget, key)), weakref.ref(self)
 
     def check(self) -> None:
         """Raise UsageError if another pool has reset one of these environments."""
-        if self.taken is not None:
+        if self.lost is not None:
             raise UsageError(
-                f"Two pools step the same environment ({self.taken}) at the same time: the builder must make a new "
-                "environment at each call, as `lambda: MyEnv()` does."
+                f"Two pools step the same environment ({self.lost}) at the same time: the builder must return a new "
+                "environment at each call, like `lambda: MyEnv()`."
             )
 
 
 def _nothing() -> None:
-    """Stands for a reference to an object that is gone."""
+    """Act as a weak reference to a deleted object."""
 
 
 def _forget(key: int, reference: Any) -> None:
-    if _claims.get(key, (None,))[0] is reference:
-        del _claims[key]
+    if _owners.get(key, (None,))[0] is reference:
+        del _owners[key]
 
 
-# By id of each environment: weak references to it and to its claim. An object that is made later may have the same id.
-_claims: dict[int, tuple[Any, Any]] = {}
+# By `id` of each environment: weak references to it and to its owner. After the environment is deleted, a new object
+# may get the same `id`.
+_owners: dict[int, tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""A few environments stepped one after another: the part that `loop`, `thread` and `process` pools share."""
+"""`EnvGroup` steps several environments one after another. Pools of the types loop, thread and process use it."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ from rlframe.types import FIRST, LAST, MID, TimeStep
 if TYPE_CHECKING:
     from rlframe.envs.names import Builder
 
-ANSWER_TIMEOUT = 600.0  # seconds that an environment may take for one step before it counts as hung, by default
-POLL_INTERVAL = 0.5  # seconds between looks at whether those that a pool waits for are alive
+ANSWER_TIMEOUT = 600.0  # default seconds for one step, after which an environment counts as hung
+POLL_INTERVAL = 0.5  # seconds between checks that the workers are alive, while a pool waits for them
 
-# An environment that calls sys.exit() failed; Ctrl-C is no error of an environment.
+# Errors of environments. sys.exit() in an environment counts as a failure. Ctrl-C does not.
 _ERRORS = (Exception, SystemExit)
 
-EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, the seed if not yet given to it)
+EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, seed for its first reset or None)
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an environment as text, shown as the cause of the EnvError that it led to."""
+    """The cause of an EnvError: the environment's traceback as text."""
 
     def __str__(self) -> str:
         return "\n" + "".join(str(arg) for arg in self.args)
 
 
 class EnvGroup:
-    """The environments `first_id .. first_id + len(envs)` of a pool.
+    """Several environments of a pool, stepped one after another.
 
     Args:
-      envs: all with the same specs.
-      seeds: one for each, given to its first reset.
-      first_id: the index in the pool of the first one; errors name the environments by it.
-      action_repeat: how often each action is taken, up to the end of an episode; rewards add up.
+      envs: environments with equal specs.
+      seeds: the seed for the first reset of each environment.
+      first_id: the pool index of the first environment, for error messages.
+      action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
 
     Attributes:
-      at: [1] the place in this group of the environment that is being stepped or reset; may lie in shared memory.
+      current: [1] the index in this group of the environment that is stepped or reset. May lie in shared memory.
     """
 
     def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int, action_repeat: int = 1):
         self.envs = envs
         self.first_id = first_id
-        self.at: Any = [0]
+        self.current: Any = [0]
         self.log_to(EnvLog())
         self.codec = envs[0].codec
         self.layout = self.codec.layout
         self._seeds: list[int | None] = list(seeds)
-        self._last = [True] * len(envs)  # so a step before any reset is a reset, as dm_env has it
+        self._last = [True] * len(envs)  # like dm_env, a step before the first reset is a reset
         self._action_repeat = action_repeat
         self._ownership = EnvOwnership()
         self._observations = ObservationRows(self.codec, first_id, len(envs))
@@ -71,38 +71,38 @@ class EnvGroup:
         self._check_specs(envs)
 
     def log_to(self, log: EnvLog) -> None:
-        """Has the environments log there from now on."""
+        """Make the environments log to `log`."""
         self.log = log
         for i, env in enumerate(self.envs):
             env.log = functools.partial(log.add, self.first_id + i)
 
     def run(self, actions: np.ndarray | None, rows: BatchBuffer) -> None:
-        """Step every environment, or reset them if there are no actions."""
+        """Step every environment, or reset every environment if `actions` is None."""
         if actions is None:
             self.reset(rows)
         else:
             self.step(actions, rows)
 
     def reset(self, rows: BatchBuffer) -> None:
-        """Starts a new episode in every environment."""
-        self._ownership.taken = None
+        """Start a new episode in every environment."""
+        self._ownership.lost = None
         for i in range(len(self.envs)):
-            self.at[0] = i
+            self.current[0] = i
             self.reset_one(i, rows, i)
 
     def step(self, actions: np.ndarray, rows: BatchBuffer) -> None:
-        """Steps every environment with its row of `actions` [n, ...]; resets those that were LAST instead."""
+        """Step every environment with its row of `actions` [n, ...]. Reset each environment that is at LAST instead."""
         self._ownership.check()
         i, call = 0, "step"
-        last, at, observations = self._last, self.at, self._observations
+        last, current, observations = self._last, self.current, self._observations
         rewards: list[Any] = []
-        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount) of all that are not (MID, 1)
+        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount), except rows with MID and discount 1
         targets = observations.begin(rows.leaves)
         is_leaf, leaf, target = observations.is_leaf, observations.leaves[0], targets[0]
-        taken, shape = leaf.taken, leaf.shape
+        accepted, shape = leaf.accepted, leaf.shape
         try:
             for i, (step, action) in enumerate(zip(self._steppers, self.codec.decode(actions), strict=True)):
-                at[0] = i
+                current[0] = i
                 if last[i]:
                     call = "reset"
                     observation, reward, last[i] = self._reset_env(i), 0.0, False
@@ -117,7 +117,7 @@ class EnvGroup:
                 if (
                     is_leaf
                     and type(observation) is np.ndarray
-                    and observation.dtype in taken
+                    and observation.dtype in accepted
                     and observation.shape == shape
                 ):
                     target[i] = observation
@@ -133,7 +133,7 @@ class EnvGroup:
             rows.step_type[i], rows.discount[i] = step_type, discount
 
     def step_one(self, i: int, action: np.ndarray, rows: BatchBuffer, row: int) -> None:
-        """Steps environment i (counted in this group) alone and writes row `row`."""
+        """Step the group's environment `i`, and write its timestep to row `row`."""
         if self._last[i]:
             self.reset_one(i, rows, row)
             return
@@ -147,7 +147,7 @@ class EnvGroup:
             raise self._explain(error, i, "step") from error
 
     def reset_one(self, i: int, rows: BatchBuffer, row: int) -> None:
-        """Resets environment i (counted in this group) and writes row `row`."""
+        """Reset the group's environment `i`, and write its timestep to row `row`."""
         try:
             self._observations.write_one(i, self._reset_env(i), rows.leaves, row)
         except _ERRORS as error:
@@ -156,14 +156,14 @@ class EnvGroup:
         self._last[i] = False
 
     def get_state(self) -> list[EnvState] | None:
-        """What `set_state` needs for each environment, or None where one of them cannot save its state."""
+        """Return the state of each environment for `set_state`, or None if one of them cannot be saved."""
         pickled = [snapshot.dump(env.env) for env in self.envs]
         if any(one is None for one in pickled):
             return None
         return list(zip(pickled, self._last, self._seeds, strict=True))
 
     def set_state(self, states: list[EnvState]) -> None:
-        """Replaces every environment by the saved one, which continues where it was."""
+        """Replace every environment by the saved one, which continues from its saved state."""
         envs = [wrap(pickle.loads(pickled)) for pickled, _, _ in states]
         self._check_specs(envs)
         self.close()
@@ -185,7 +185,7 @@ class EnvGroup:
         return observation
 
     def _numbers(self, rewards: list[Any]) -> Any:
-        """The rewards of all environments, as numbers that fit in float32."""
+        """Return the rewards of all environments as numbers that fit in float32."""
         numbers = api_checks.as_numbers(rewards)
         if numbers is not None:
             return numbers
@@ -211,45 +211,45 @@ class EnvGroup:
 
 
 def env_error(sentence: str, traceback_text: str) -> EnvError:
-    """An EnvError that carries the environment's traceback as its cause and as `traceback_text`."""
+    """Return an EnvError with the environment's traceback as its cause and in its attribute `traceback_text`."""
     error = EnvError(sentence)
     error.traceback_text = traceback_text  # type: ignore[attr-defined]
     error.__cause__ = RemoteTraceback(traceback_text)
     return error
 
 
-def span(slices: list[tuple[int, int]]) -> str:
-    """The environments start .. stop - 1 of each slice, in words."""
+def describe_envs(slices: list[tuple[int, int]]) -> str:
+    """Return "environments 0 to 3, 7" for the slices (start, stop)."""
     parts = [f"{start} to {stop - 1}" if stop - start > 1 else str(start) for start, stop in slices]
     return f"environment{'s' if len(parts) > 1 or ' ' in parts[0] else ''} {', '.join(parts)}"
 
 
 class StepWatch:
-    """Finds the environments that hang, while a pool waits for workers which step theirs one after another.
+    """Detects environments that hang while a pool waits for its workers.
 
     Args:
-      answer_timeout: seconds that each environment has, from the look that first sees it stepped.
+      answer_timeout: seconds for each step, counted from the first `check` that sees the step.
     """
 
     def __init__(self, answer_timeout: float):
         self._answer_timeout = answer_timeout
         self._clock = SuspendAwareClock()
-        self._seen: dict[int, tuple[Any, float]] = {}  # by worker: (what it is at, since when by the clock)
+        self._seen: dict[int, tuple[Any, float]] = {}  # by worker: (its step, clock time when it was first seen)
 
     def begin(self) -> None:
-        """The workers were given something to do."""
+        """Forget the previous steps: the pool has sent new commands to its workers."""
         self._seen.clear()
 
-    def look(self, at: dict[int, tuple[int, Any]]) -> None:
-        """Raises EnvError where an environment hangs.
+    def check(self, steps: dict[int, tuple[int, Any]]) -> None:
+        """Raise EnvError if an environment hangs.
 
         Args:
-          at: of each worker that is at work: (the environment that it steps, what is another value in its next step).
+          steps: for each busy worker: (id of the environment that it steps, a value that differs for its next step).
         """
         now = self._clock.tick()
         self._seen = {
             worker: self._seen[worker] if self._seen.get(worker, (None,))[0] == task else (task, now)
-            for worker, task in at.items()
+            for worker, task in steps.items()
         }
         late = sorted(task[0] for task, since in self._seen.values() if now - since > self._answer_timeout)
         if late:
@@ -257,24 +257,24 @@ class StepWatch:
 
 
 def timeout_error(slices: list[tuple[int, int]], seconds: float) -> EnvError:
-    """The error for environments that do not answer."""
-    who = "it hangs" if len(slices) == 1 and slices[0][1] - slices[0][0] == 1 else "they hang"
+    """Return the error for environments that hang."""
+    hang = "it hangs" if len(slices) == 1 and slices[0][1] - slices[0][0] == 1 else "they hang"
     return EnvError(
-        f"No answer from {span(slices)} within {seconds:g} s: {who}. Correct what hangs, or allow a step more time by "
+        f"No answer from {describe_envs(slices)} within {seconds:g} s: {hang}. Correct the environment, or increase "
         "answer_timeout."
     )
 
 
-def interrupted() -> EnvError:
-    """The error for a pool that is used again after a step that was not waited for to its end."""
+def interrupted_error() -> EnvError:
+    """Return the error for the use of a pool after an unfinished step."""
     return EnvError("This environment pool was interrupted or failed in a step: close it and make a new one.")
 
 
-def different_specs_error(i: int, wanted: Any, j: int, came: Any) -> UsageError:
-    """The error for a builder whose environments are not alike."""
+def different_specs_error(i: int, first: Any, j: int, other: Any) -> UsageError:
+    """Return the error for a builder whose environments have different specs."""
     return UsageError(
-        f"The builder gave environments with different specs: environment {i} has {wanted}, environment {j} has "
-        f"{came}. All environments of a pool must have the same observation and action spec."
+        f"The builder returned environments with different specs: environment {i} has {first}, environment {j} has "
+        f"{other}. All environments of a pool must have the same observation and action spec."
     )
 
 
@@ -282,26 +282,26 @@ def _repeating(step: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
     if times == 1:
         return step
 
-    def step_on(action: Any) -> tuple[Any, float, float, bool]:
-        rewards, left = 0.0, 1.0
+    def step_repeatedly(action: Any) -> tuple[Any, float, float, bool]:
+        rewards, total_discount = 0.0, 1.0
         for _ in range(times):
             observation, reward, discount, last = step(action)
             rewards += api_checks.number("reward", reward)
-            left *= discount
+            total_discount *= discount
             if last:
                 break
-        return observation, rewards, left, last
+        return observation, rewards, total_discount, last
 
-    return step_on
+    return step_repeatedly
 
 
 def build_group(build: Builder, start: int, stop: int) -> EnvGroup:
-    """Builds the environments start .. stop; closes those that were built if one of them fails."""
+    """Build a group of the environments start .. stop - 1. If one fails, close all environments that were built."""
     return build_groups(build, [(start, stop)])[0]
 
 
 def build_groups(build: Builder, slices: list[tuple[int, int]]) -> list[EnvGroup]:
-    """Build a group of environments for each slice (start, stop). If one fails, close all that were built."""
+    """Build a group for each slice (start, stop). If one fails, close all environments that were built."""
     envs: list[SingleEnv] = []
     first, last = slices[0][0], slices[-1][1]
     try:
@@ -327,7 +327,7 @@ class GroupPool(abc.ABC):
     """A pool of groups of environments in this process. A subclass decides which threads step them.
 
     Args:
-      groups: consecutive ones.
+      groups: groups with consecutive environment ids.
     """
 
     def __init__(self, groups: list[EnvGroup]):
@@ -354,11 +354,11 @@ class GroupPool(abc.ABC):
         return add_sums(group.log.sums() for group in self._groups)
 
     def progress(self) -> Any:
-        return [group.at[0] for group in self._groups]
+        return [group.current[0] for group in self._groups]
 
     @abc.abstractmethod
     def _run(self, actions: np.ndarray | None) -> TimeStep:
-        """Step all environments, or reset them if there are no actions."""
+        """Step all environments, or reset all environments if `actions` is None."""
 
 
 class LoopPool(GroupPool):
@@ -368,16 +368,16 @@ class LoopPool(GroupPool):
         super().__init__([group])
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
-        frame = self._ring.take()
-        self._groups[0].run(actions, frame.rows(0, self.num_envs))
-        return frame.timestep()
+        buffer = self._ring.take()
+        self._groups[0].run(actions, buffer.rows(0, self.num_envs))
+        return buffer.timestep()
 
     def close(self) -> None:
         self._groups[0].close()
 
 
 def concatenate_states(parts: list[list[EnvState] | None]) -> list[EnvState] | None:
-    """The states of all environments of a pool; None if those of one part cannot be saved."""
+    """Return the states of all environments of a pool, or None if a part has none."""
     states: list[EnvState] = []
     for part in parts:
         if part is None:

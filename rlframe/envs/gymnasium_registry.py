@@ -1,4 +1,4 @@
-"""Environments registered with Gymnasium: its own, ours, and those that a user has registered."""
+"""Environments in Gymnasium's registry: Gymnasium's own, rlframe's, and the user's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlframe import extras
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code.files import import_module
 
-# Ours, registered with Gymnasium when its ids are first read: id -> where its class is, and its time limit.
+# Environments of rlframe: id -> (entry point, time limit). `gymnasium_ids` registers them with Gymnasium.
 RLFRAME_ENVS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
 
 
 def gymnasium_ids() -> Collection[str]:
-    """The ids registered with Gymnasium now; none if it is not installed."""
+    """Return the ids in Gymnasium's registry; none if Gymnasium is not installed."""
     if not extras.has("gymnasium"):
         return ()
     with extras.explain_import_error("An environment of Gymnasium", "gymnasium"):
@@ -34,10 +34,10 @@ def gymnasium_ids() -> Collection[str]:
 
 
 def user_spec(task: str) -> Any:
-    """The `gymnasium.EnvSpec` of `Id` or `module:Id` if the user registered it; None for any other name.
+    """Return the `gymnasium.EnvSpec` of `Id` or `module:Id` if the user registered it, else None.
 
-    Gymnasium's own ids, ours, and those of plugins that Gymnasium loads by itself are not the user's, unless they were
-    registered again with anything changed.
+    The ids of Gymnasium, of rlframe and of plugins that Gymnasium loads itself are not the user's, unless the user
+    registered them again with a change.
     """
     spec = spec_of(task)
     if spec is None or _fields(spec) == _default_fields(spec.id):
@@ -47,7 +47,7 @@ def user_spec(task: str) -> Any:
 
 
 def spec_of(task: str) -> Any:
-    """The `gymnasium.EnvSpec` of `Id` or `module:Id`; None if there is none."""
+    """Return the `gymnasium.EnvSpec` of `Id` or `module:Id`, or None if it is not registered."""
     module, _, env_id = task.rpartition(":")
     if module:
         import_module(module, task)
@@ -59,7 +59,11 @@ def spec_of(task: str) -> Any:
 
 
 def restore(spec: Any) -> None:
-    """Register an environment as another process had it: a spec from `user_spec`. None does nothing."""
+    """Register an environment that was registered in another process.
+
+    Args:
+        spec: the result of `names.registration` there; None has no effect.
+    """
     if spec is not None:
         gymnasium_ids()
         import gymnasium
@@ -68,23 +72,23 @@ def restore(spec: Any) -> None:
 
 
 def describe(spec: Any) -> str:
-    """Name what makes the environment of a spec."""
+    """Return the entry point of a spec as `module:name`."""
     made_by = spec.entry_point
     if isinstance(made_by, str):
         return made_by
-    made_by = getattr(made_by, "func", made_by)  # of a partial
+    made_by = getattr(made_by, "func", made_by)  # the function of a `functools.partial`
     named = made_by if hasattr(made_by, "__qualname__") else type(made_by)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _fields(spec: Any) -> str:
-    """All that a spec says, in words: a function is another object where Gymnasium's code has run again."""
+    """Return all fields of a spec as text. A function is shown by name, since its identity differs between runs."""
     return repr({**vars(spec), "entry_point": (isinstance(spec.entry_point, str), describe(spec))})
 
 
 @functools.lru_cache(maxsize=64)
 def _default_fields(env_id: str) -> str | None:
-    """The fields of an id as Gymnasium, or rlframe, registers it; None for any other id."""
+    """Return the fields with which Gymnasium or rlframe registers an id, or None for other ids."""
     if env_id not in _default_registrations():
         return None
     from gymnasium.envs.registration import EnvSpec
@@ -95,15 +99,19 @@ def _default_fields(env_id: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _default_registrations() -> dict[str, tuple[Any, Any]]:
-    """Run what Gymnasium runs when it is imported, but note what is registered: its registry may be changed by now."""
+    """Return the arguments of Gymnasium's own `register` calls, and those of rlframe.
+
+    The registry may have changed since Gymnasium was imported. Therefore this function runs Gymnasium's registration
+    code again with a `register` that only records its arguments.
+    """
     from gymnasium.envs import registration
 
-    noted = {
+    recorded = {
         name: ((entry_point,), {"max_episode_steps": limit}) for name, (entry_point, limit) in RLFRAME_ENVS.items()
     }
 
     def register(id: str, *args: Any, **kwargs: Any) -> None:
-        noted[id] = args, kwargs
+        recorded[id] = args, kwargs
 
     own = {**vars(registration), "register": register, "load_plugin_envs": lambda: None}
 
@@ -113,21 +121,21 @@ def _default_registrations() -> dict[str, tuple[Any, Any]]:
     loader: Any = importlib.util.find_spec("gymnasium.envs").loader  # type: ignore[union-attr]
     code = loader.get_code("gymnasium.envs")
     exec(code, {"__name__": "gymnasium.envs", "__builtins__": {**vars(builtins), "__import__": import_}})
-    return noted
+    return recorded
 
 
 @functools.lru_cache(maxsize=1)
 def _plugins() -> frozenset[str]:
-    """The packages whose environments Gymnasium registers when it is imported."""
+    """Return the packages whose environments Gymnasium registers when it is imported."""
     plugins = importlib.metadata.entry_points(group="gymnasium.envs")
     return frozenset(one.value.partition(":")[0].partition(".")[0] for one in plugins)
 
 
 def make(task: str, kwargs: Mapping[str, Any]) -> Any:
-    """Make the environment `Id` or `module:Id`.
+    """Create the environment `Id` or `module:Id`.
 
     Raises:
-        UsageError: there is none, it does not take these options, or a package that it needs is missing.
+        UsageError: the id is unknown, an option is unknown, or a required package is missing.
     """
     gymnasium_ids()
     import gymnasium
@@ -137,7 +145,7 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
         if module:
             import_module(module, task)
         spec = copy.deepcopy(gymnasium.spec(env_id))
-        # The pool never steps before a reset; this wrapper and the checker cost 10 to 30% of a CartPole step.
+        # The pool never steps before a reset. This wrapper and the checker take 10 to 30 % of a CartPole step.
         spec.order_enforce = False
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
@@ -149,12 +157,12 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
     except TypeError as error:
         own = error.__cause__ if isinstance(error.__cause__, TypeError) else error  # Gymnasium raises a copy
         if _is_about_options(own, kwargs):
-            raise UsageError(f"{task!r} cannot be made with the options {dict(kwargs)}: {own}") from error
+            raise UsageError(f"{task!r} cannot be created with the options {dict(kwargs)}: {own}") from error
         raise
 
 
 def _is_about_options(error: TypeError, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the call of a constructor failed, False if a line inside it did."""
+    """Return True if the call of the constructor failed, and False if a line in its body failed."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     is_call = last.parts[-3:] == ("gymnasium", "envs", "registration.py")
     return is_call or any(f"unexpected keyword argument {name!r}" in str(error) for name in kwargs)

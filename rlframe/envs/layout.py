@@ -1,8 +1,8 @@
-"""Observation trees (dict, tuple) as lists of leaves in a fixed order, and the arrays that hold a batch of them.
+"""`Layout` converts observation trees (dict, tuple) to lists of leaves and back. `BatchBuffer` holds one batch.
 
-What a pool returns belongs to the caller for as long as the caller (or a view of it, or JAX, which may alias numpy
-memory) keeps it. Allocating pixels anew for each step costs more than copying them, so a frame is written again once
-its reference counts show that it is free.
+The arrays that a pool returns belong to the caller while the caller refers to them. A view counts as a reference, and
+so does a JAX array, which may share numpy's memory. To allocate new pixels for each step would cost more than to copy
+them, so the pool reuses a buffer once its reference counts show that it is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlframe.types import TimeStep
 
 
 class Layout:
-    """The leaves of a spec tree in a fixed order, to go from trees to lists of arrays and back."""
+    """Converts trees of the structure of `spec` to lists of leaves in a fixed order, and back."""
 
     def __init__(self, spec: Any):
         self.spec = spec
@@ -30,14 +30,15 @@ class Layout:
         self._is_flat_tuple = isinstance(spec, tuple) and not is_nested
 
     def flatten(self, tree: Any) -> list[Any]:
-        """The leaves of a tree of this structure: any Mapping stands for a dict, a list for a tuple.
+        """Return the leaves of a tree. A dict may be any Mapping, and a tuple may be a list.
 
-        Raises SpecMismatchError, which names the part that has another structure.
+        Raises:
+          SpecMismatchError: the tree has another structure. The error names the wrong part.
         """
         if self.is_leaf:
             return [tree]
         if type(tree) is dict and self._keys is not None and len(tree) == len(self._keys):
-            try:  # `contextlib.suppress` would take as long as all the rest
+            try:  # `contextlib.suppress` would double the time of this method
                 return [tree[key] for key in self._keys]
             except KeyError:
                 pass
@@ -48,7 +49,7 @@ class Layout:
         return out
 
     def unflatten(self, leaves: list[Any]) -> Any:
-        """The inverse of `flatten`: a new dict or tuple, or the only leaf itself."""
+        """Return a tree with these leaves: a new dict or tuple, or the leaf itself if the spec is one leaf."""
         return leaves[0] if self.is_leaf else _unflatten(self.spec, iter(leaves))
 
 
@@ -95,13 +96,13 @@ def _unflatten(spec: Any, leaves: Any) -> Any:
 
 
 class SpecMismatchError(UsageError):
-    """An observation, or a part of one, that is not in its space.
+    """An observation, or a leaf of it, is not in its space.
 
     Args:
-      name: of the part.
-      came: the value; or its dtype and shape, or its structure, where these are wrong.
-      expected: what the space allows.
-      place: the indices of a value that is not allowed; None where dtype, shape or structure are wrong.
+      name: the path of the leaf.
+      received: the wrong value, or its dtype, shape or structure if that is wrong.
+      expected: a description of the values that the space allows.
+      place: the indices of the wrong value; None if the dtype, shape or structure is wrong.
     """
 
     def __init__(self, name: str, received: str, expected: str, place: tuple[int, ...] | None = None):
@@ -109,12 +110,12 @@ class SpecMismatchError(UsageError):
         super().__init__(f"{name!r} must be {expected}, got {received}{_at(place)}.")
 
     def for_environment(self, env_id: int) -> RlframeError:
-        """The same, naming the environment that gave the observation."""
+        """Return an error with the id of the environment that returned the observation."""
         gave = f"Environment {env_id} gave {self.name!r}"
         if self.place is None:
             return UsageError(
-                f"{gave} as {self.received}, but its space says {self.expected}. Correct the environment's observation "
-                "space."
+                f"{gave} as {self.received}, but its space requires {self.expected}. Correct the environment's "
+                "observation space."
             )
         return EnvError(
             f"{gave} with {self.received}{_at(self.place)}: expected {self.expected}. Correct the environment, or its "
@@ -122,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """The same, where the observations of the environments `env_ids` were encoded as one batch."""
+        """Return `for_environment` for the row of the wrong value in a batch of the environments `env_ids` [B]."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])
@@ -133,7 +134,7 @@ def _at(place: tuple[int, ...] | None) -> str:
     return f" at {place}" if place else ""
 
 
-_KEPT = 8  # frames that a pool keeps for re-use; a caller who holds more gets fresh ones
+_MAX_BUFFERS = 8  # buffers that a pool keeps for reuse; if the caller holds all of them, new ones are allocated
 
 
 class BatchBuffer:
@@ -148,25 +149,25 @@ class BatchBuffer:
         self.idle_counts: list[int] | None = None
 
     def copy(self) -> BatchBuffer:
-        """The same values in memory of their own."""
+        """Return a copy."""
         return BatchBuffer(self._layout, [array.copy() for array in self.arrays])
 
     def select(self, env_ids: np.ndarray) -> BatchBuffer:
-        """The rows of some environments, in memory of their own."""
+        """Return a copy of the rows of some environments."""
         return BatchBuffer(self._layout, [np.take(array, env_ids, axis=0) for array in self.arrays])
 
     def timestep(self) -> TimeStep:
         return TimeStep(self.step_type, self.reward, self.discount, self._layout.unflatten(self.leaves))
 
     def rows(self, start: int, stop: int) -> BatchBuffer:
-        """The part that the environments start .. stop write, as views."""
+        """Return views of the rows of the environments start .. stop - 1."""
         if (start, stop) not in self._slices:
             self._slices[start, stop] = BatchBuffer(self._layout, [array[start:stop] for array in self.arrays])
             self.idle_counts = None
         return self._slices[start, stop]
 
     def mark_idle(self) -> None:
-        """Remembers the reference counts that mean "only the pool itself"; call it while that is so."""
+        """Store the present reference counts. Call this method while only the pool refers to the arrays."""
         self.idle_counts = [getrefcount(array) for array in self.arrays]
 
     def is_idle(self) -> bool:
@@ -174,7 +175,7 @@ class BatchBuffer:
 
 
 def buffer_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype]]:
-    """(shape, dtype) of each array of a frame, in order."""
+    """Return (shape, dtype) of each array of a `BatchBuffer`, in order."""
     scalars = [np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.float32)]
     return [((num_envs,), dtype) for dtype in scalars] + [
         ((num_envs, *leaf.shape), leaf.dtype) for leaf in layout.leaves
@@ -182,29 +183,35 @@ def buffer_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], 
 
 
 def new_buffer(layout: Layout, num_envs: int) -> BatchBuffer:
-    """A frame in memory of its own."""
+    """Allocate a buffer."""
     return BatchBuffer(layout, [np.zeros(shape, dtype) for shape, dtype in buffer_shapes(layout, num_envs)])
 
 
 class BufferRing:
-    """Gives out a frame that nobody else holds. `groups` are the (start, stop) slices that will be written."""
+    """Reuses the buffers that the caller no longer refers to.
 
-    def __init__(self, layout: Layout, num_envs: int, groups: list[tuple[int, int]]):
+    Args:
+      layout: the layout of the observations.
+      num_envs: number of rows.
+      slices: (start, stop) of the rows that each worker writes.
+    """
+
+    def __init__(self, layout: Layout, num_envs: int, slices: list[tuple[int, int]]):
         self._layout = layout
         self._num_envs = num_envs
-        self._groups = groups
-        self._frames: list[BatchBuffer] = []
+        self._slices = slices
+        self._buffers: list[BatchBuffer] = []
         self._next = 0
 
     def take(self) -> BatchBuffer:
-        for _ in range(len(self._frames)):
-            self._next = (self._next + 1) % len(self._frames)
-            if self._frames[self._next].is_idle():
-                return self._frames[self._next]
-        frame = new_buffer(self._layout, self._num_envs)
-        for start, stop in self._groups:
-            frame.rows(start, stop)
-        if len(self._frames) < _KEPT:
-            frame.mark_idle()
-            self._frames.append(frame)
-        return frame
+        for _ in range(len(self._buffers)):
+            self._next = (self._next + 1) % len(self._buffers)
+            if self._buffers[self._next].is_idle():
+                return self._buffers[self._next]
+        buffer = new_buffer(self._layout, self._num_envs)
+        for start, stop in self._slices:
+            buffer.rows(start, stop)
+        if len(self._buffers) < _MAX_BUFFERS:
+            buffer.mark_idle()
+            self._buffers.append(buffer)
+        return buffer

@@ -1,4 +1,4 @@
-"""Numbers that environments log beside their rewards, summed up by name."""
+"""`EnvLog` sums the numbers that environments log in addition to their rewards."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from rlframe.metrics.rows import Sums
 _log = logging.getLogger(__name__)
 
 MAX_NAMES = 64
-MAX_BYTES = 56  # of a name
+MAX_BYTES = 56  # maximum length of a name in UTF-8
 
 
 class EnvLog:
-    """Sums up what the environments of one group log.
+    """Sums the numbers that the environments of one group log, by name.
 
-    It may lie in memory that processes share: the one that steps the environments writes, and any reads, at any time.
+    The arrays may lie in shared memory. Only the process that steps the environments writes. Any process may read.
 
     Args:
-      names: [MAX_NAMES] bytes, zeros; memory of its own, if None.
-      values: [MAX_NAMES, 2] float64, zeros: the sum and the count of each.
+      names: [MAX_NAMES] bytes, zeros. None means a new array.
+      values: [MAX_NAMES, 2] float64, zeros: the sum and the count for each name. None means a new array.
     """
 
     def __init__(self, names: np.ndarray | None = None, values: np.ndarray | None = None):
         shapes = log_shapes()
         self._names = np.zeros(*shapes[0]) if names is None else names
         self._values = np.zeros(*shapes[1]) if values is None else values
-        self._rows: dict[str, int] = {}  # of the names that were added here
-        self._refused: set[str] = set()  # so that each is told once
+        self._rows: dict[str, int] = {}  # the row of each name
+        self._refused: set[str] = set()  # names with a warning; each name gets one warning
         self._lock = threading.Lock()  # threads may share a group
 
     def add(self, env_id: int, logged: Any) -> None:
-        """Counts the numbers that environment `env_id` logged, by name; warns, once for each name, of what is none."""
+        """Add the numbers that environment `env_id` logged. Warn once per name about other values."""
         if not isinstance(logged, Mapping):
-            self._refuse("", f"Environment {env_id} logged {logged!r}: expected a dict of names and numbers.")
+            self._warn_once("", f"Environment {env_id} logged {logged!r}: expected a dict of names and numbers.")
             return
         with self._lock:
             for name, value in logged.items():
                 number = _as_number(value)
                 if number is None:
-                    self._refuse(name, f"Environment {env_id} logged {name!r} as {value!r}: expected a finite number.")
+                    self._warn_once(
+                        name, f"Environment {env_id} logged {name!r} as {value!r}: expected a finite number."
+                    )
                     continue
                 row = self._rows.get(name)
                 if row is None:
@@ -54,9 +56,9 @@ class EnvLog:
                     self._values[row] += (number, 1.0)
 
     def sums(self) -> Sums:
-        """name -> [sum, count], since it was made. Any thread, or process, may ask."""
+        """Return name -> [sum, count] since this log was created. Any thread or process may call it."""
         values = self._values.tolist()
-        # Names after values: one that another process may just be writing is whole once something is counted for it.
+        # Read the names after the values: another process writes a whole name before it counts the first value.
         rows = zip(self._names.tolist(), values, strict=True)
         return {name.decode(errors="ignore"): counted for name, counted in rows if counted[1]}
 
@@ -71,17 +73,17 @@ class EnvLog:
             self._names[row] = encoded
             self._rows[name] = row
             return row
-        self._refuse(name, f"Environment {env_id} logged {name!r}: expected {expected}.")
+        self._warn_once(name, f"Environment {env_id} logged {name!r}: expected {expected}.")
         return None
 
-    def _refuse(self, name: Any, sentence: str) -> None:
+    def _warn_once(self, name: Any, sentence: str) -> None:
         if str(name) not in self._refused and len(self._refused) < MAX_NAMES:
             self._refused.add(str(name))
-            _log.warning("%s It is left out of the metrics.", sentence)
+            _log.warning("%s The metrics do not include it.", sentence)
 
 
 def log_shapes() -> list[tuple[tuple[int, ...], Any]]:
-    """(shape, dtype) of the arrays that an EnvLog is made of."""
+    """Return (shape, dtype) of the arrays of an `EnvLog`."""
     return [((MAX_NAMES,), np.dtype(f"S{MAX_BYTES}")), ((MAX_NAMES, 2), np.dtype(np.float64))]
 
 

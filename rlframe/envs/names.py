@@ -1,7 +1,8 @@
-"""Names of environments: which library has `CartPole-v1`, and what makes one of them.
+"""Names of environments: `backend` finds the library for a name, and `Builder` creates environments.
 
-A name is an id that the user registered with Gymnasium, else an EnvPool task, else an id of Gymnasium's own. A prefix
-decides otherwise: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`, `dm_control:cartpole-swingup`.
+A name without a prefix is looked up in this order: ids that the user registered with Gymnasium, EnvPool tasks,
+Gymnasium's own ids. A prefix selects the library: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`,
+`dm_control:cartpole-swingup`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 from rlframe.user_code.files import import_module, module_directories, restore_module_directories
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
-CHANGED = ", as your code has registered it"  # in `describe_backend`, of a class of Gymnasium's
+CHANGED = ", as your code has registered it"  # suffix in `describe_backend` if the class is one of Gymnasium's
 
 
 def envpool_tasks() -> Collection[str]:
-    """The tasks that EnvPool has now; none if it is not installed."""
+    """Return the tasks of EnvPool; none if it is not installed."""
     if not extras.has("envpool"):
         return ()
     with contextlib.suppress(ImportError):
         from gym_notices import notices
 
-        notices.notices.clear()  # EnvPool imports the old gym, which prints that it is unmaintained
+        notices.notices.clear()  # EnvPool imports the old gym, which prints a notice that it is unmaintained
     try:
         import envpool
     except ImportError:
@@ -41,23 +42,23 @@ def envpool_tasks() -> Collection[str]:
 
 @functools.lru_cache(maxsize=1)
 def dm_control_tasks() -> tuple[str, ...]:
-    """The tasks of the dm_control suite as `domain-task`; none where it is not installed."""
+    """Return the tasks of the dm_control suite as `domain-task`; none if it is not installed."""
     if not extras.has("dm_control"):
         return ()
     with warnings.catch_warnings(), extras.explain_import_error("An environment of dm_control", "dm_control"):
-        warnings.simplefilter("ignore")  # that there is no display
+        warnings.simplefilter("ignore")  # dm_control warns if there is no display
         from dm_control import suite
     return tuple(f"{domain}-{task}" for domain, task in suite.ALL_TASKS)
 
 
 def split(name: str) -> tuple[str | None, str]:
-    """`"gymnasium:CartPole-v1"` -> `("gymnasium", "CartPole-v1")`; a bare name has no prefix."""
+    """Return (prefix, task): ("gymnasium", "CartPole-v1") for "gymnasium:CartPole-v1". Without a prefix it is None."""
     prefix, colon, rest = name.partition(":")
     return (prefix, rest) if colon and prefix in PREFIXES else (None, name)
 
 
 def backend(name: str) -> str:
-    """The library that a name means: `envpool`, `gymnasium` or `dm_control`. Raises UsageError where none has it."""
+    """Return the library for a name: `envpool`, `gymnasium` or `dm_control`. Raise UsageError for an unknown name."""
     prefix, task = split(name)
     if prefix is not None:
         return prefix
@@ -70,9 +71,9 @@ def backend(name: str) -> str:
     raise unknown_env_error(task, [*envpool_tasks(), *gymnasium_ids()])
 
 
-# Up to so many environments, a plain loop over Gymnasium's own is ahead of EnvPool: waking a thread takes 60 us, and
-# leaves the caches cold for what follows (docs/performance.md).
-_LOOP_IS_QUICKER = {
+# Number of environments up to which a loop over Gymnasium's environments is faster than EnvPool. To wake a thread takes
+# 60 us and cools the CPU caches (docs/performance.md).
+_LOOP_IS_FASTER = {
     "CartPole-v0": 8,
     "CartPole-v1": 8,
     "FrozenLake-v1": 8,
@@ -85,21 +86,22 @@ _LOOP_IS_QUICKER = {
 
 
 def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> str:
-    """How a pool of `size` of this name is best run.
+    """Return the fastest type for a pool of `size` environments.
 
-    `envpool` where EnvPool has the task, but `loop` for a few light ones that Gymnasium has too; else `loop`. An
-    asynchronous pool cannot be a loop: `envpool` where EnvPool has the task, else `process`.
+    A synchronous pool uses `envpool` if EnvPool has the task, and `loop` otherwise. A few light tasks that Gymnasium
+    also has use `loop` while the pool is small. An asynchronous pool cannot use `loop`: it uses `envpool` if EnvPool
+    has the task, and `process` otherwise.
     """
     if not isinstance(name_or_pybuilder, str) or backend(name_or_pybuilder) != "envpool":
         return "loop" if is_sync else "process"
     if not is_sync:
         return "envpool"
-    light = size <= _LOOP_IS_QUICKER.get(name_or_pybuilder, 0) and name_or_pybuilder in gymnasium_ids()
+    light = size <= _LOOP_IS_FASTER.get(name_or_pybuilder, 0) and name_or_pybuilder in gymnasium_ids()
     return "loop" if light else "envpool"
 
 
 def list_envs() -> list[tuple[str, str]]:
-    """(name, backend) of everything that can be named here, sorted; a name in several libraries appears for each."""
+    """Return (name, backend) of all environments that are installed, sorted. Each library has its own entry."""
     rows = [(name, "envpool") for name in envpool_tasks()]
     rows += [(name, "gymnasium") for name in gymnasium_ids()]
     rows += [(name, "dm_control") for name in dm_control_tasks()]
@@ -107,42 +109,41 @@ def list_envs() -> list[tuple[str, str]]:
 
 
 def unknown_env_error(name: str, known: Any) -> UsageError:
-    """The error for a name that nothing has, with the nearest one that something has."""
+    """Return the error for an unknown name. The message suggests the most similar name in `known`."""
     if name.startswith("ALE/"):
         atari = name.removeprefix("ALE/")
         if extras.has("ale_py"):
-            return UsageError(f"Gymnasium knows {name!r} by the package that registers it: name it 'ale_py:{name}'.")
-        return UsageError(f"{name!r} needs ale-py, which is not installed here. EnvPool has Atari games as {atari!r}.")
-    return UsageError(
-        f"Unknown environment {name!r}.{suggest(name, known)} `rlframe envs` lists the names that can be used."
-    )
+            return UsageError(f"The package ale_py registers {name!r} with Gymnasium: use the name 'ale_py:{name}'.")
+        return UsageError(f"{name!r} needs ale-py, which is not installed here. EnvPool has this game as {atari!r}.")
+    return UsageError(f"Unknown environment {name!r}.{suggest(name, known)} `rlframe envs` lists all names.")
 
 
 def envpool_task(name: str) -> str:
-    """The EnvPool task that a name means under `type='envpool'`. Raises UsageError where EnvPool has none."""
+    """Return the EnvPool task for a name under `type='envpool'`. Raise UsageError if EnvPool has no such task."""
     prefix, task = split(name)
     if prefix is None and (spec := user_spec(task)) is not None:
         raise UsageError(
-            f"{name!r} is {gymnasium_registry.describe(spec)}, which your code has registered with Gymnasium: use type 'loop', "
-            f"'thread' or 'process' with it, or name EnvPool's task 'envpool:{task}'."
+            f"{name!r} is {gymnasium_registry.describe(spec)}, which your code has registered with Gymnasium. Use type "
+            f"'loop', 'thread' or 'process', or select EnvPool's task with the name 'envpool:{task}'."
         )
     if task in envpool_tasks() and prefix in (None, "envpool"):
         return task
     if not envpool_tasks():
-        raise UsageError(f"{name!r} asks for EnvPool, which is not installed here: `pip install envpool`.")
+        raise UsageError(f"{name!r} needs EnvPool, which is not installed here: `pip install envpool`.")
     if prefix == "envpool" or task not in gymnasium_ids():
         raise unknown_env_error(task, envpool_tasks())
-    raise UsageError(f"EnvPool has no task {name!r}: use type 'loop', 'thread' or 'process' with it.")
+    raise UsageError(f"EnvPool has no task {name!r}: use type 'loop', 'thread' or 'process'.")
 
 
 class Builder:
-    """Makes the environment `index` of a pool: from a name or from the user's callable. Picklable if that is.
+    """Creates the environment `index` of a pool, from a name or a user's callable. Picklable if the callable is.
 
     Args:
-      name_or_pybuilder: a name, or a callable that returns one gymnasium or dm_env environment. It is called with
-        `env_kwargs`, and with `seed=` where its signature has such an argument.
-      seed: of the pool; each environment's own comes from (seed, index).
-      action_repeat: how often each of them takes an action.
+      name_or_pybuilder: a name, or a callable that returns one gymnasium or dm_env environment. The callable receives
+        `env_kwargs`, and also `seed` if its signature has this argument.
+      seed: seed of the pool. The seed of each environment is a hash of (seed, index).
+      env_kwargs: keyword arguments for the environment.
+      action_repeat: number of steps for each action.
     """
 
     def __init__(self, name_or_pybuilder: Any, seed: int, env_kwargs: Mapping[str, Any] | None, action_repeat: int = 1):
@@ -154,14 +155,14 @@ class Builder:
             check_name(name_or_pybuilder)
         elif is_environment(name_or_pybuilder):
             raise UsageError(
-                f"{type(name_or_pybuilder).__name__} is one environment, and each in a pool must be another: pass a "
-                "callable that makes one. `as_pool(env)` makes a batch of this one."
+                f"{type(name_or_pybuilder).__name__} is a single environment, but a pool needs a new environment for "
+                "each index: pass a callable that returns one. `as_pool(env)` makes a pool of this single environment."
             )
         elif not callable(name_or_pybuilder):
             raise UsageError(f"Expected the name of an environment or a callable, got {name_or_pybuilder!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process lacks what the user registered in this one.
+        # The user's registration is missing in other processes.
         spec = registration(self.target)
         return {"places": module_directories([self.target]), "registered": spec, **vars(self)}
 
@@ -172,14 +173,19 @@ class Builder:
 
     @property
     def code(self) -> Any:
-        """The user's function or class in it, if any."""
+        """The entry point that is registered under the name, or the builder itself."""
         return getattr(registration(self.target), "entry_point", self.target)
 
     def seed_of(self, index: int) -> int:
         return env_seed(self.seed, index)
 
     def __call__(self, index: int) -> SingleEnv:
-        """Raises UsageError for a bad name or option and EnvError, naming `index`, where building fails."""
+        """Create the environment `index`.
+
+        Raises:
+          UsageError: a name or option is wrong.
+          EnvError: the builder raised. The message contains `index`.
+        """
         try:
             if isinstance(self.target, str):
                 return wrap(_make_named(self.target, self.seed_of(index), self.kwargs))
@@ -192,7 +198,11 @@ class Builder:
 
 
 def registration(name: Any) -> Any:
-    """The `gymnasium.EnvSpec` that a name means; None for any other name, or a builder. See `gymnasium_registry.restore`."""
+    """Return the `gymnasium.EnvSpec` for a name, or None if there is none. See `gymnasium_registry.restore`.
+
+    Args:
+      name: a name, or a builder, which has no spec.
+    """
     if not isinstance(name, str):
         return None
     prefix, task = split(name)
@@ -200,7 +210,7 @@ def registration(name: Any) -> Any:
 
 
 def describe_backend(name: str) -> str:
-    """Return a text that says which library makes an environment: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
+    """Return the library and the code behind a name: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
     library = backend(name)
     if library == "gymnasium" and (spec := registration(name)) is not None:
         made_by = gymnasium_registry.describe(spec)
@@ -210,7 +220,7 @@ def describe_backend(name: str) -> str:
 
 
 def takes_seed(builder: Callable[..., Any]) -> bool:
-    """Whether a callable has an argument named `seed`."""
+    """Return True if a callable has an argument named `seed`."""
     try:
         return "seed" in inspect.signature(builder).parameters
     except (TypeError, ValueError):
@@ -218,9 +228,9 @@ def takes_seed(builder: Callable[..., Any]) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError for a name that cannot be made as single environments (types loop, thread, process)."""
+    """Raise UsageError unless the name can create single environments, for the types loop, thread and process."""
     prefix, task = split(name)
-    # EnvPool is asked last: importing it imports JAX.
+    # EnvPool is last, because importing it imports JAX.
     if prefix == "envpool" or (prefix is None and task not in gymnasium_ids() and task in envpool_tasks()):
         raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")
     if prefix == "dm_control":

@@ -1,4 +1,4 @@
-"""Pools of environments: what an Actor needs of one, and what `SyncEnv` and `AsyncEnv` have in common."""
+"""The protocols of pools, `EnvPool` and `AsyncEnvPool`, and the common base of `SyncEnv` and `AsyncEnv`."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ from rlframe.metrics.rows import Sums
 from rlframe.shutdown import Closeable
 from rlframe.types import TimeStep
 
-_LATER = 5.0  # seconds by which a pool that hangs may raise later than it should
+_MARGIN = 5.0  # seconds after the answer timeout in which a pool may still raise its own error
 
 
 @runtime_checkable
 class EnvPool(Protocol):
-    """Many environments as one batch, all stepped together: what an Actor's `env_builder` is, or returns.
+    """A batch of environments that step together. An Actor's `env_builder` is or returns a pool.
 
-    It obeys the data contract of `rlframe.types`: it resets an environment by itself on the step after LAST, and says
-    by the discount at LAST whether the environment terminated. `SyncEnv` is one; so are those that you write, say
-    around a simulator that is batched itself. It may have `close`, `get_state` and `set_state`, as `SyncEnv` has, and
-    `true_rewards` [num_envs] of its newest timestep, where it gives other rewards: returns are logged of these.
+    A pool follows the data contract of `rlframe.types`: it resets each environment on the step after LAST, and the
+    discount at LAST is 0 if the environment terminated. `SyncEnv` is a pool. You can write your own, for example around
+    a batched simulator. A pool may also have `close`, `get_state` and `set_state`, like `SyncEnv`. A pool that changes
+    rewards may have `true_rewards` [num_envs] with the original rewards of its newest timestep, from which episode
+    returns are logged.
 
     Attributes:
-      num_envs: how many environments.
+      num_envs: number of environments.
     """
 
     num_envs: int
 
     def reset(self) -> TimeStep:
-        """Starts a new episode everywhere: a FIRST timestep [num_envs, ...]."""
+        """Start a new episode in every environment and return a FIRST timestep [num_envs, ...]."""
 
     def step(self, actions: np.ndarray) -> TimeStep:
-        """Steps all environments with `actions` [num_envs, ...]."""
+        """Step all environments with `actions` [num_envs, ...]."""
 
 
 @runtime_checkable
 class AsyncEnvPool(Protocol):
-    """Many environments, of which some answer at a time: the other form of an `EnvPool`. `AsyncEnv` is one.
+    """A batch of environments that step independently: the asynchronous form of an `EnvPool`, such as `AsyncEnv`.
 
     Attributes:
-      num_envs: how many environments.
-      wait_num: how many answer at a time.
+      num_envs: number of environments.
+      wait_num: number of environments in each result of `recv`.
     """
 
     num_envs: int
     wait_num: int
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
-        """Waits for `wait_num` environments: (env_ids [wait_num] int32, their timesteps [wait_num, ...])."""
+        """Wait for `wait_num` environments. Return (env_ids [wait_num] int32, timestep [wait_num, ...])."""
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
-        """Gives `actions` [n, ...] to the environments `env_ids` [n]."""
+        """Send `actions` [n, ...] to the environments `env_ids` [n]."""
 
 
-# The methods that a user's pool may leave out (see `SyncEnv`), each with what stands for it.
+# Optional methods of a user's pool (see `SyncEnv`), with their defaults.
 _OPTIONAL: dict[str, Callable[[], Any]] = {
     "get_state": lambda: None,
     "sums": dict,
@@ -72,7 +73,7 @@ _OPTIONAL: dict[str, Callable[[], Any]] = {
 
 
 class UserPool:
-    """A user's `EnvPool` or `AsyncEnvPool` with the methods that it may leave out."""
+    """A user's `EnvPool` or `AsyncEnvPool`, with defaults for the optional methods."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -83,7 +84,7 @@ class UserPool:
 
 
 class PoolWrapper(Closeable):
-    """Holds a pool, shows its specs, and closes it."""
+    """The common base of `SyncEnv` and `AsyncEnv`: it checks and wraps the timesteps of a pool."""
 
     def _attach(
         self,
@@ -97,11 +98,11 @@ class PoolWrapper(Closeable):
         self._pool = pool
         self._closed = False
         self.num_envs: int = pool.num_envs
-        self.codec: Codec = pool.codec  # of one environment, before frames are stacked
+        self.codec: Codec = pool.codec  # for one environment, before frames are stacked
         spec = self.codec.observation_spec
         self._stack = FrameStack(frame_stack, spec, pool.num_envs) if frame_stack > 1 else None
         self._clip_rewards = clip_rewards
-        self.true_rewards: np.ndarray | None = None  # [B] of the newest timestep, before they were clipped
+        self.true_rewards: np.ndarray | None = None  # [B] unclipped rewards of the newest timestep
         self.observation_spec = spec if self._stack is None else self._stack.observation_spec
         self.action_spec: specs.Array = self.codec.action_spec
         self.answer_timeout = answer_timeout
@@ -110,7 +111,12 @@ class PoolWrapper(Closeable):
         self._check_finite = FiniteCheck(spec) if checks else None
 
     def _finish(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
-        """What the caller gets of a timestep [B, ...] of the environments `env_ids` [B]; None: of all."""
+        """Check a timestep [B, ...], clip its rewards and stack its frames.
+
+        Args:
+          timestep: the timestep of the pool.
+          env_ids: [B] ids of the environments; None means all environments in order.
+        """
         if self._check_finite is not None:
             self._check_finite(timestep, env_ids)
         if self._clip_rewards is not None:
@@ -119,15 +125,18 @@ class PoolWrapper(Closeable):
         return timestep if self._stack is None else self._stack(timestep, env_ids)
 
     def sums(self) -> Sums:
-        """What the environments logged since they were made: name -> [sum, count]. Any thread may ask, at any time."""
+        """Return name -> [sum, count] of the numbers that the environments have logged. Any thread may call it."""
         return self._pool.sums()
 
     def progress(self) -> Any:
-        """Compares as equal for as long as no environment gets on (always, of EnvPool). Any thread may ask."""
+        """Return a value that changes with each step of an environment. Any thread may call it.
+
+        For EnvPool the value never changes.
+        """
         return self._pool.progress()
 
     def close(self) -> None:
-        """Ends every thread and process of the pool. May be called twice."""
+        """End every thread and process of the pool. May be called again."""
         if not self._closed:
             self._closed = True
             self._pool.close()
@@ -138,15 +147,15 @@ class PoolWrapper(Closeable):
 
 
 def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:
-    """The rewards [B] that the environments of a pool gave with its newest timestep, before any were clipped."""
+    """Return the rewards [B] of a pool's newest timestep before clipping."""
     rewards = getattr(env, "true_rewards", None)
     return timestep.reward if rewards is None else rewards
 
 
 def stepping_phase(env: Any) -> Phase:
-    """The phase of who waits for a pool, in which each environment has its answer time.
+    """Return the phase in which a caller waits for a pool. Each environment has `answer_timeout` seconds for a step.
 
-    Pools that see for themselves that an environment of theirs hangs are the first to, and name it.
+    The phase allows a little more time, so that a pool that detects the hung environment itself raises first.
     """
-    allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _LATER
+    allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _MARGIN
     return Phase("stepping", allowed, getattr(env, "progress", None))

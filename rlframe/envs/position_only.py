@@ -1,4 +1,4 @@
-"""CartPole without its velocities: a test of memory, as POPGym's PositionOnlyCartPole and RLlib's StatelessCartPole."""
+"""CartPole without velocities, a test of memory like POPGym's PositionOnlyCartPole and RLlib's StatelessCartPole."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
-_POSITIONS = [0, 2]  # of the cart and of the pole, in CartPole's observation
+_POSITIONS = [0, 2]  # indices of the positions of cart and pole in CartPole's observation
 
 
 class PositionOnlyCartPole(CartPoleEnv):
     """CartPole-v1 whose observation is `[2]` float32: the cart's position (m) and the pole's angle (rad).
 
-    A network without memory cannot tell which way the pole falls.
+    A network without memory cannot compute the direction in which the pole falls.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -23,11 +23,11 @@ class PositionOnlyCartPole(CartPoleEnv):
         self.observation_space = gymnasium.spaces.Box(box.low[_POSITIONS], box.high[_POSITIONS], dtype=np.float32)
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """As CartPole-v1's."""
+        """See CartPole-v1."""
         observation, info = super().reset(**kwargs)
         return observation[_POSITIONS], info
 
     def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
-        """As CartPole-v1's."""
+        """See CartPole-v1."""
         observation, reward, terminated, truncated, info = super().step(action)
         return observation[_POSITIONS], reward, terminated, truncated, info

@@ -1,7 +1,7 @@
-"""`type='process'`: Python workers that share memory with the pool.
+"""`type='process'`: Python worker processes that share memory with the pool.
 
-A step costs no pickling and no copy: the pool writes the actions, wakes its workers, sleeps, and returns views of
-the memory into which they wrote. Workers are new interpreters, never forks of a process in which JAX's threads run.
+A step does not pickle or copy data: the pool writes the actions, wakes its workers, sleeps, and returns views of the
+memory to which the workers wrote. Workers are new interpreters: a fork of a process with JAX's threads is unsafe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import POLL_INTERVAL, EnvState, concatenate_states, interrupted
+from rlframe.envs.group import POLL_INTERVAL, EnvState, concatenate_states, interrupted_error
 from rlframe.envs.layout import BatchBuffer
 from rlframe.envs.worker import (
     BUFFER,
@@ -31,19 +31,19 @@ from rlframe.envs.worker import (
 from rlframe.envs.worker_processes import WorkerProcesses
 from rlframe.types import TimeStep
 
-_ASYNC_POLL_INTERVAL = 0.05  # seconds; see AsyncProcesses._wait
-_NEVER_WAKE = 2**62  # more results than there will ever be
+_ASYNC_POLL_INTERVAL = 0.05  # seconds between checks in `AsyncProcesses._wait`, which may miss a wake-up
+_NEVER_WAKE = 2**62  # a number of results that is never reached
 
 
 class ProcessPool(WorkerProcesses):
-    """Steps all environments together."""
+    """A synchronous pool of processes: it steps all environments together."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float):
         super().__init__(builder, slices, answer_timeout, is_sync=True)
-        for frame in self._memory.frames:
-            frame.mark_idle()
+        for buffer in self._memory.buffers:
+            buffer.mark_idle()
         self._next = 0
-        self._given = 0  # commands so far
+        self._num_commands = 0  # number of commands so far
         self._is_waiting = False
 
     def reset(self) -> TimeStep:
@@ -63,63 +63,63 @@ class ProcessPool(WorkerProcesses):
         return [header[CURRENT_ENV] for header in self._memory.headers]
 
     def _run(self, command: int) -> TimeStep:
-        frame = self._take()
+        buffer = self._take()
         self._command(command)
         self._wait()
-        return (frame if self._next else frame.copy()).timestep()
+        return (buffer if self._next else buffer.copy()).timestep()
 
     def _take(self) -> BatchBuffer:
-        """A frame that the caller does not hold; frame 0, of which it only ever gets copies, if it holds them all."""
+        """Return a free buffer. If the caller holds all others, return buffer 0, which `_run` copies after the step."""
         for i in range(1, NUM_BUFFERS):
             self._next = i
-            if self._memory.frames[i].is_idle():
-                return self._memory.frames[i]
+            if self._memory.buffers[i].is_idle():
+                return self._memory.buffers[i]
         self._next = 0
-        return self._memory.frames[0]
+        return self._memory.buffers[0]
 
     def _call(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         for worker, argument in enumerate(arguments):
-            self._tell(worker, pickle.dumps((method, argument)))
+            self._send(worker, pickle.dumps((method, argument)))
         self._command(CALL)
-        results = [self._answer(worker, self._answer_timeout) for worker in range(len(arguments))]
+        results = [self._receive(worker, self._answer_timeout) for worker in range(len(arguments))]
         self._wait()
         return results
 
     def _command(self, command: int) -> None:
         if self._is_waiting:
-            raise interrupted()
+            raise interrupted_error()
         self._is_waiting = True
-        self._given += 1
+        self._num_commands += 1
         self._watch.begin()
         for header, go in zip(self._memory.headers, self._memory.go, strict=True):
             header[COMMAND] = command
             header[BUFFER] = self._next
-            header[NUM_COMMANDS] = self._given
+            header[NUM_COMMANDS] = self._num_commands
             go.wake()
 
     def _wait(self) -> None:
-        """Sleeps until every worker has done the command. Raises what a worker raised, or that it died or hangs."""
-        headers, done, given = self._memory.headers, self._memory.done, self._given
+        """Sleep until every worker has executed the command. Raise if a worker raises, dies or hangs."""
+        headers, done, num_commands = self._memory.headers, self._memory.done, self._num_commands
         while True:
             value = done.value
-            waiting = [header for header in headers if header[NUM_DONE] != given]
+            waiting = [header for header in headers if header[NUM_DONE] != num_commands]
             if not waiting:
                 break
             if any(header[FAILED] for header in waiting) or not done.wait(value, POLL_INTERVAL):
-                self._look()
+                self._check_workers()
         self._is_waiting = False
 
-    def _stepped(self) -> dict[int, tuple[int, Any]]:
+    def _current_steps(self) -> dict[int, tuple[int, Any]]:
         workers = enumerate(zip(self._memory.headers, self._slices, strict=True))
         return {
             i: (start + header[CURRENT_ENV], None)
             for i, (header, (start, _)) in workers
-            if header[NUM_DONE] != self._given
+            if header[NUM_DONE] != self._num_commands
         }
 
 
 class AsyncProcesses(WorkerProcesses):
-    """Steps whichever environment was sent to first; results come back in order of completion."""
+    """An asynchronous pool of processes. Each worker steps its environments in the order of their actions."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int, answer_timeout: float):
         super().__init__(builder, slices, answer_timeout, is_sync=False)
@@ -127,16 +127,16 @@ class AsyncProcesses(WorkerProcesses):
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - start for start, stop in slices])
         self._requested = [0] * len(slices)
         self._taken = [0] * len(slices)
-        self._ready: list[int] = []  # finished, in order, but not yet received
+        self._ready: list[int] = []  # ids of environments that finished a step and were not received yet, in order
         self._memory.headers[0][WAKE_AT] = _NEVER_WAKE
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def start(self) -> None:
         self.send(np.arange(self.num_envs), np.zeros_like(self._memory.actions))
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         if self.is_closed:
-            raise interrupted()
+            raise interrupted_error()
         self._memory.actions[env_ids] = actions
         workers = self._worker_of[env_ids]
         for worker, go in enumerate(self._memory.go):
@@ -150,13 +150,13 @@ class AsyncProcesses(WorkerProcesses):
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         if self.is_closed:
-            raise interrupted()
+            raise interrupted_error()
         self._collect()
         now = time.monotonic()
-        # The others may be quick enough that we never wait for a worker that failed or died.
-        if now > self._next_look or any(header[FAILED] for header in self._memory.headers):
-            self._next_look = now + POLL_INTERVAL
-            self._look()
+        # Check here too: if the other workers are fast, `_wait` never runs, and a failed or dead worker goes unnoticed.
+        if now > self._next_check or any(header[FAILED] for header in self._memory.headers):
+            self._next_check = now + POLL_INTERVAL
+            self._check_workers()
         missing = self._wait_num - len(self._ready)
         if missing > 0:
             self._memory.headers[0][WAKE_AT] = sum(self._taken) + missing
@@ -164,7 +164,7 @@ class AsyncProcesses(WorkerProcesses):
             self._memory.headers[0][WAKE_AT] = _NEVER_WAKE
         env_ids = np.array(self._ready[: self._wait_num], np.int32)
         del self._ready[: self._wait_num]
-        return env_ids, self._memory.frames[0].select(env_ids).timestep()
+        return env_ids, self._memory.buffers[0].select(env_ids).timestep()
 
     def progress(self) -> Any:
         return [header[NUM_DONE] for header in self._memory.headers]
@@ -177,22 +177,22 @@ class AsyncProcesses(WorkerProcesses):
                 self._taken[worker] += 1
 
     def _wait(self) -> None:
-        """Sleeps until enough environments are ready. Raises what a worker raised, or that it died or hangs."""
+        """Sleep until enough environments are ready. Raise if a worker raises, dies or hangs."""
         done = self._memory.done
         while True:
             value = done.value
             self._collect()
             if len(self._ready) >= self._wait_num:
                 return
-            # A wake-up may be missed where WANTED and DONE change together, so the sleep is short.
+            # A wake-up may be missed if WAKE_AT and NUM_DONE change at the same time, so the sleep is short.
             woken = done.wait(value, _ASYNC_POLL_INTERVAL)
             if not woken or any(header[FAILED] for header in self._memory.headers):
-                self._look()
+                self._check_workers()
 
-    def _stepped(self) -> dict[int, tuple[int, Any]]:
-        stepped = {}
+    def _current_steps(self) -> dict[int, tuple[int, Any]]:
+        steps = {}
         for worker, (header, requested) in enumerate(zip(self._memory.headers, self._requested, strict=True)):
             done = header[NUM_DONE]
             if done < requested:
-                stepped[worker] = int(self._memory.requests[worker, done % self.num_envs]), done
-        return stepped
+                steps[worker] = int(self._memory.requests[worker, done % self.num_envs]), done
+        return steps

@@ -1,4 +1,4 @@
-"""Environments of other processes as a pool that an Actor steps: the client side of `EnvServer`."""
+"""The client side of `EnvServer`: pools whose environments run in other processes."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from rlframe.types import TimeStep, Tree
 
 
 class ServedSpecs(NamedTuple):
-    """What an `EnvServer` says of its pool; the specs are None where a pool of a user's has none."""
+    """The result of `EnvServer.specs`. The specs are None if a user's pool has none."""
 
     num_envs: int
     observation_spec: Tree
     action_spec: Any
-    wait_num: int | None = None  # of an asynchronous pool
+    wait_num: int | None = None  # None for a synchronous pool
 
 
 class ServedStep(NamedTuple):
-    """What an `EnvServer` answers: the timestep, and where an episode ended what the environments have logged."""
+    """The result of a step of an `EnvServer`."""
 
     timestep: TimeStep
-    sums: Sums | None
-    true_rewards: np.ndarray | None  # [B], where the pool clips rewards
-    env_ids: np.ndarray | None = None  # [B] int32, of an asynchronous pool
+    sums: Sums | None  # the pool's `sums` if an episode ended in this step, else None
+    true_rewards: np.ndarray | None  # [B] unclipped rewards, if the pool clips rewards
+    env_ids: np.ndarray | None = None  # [B] int32, from an asynchronous pool
 
 
 class RemoteEnv:
-    """The `EnvPool` behind an `EnvServer`. Each call has a number, by which the server knows one that is repeated.
+    """The `EnvPool` of an `EnvServer`. Each call has a number, so that the server detects repeated calls.
 
     Args:
-        server: where it is.
-        specs: what it says of its pool.
+        server: handle to the server.
+        specs: the result of its `specs` method.
 
     Raises (every method):
-        EnvError: an environment raised, or the server was restarted, or another Actor steps its environments now.
+        EnvError: an environment raised, the server was restarted, or another Actor has reset its environments.
         PeerError: the server did not answer within the deadline.
     """
 
@@ -61,7 +61,7 @@ class RemoteEnv:
         return self._call("step", actions)
 
     def sums(self) -> Sums:
-        """See `SyncEnv.sums`; up to the last end of an episode."""
+        """See `SyncEnv.sums`. The sums are from the latest end of an episode."""
         return self._sums
 
     def _call(self, method: str, *args: Any) -> TimeStep:
@@ -71,65 +71,66 @@ class RemoteEnv:
         return timestep
 
 
-_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # seconds between two looks at which of several servers has answered
+_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # first and longest pause, in seconds, while waiting for any server
 
 
 class RemoteAsyncEnv:
-    """The environments of one `EnvServer` of an `AsyncEnv`, or of several, as one pool: the first to answer goes first.
+    """An `AsyncEnvPool` with the environments of one or several `EnvServer`s, each of an `AsyncEnv`.
 
-    Environments of the second server come after those of the first. Each `recv` is the answer of one server.
+    The ids of the second server's environments follow those of the first server. Each `recv` returns the timestep of
+    one server, the first that has answered.
 
     Args:
-        servers: where they are, with what each says of its pool.
+        servers: (handle, result of `specs`) of each server.
 
     Raises (every method):
-        EnvError: an environment raised, or a server was restarted, or another Actor has its environments now.
+        EnvError: an environment raised, a server was restarted, or another Actor has reset its environments.
         PeerError: a server did not answer within the deadline.
-        UsageError: an action or an answer does not fit. The actions for other servers may have been sent.
+        UsageError: an action or an answer does not fit. Actions for other servers may already have been sent.
     """
 
     def __init__(self, servers: Sequence[tuple[handles.Remote, ServedSpecs]]) -> None:
-        specs = [told for _, told in servers]
-        if any(told.wait_num is None for told in specs):
+        specs = [each for _, each in servers]
+        if any(each.wait_num is None for each in specs):
             raise UsageError(
-                "Several EnvServers can be one Actor's only if each serves an AsyncEnv; some of these serve a SyncEnv. "
-                "Make an Actor for each of them."
+                "One Actor can use several EnvServers only if each serves an AsyncEnv, but some of these serve a "
+                "SyncEnv. Create one Actor for each of them."
             )
-        if len({(repr(told.observation_spec), repr(told.action_spec), told.wait_num) for told in specs}) > 1:
-            raise UsageError(f"The EnvServers of one Actor must have equal specs and wait_num; these have {specs}.")
+        if len({(repr(each.observation_spec), repr(each.action_spec), each.wait_num) for each in specs}) > 1:
+            raise UsageError(f"The EnvServers of one Actor must have equal specs and wait_num, got {specs}.")
         assert specs[0].wait_num is not None
         self.wait_num = specs[0].wait_num
         self.observation_spec, self.action_spec = specs[0].observation_spec, specs[0].action_spec
-        self.num_envs = sum(told.num_envs for told in specs)
-        self.true_rewards: np.ndarray | None = None  # [wait_num] of the newest timestep, where the pools clip rewards
-        self._servers: list[_Server] = []
-        for remote, told in servers:
+        self.num_envs = sum(each.num_envs for each in specs)
+        self.true_rewards: np.ndarray | None = None  # [wait_num] unclipped rewards of the newest timestep
+        self._servers: list[_ServerConnection] = []
+        for remote, pool_specs in servers:
             first = self._servers[-1].end if self._servers else 0
-            self._servers.append(_Server(remote, first, first + told.num_envs))
-        self._idle: set[int] = set()  # received, but not sent to since
+            self._servers.append(_ServerConnection(remote, first, first + pool_specs.num_envs))
+        self._idle: set[int] = set()  # ids that were received and have no action yet
         self._started = False
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
-        """See `AsyncEnvPool`. The first answers are the FIRST timesteps of all environments."""
+        """See `AsyncEnvPool`. The first calls return the FIRST timestep of every environment."""
         if not self._started:
             for server in self._servers:
                 server.start()
             self._started = True
         for server in self._servers:
             if server.running >= self.wait_num:
-                server.ask()
-        asked = [server for server in self._servers if server.call is not None]
-        if not asked:
+                server.request()
+        requested = [server for server in self._servers if server.call is not None]
+        if not requested:
             raise UsageError(
-                f"recv() waits for {self.wait_num} environments of one server, but none has so many that were sent an "
-                "action and not received since: send() to those that were received first."
+                f"recv() waits for {self.wait_num} environments of one server, but no server has so many environments "
+                "that are stepping: call send() for the received environments first."
             )
-        server = asked[0] if len(asked) == 1 else self._first_of(asked)
+        server = requested[0] if len(requested) == 1 else self._wait_for_first(requested)
         served = server.take()
         assert served.env_ids is not None
         env_ids = served.env_ids + np.int32(server.first)
         self._idle.update(env_ids.tolist())
-        self._servers.remove(server)  # it is asked last the next time, so that a quick one does not hide the others
+        self._servers.remove(server)  # move it to the end, so that a fast server does not delay the others
         self._servers.append(server)
         self.true_rewards = served.true_rewards
         return env_ids, served.timestep
@@ -140,14 +141,14 @@ class RemoteAsyncEnv:
         ids = env_ids.tolist() if env_ids.ndim == 1 and env_ids.dtype.kind in "iu" else None
         if ids is None or actions.shape[:1] != env_ids.shape:
             raise UsageError(
-                "send() takes 'env_ids' [n] and an action for each of them, 'actions' [n, ...]; got ids of shape "
+                "send() requires 'env_ids' [n] and an action for each of them, 'actions' [n, ...]; got ids of shape "
                 f"{env_ids.shape} ({env_ids.dtype}) and actions of shape {actions.shape}."
             )
         wrong = sorted(set(ids) - self._idle) or [one for one in ids if ids.count(one) > 1]
         if wrong:
             raise UsageError(
-                f"send() to environment {wrong[0]}, which was not received since its last action, or is named twice: "
-                f"each of 0 to {self.num_envs - 1} is received before it is sent an action."
+                f"send() to environment {wrong[0]}, which is still stepping, unknown or listed twice: expected "
+                f"different ids from 0 to {self.num_envs - 1} that recv() has returned since their last action."
             )
         for server in self._servers:
             mine = (env_ids >= server.first) & (env_ids < server.end)
@@ -156,51 +157,51 @@ class RemoteAsyncEnv:
                 self._idle -= set(env_ids[mine].tolist())
 
     def sums(self) -> Sums:
-        """See `SyncEnv.sums`; up to the last end of an episode."""
+        """See `SyncEnv.sums`. The sums are from each server's latest end of an episode."""
         return add_sums(server.sums for server in self._servers)
 
-    def _first_of(self, asked: list[_Server]) -> _Server:
-        """Wait for an answer. A server beyond its deadline counts as one, so that it is named."""
-        looks = retry.backoff(_POLL_INTERVAL, _MAX_POLL_INTERVAL)
+    def _wait_for_first(self, requested: list[_ServerConnection]) -> _ServerConnection:
+        """Wait until a server has answered or its deadline has passed, and return this server."""
+        pauses = retry.backoff(_POLL_INTERVAL, _MAX_POLL_INTERVAL)
         while True:
-            for server in asked:
+            for server in requested:
                 if server.has_answered():
                     return server
-            time.sleep(next(looks))
+            time.sleep(next(pauses))
 
 
-class _Server:
-    """One server. Each call has a number, by which the server knows one that is repeated."""
+class _ServerConnection:
+    """The connection to one server. Each call has a number, so that the server detects repeated calls."""
 
     def __init__(self, remote: handles.Remote, first: int, end: int) -> None:
         self._remote, self._client, self._number = remote, uuid.uuid4().hex, 0
-        self.first, self.end = first, end  # its environments, among all
-        self.running = end - first  # environments that have something to do, beside those that `call` asks for
+        self.first, self.end = first, end  # its environments have the ids first .. end - 1
+        self.running = end - first  # number of environments that are stepping, except those that `call` returns
         self.call: handles.AsyncCall | None = None
         self.sums: Sums = {}
         self._answer: ServedStep | None = None
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     def start(self) -> None:
         self._number += 1
         self._remote.reset(self._client, self._number)
 
-    def ask(self) -> None:
-        """Ask for environments that are ready, unless that was done."""
+    def request(self) -> None:
+        """Call `recv` of the server, unless such a call is pending."""
         if self.call is None:
             self._number += 1
-            self._asked_at = time.monotonic()
+            self._requested_at = time.monotonic()
             self.call = handles.AsyncCall(self._remote, "recv", (self._client, self._number))
 
     def has_answered(self) -> bool:
-        """Return True if the answer is here or overdue: `take` does not wait then."""
+        """Return True if the server has answered, or its deadline has passed. Then `take` does not wait."""
         assert self.call is not None
-        late = time.monotonic() > self._asked_at + self._remote._deadline
+        late = time.monotonic() > self._requested_at + self._remote._deadline
         return self._answer is not None or self.call.done() or late
 
     def take(self) -> ServedStep:
-        """The answer to `ask`."""
-        served = self._settle()
+        """Return the result of the call that `request` made."""
+        served = self._wait_for_result()
         self.call = self._answer = None
         self.running -= len(served.timestep.step_type)
         self.sums = self.sums if served.sums is None else served.sums
@@ -208,12 +209,12 @@ class _Server:
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         if self.call is not None:
-            self._settle()  # calls arrive in the order of their numbers
+            self._wait_for_result()  # calls arrive in the order of their numbers
         self._number += 1
         self._remote.send(self._client, self._number, env_ids, actions)
         self.running += len(env_ids)
 
-    def _settle(self) -> ServedStep:
+    def _wait_for_result(self) -> ServedStep:
         assert self.call is not None
         if self._answer is None:
             self._answer = ServedStep(*self.call.result())

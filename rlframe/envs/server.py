@@ -1,4 +1,4 @@
-"""EnvServer: environments on a node of their own."""
+"""`EnvServer`: a node that steps environments for an Actor in another process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from rlframe.types import LAST, TimeStep
 class EnvServer:
     """Serves environments to an Actor in another process: `lp.CourierNode(EnvServer, env_builder)`.
 
-    An Actor takes its handle as `env_builder`. Of a `SyncEnv`, one call steps all environments; of an `AsyncEnv`, calls
-    send actions and receive what is ready. A call that is repeated, as its answer was lost, steps nothing again.
-    The Actor that reset last has the environments: any other gets an EnvError.
+    An Actor accepts the server's handle as its `env_builder`. With a `SyncEnv`, one call steps all environments. With
+    an `AsyncEnv`, separate calls send actions and receive timesteps. A call may be repeated if its answer was lost:
+    the server then returns the same answer and steps nothing. The last Actor that called `reset` owns the
+    environments, and any other Actor gets an EnvError.
 
     Args:
         env_builder: as for `Actor`.
-        seed: for the builder. Servers of one program need different ones.
+        seed: seed for the builder. Each server of a program needs a different seed.
     """
 
     def __init__(self, env_builder: Any, seed: int = 0) -> None:
@@ -34,47 +35,48 @@ class EnvServer:
         self._env = as_pool(env_builder, seed=seed)
         self._stepping = stepping_phase(self._env)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._client, self._number = "", 0  # of the call that was answered last
+        self._client, self._number = "", 0  # client and number of the latest call with an answer
         self._answer: ServedStep | UsageError | None = None
         self._failure: BaseException | None = None
-        self._takeovers = 0  # of an asynchronous pool, by an Actor after the first
+        self._takeovers = 0  # how often a new Actor took over an asynchronous pool
 
     def specs(self) -> ServedSpecs:
-        """How many environments there are, and the specs of one."""
+        """Return the number of environments, and the specs of one environment."""
         env = self._env
         specs = getattr(env, "observation_spec", None), getattr(env, "action_spec", None)
         return ServedSpecs(env.num_envs, *specs, None if env.is_sync else env.wait_num)
 
     def reset(self, client: str, number: int) -> ServedStep | None:
-        """Start new episodes for the Actor with the id `client`. Its next call has the number `number + 1`.
+        """Start new episodes for the Actor with the id `client`. The Actor's next call has the number `number + 1`.
 
-        An asynchronous pool has nothing to answer yet: `recv` gives the new episodes.
+        Returns:
+            The first step. None for an asynchronous pool, whose `recv` returns the first timesteps.
         """
         with self._lock:
             is_other = client != self._client and self._client != ""
             if client != self._client:
                 self._client, self._number = client, number - 1
             if self._env.is_sync:
-                return self._once(number, lambda: self._served(self._env.reset()))
-            return self._once(number, lambda: self._renew() if is_other else None)
+                return self._answer_once(number, lambda: self._served(self._env.reset()))
+            return self._answer_once(number, lambda: self._recreate_pool() if is_other else None)
 
     def step(self, client: str, number: int, actions: np.ndarray) -> ServedStep | None:
-        """Steps all environments with `actions` [num_envs, ...]; a call that comes late, None."""
+        """Step all environments with `actions` [num_envs, ...]. Return None if the Actor has made a newer call."""
         return self._answer_next(client, number, lambda: self._served(self._env.step(actions)))
 
     def send(self, client: str, number: int, env_ids: np.ndarray, actions: np.ndarray) -> None:
-        """Gives `actions` [n, ...] to the environments `env_ids` [n] of an asynchronous pool."""
+        """Send `actions` [n, ...] to the environments `env_ids` [n] of an asynchronous pool."""
         self._answer_next(client, number, lambda: self._env.send(env_ids, actions))
 
     def recv(self, client: str, number: int) -> ServedStep | None:
-        """Waits for `wait_num` environments of an asynchronous pool; a call that comes late, None."""
+        """Wait for `wait_num` environments of an asynchronous pool. Return None if the Actor has made a newer call."""
         return self._answer_next(client, number, self._received)
 
     def run(self) -> None:
-        """Serves until `stop()`, or the end of the program whose node this is, and closes the environments.
+        """Serve until `stop()` is called or the program ends. Then close the environments.
 
         Raises:
-            EnvError: an environment raised. It was told to the Actor as well.
+            EnvError: an environment raised. The Actor gets the same error.
         """
         with handles.stop_with_program(self.stop):
             self._stop.wait()
@@ -84,32 +86,32 @@ class EnvServer:
             raise self._failure
 
     def stop(self) -> None:
-        """Ends `run()`. Any thread may call it."""
+        """End `run()`. Any thread may call it."""
         self._stop.set()
 
     def _answer_next(self, client: str, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
-        """Answer a call of the Actor that has the environments, as `_once` does. Raise EnvError for any other one."""
+        """Answer a call of the Actor that owns the environments, by `_answer_once`. Raise EnvError for other Actors."""
         with self._lock:
             if client != self._client or number > self._number + 1:
                 raise EnvError(
-                    "This EnvServer was restarted, or another Actor has reset its environments since, so the step has "
-                    "no episode to belong to. An EnvServer serves one Actor at a time."
+                    "This EnvServer was restarted, or another Actor has reset its environments since, so the Actor's "
+                    "episodes have ended. An EnvServer serves one Actor at a time."
                 )
-            return self._once(number, act)
+            return self._answer_once(number, act)
 
-    def _once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
-        """Return what `act` returns, or raise its UsageError; for a repeated call the same again, without `act`."""
+    def _answer_once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
+        """Return the result of `act` or raise its UsageError. Repeat the same for a repeated call, without `act`."""
         if self._stop.is_set():
             raise UnavailableError("The EnvServer has stopped.")
         if number < self._number:
-            return None  # the Actor has the answer, and made its next call
+            return None  # the Actor has received this answer, because it has made a newer call
         if number > self._number:
             try:
                 with self._stepping:
                     self._answer = act()
-            except UsageError as error:  # an action or an environment's answer does not fit: the server goes on
+            except UsageError as error:  # an action or a value from an environment does not fit: keep serving
                 self._answer = error
-            except BaseException as error:  # only a new pool can go on: the node ends, to be started again
+            except BaseException as error:  # the pool is unusable: end the node, so that it is restarted
                 self._failure = error
                 self.stop()
                 raise
@@ -127,12 +129,12 @@ class EnvServer:
         rewards = getattr(self._env, "true_rewards", None)
         return ServedStep(timestep, self._env.sums() if over else None, rewards, env_ids)
 
-    def _renew(self) -> None:
-        """Makes a new pool: an asynchronous one cannot be reset, and its environments are amid another's episodes."""
+    def _recreate_pool(self) -> None:
+        """Create a new asynchronous pool for a new Actor, because an asynchronous pool cannot be reset."""
         if not callable(self._env_builder):
             raise EnvError(
-                "A second Actor uses this EnvServer, whose AsyncEnv cannot start again. Give EnvServer an env_builder "
-                "that makes the pool, instead of the pool: then it makes a new one for each Actor."
+                "A second Actor uses this EnvServer, whose AsyncEnv cannot be reset. Pass EnvServer an env_builder "
+                "that returns the pool, instead of the pool itself: then it creates a new pool for each Actor."
             )
         self._takeovers += 1
         self._env.close()

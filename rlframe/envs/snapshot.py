@@ -1,4 +1,4 @@
-"""Saving an environment whole, where that is possible, and pickling what only cloudpickle can."""
+"""Save an environment with its state, and pickle objects by value if other processes cannot import their code."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import cloudpickle
 
 from rlframe.envs.api_checks import wrapper_chain
 
-# A class that defines one of these decides itself what a pickle holds. Gymnasium's EzPickle keeps the constructor's
-# arguments only, so an environment that uses it would come back at its start without a word.
+# A class that defines one of these methods may leave out state. Gymnasium's EzPickle keeps only the constructor's
+# arguments, so a restored environment would silently be in its initial state.
 _HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 
 def dump(env: Any) -> bytes | None:
-    """An environment with its state, or None where it (or a wrapper of it) cannot be saved exactly."""
+    """Pickle an environment with its state. Return None if it, or a wrapper, cannot be saved exactly."""
     for layer in wrapper_chain(env):
         if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _HOOKS):
             return None
     try:
         return dumps(env)
-    except Exception:  # whatever an attribute raises that has no pickle: sockets, surfaces, native handles
+    except Exception:  # attributes such as sockets, surfaces and native handles may raise any exception
         return None
 
 
 def dumps(value: Any, inside: Any = None) -> bytes:
-    """Pickles by value what another process could not import: lambdas, `__main__`, modules loaded from a path.
+    """Pickle an object, by value if other processes cannot import it: lambdas, `__main__`, modules loaded from a path.
 
     Args:
-      inside: an object in `value` whose module may have been loaded from a path; `value` itself, if None.
+      value: the object to pickle.
+      inside: an object in `value` whose module may have been loaded from a path. None means `value` itself.
     """
     inside = value if inside is None else inside
     modules = {_module_of(inside), _module_of(type(inside))} - {None}
@@ -44,16 +45,16 @@ def dumps(value: Any, inside: Any = None) -> bytes:
 
 
 def _module_of(value: Any) -> Any:
-    name = getattr(getattr(value, "func", value), "__module__", None)  # of a partial: of its function
+    name = getattr(getattr(value, "func", value), "__module__", None)  # for a `functools.partial`: of its function
     return sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
 
 
 def is_importable(module: Any) -> bool:
-    """Whether another process with the same `sys.path` finds this very module under its name."""
+    """Return True if another process with the same `sys.path` imports this module from the same file."""
     path = None
     spec = None
     parts = module.__name__.split(".")
-    # Not importlib.util.find_spec, which answers from sys.modules: a loader may have put the module there by hand.
+    # Not `importlib.util.find_spec`: it looks in `sys.modules`, which may contain a module loaded from a path.
     for depth in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:depth]), path)
         if spec is None:

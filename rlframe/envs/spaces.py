@@ -1,4 +1,4 @@
-"""Codecs of gymnasium spaces and of dm_env specs: see `rlframe.envs.codec`."""
+"""Create codecs from gymnasium spaces and dm_env specs: see `rlframe.envs.codec`."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from rlframe.envs.codec import ActionLeaf, Codec, ObservationLeaf
 from rlframe.errors import UsageError
 from rlframe.types import MultiDiscreteArray
 
-_MOST_VALUES = np.iinfo(np.int32).max  # of a Discrete: categories are int32
+_MAX_VALUES = np.iinfo(np.int32).max  # maximum number of categories, which are int32
 
 
 def codec_of_spaces(observation_space: Any, action_space: Any) -> Codec:
-    """The codec of a gymnasium environment.
+    """Return the codec of a gymnasium environment.
 
-    Raises UsageError for observation spaces without a fixed shape, and for action spaces other than Discrete,
-    MultiDiscrete, MultiBinary and Box.
+    Raises:
+      UsageError: the observation space has no fixed shape, or the action space is not a Discrete, MultiDiscrete,
+        MultiBinary or Box.
     """
     return Codec(_tree(observation_space, _space_leaf), _action_of_space(action_space))
 
 
 def codec_of_specs(observation_spec: Any, action_spec: Any) -> Codec:
-    """The codec of a dm_env environment. Raises UsageError for specs that are not numeric."""
+    """Return the codec of a dm_env environment. Raise UsageError for specs that are not numeric."""
     return Codec(_tree(observation_spec, _spec_leaf), _action_of_spec(action_spec))
 
 
 def canonical_dtype(dtype: Any) -> np.dtype:
-    """The dtype in which the framework holds numbers that an environment gives as `dtype`: of at most 32 bits."""
+    """Return the framework's dtype, of at most 32 bits, for an environment's dtype."""
     dtype = np.dtype(dtype)
     if dtype.kind == "f":
         return np.dtype(np.float32)
@@ -38,11 +39,11 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 
 def _tree(node: Any, leaf: Callable[[Any, str], ObservationLeaf], path: str = "observation") -> Any:
-    """The leaves of a space or of a tree of specs. A Dict space is a Mapping, and a Tuple space a Sequence."""
-    if isinstance(node, Mapping):
+    """Return the tree of leaves of a space, or of a tree of specs."""
+    if isinstance(node, Mapping):  # also a Dict space
         _check_keys(node, path)
         return {key: _tree(sub, leaf, f"{path}.{key}") for key, sub in node.items()}
-    if isinstance(node, Sequence):
+    if isinstance(node, Sequence):  # also a Tuple space
         return tuple(_tree(sub, leaf, f"{path}.{i}") for i, sub in enumerate(node))
     return leaf(node, path)
 
@@ -52,8 +53,8 @@ def _check_keys(node: Mapping[Any, Any], path: str) -> None:
         sorted(node)
     except TypeError:
         raise UsageError(
-            f"The space of {path!r} has the keys {list(node)}, which JAX cannot sort: expected text, or other keys of "
-            "one type."
+            f"The space of {path!r} has the keys {list(node)}, which JAX cannot sort: expected strings, or other keys "
+            "of one type."
         ) from None
 
 
@@ -97,7 +98,7 @@ def _action_of_space(space: Any) -> ActionLeaf:
         return _bounded_action(space.shape, space.dtype, space.low, space.high)
     raise UsageError(
         f"The action space {space} is not supported: expected Discrete, MultiDiscrete, MultiBinary or Box. "
-        "Wrap the environment so that it takes one of those."
+        "Wrap the environment so that its action space is one of these."
     )
 
 
@@ -121,10 +122,10 @@ def _multi_discrete(num_values: Any, path: str, space: Any) -> MultiDiscreteArra
 
 
 def _check_count(num_values: Any, path: str, space: Any) -> None:
-    if not 1 <= int(num_values) <= _MOST_VALUES:
+    if not 1 <= int(num_values) <= _MAX_VALUES:
         raise UsageError(
-            f"The space of {path!r}, {space}, has {int(num_values)} values: expected 1 to {_MOST_VALUES}, which "
-            "int32 holds. Use a Box, or fewer categories."
+            f"The space of {path!r}, {space}, has {int(num_values)} values: expected 1 to {_MAX_VALUES}, the limit "
+            "of int32. Use a Box, or fewer categories."
         )
 
 
@@ -133,14 +134,14 @@ def _start_of(space: Any) -> Any:
 
 
 def _bounded(shape: tuple[int, ...], dtype: Any, low: Any, high: Any, name: str) -> specs.BoundedArray:
-    """A BoundedArray in the canonical dtype, with each bound rounded to the nearest number of it, as values are."""
+    """Return a BoundedArray in the canonical dtype. Its bounds are rounded to the nearest number, like the values."""
     narrow = canonical_dtype(dtype)
     low, high = _limited(dtype, low, high)
     return specs.BoundedArray(shape, narrow, low.astype(narrow), high.astype(narrow), name=name)
 
 
 def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> ActionLeaf:
-    """An action in the canonical dtype, its bounds rounded inward: an action at a bound is one of the environment's."""
+    """Return an ActionLeaf in the canonical dtype. Its bounds are rounded inward, so that they are valid actions."""
     narrow = canonical_dtype(dtype)
     low, high = _limited(dtype, low, high)
     inner_low, inner_high = low.astype(narrow), high.astype(narrow)
@@ -157,11 +158,11 @@ def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> 
 
 
 def _limited(dtype: Any, low: Any, high: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The bounds without what the canonical dtype cannot hold: infinite if floats, its limits if integers."""
+    """Limit the bounds to the canonical dtype. A larger bound becomes infinite (float) or the limit (integer)."""
     narrow = canonical_dtype(dtype)
     low, high = np.asarray(low), np.asarray(high)
     if narrow.kind == "f":
-        # EnvPool says numeric_limits::min() and max() where a value has no bound; the former is tiny and positive.
+        # EnvPool uses numeric_limits::min() and max() for missing bounds. For floats, min() is a tiny positive number.
         given, largest = np.finfo(low.dtype if low.dtype.kind == "f" else np.float64), np.finfo(narrow).max
         return np.where((low == given.tiny) | (low <= -largest), -np.inf, low), np.where(high >= largest, np.inf, high)
     if narrow.kind in "iu":

@@ -1,7 +1,8 @@
 """`type='thread'`: each thread steps its share of the environments. For environments that release the GIL.
 
-No thread refers to its pool, so a pool that nobody refers to any more ends its threads like one that was closed. The
-threads close the environments: one that is in the middle of a step must not lose its environment.
+No thread refers to its pool. Therefore a pool without references is garbage-collected, which ends its threads like
+`close`. The threads close the environments themselves, because another thread must not close an environment during a
+step.
 """
 
 from __future__ import annotations
@@ -17,47 +18,48 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.envs.group import POLL_INTERVAL, EnvGroup, GroupPool, StepWatch, interrupted
+from rlframe.envs.group import POLL_INTERVAL, EnvGroup, GroupPool, StepWatch, interrupted_error
 from rlframe.envs.layout import BatchBuffer, new_buffer
 from rlframe.interprocess.waiting import Inbox
 from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
-_CLOSE_TIMEOUT = 5.0  # seconds; a thread cannot be killed, so a hung one is left behind (it is a daemon)
+_CLOSE_TIMEOUT = 5.0  # seconds to wait for threads; a hung thread cannot be killed and remains as a daemon
 
 
 class WorkerThreads:
-    """Threads that run until `end`, or until nobody refers to this any more.
+    """Threads that run until `end`, or until this object is garbage-collected.
 
     Args:
-      works: what each of them runs. It must not refer to the pool, and returns on a job of None.
-      queues: where each of them gets its jobs from.
+      functions: the function of each thread. It must not refer to the pool, and must return after a job of None.
+      queues: the queue of each thread's jobs.
     """
 
-    def __init__(self, works: Sequence[Callable[[], None]], queues: list[SimpleQueue[Any]]):
+    def __init__(self, functions: Sequence[Callable[[], None]], queues: list[SimpleQueue[Any]]):
         self._threads = [
-            threading.Thread(target=work, name=f"rlframe env worker {i}", daemon=True) for i, work in enumerate(works)
+            threading.Thread(target=function, name=f"rlframe env worker {i}", daemon=True)
+            for i, function in enumerate(functions)
         ]
-        self._finalizer = weakref.finalize(self, _dismiss, queues)
-        self._finalizer.atexit = False  # the interpreter does not wait for daemons
+        self._finalizer = weakref.finalize(self, _end_threads, queues)
+        self._finalizer.atexit = False  # the interpreter does not wait for daemon threads
         for thread in self._threads:
             thread.start()
 
     def end(self, timeout: float) -> None:
-        """Has each thread end after its jobs, and waits for them for `timeout` seconds in all."""
+        """End each thread after its jobs. Wait for all threads together for `timeout` seconds."""
         self._finalizer()
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _dismiss(queues: list[SimpleQueue[Any]]) -> None:
+def _end_threads(queues: list[SimpleQueue[Any]]) -> None:
     for queue in queues:
         queue.put(None)
 
 
 class ThreadPool(GroupPool):
-    """One thread for each group of environments; all of them work while the caller waits."""
+    """A synchronous pool of threads, one for each group of environments."""
 
     def __init__(self, groups: list[EnvGroup], answer_timeout: float):
         super().__init__(groups)
@@ -65,23 +67,23 @@ class ThreadPool(GroupPool):
         self._done: Inbox[tuple[int, BaseException | None]] = Inbox()
         self._is_waiting = False
         self._watch = StepWatch(answer_timeout)
-        works = [
+        functions = [
             functools.partial(_serve, group, i, jobs, self._done)
             for i, (group, jobs) in enumerate(zip(groups, self._jobs, strict=True))
         ]
-        self._threads = WorkerThreads(works, self._jobs)
+        self._threads = WorkerThreads(functions, self._jobs)
 
     def close(self) -> None:
-        """After a step that was interrupted it does not wait for that to end."""
+        """End the threads. After an interrupted step, do not wait for the step to end."""
         self._threads.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
         if self._is_waiting:
-            raise interrupted()
+            raise interrupted_error()
         self._is_waiting = True
-        frame = self._ring.take()
+        buffer = self._ring.take()
         for jobs, (start, stop) in zip(self._jobs, self._slices, strict=True):
-            jobs.put((None if actions is None else actions[start:stop], frame.rows(start, stop)))
+            jobs.put((None if actions is None else actions[start:stop], buffer.rows(start, stop)))
         answers: dict[int, BaseException | None] = {}
         self._watch.begin()
         while len(answers) < len(self._jobs):
@@ -89,41 +91,41 @@ class ThreadPool(GroupPool):
                 worker, answers[worker] = self._done.get(POLL_INTERVAL)
             except Empty:
                 busy = [worker for worker in range(len(self._jobs)) if worker not in answers]
-                self._watch.look({i: (self._groups[i].first_id + self._groups[i].at[0], None) for i in busy})
+                self._watch.check({i: (self._groups[i].first_id + self._groups[i].current[0], None) for i in busy})
         self._is_waiting = False
         for worker in range(len(answers)):
             error = answers[worker]
             if error is not None:
                 raise error
-        return frame.timestep()
+        return buffer.timestep()
 
 
 class AsyncThreads:
-    """Threads that step whichever environment was sent to first; results come back in order of completion."""
+    """An asynchronous pool of threads. The threads step the environments in the order of their actions."""
 
     def __init__(self, group: EnvGroup, wait_num: int, num_workers: int, answer_timeout: float):
         self.num_envs = len(group.envs)
         self.codec = group.codec
         self._wait_num, self._watch = wait_num, StepWatch(answer_timeout)
         self._log = group.log
-        # One row for each environment: it is not written again before the caller has received it.
+        # One row for each environment. The row is not written again before the caller has received it.
         self._latest = new_buffer(group.layout, self.num_envs)
         rows = self._latest.rows(0, self.num_envs)
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: Inbox[Any] = Inbox()
-        self._ready: list[int] = []  # finished, in order, but not yet received
-        # What each thread is doing: (environment, how many it has done before), or None.
-        self._doing: list[tuple[int, int] | None] = [None] * num_workers
-        self._next_look = 0.0
+        self._ready: list[int] = []  # ids of environments that finished a step and were not received yet, in order
+        # For each thread: (id of the environment that it steps, number of its earlier steps), or None.
+        self._steps: list[tuple[int, int] | None] = [None] * num_workers
+        self._next_check = 0.0
         self._is_waiting = False
-        self._has_failed = False  # an environment raised: it answers no more
+        self._has_failed = False  # an environment raised, and it will not step again
         self._is_ending = threading.Event()
-        left = list(range(num_workers))
-        works = [
-            functools.partial(_serve_any, group, i, rows, self._jobs, self._done, self._doing, self._is_ending, left)
+        running = list(range(num_workers))
+        functions = [
+            functools.partial(_serve_any, group, i, rows, self._jobs, self._done, self._steps, self._is_ending, running)
             for i in range(num_workers)
         ]
-        self._threads = WorkerThreads(works, [self._jobs] * num_workers)
+        self._threads = WorkerThreads(functions, [self._jobs] * num_workers)
 
     def start(self) -> None:
         spec = self.codec.action_spec
@@ -131,18 +133,18 @@ class AsyncThreads:
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         if self._has_failed:
-            raise interrupted()
+            raise interrupted_error()
         for env_id, action in zip(env_ids.tolist(), np.array(actions), strict=True):
             self._jobs.put((env_id, action))
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         if self._has_failed:
-            raise interrupted()
+            raise interrupted_error()
         self._is_waiting = True
         while len(self._ready) < self._wait_num:
-            # The others may be so quick that we never wait, and one hangs all the same.
-            if time.monotonic() > self._next_look:
-                self._look()
+            # Check even if the queue is never empty: one environment may hang while the others are fast.
+            if time.monotonic() > self._next_check:
+                self._check_workers()
             with contextlib.suppress(Empty):
                 answer = self._done.get(POLL_INTERVAL)
                 if isinstance(answer, BaseException):
@@ -158,21 +160,21 @@ class AsyncThreads:
         return self._log.sums()
 
     def progress(self) -> Any:
-        return list(self._doing)
+        return list(self._steps)
 
     def close(self) -> None:
-        """Makes no step that was not begun. After a `recv` that was interrupted it waits for none either."""
+        """End the threads without starting another step. After an interrupted `recv`, do not wait for running steps."""
         self._is_ending.set()
         self._threads.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
-    def _look(self) -> None:
-        """Raises EnvError where an environment hangs."""
-        self._next_look = time.monotonic() + POLL_INTERVAL
-        self._watch.look({worker: task for worker, task in enumerate(list(self._doing)) if task is not None})
+    def _check_workers(self) -> None:
+        """Raise EnvError if an environment hangs."""
+        self._next_check = time.monotonic() + POLL_INTERVAL
+        self._watch.check({worker: step for worker, step in enumerate(list(self._steps)) if step is not None})
 
 
 def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: Inbox[Any]) -> None:
-    """Steps or resets all environments of a group for each job, and closes them in the end."""
+    """Step or reset all environments of a group for each job. Close the environments at the end."""
     while (job := jobs.get()) is not None:
         actions, rows = job
         error: BaseException | None = None
@@ -180,7 +182,7 @@ def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: Inbox[Any
             group.run(actions, rows)
         except BaseException as caught:
             error = caught
-        del job, actions, rows  # a thread that waits must not keep the caller's arrays
+        del job, actions, rows  # a waiting thread must not keep references to the caller's arrays
         done.put((worker, error))
         del error
     _close(group)
@@ -192,28 +194,28 @@ def _serve_any(
     rows: BatchBuffer,
     jobs: SimpleQueue[Any],
     done: Inbox[Any],
-    doing: list[tuple[int, int] | None],
+    steps: list[tuple[int, int] | None],
     is_ending: threading.Event,
-    left: list[int],
+    running: list[int],
 ) -> None:
-    """Steps one environment for each job; the last of the threads that share the group closes it."""
+    """Step one environment for each job. The last running thread of the pool closes the environments."""
     count = 0
     while (job := jobs.get()) is not None and not is_ending.is_set():
         env_id, action = job
-        doing[worker], count = (env_id, count), count + 1
+        steps[worker], count = (env_id, count), count + 1
         answer: Any = env_id
         try:
             group.step_one(env_id, np.asarray(action), rows, env_id)
         except BaseException as error:
             answer = error
-        doing[worker] = None
+        steps[worker] = None
         done.put(answer)
         del job, action, answer
-    if left.pop() == 0:
+    if running.pop() == 0:
         _close(group)
 
 
 def _close(group: EnvGroup) -> None:
-    # As in a worker process: an environment that cannot close must not keep the others from ending.
+    # As in a worker process, an environment that fails to close must not prevent the end of the thread.
     with contextlib.suppress(Exception):
         group.close()

@@ -1,7 +1,8 @@
-"""The process at the other end of a process pool, and the memory that it shares with it.
+"""The worker process of a process pool, and the memory that all workers share with the pool.
 
-A worker steps its share of the environments when it is woken. The memory is anonymous, and children inherit it, so
-nothing of it can be left behind. Wake-ups are hints: the counters are the truth. Every counter has one writer.
+A worker sleeps until the pool wakes it, and then steps its environments. The shared memory is anonymous and inherited,
+so the kernel frees it with the last process. A wake-up only means that a counter may have changed: the counters decide.
+Every counter has exactly one writer.
 """
 
 from __future__ import annotations
@@ -29,37 +30,37 @@ from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import die_soon_after_parent
 from rlframe.interprocess.waiting import Futex
 
-# Words of a worker's header, each an int64.
-NUM_COMMANDS = 0  # written by the pool: commands given so far
-COMMAND = 1  # written by the pool: which
-BUFFER = 2  # written by the pool: the frame to write
-NUM_DONE = 3  # written by the worker: commands done so far (sync), results given so far (async)
-FAILED = 4  # written by the worker: 1 once an exception waits on its connection
-NUM_REQUESTED = 5  # written by the pool: environments sent so far (async)
-WAKE_AT = 6  # written by the pool in the header of worker 0: results, of all workers together, that wake it (async)
-CURRENT_ENV = 7  # written by the worker: the place, in its share, of the environment that it steps (sync)
-GO_FUTEX = 12  # wakes the worker; by the pool
-DONE_FUTEX = 13  # in the header of worker 0: wakes the pool; by any worker
-HEADER = 16  # words: two cache lines, so that no two workers share one
+# Indices of the int64 words in a worker's header.
+NUM_COMMANDS = 0  # written by the pool: number of commands so far
+COMMAND = 1  # written by the pool: the newest command
+BUFFER = 2  # written by the pool: index of the buffer to write
+NUM_DONE = 3  # written by the worker: number of finished commands (sync) or of results (async)
+FAILED = 4  # written by the worker: 1 after it sent an exception
+NUM_REQUESTED = 5  # written by the pool: number of requested steps (async)
+WAKE_AT = 6  # written by the pool, for worker 0 only: total number of results at which to wake the pool (async)
+CURRENT_ENV = 7  # written by the worker: index in its group of the environment that it steps (sync)
+GO_FUTEX = 12  # the pool wakes the worker
+DONE_FUTEX = 13  # in the header of worker 0 only: any worker wakes the pool
+HEADER = 16  # number of words: two cache lines, so that no two workers share a cache line
 
 STEP, RESET, CALL, CLOSE = range(4)
 
 NUM_BUFFERS = 4  # three that the caller may hold, and one that is always free
 
-_POLL_INTERVAL = 0.5  # seconds between two looks of an idle worker at whether its parent has died
+_POLL_INTERVAL = 0.5  # seconds between checks of an idle worker that its parent is alive
 
 
 class PoolMemory:
-    """The memory of a pool, seen from the pool or from a worker: headers, rings, actions and frames.
+    """The shared memory of a pool: headers, rings, actions and buffers. The pool and each worker map it.
 
     Attributes:
-      headers: one memoryview of HEADER int64 words for each worker.
-      go: what each worker sleeps on.
-      done: what the pool sleeps on.
+      headers: a memoryview of HEADER int64 words for each worker.
+      go: a futex for each worker, on which the worker sleeps.
+      done: the futex on which the pool sleeps.
       requests, results: [num_workers, num_envs] int32 rings of environment ids (async).
       actions: [num_envs, ...] in the action spec's dtype.
-      logs: what the environments of each worker log; its worker writes.
-      frames: NUM_BUFFERS of [num_envs, ...].
+      logs: the log of each worker's environments; only that worker writes it.
+      buffers: NUM_BUFFERS buffers of [num_envs, ...].
     """
 
     def __init__(self, descriptor: int, num_workers: int, num_envs: int, codec: Codec):
@@ -72,8 +73,8 @@ class PoolMemory:
         for i, (shape, dtype) in enumerate(log_shapes()):
             fields[f"log {i}"] = ((num_workers, *shape), dtype)
         layout = codec.layout
-        of_frames = [[f"frame {n} {i}" for i in range(len(buffer_shapes(layout, 1)))] for n in range(NUM_BUFFERS)]
-        for names in of_frames:
+        field_names = [[f"buffer {n} {i}" for i in range(len(buffer_shapes(layout, 1)))] for n in range(NUM_BUFFERS)]
+        for names in field_names:
             fields.update(zip(names, buffer_shapes(layout, num_envs)))
         memory = SharedArrays(descriptor, fields)
         arrays, self.headers = memory.arrays, memory.rows("headers")
@@ -81,11 +82,11 @@ class PoolMemory:
         self.done = Futex(self.headers[0][DONE_FUTEX : DONE_FUTEX + 1])
         self.requests, self.results, self.actions = arrays["requests"], arrays["results"], arrays["actions"]
         self.logs = [EnvLog(names, values) for names, values in zip(arrays["log 0"], arrays["log 1"], strict=True)]
-        self.frames = [BatchBuffer(layout, [arrays[name] for name in names]) for names in of_frames]
+        self.buffers = [BatchBuffer(layout, [arrays[name] for name in names]) for names in field_names]
 
 
 class WorkerJob(NamedTuple):
-    """What a worker is told at its start."""
+    """The first message from the pool to a worker."""
 
     builder: bytes  # pickled: index -> SingleEnv
     start: int
@@ -97,16 +98,16 @@ class WorkerJob(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """What a worker inherits."""
+    """The file descriptors that a worker inherits."""
 
     connection: int
     memory: int
 
 
 def main(descriptors: Descriptors) -> None:
-    """Run until told to close, or until the parent has died: the kernel ends this process 3 s after that."""
+    """Run a worker until the pool closes it. If the parent dies, the kernel ends this process 3 s later."""
     streams.prepare()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it closes its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes its workers
     die_soon_after_parent()
     connection = Connection(descriptors.connection)
     try:
@@ -118,29 +119,29 @@ def main(descriptors: Descriptors) -> None:
     except (EOFError, OSError):
         return
     gc.collect()
-    gc.freeze()  # what was imported so far will not become garbage: spare the collector from looking
+    gc.freeze()  # imported objects never become garbage, so the collector may skip them
     EnvWorker(job, group, connection, descriptors.memory).serve()
 
 
 class EnvWorker:
-    """Serves the commands of one pool."""
+    """Executes the commands of its pool."""
 
     def __init__(self, job: WorkerJob, group: EnvGroup, connection: Connection, memory: int):
         self._job, self._group, self._connection = job, group, connection
         self._parent, self._parent_end = os.getppid(), select.poll()
-        self._parent_end.register(connection.fileno(), 0)  # of the connection, only its end is of interest
-        block = PoolMemory(memory, job.num_workers, job.num_envs, group.codec)
-        self._go, self._done = block.go[job.worker], block.done
-        self._headers = block.headers
-        self._header = block.headers[job.worker]
-        self._requests, self._results = block.requests[job.worker], block.results[job.worker]
-        self._actions = block.actions
-        group.log_to(block.logs[job.worker])
-        group.at = self._header[CURRENT_ENV : CURRENT_ENV + 1]
-        self._rows = [frame.rows(job.start, job.stop) for frame in block.frames]
+        self._parent_end.register(connection.fileno(), 0)  # reports only that the parent closed the connection
+        pool_memory = PoolMemory(memory, job.num_workers, job.num_envs, group.codec)
+        self._go, self._done = pool_memory.go[job.worker], pool_memory.done
+        self._headers = pool_memory.headers
+        self._header = pool_memory.headers[job.worker]
+        self._requests, self._results = pool_memory.requests[job.worker], pool_memory.results[job.worker]
+        self._actions = pool_memory.actions
+        group.log_to(pool_memory.logs[job.worker])
+        group.current = self._header[CURRENT_ENV : CURRENT_ENV + 1]
+        self._rows = [buffer.rows(job.start, job.stop) for buffer in pool_memory.buffers]
 
     def serve(self) -> None:
-        """Answer commands until CLOSE, or until the parent has died; then close the environments."""
+        """Execute commands until CLOSE or until the parent dies. Then close the environments."""
         work = self._serve_sync if self._job.is_sync else self._serve_async
         try:
             work()
@@ -149,7 +150,7 @@ class EnvWorker:
             self._header[FAILED] = 1
             self._done.wake()
         finally:
-            # An environment that cannot close must not keep the others, or the process, from ending.
+            # An environment that fails to close must not prevent the end of the process.
             with contextlib.suppress(Exception):
                 self._group.close()
 
@@ -178,7 +179,7 @@ class EnvWorker:
                 method, arguments = self._connection.recv()
                 self._connection.send(("ok", getattr(group, method)(*arguments)))
             header[NUM_DONE] = served
-            # The last one wakes the pool: with 16 workers it would wake for each of them.
+            # Only the last worker wakes the pool. Otherwise each worker would wake it.
             if min([one[NUM_DONE] for one in self._headers]) == served:
                 self._done.wake()
 
@@ -200,13 +201,13 @@ class EnvWorker:
             self._results[served % capacity] = env_id
             served += 1
             header[NUM_DONE] = served
-            # Waking the pool for each of many light environments would cost more than stepping them.
+            # To wake the pool for each light environment would take longer than its step.
             if sum([one[NUM_DONE] for one in all_headers]) >= wanted[WAKE_AT]:
                 self._done.wake()
 
 
 def send_error(connection: Connection, error: Exception) -> None:
-    """Sends an exception as text: its own class might not be importable, or not survive a pickle."""
+    """Send an exception as text: the pool may not be able to import or unpickle its class."""
     text = getattr(error, "traceback_text", None) or "".join(traceback.format_exception(error))
     kind = "usage" if isinstance(error, UsageError) else "env"
     sentence = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}"
@@ -215,14 +216,14 @@ def send_error(connection: Connection, error: Exception) -> None:
 
 
 def _build(job: WorkerJob, connection: Connection) -> EnvGroup | None:
-    """Builds the environments and sends the pool their codec, or why that failed."""
+    """Build the environments, and send their codec or an error to the pool."""
     try:
         builder: Any = pickle.loads(job.builder)
         group = build_group(builder, job.start, job.stop)
     except Exception as error:
         if not isinstance(error, RlframeError):
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            sentence = f"A worker could not load the builder of the environments: {type(error).__name__}: {error}"
+            sentence = f"A worker could not load the environment builder: {type(error).__name__}: {error}"
             error = env_error(sentence, text)
         send_error(connection, error)
         return None

@@ -1,4 +1,4 @@
-"""The processes of a process pool: starting them, talking to them, noticing that one died, ending them."""
+"""The worker processes of a process pool: `WorkerProcesses` starts, calls, monitors and ends them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlframe.envs.group import (
     ANSWER_TIMEOUT,
     POLL_INTERVAL,
     StepWatch,
+    describe_envs,
     different_specs_error,
     env_error,
-    span,
     timeout_error,
 )
 from rlframe.envs.worker import CLOSE, COMMAND, FAILED, NUM_COMMANDS, Descriptors, PoolMemory, WorkerJob
@@ -32,7 +32,7 @@ from rlframe.interprocess.processes import start_process
 from rlframe.metrics.rows import Sums, add_sums
 from rlframe.user_code.directories import import_path
 
-_CLOSE_TIMEOUT = 5.0  # seconds for the environments' own close(); then the worker is killed
+_CLOSE_TIMEOUT = 5.0  # seconds for the environments' `close`, after which the worker is killed
 
 _COMMAND = (
     "import sys; sys.path[:] = {path!r}; "
@@ -41,12 +41,13 @@ _COMMAND = (
 
 
 class WorkerProcesses(abc.ABC):
-    """A pool of worker processes, and the memory that it shares with them. A subclass steps the environments.
+    """A pool of worker processes that share memory with it. A subclass steps the environments.
 
     Args:
-      builder: a `names.Builder`; what it refers to must be picklable, by value if need be.
+      builder: a picklable `names.Builder`. Code that a worker cannot import is pickled by value.
       slices: (start, stop) of each worker's environments.
-      answer_timeout: seconds after which one that says nothing counts as hung, but at its start.
+      answer_timeout: seconds for a step, after which a worker counts as hung. At its start it has ANSWER_TIMEOUT.
+      is_sync: whether all environments step together.
     """
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float, is_sync: bool):
@@ -72,59 +73,59 @@ class WorkerProcesses(abc.ABC):
             self.processes.append(_spawn(descriptors))
             theirs.close()
             job = WorkerJob(builder, start, stop, worker, len(self._slices), self.num_envs, is_sync)
-            self._tell(worker, pickle.dumps(job))
-        answers = [self._answer(worker, ANSWER_TIMEOUT) for worker in range(len(self._slices))]
-        self.codec: Codec = answers[0]
-        for (start, _), codec in zip(self._slices, answers, strict=True):
+            self._send(worker, pickle.dumps(job))
+        codecs = [self._receive(worker, ANSWER_TIMEOUT) for worker in range(len(self._slices))]
+        self.codec: Codec = codecs[0]
+        for (start, _), codec in zip(self._slices, codecs, strict=True):
             if codec != self.codec:
                 raise different_specs_error(0, self.codec, start, codec)
         memory = self._memory = PoolMemory(descriptor, len(self._slices), self.num_envs, self.codec)
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _shut_down, self.processes, self._connections, descriptor, memory)
 
-    def _tell(self, worker: int, message: bytes) -> None:
+    def _send(self, worker: int, message: bytes) -> None:
         try:
             self._connections[worker].send_bytes(message)
         except OSError:
-            raise self._death(worker) from None
+            raise self._death_error(worker) from None
 
-    def _answer(self, worker: int, timeout: float) -> Any:
-        """The worker's next message. Raises what it raised, or EnvError where it died or says nothing."""
+    def _receive(self, worker: int, timeout: float) -> Any:
+        """Return the worker's next message. Raise the worker's error, or EnvError if it died or the timeout passed."""
         clock = SuspendAwareClock()
         deadline = clock() + timeout
         connection = self._connections[worker]
         try:
             while not connection.poll(POLL_INTERVAL):
                 if self.processes[worker].poll() is not None and not connection.poll(0):
-                    raise self._death(worker)
+                    raise self._death_error(worker)
                 if clock.tick() > deadline:
                     raise timeout_error([self._slices[worker]], timeout)
             message = connection.recv()
         except (EOFError, OSError):
-            raise self._death(worker) from None
+            raise self._death_error(worker) from None
         if message[0] == "ok":
             return message[1]
         kind, sentence, text = message
         raise UsageError(sentence) if kind == "usage" else env_error(sentence, text)
 
-    def _look(self) -> None:
-        """Raise what a worker raised, or that one died or hangs, and close the pool; called while waiting."""
+    def _check_workers(self) -> None:
+        """Close the pool and raise if a worker raised, died or hangs. Called periodically while the pool waits."""
         try:
             for worker, (header, process) in enumerate(zip(self._memory.headers, self.processes, strict=True)):
                 if header[FAILED]:
-                    self._answer(worker, self._answer_timeout)
+                    self._receive(worker, self._answer_timeout)
                 if process.poll() is not None:
-                    raise self._death(worker)
-            self._watch.look(self._stepped())
+                    raise self._death_error(worker)
+            self._watch.check(self._current_steps())
         except BaseException:
             self.close()
             raise
 
     @abc.abstractmethod
-    def _stepped(self) -> dict[int, tuple[int, Any]]:
-        """Return the environment that each busy worker steps, for `StepWatch.look`."""
+    def _current_steps(self) -> dict[int, tuple[int, Any]]:
+        """Return the step of each busy worker, for `StepWatch.check`."""
 
-    def _death(self, worker: int) -> EnvError:
+    def _death_error(self, worker: int) -> EnvError:
         process = self.processes[worker]
         try:
             code = process.wait(1.0)
@@ -133,27 +134,29 @@ class WorkerProcesses(abc.ABC):
         how = f"exited with code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return EnvError(f"The worker process {worker} (pid {process.pid}) of {span([self._slices[worker]])} {how}.")
+        return EnvError(
+            f"The worker process {worker} (pid {process.pid}) of {describe_envs([self._slices[worker]])} {how}."
+        )
 
     def sums(self) -> Sums:
-        """What the environments logged; see `SyncEnv.sums`."""
+        """See `SyncEnv.sums`."""
         return add_sums(log.sums() for log in self._memory.logs)
 
     @property
     def is_closed(self) -> bool:
-        """Whether the workers have ended: `close` was called, or a step failed."""
+        """True if the workers have ended, because `close` was called or a step failed."""
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Ends every worker: those that do not end by themselves in time are killed."""
+        """End every worker. Kill each worker that does not end in time."""
         self._finalizer()
 
 
 def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
     code = _COMMAND.format(path=import_path(), descriptors=tuple(descriptors))
-    # Numerical libraries in an environment would otherwise start a thread per core in every worker.
+    # Otherwise, numerical libraries would start one thread per core in every worker.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
-    # A session of its own: Ctrl-C at the terminal reaches the pool only, which then closes its workers.
+    # A new session: Ctrl-C at the terminal reaches only the pool, which then closes its workers.
     return start_process(
         [sys.executable, "-c", code],
         pass_fds=descriptors,
@@ -169,7 +172,7 @@ def _pickle(builder: Any) -> bytes:
     except Exception as error:
         raise UsageError(
             f"The environment builder cannot be sent to a worker process: {type(error).__name__}: {error}. "
-            "Make a builder that opens what it needs itself, or use type 'thread'."
+            "Create objects that cannot be pickled inside the builder, or use type 'thread'."
         ) from error
 
 
@@ -179,7 +182,7 @@ def _shut_down(
     descriptor: int,
     memory: PoolMemory | None,
 ) -> None:
-    """Ends the workers and closes every descriptor. Runs once, also when the pool is collected or the program ends."""
+    """End the workers and close every descriptor. Runs once: on `close`, garbage collection or the program's end."""
     if memory is not None:
         for header, go in zip(memory.headers, memory.go, strict=True):
             header[COMMAND] = CLOSE
@@ -188,7 +191,7 @@ def _shut_down(
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for connection, process in zip(connections, processes, strict=True):
         if memory is None:
-            process.kill()  # it is still being built
+            process.kill()  # the pool has not started, so the worker receives no CLOSE
         try:
             process.wait(max(0.01, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
-"""What a pool makes of its timesteps, whichever backend they come from: stacked frames and clipped rewards, in batches.
+"""`FrameStack` stacks the observations of any pool, in batches.
 
-A repeated action is the business of who steps an environment: `EnvGroup`, and `ActionRepeatEnvPool` for EnvPool.
+Action repeat is elsewhere, in the code that steps environments: `EnvGroup`, and `ActionRepeatEnvPool` for EnvPool.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from rlframe.types import FIRST, MultiDiscreteArray, TimeStep
 
 
 class FrameStack:
-    """Gives the newest `count` observations of each environment as one, oldest first; at FIRST all are the first one.
+    """Stacks the newest `count` observations of each environment, oldest first. At FIRST it repeats the observation.
 
-    A leaf of shape `[C, H, W]` or `[H, W, C]` (the smaller end is the channels) becomes `[count * C, H, W]` or
-    `[H, W, count * C]`; any other gets an axis in front: `[H, W]` becomes `[count, H, W]`, `[n]` becomes `[count, n]`.
+    A leaf of shape `[C, H, W]` or `[H, W, C]` becomes `[count * C, H, W]` or `[H, W, count * C]`. The smaller of the
+    first and last axes counts as the channels. Every other leaf gets a new first axis: `[H, W]` becomes
+    `[count, H, W]`, and `[n]` becomes `[count, n]`.
 
     Args:
-        count: how many observations, at least 2.
-        observation_spec: of one environment, before stacking.
-        num_envs: how many environments.
+        count: number of observations, at least 2.
+        observation_spec: spec of one environment, before stacking.
+        num_envs: number of environments.
 
     Attributes:
-        observation_spec: of one environment, after it.
+        observation_spec: spec of one environment, after stacking.
     """
 
     def __init__(self, count: int, observation_spec: Any, num_envs: int) -> None:
@@ -36,7 +37,12 @@ class FrameStack:
         self.observation_spec = stacked_spec(observation_spec, count)
 
     def __call__(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
-        """The timestep [B, ...] of the environments `env_ids` [B] (None: of all), its observations stacked."""
+        """Return the timestep with stacked observations.
+
+        Args:
+            timestep: [B, ...].
+            env_ids: [B] ids of the environments; None means all environments in order.
+        """
         first, stacked = timestep.step_type == FIRST, []
         leaves = self._layout.flatten(timestep.observation)
         for frames, leaf in zip(self._frames, leaves, strict=True):
@@ -48,17 +54,17 @@ class FrameStack:
         return timestep._replace(observation=self._layout.unflatten(stacked))
 
     def get_state(self) -> list[np.ndarray]:
-        """What `set_state` needs."""
+        """Return the state for `set_state`."""
         return [frames.copy() for frames in self._frames]
 
     def set_state(self, state: list[np.ndarray]) -> None:
-        """Goes on as the one that gave `state` would have."""
+        """Restore a state from `get_state`."""
         for frames, saved in zip(self._frames, state, strict=True):
             frames[:] = saved
 
 
 def merge_stack(rows: Any) -> Any:
-    """`[B, *stacked shape]` of frames `[B, count, *shape]`, of NumPy or JAX."""
+    """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`, of NumPy or JAX."""
     if rows.ndim != 5:
         return rows
     if _channels_first(rows.shape[2:]):
@@ -67,14 +73,14 @@ def merge_stack(rows: Any) -> Any:
 
 
 def stacked_spec(observation_spec: Any, count: int) -> Any:
-    """The spec of `count` stacked observations of one environment; of 1, the observation's own."""
+    """Return the spec of `count` stacked observations of one environment. A count of 1 changes nothing."""
 
     def of_leaf(leaf: specs.Array) -> specs.Array:
         def stacked(bound: Any) -> np.ndarray:
             return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
-        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories stay categories
+        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories become multi-discrete
             return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)
         if isinstance(leaf, specs.BoundedArray):
             return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)

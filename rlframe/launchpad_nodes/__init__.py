@@ -1,11 +1,12 @@
-"""Nodes of plain `lp.launch`, without an engine: how they are pickled, started and guarded.
+"""Support for programs that start with plain `lp.launch`, without an engine: each node gets a guard process.
 
 A script imports rlframe and Launchpad, and calls `lp.launch(program)`:
 
-1. `import_hook.py`, which `import rlframe` calls, has each node pickled by `node.py` once Launchpad is imported.
-2. The process of a node unpickles it with `node.restore`, which starts the guard of the node first (`guard.py`).
-3. The node raises, or is killed. Its guard names it, asks the launcher to stop, and kills what does not end.
+1. `import rlframe` calls `import_hook.py`. After the import of Launchpad, it registers `node.py` to pickle nodes.
+2. The process of a node unpickles the node with `node.restore`, which first starts the node's guard (`guard.py`).
+3. If the node raises or is killed, its guard prints the node's name, stops the launcher, and kills processes that do
+   not end in time.
 
-This package is below `handles`: any process that imports rlframe may be such a node. `engines/launchpad.py` runs the
-nodes of a program under rlframe's own supervisor, without guards.
+Any process that imports rlframe may be such a node, so this package must not import `rlframe.handles` or modules above
+it. In contrast, `engines/launchpad.py` runs a program under rlframe's own supervisor, without guards.
 """

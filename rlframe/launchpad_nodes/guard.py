@@ -1,10 +1,11 @@
 """The guard of a Launchpad node: a small process that outlives the node, and reports and handles its end.
 
-Started by `rlframe.launchpad_nodes.node`. It needs neither the node's interpreter lock nor the launcher's help:
+`rlframe.launchpad_nodes.node` starts it. It works even if the node holds its GIL or the launcher has died:
 
-- The node fails or is killed: name it, ask the launcher to stop, and kill the launcher once all other nodes have ended.
-- The launcher dies: ask every node of the program to stop, and kill those that have not ended after `GRACE`.
-- The program stops: kill the node after `GRACE`, before Launchpad kills every process, its launcher included.
+- If the node fails or is killed: print its name, send SIGTERM to the launcher, and kill the launcher when all other
+  nodes have ended.
+- If the launcher dies: send SIGTERM to every node of the program, and kill the nodes that have not ended after `GRACE`.
+- If the program stops: kill the node after `GRACE`, before Launchpad would kill all processes, including its launcher.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ import psutil
 from rlframe.interprocess.processes import ProcessId
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
-DATA_FILE = "job.pkl"  # the pickled nodes; Launchpad makes a temporary directory for each such file
-WRAPPER = "run_locally/decorate_output"  # the shell script before a node's output, with terminal="current_terminal"
-GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad gives 10
+DATA_FILE = "job.pkl"  # name of a file with pickled nodes, in a temporary directory of Launchpad
+WRAPPER = "run_locally/decorate_output"  # shell script that prefixes a node's output, for terminal="current_terminal"
+GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad's own limit is 10 seconds
 
-_POLL_INTERVAL = 0.2  # seconds between two looks at the processes
-_SCAN = 2.0  # seconds between two looks for other nodes
-_CONFIRM = 1.5  # seconds in which SIGTERM arrives if the program was stopping: Launchpad repeats it every second
-_KILL_WITHIN = 3.0  # seconds in which a launcher that gets SIGQUIT kills its nodes and itself
+_POLL_INTERVAL = 0.2  # seconds between checks of the processes
+_SCAN_INTERVAL = 2.0  # seconds between searches for other nodes
+_CONFIRM_TIMEOUT = 1.5  # seconds to wait for SIGTERM, which Launchpad repeats every second while the program stops
+_KILL_TIMEOUT = 3.0  # seconds in which a launcher kills its nodes and itself after SIGQUIT
 
 
 class Node(NamedTuple):
-    """A node of the program, as a process."""
+    """The process of a node of the program."""
 
     process: ProcessId
-    data_file: str  # of its group: what Launchpad pickled for it, in a temporary directory
+    data_file: str  # path of the file with the pickled nodes of its group
 
 
 class Guard:
@@ -45,35 +46,35 @@ class Guard:
 
     Args:
         node: the node to guard.
-        launcher: the process that called `lp.launch`; in a terminal of the node's own, the node's parent.
-        title: the node's name, such as "actor/0".
-        hides_exit_code: whether the launcher cannot see how the node ends; else Launchpad ends the program itself, and
-            the guard sends the launcher no signal.
-        reports: a file descriptor. The node writes "well", "stopped" or "failed REASON" to it before it ends.
+        launcher: the process that called `lp.launch`. For a node in its own terminal, the node's parent.
+        title: name of the node, such as "actor/0".
+        hides_exit_code: whether the launcher cannot see the node's exit code. If it can, Launchpad itself ends the
+            program after a failure, and the guard sends no signal to the launcher.
+        reports: file descriptor to which the node writes "well", "stopped" or "failed REASON" before it ends.
     """
 
     def __init__(self, node: Node, launcher: ProcessId, title: str, hides_exit_code: bool, reports: int) -> None:
         self._node, self._launcher, self._title = node.process, launcher, title
         self._hides_exit_code, self._reports = hides_exit_code, reports
         self._report = ""
-        self._nodes = {node}  # all that were seen
+        self._nodes = {node}  # all nodes that a scan has found
         self._scanned_at = float("-inf")
         self._stopped_at: float | None = None
 
     def stop(self) -> None:
-        """Note that the program stops: the launcher has sent SIGTERM."""
+        """Record that the program stops, after SIGTERM from the launcher."""
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def run(self) -> None:
-        """Return when the node has ended and everything that follows from its end is done."""
+        """Watch the node until its end, and handle the end."""
         os.set_blocking(self._reports, False)
         while self._node.is_alive and self._launcher.is_alive:
-            if time.monotonic() > self._scanned_at + _SCAN:
+            if time.monotonic() > self._scanned_at + _SCAN_INTERVAL:
                 self._scan()
             if self._read_report().startswith("failed"):
                 break
             if self._stopped_at is not None and time.monotonic() > self._stopped_at + GRACE:
-                self._say(f"did not end within {GRACE:g} s after SIGTERM: killed")
+                self._print(f"did not end within {GRACE:g} s after SIGTERM, and was killed")
                 kill_tree(self._node)
             time.sleep(_POLL_INTERVAL)
         if not self._launcher.is_alive:
@@ -81,31 +82,31 @@ class Guard:
         elif (
             self._read_report() not in ("well", "stopped")
             and self._hides_exit_code
-            and not self._is_stopping_within(_CONFIRM)
+            and not self._is_stopping_within(_CONFIRM_TIMEOUT)
         ):
             self._end_program()
 
     def _end_program(self) -> None:
-        """Stop the program, and kill the launcher at last: nothing else makes its exit code differ from 0."""
+        """Stop the program. At the end kill the launcher, because otherwise its exit code would be 0."""
         reason = self._report.partition(" ")[2] or "its process was killed or crashed"
-        self._say(f"failed: {reason}. Ending the program")
+        self._print(f"failed: {reason}. Ending the program")
         self._scan()
         send(self._launcher, signal.SIGTERM)
-        if self._launcher.pid == 1:  # of a container: it gets no signal, so it does not stop its nodes
+        if self._launcher.pid == 1:  # in a container: PID 1 gets no signal, so it does not stop its nodes
             for node in self._others():
                 send(node.process, signal.SIGTERM)
         _wait_while(lambda: self._launcher.is_alive and bool(self._others()), GRACE)
-        remove_data(self._nodes)  # now: Launchpad kills this process too
+        remove_data(self._nodes)  # before SIGQUIT, because Launchpad also kills this process
         send(self._launcher, signal.SIGQUIT)  # Launchpad kills all nodes and then itself
-        _wait_while(lambda: self._launcher.is_alive, _KILL_WITHIN)
+        _wait_while(lambda: self._launcher.is_alive, _KILL_TIMEOUT)
         for process in (*(node.process for node in self._nodes), self._launcher):
             kill_tree(process)
 
     def _end_orphans(self) -> None:
-        """End all nodes of a launcher that died, those without a guard too."""
+        """End all nodes of a dead launcher, including nodes without a guard."""
         nodes = [node for node in self._nodes if node.process.is_alive]
         if nodes:
-            self._say("ends: its launcher died")
+            self._print("ends because its launcher died")
         for node in nodes:
             send(node.process, signal.SIGTERM)
         _wait_while(lambda: any(node.process.is_alive for node in nodes), GRACE)
@@ -117,7 +118,7 @@ class Guard:
         return [node for node in nodes_of(self._launcher.pid) if node.process != self._node]
 
     def _scan(self) -> None:
-        """Remember the launcher's nodes: once it is dead, nothing relates them to it."""
+        """Find and store the launcher's nodes. After its death they are no longer its children."""
         self._scanned_at = time.monotonic()
         self._nodes.update(nodes_of(self._launcher.pid))
 
@@ -130,20 +131,24 @@ class Guard:
         _wait_while(lambda: self._stopped_at is None, seconds)
         return self._stopped_at is not None
 
-    def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # whoever read the output may be dead
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the reader of the output may have died
             print(f"rlframe: the node {self._title} {text}.", flush=True)
 
 
 def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
-    """Sleep until the condition no longer holds, for `seconds` at most."""
+    """Sleep while the condition is true, for at most `seconds`."""
     end = time.monotonic() + seconds
     while condition() and time.monotonic() < end:
         time.sleep(_POLL_INTERVAL)
 
 
 def nodes_of(launcher: int) -> list[Node]:
-    """Return the nodes that a launcher started, by its process number."""
+    """Return the nodes of a launcher.
+
+    Args:
+        launcher: process id.
+    """
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in psutil.Process(launcher).children(recursive=True):
@@ -154,14 +159,18 @@ def nodes_of(launcher: int) -> list[Node]:
 
 
 def end_starting_nodes(launcher: int) -> None:
-    """Kill the nodes that have not imported rlframe yet: until then they ignore SIGTERM, and run no code of users."""
+    """Kill the nodes that have not imported rlframe yet: they still ignore SIGTERM, and have run no user code.
+
+    Args:
+        launcher: process id.
+    """
     for node in nodes_of(launcher):
         if ignores(node.process.pid, signal.SIGTERM):
             send(node.process, signal.SIGKILL)
 
 
 def remove_data(nodes: Iterable[Node]) -> None:
-    """Remove the pickled nodes and their directories, as Launchpad does unless it is killed."""
+    """Remove the files with pickled nodes and their directories. Launchpad does this too, unless it is killed."""
     for path in {node.data_file for node in nodes if os.path.basename(node.data_file) == DATA_FILE}:
         with contextlib.suppress(OSError):
             os.remove(path)
@@ -169,7 +178,7 @@ def remove_data(nodes: Iterable[Node]) -> None:
 
 
 def kill_tree(process: ProcessId) -> None:
-    """Kill a process and everything it started, unless it is PID 1: everything descends from that."""
+    """Kill a process and its descendants, except PID 1, from which all processes descend."""
     if process.pid == 1 or not process.is_alive:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -188,17 +197,17 @@ def send(process: ProcessId, number: int) -> None:
 
 
 def is_wrapper(command: list[str]) -> bool:
-    """Return True if a command line is that of Launchpad's script that prefixes the lines of a node."""
+    """Return True for the command line of Launchpad's script that prefixes the output lines of a node."""
     return any(part.endswith(WRAPPER) for part in command[:3])
 
 
 def data_file_of(command: list[str]) -> str:
-    """Return the path of the file with a node's pickled constructor, from its command line; empty if it has none."""
+    """Return the path of the file with the pickled nodes from a node's command line, or "" if there is none."""
     return command[command.index("--data_file") + 1] if "--data_file" in command[:-1] else ""
 
 
 def command_of(pid: int) -> list[str]:
-    """Return the command line of a process; empty if it has ended."""
+    """Return the command line of a process, or [] if it has ended."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).cmdline()
     return []
@@ -214,12 +223,12 @@ def ignores(pid: int, number: int) -> bool:
 
 
 def arguments(node: Node, launcher: ProcessId, title: str, hides_exit_code: bool) -> list[str]:
-    """Return the command line's end for `main`."""
+    """Return the command line arguments for `main`."""
     return [str(each) for each in (*node.process, *launcher, hides_exit_code, node.data_file, title)]
 
 
 def main() -> None:
-    """Read the arguments of `Guard` from the command line, as `arguments` wrote them, and reports from stdin."""
+    """Run a guard with the result of `arguments` as the command line, and with the reports on stdin."""
     node_pid, node_started, launcher_pid, launcher_started, hides_exit_code, data_file, title = sys.argv[1:]
     node = Node(ProcessId(int(node_pid), int(node_started)), data_file)
     launcher = ProcessId(int(launcher_pid), int(launcher_started))

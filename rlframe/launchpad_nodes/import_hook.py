@@ -1,4 +1,4 @@
-"""Registers how nodes of Launchpad are pickled as soon as Launchpad is imported, be that before rlframe or after."""
+"""Change how Launchpad's nodes are pickled, whether Launchpad is imported before or after rlframe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-NODES = "launchpad.nodes.python.node"  # the module with the class of all nodes
+NODES = "launchpad.nodes.python.node"  # the module with the base class of nodes
 
 
 def register_with_launchpad() -> None:
-    """Call `node.register` now if Launchpad has been imported, and else right after its import."""
+    """Call `node.register` now if Launchpad is already imported, or else right after its import."""
     if NODES in sys.modules:
         _register(sys.modules[NODES])
     else:
@@ -22,7 +22,7 @@ def register_with_launchpad() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds Launchpad's module of nodes as Python does, and has `_register` run after it."""
+    """Finds Launchpad's module of nodes, and calls `_register` after the module is executed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if fullname != NODES:
@@ -40,6 +40,6 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def _register(module: ModuleType) -> None:
-    from rlframe.launchpad_nodes import node  # now: few processes use Launchpad
+    from rlframe.launchpad_nodes import node  # imported late, because few processes use Launchpad
 
     node.register(module.PyNode)

@@ -1,8 +1,9 @@
-"""Plain `lp.launch`: how its nodes are pickled, and what runs in each of them before its constructor.
+"""Pickle the nodes of plain `lp.launch`, so that each node starts its guard before its constructor.
 
-The launcher pickles each node with `restore`. The process of the node calls it first, and it starts the node's guard.
-A node is refused where its handle is expected. (Launchpad makes our objects in the processes of the nodes.)
-When the program stops, the launcher ends nodes that still import.
+The launcher pickles each node with `restore`. The process of the node calls `restore`, which starts the node's guard.
+If an object of rlframe gets a node instead of the node's handle, pickling raises UsageError in the launcher. Otherwise
+the error would only occur in the node's process, which constructs the object.
+When the program stops, the launcher kills nodes that are still importing modules.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ from rlframe.launchpad_nodes.guard import (
 )
 
 _GUARD = "import sys; sys.path += {!r}; from rlframe.launchpad_nodes.guard import main; main()"
-_LONGEST_REASON = 1000  # characters
-_WAITS = "rlframe: waits for lp.launch to start nodes"  # a thread
-_LAUNCHES_WITHIN = 60.0  # seconds from the pickling of a node to the start of nodes
-_POLL_INTERVAL = 0.1  # seconds
+_MAX_REASON = 1000  # characters of an error message in a report
+_THREAD_NAME = "rlframe: waits for lp.launch to start nodes"
+_LAUNCH_TIMEOUT = 60.0  # seconds from the pickling of a node to the start of nodes
+_POLL_INTERVAL = 0.1  # seconds between checks for the start of nodes
 
 _has_guard = False
 
 
 def start_guard_in_node(launcher: ProcessId, session: int) -> None:
-    """Start a guard if this process is a node of plain `lp.launch`, and report to it how the node ends.
+    """Start a guard if this process is a node of plain `lp.launch`, and report the node's end to the guard.
+
+    Launchpad starts nodes with SIGTERM ignored, and installs its handler after all imports. This function installs a
+    handler for the time between, which ends the node immediately.
 
     Args:
         launcher: the process that pickled the node. It may be dead.
-        session: the launcher's.
-
-    Launchpad starts nodes with SIGTERM ignored and handles it after all imports. Until then, SIGTERM ends the node
-    at once.
+        session: session id of the launcher.
     """
     global _has_guard
     entry = sys.modules["__main__"]
-    # A child that `multiprocessing` spawns runs the same file under another name.
+    # A child process of `multiprocessing` runs the same file under another module name.
     if entry.__name__ != "__main__" or not str(getattr(entry, "__file__", "")).endswith(ENTRY):
         return
-    if _has_guard:  # it has unpickled a node before: a node may hold others
+    if _has_guard:  # this process has already unpickled a node, because a node may contain other nodes
         return
     _has_guard = True
     report = _Report(_start_guard(launcher, session))
@@ -70,15 +71,15 @@ def start_guard_in_node(launcher: ProcessId, session: int) -> None:
 
 
 def _start_guard(launcher: ProcessId, session: int) -> int:
-    """Start the guard. Return the file descriptor that it reads reports from."""
+    """Start the guard. Return a file descriptor to which reports are written."""
     parent = os.getppid()
     command = command_of(parent)
-    # A node that has a terminal is in another session than the launcher, and ends with its terminal.
+    # A node with its own terminal has another session than the launcher, and ends with its terminal.
     in_terminal = os.getsid(0) != session
     hides_exit_code = is_wrapper(command) and not in_terminal
-    # decorate_output COLOR TITLE COMMAND ...
+    # The parent's command is: decorate_output COLOR TITLE COMMAND ...
     title = command[command.index(sys.executable) - 1] if sys.executable in command[1:] else str(os.getpid())
-    # Without site packages it starts sooner: it imports psutil, and no more.
+    # Without site packages the guard starts faster. It imports only rlframe and psutil.
     places = [__file__.rpartition("/rlframe/")[0], psutil.__file__.rpartition("/psutil/")[0]]
     node = Node(this_process(), data_file_of(command_of(os.getpid())))
     own = arguments(node, ProcessId.of(parent) if in_terminal else launcher, title, hides_exit_code)
@@ -88,31 +89,32 @@ def _start_guard(launcher: ProcessId, session: int) -> int:
 
 
 class _Report:
-    """Writes to the guard once: "failed REASON", "stopped" or "well"."""
+    """Writes one report to the guard: "failed REASON", "stopped" or "well"."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._pid = descriptor, os.getpid()
 
     def chain_excepthook(self) -> None:
-        """Report an exception that ends the main thread, before Python waits for other threads."""
-        shown_by = sys.excepthook
+        """Report an exception that ends the main thread. The hook runs before Python waits for other threads."""
+        previous_hook = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            shown_by(kind, error, trace)
+            previous_hook(kind, error, trace)
             first_line = f"{kind.__name__}: {error}".strip().partition("\n")[0].rstrip(".")
-            self._write(f"failed {first_line[:_LONGEST_REASON]} (the traceback is above)")
+            self._write(f"failed {first_line[:_MAX_REASON]} (the traceback is above)")
 
         sys.excepthook = hook
 
     def end(self) -> None:
-        """Report the end of the interpreter. `sys.last_type`: an exception ended it, and the hook was replaced."""
+        """Report the end of the interpreter. `sys.last_type` is set if an exception ended it without our hook."""
         kind = getattr(sys, "last_type", None)
         self._write("well" if kind is None else f"failed {kind.__name__}")
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Report that the program stops, and end. The guard itself may have started too late for SIGTERM.
+        """Report that the program stops, and exit. The guard itself may have started too late to receive SIGTERM.
 
-        Launchpad's handler calls this one too: then the node has begun, and ends in its own time.
+        Launchpad's handler also calls this one. In that case the node is already running: do nothing, so that the node
+        can end normally.
         """
         del frame
         if signal.getsignal(number) != self.stop:
@@ -121,7 +123,7 @@ class _Report:
         os._exit(128 + number)
 
     def _write(self, text: str) -> None:
-        if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child has the hooks too
+        if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child inherits the hooks, but must not report
             with contextlib.suppress(OSError):  # the guard was killed
                 os.write(self._descriptor, text.encode(errors="replace"))
                 os.close(self._descriptor)
@@ -129,13 +131,13 @@ class _Report:
 
 
 def register(kind: Any) -> None:
-    """Give Launchpad's class of nodes, and so its subclasses, a `__reduce_ex__`."""
+    """Set `__reduce_ex__` of Launchpad's base class of nodes."""
     kind.__reduce_ex__ = _reduce
 
 
 def _reduce(node: Any, protocol: Any) -> tuple[Any, ...]:
-    if not any(thread.name == _WAITS for thread in threading.enumerate()):
-        threading.Thread(target=_end_starting_nodes_at_stop, name=_WAITS, daemon=True).start()
+    if not any(thread.name == _THREAD_NAME for thread in threading.enumerate()):
+        threading.Thread(target=_end_starting_nodes_at_stop, name=_THREAD_NAME, daemon=True).start()
     _refuse_arguments(node)
     reduced: Any = object.__reduce_ex__(node, protocol)
     make, arguments, *rest = reduced
@@ -145,13 +147,14 @@ def _reduce(node: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _end_starting_nodes_at_stop() -> None:
-    """Make the launcher kill nodes that still ignore SIGTERM, each time it sends SIGTERM to them.
+    """Let the launcher kill nodes that still ignore SIGTERM, each time it sends SIGTERM.
 
-    On a busy machine they may do so for longer than Launchpad waits.
+    On a busy machine, nodes may ignore SIGTERM for longer than Launchpad waits.
     """
-    manager, end = sys.modules["launchpad.launch.worker_manager"], time.monotonic() + _LAUNCHES_WITHIN
+    manager, end = sys.modules["launchpad.launch.worker_manager"], time.monotonic() + _LAUNCH_TIMEOUT
     while time.monotonic() < end:
-        # Launchpad itself must be the first that registers a handler: only then does it take over SIGINT for its nodes.
+        # Wait until Launchpad has registered its own handler. If it is not the first, it does not handle SIGINT for its
+        # nodes.
         if signal.SIGUSR1 in (manager._SIGNAL_HANDLERS or ()):
             manager.register_stop_handler(_end_starting_nodes)
             return
@@ -160,18 +163,18 @@ def _end_starting_nodes_at_stop() -> None:
 
 def _end_starting_nodes() -> None:
     end_starting_nodes(os.getpid())
-    # Register it again: Launchpad forgets handlers that it has called.
+    # Register again: Launchpad removes handlers after it has called them.
     sys.modules["launchpad.launch.worker_manager"].register_stop_handler(_end_starting_nodes)
 
 
 def restore(launcher: ProcessId, session: int, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Start the guard and make a node without its state."""
+    """Start the guard, and return a new node without its state."""
     start_guard_in_node(launcher, session)
     return make(*arguments)
 
 
 class ReportedExit:
-    """The function of a node, whose `sys.exit` with a code that is not 0 is reported as an exception is."""
+    """Wraps the function of a node: `sys.exit` with a code other than 0 is reported like an exception."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -186,11 +189,11 @@ class ReportedExit:
 
 
 def refuse_nodes(given: Any, where: str) -> None:
-    """Raise UsageError for a Launchpad node: its handle is expected.
+    """Raise UsageError if an argument is or contains a Launchpad node instead of the node's handle.
 
     Args:
-        given: may be a node, or hold one: in lists, tuples, dicts and arguments of `functools.partial`.
-        where: the end of the message, such as "to Actor" or "as the learner".
+        given: the argument. Lists, tuples, dicts and arguments of `functools.partial` are searched.
+        where: end of the message, such as "to Actor" or "as the learner".
     """
     if extras.is_instance(given, "launchpad.nodes.base", "Node"):
         kind = type(given).__name__
@@ -207,7 +210,7 @@ def refuse_nodes(given: Any, where: str) -> None:
 
 
 def _refuse_arguments(node: Any) -> None:
-    """Refuse nodes that are given to an object of ours."""
+    """Raise UsageError if an argument of a class of rlframe is a node: see `refuse_nodes`."""
     made_by: Any = getattr(node, "_constructor", None)
     while isinstance(made_by, functools.partial):
         made_by = made_by.func

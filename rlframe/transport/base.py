@@ -1,7 +1,7 @@
-"""The protocols of a transport: connections to nodes, calls, answers to come, and servers.
+"""The protocols of a transport: clients, futures and servers.
 
-An engine needs one transport: its file here is the only one that knows what carries the calls. `rlframe.handles`
-repeats calls and gives them deadlines, whatever the transport. `tests/in_process.py` is the shortest one.
+Each engine uses one transport. All code for a way to carry calls is in the transport's file. `rlframe.handles` adds
+retries and deadlines to every transport. `tests/in_process.py` is the shortest example of a transport.
 """
 
 from __future__ import annotations
@@ -9,89 +9,93 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-CALL_TIMEOUT = 5.0  # seconds within which every call is answered or fails; a stop waits for no longer than this
+CALL_TIMEOUT = 5.0  # seconds after which a call without an answer fails; also the longest delay of a stop
 
 
 class Future(Protocol):
-    """An answer to come."""
+    """A pending call, whose answer arrives later."""
 
     def done(self) -> bool:
-        """Return whether `result` would not wait."""
+        """Return True if `result` would not wait."""
 
     def result(self) -> Any:
-        """Wait for the answer; raise as `Client.call`."""
+        """Wait for the answer and return it. Raise as `Client.call`."""
 
 
 class Client(Protocol):
-    """A connection to one node, made before the node serves or after. Any thread may use it.
+    """A connection to one node. Any thread may use it. It may be created before the node serves.
 
-    A call that was not answered may have arrived: what is called must bear to be called again.
+    A call without an answer may have been executed. Since callers retry such calls, methods must be safe to repeat.
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the node, and return its result.
 
         Raises:
-            UnavailableError: nobody answered within `CALL_TIMEOUT`, or the node said that it cannot just now: the same
-                call may be sent again.
+            UnavailableError: there was no answer within `CALL_TIMEOUT`, or the method raised this error because the
+                node is not ready. The caller may retry the call.
             NoMethodError: the node has no such method.
-            RemoteError: the method raised; with its traceback.
-            RlframeError: the method raised this one, whose cause is such a RemoteError.
+            RemoteError: the method raised another error. The message contains its traceback.
+            RlframeError: the method raised this error. Its cause is a RemoteError with the traceback.
         """
 
     def submit(self, method: str, /, *args: Any) -> Future:
-        """Send a call, and return at once."""
+        """Send a call without waiting for the answer."""
 
 
 class Server(Protocol):
-    """A node that can be called.
+    """A server for the methods of a node.
 
     Attributes:
-        address: what `connect` takes.
+        address: the address for `Transport.connect`.
     """
 
     address: str
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
 
 
 class Transport(Protocol):
-    """A way to call objects in other processes. An address is a string that means something to it alone.
+    """A way to call objects in other processes. Each transport has its own format of address strings.
 
-    A value: it pickles, and two that do the same are equal (a frozen dataclass, say).
+    A transport is a value: it can be pickled, and equivalent transports compare equal. A frozen dataclass, for example.
     """
 
     def connect(self, address: str) -> Client:
-        """Return a client of the node at this address. Do not wait for it."""
+        """Return a client for the node at this address, without waiting for the node."""
 
     def is_reachable(self, address: str) -> bool:
-        """Return whether somebody listens there. If not, a call that failed is not repeated yet."""
+        """Return True if a server listens at the address. Failed calls are retried only when this is True."""
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> Server:
-        """Serve these methods to other processes, several calls at a time.
+        """Serve methods to other processes. Several calls may run at the same time.
 
         Args:
-            methods: by the names that they are called by.
-            address: at which; None: one on this machine that the transport picks.
+            methods: the methods, by name.
+            address: address of the server; None means that the transport chooses an address on this machine.
         """
 
     def check(self, by: str) -> None:
-        """Raise UsageError if a package that it needs is missing. `by` names the user's option that needs it."""
+        """Raise UsageError if a required package is missing.
+
+        Args:
+            by: the user's option that needs the package, for the error message.
+        """
 
 
-_Other = TypeVar("_Other", bound=Future)
+_Source = TypeVar("_Source", bound=Future)
 
 
-class MappedFuture(Generic[_Other]):
-    """A future whose result is read from another, when it is asked for.
+class MappedFuture(Generic[_Source]):
+    """A future whose result is computed from another future.
 
     Args:
-        future: the other one.
-        read: gives the result of that one, once it is done, or raises.
+        future: the other future.
+        read: function (future) -> result, called by `result`. It may wait for the other future, and may raise.
     """
 
-    def __init__(self, future: _Other, read: Callable[[_Other], Any]) -> None:
+    def __init__(self, future: _Source, read: Callable[[_Source], Any]) -> None:
         self._future, self._read = future, read
 
     def done(self) -> bool:

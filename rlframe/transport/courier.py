@@ -1,6 +1,6 @@
-"""Courier, by which the nodes of a Launchpad program are called. Addresses are "host:port".
+"""The transport Courier, which calls nodes of Launchpad programs. Addresses are "host:port".
 
-Its servers listen on all interfaces and ask nobody who is calling; what they receive is unpickled.
+Courier's servers listen on all interfaces, without authentication, and unpickle the data that they receive.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from rlframe import errors, extras
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
 from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
-_NOT_ANSWERED = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # codes of Courier's StatusNotOk
+_UNAVAILABLE_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # codes of Courier's StatusNotOk
 
 _Raw = concurrent.futures.Future[Any]
 
-# Courier's clients that were dropped with calls under way, and these calls. Where the last to hold such a client is its
-# own thread, which brings the answers, that ends the process: so each is held here until they have come.
+# Courier clients that were deleted while calls were pending, and these calls. If the client's own thread, which
+# receives answers, held the last reference to the client, the process would crash. So this dict holds each client until
+# all its calls have ended.
 _dropped: dict[int, tuple[Any, set[_Raw]]] = {}
 
 
@@ -35,7 +36,7 @@ class CourierTransport:
         return CourierClient(_courier().Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False))
 
     def is_reachable(self, address: str) -> bool:
-        """Return whether its port is open. (gRPC itself waits longer and longer before it tries again.)"""
+        """Return True if the port is open. gRPC's own reconnects would have growing pauses."""
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
@@ -44,7 +45,7 @@ class CourierTransport:
         return True
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> CourierServer:
-        """See `Transport`; the port 0 stands for one that is free."""
+        """See `Transport`. Port 0 means a free port."""
         return CourierServer(methods, address or "localhost:0")
 
     def check(self, by: str) -> None:
@@ -56,20 +57,20 @@ class CourierClient:
     """See `rlframe.transport.Client`.
 
     Args:
-        client: a `courier.Client`, with a timeout.
+        client: a `courier.Client` with a timeout.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._under_way: set[_Raw] = set()
+        self._pending: set[_Raw] = set()
         _release_dropped_clients()
 
     def __del__(self) -> None:
-        if self._under_way:
-            _dropped[id(self._under_way)] = self._client, self._under_way
+        if self._pending:
+            _dropped[id(self._pending)] = self._client, self._pending
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """See `Client`. Not by way of a future, which costs four times as much for a small call."""
+        """See `Client`. This method does not use a future, which would take four times as long for a small call."""
         try:
             return getattr(self._client, method)(*args, **kwargs)
         except Exception as error:
@@ -78,8 +79,8 @@ class CourierClient:
     def submit(self, method: str, /, *args: Any) -> MappedFuture[_Raw]:
         """See `Client`."""
         future: _Raw = getattr(self._client.futures, method)(*args)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         return MappedFuture(future, _result)
 
 
@@ -101,30 +102,30 @@ class CourierServer:
 
 
 def address_of(target: Any) -> str | None:
-    """Return the address of a `courier.Client` (a Launchpad handle becomes one in a node); None: it is none."""
-    # By type: it has every attribute that it is asked for.
+    """Return the address of a `courier.Client`, or None for other objects. Launchpad's handles are clients in nodes."""
+    # Check the type: a `courier.Client` has every attribute name.
     return target.address if extras.is_instance(target, "courier.python.client", "Client") else None
 
 
 def _courier() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow's libraries are loaded with it
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # set it before TensorFlow's libraries are loaded
     with extras.explain_import_error("A call to another process", "launchpad"):
         import courier
     return courier
 
 
 def _release_dropped_clients() -> None:
-    for key, (_, under_way) in list(_dropped.items()):
-        if not under_way:
+    for key, (_, pending) in list(_dropped.items()):
+        if not pending:
             _dropped.pop(key, None)
 
 
 @contextlib.contextmanager
 def _free_port() -> Iterator[int]:
-    """A port that nobody has, and nobody else is given before the context ends: a server is to take it meanwhile."""
+    """Yield a free port, and reserve it during the `with`, in which a server must bind it."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server's own: it may bind the same one
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server may bind the same port
         if family == socket.AF_INET6:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.bind(("", 0))
@@ -133,23 +134,25 @@ def _free_port() -> Iterator[int]:
 
 def _result(future: _Raw) -> Any:
     try:
-        # Courier ends the call at its timeout. (To cancel the future would have a late answer fail in C++.)
+        # Courier ends the call after its timeout. Do not cancel the future: a late answer would then fail in C++.
         return future.result(timeout=CALL_TIMEOUT + 1.0)
     except Exception as error:
         _raise(error)
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Raise an error of Courier's as `Client` says; one of this side (an argument cannot be sent) unchanged."""
+    """Convert an error of Courier to the errors of `Client`. Raise local errors, such as of pickling, unchanged."""
     if isinstance(error, concurrent.futures.TimeoutError):
         raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
     code = getattr(getattr(error, "code", None), "name", None)
     if code is None:
         raise error
     text = str(error)
-    if code in _NOT_ANSWERED:
+    if code in _UNAVAILABLE_CODES:
         raise UnavailableError(text) from None
-    if code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text:  # a KeyError has this code too
+    if (
+        code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text
+    ):  # a method's KeyError has this code too
         raise NoMethodError(text) from None
     raised = _raised(text)
     if raised is None:
@@ -158,7 +161,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _raised(text: str) -> RlframeError | None:
-    """Return the error of this package that a remote traceback ends with."""
+    """Return the error of this package at the end of a remote traceback, or None if there is none."""
     _, _, last = text.rstrip().rpartition("\nrlframe.errors.")
     name, _, message = last.partition(": ")
     error = getattr(errors, name, None)

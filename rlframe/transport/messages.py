@@ -1,7 +1,7 @@
-"""Messages on a stream socket: a pickle, and behind it its large arrays as they lie in memory.
+"""Messages on a stream socket: a pickle, followed by its large arrays without pickling.
 
-One message: how many parts it has, their lengths, the pickle, and each array of `_OUT_OF_BAND` bytes or more. Such an
-array is copied into the kernel and out of it, and nowhere else.
+A message contains the number of its parts, their lengths, the pickle, and each array of at least `_OUT_OF_BAND` bytes.
+Such an array is copied only into and out of the kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-_OUT_OF_BAND = 1 << 14  # bytes: a smaller array costs less within the pickle
-_AT_ONCE = 1 << 16  # bytes that are read ahead: most messages are read by one call
-_PARTS = 512  # that one call sends; the kernel takes 1,024
+_OUT_OF_BAND = 1 << 14  # bytes; smaller arrays are faster inside the pickle
+_READ_AHEAD = 1 << 16  # bytes of the first read, which is enough for most messages
+_MAX_PARTS = 512  # number of parts in one system call; the kernel's limit is 1,024
 
-Parts = list[np.ndarray]  # uint8: the pickle, and its arrays
+Parts = list[np.ndarray]  # uint8 arrays: the pickle, and the large arrays
 
 
 def pack(content: Any) -> Parts:
-    """Return the message of an object. Raise as pickle does if it cannot be pickled."""
+    """Return the message for an object. Raise pickle's errors if the object cannot be pickled."""
     arrays: Parts = []
 
     def keeps_in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -37,19 +37,19 @@ def pack(content: Any) -> Parts:
 
 
 def unpack(parts: Parts) -> Any:
-    """Return the object of a message. Raise as pickle does if it cannot be read here."""
+    """Return the object in a message. Raise pickle's errors if the object cannot be unpickled."""
     return pickle.loads(parts[0].data, buffers=parts[1:])
 
 
 def send(connection: socket.socket, parts: Parts) -> None:
-    """Send a message. Raise OSError if the other side is gone, or takes too long."""
+    """Send a message. Raise OSError if the other side has closed the connection, or after a timeout."""
     header = struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts))
     if len(parts) == 1:
         connection.sendall(b"".join((header, parts[0].data)))
         return
     left = [memoryview(header), *(part.data for part in parts)]
     while left:
-        sent = connection.sendmsg(left[:_PARTS])
+        sent = connection.sendmsg(left[:_MAX_PARTS])
         while left and sent >= left[0].nbytes:
             sent -= left.pop(0).nbytes
         if sent:
@@ -57,13 +57,13 @@ def send(connection: socket.socket, parts: Parts) -> None:
 
 
 def receive(connection: socket.socket) -> Parts:
-    """Receive the next message, which nothing may follow before it is answered.
+    """Receive the next message. The other side must not send another message before it gets an answer.
 
     Raises:
-        EOFError: the other side is gone.
-        OSError: the same, or it takes too long.
+        EOFError: the other side has closed the connection.
+        OSError: the connection failed, or a timeout passed.
     """
-    ahead = bytearray(_AT_ONCE)
+    ahead = bytearray(_READ_AHEAD)
     got = _fill(connection, ahead, 0, 8)
     (count,) = struct.unpack_from("<Q", ahead)
     begin = 8 * (count + 1)
@@ -72,10 +72,10 @@ def receive(connection: socket.socket) -> Parts:
     got = _fill(connection, ahead, got, begin)
     lengths = struct.unpack_from(f"<{count}Q", ahead, 8)
     end = begin + lengths[0]
-    if count == 1 and end <= len(ahead):  # it fits, as most do
+    if count == 1 and end <= len(ahead):  # the common case: the whole message fits
         _fill(connection, ahead, got, end)
         return [np.frombuffer(ahead, np.uint8)[begin:end]]
-    # What was read ahead is the beginning; each part gets memory of its own, which nobody needs to have cleared.
+    # Each part gets its own memory, uninitialized. Copy the bytes that were read ahead to it, and read the rest.
     arrived, parts = np.frombuffer(ahead, np.uint8)[begin:got], []
     for length in lengths:
         part = np.empty(length, np.uint8)
@@ -89,7 +89,7 @@ def receive(connection: socket.socket) -> Parts:
 
 def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], arrays: Parts) -> bytes:
     loaded = sys.modules.get("cloudpickle")
-    # It takes three times as long: only where it is needed, for what other processes cannot import.
+    # Use cloudpickle only for objects that other processes cannot import: it takes three times as long as pickle.
     if loaded is None or not loaded.list_registry_pickle_by_value():
         try:
             return pickle.dumps(content, 5, buffer_callback=keeps_in_band)
@@ -102,7 +102,7 @@ def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], a
 
 
 def _fill(connection: socket.socket, into: bytearray | memoryview, got: int, least: int) -> int:
-    """Read until there are at least so many bytes, perhaps more; return how many there are."""
+    """Read until `into` has at least `least` bytes. It already has `got` bytes. Return the number of its bytes."""
     view = memoryview(into)
     while got < least:
         count = connection.recv_into(view[got:])

@@ -1,8 +1,8 @@
-"""Calls between the nodes of a program on a Ray cluster. Addresses are the names of nodes, wherever those are.
+"""The transport for nodes on a Ray cluster. Addresses are names of nodes, such as `actor/1`, on any machine.
 
-A node that is on the same Ray node is called over a socket. To one that is on another, a call goes over a socket to
-the relay beside the caller, from there as a call of a Ray actor, packed as it is, and over a socket again.
-(`rlframe.engines.ray_nodes.host` is the relay: nothing here imports Ray, and no node need.)
+A call to a node on the same Ray node uses a socket. A call to a node on another Ray node goes through a relay: over a
+socket to the caller's relay, then, still packed, as a call of a Ray actor, and from there over a socket to the node.
+The relay is in `rlframe.engines.ray_nodes.host`, so this file and the nodes do not import Ray.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rlframe.transport.sockets import (
     unpack_answer,
 )
 
-SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # "DIRECTORY:RELAY", for the process of a node
+SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # environment variable of a node's process: "DIRECTORY:RELAY"
 
 _SOCKETS = SocketTransport()
-_VERSIONS = ("get_packed", "wait_for_version")  # of a `PackedSource`, or of elastic's `ParamStore`
+_VERSION_METHODS = ("get_packed", "wait_for_version")  # methods of a `PackedSource`, or of elastic's `ParamStore`
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class RaySockets:
-    """Where a process that calls nodes is: on which Ray node, and who relays its calls.
+    """The sockets of a program on one Ray node, and the relay for a process on it.
 
     Attributes:
-        directory: of the sockets of the nodes that are on this Ray node, which only this user can enter.
-        relay: name of the relay's socket in there.
+        directory: directory of the sockets of all nodes on this Ray node. Only this user can enter it.
+        relay: name of the relay's socket in the directory.
     """
 
     directory: str
@@ -48,62 +48,64 @@ class RaySockets:
 
     @staticmethod
     def path(token: str, ray_node: str) -> str:
-        """Return the directory of a run's sockets on a Ray node; others have others, even on the same machine."""
+        """Return the directory for a Ray node's sockets. Each run and each Ray node has a separate directory."""
         return f"{socket_parent_directory()}/rlframe-{token}-{ray_node[:8]}"
 
     def socket(self, node: str) -> str:
-        """Return the path of a node's socket, if it is on this Ray node."""
+        """Return the path of a node's socket. The socket exists only if the node is on this Ray node."""
         return f"{self.directory}/{node.replace('/', '-')}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables by which a process finds it."""
+        """The environment variables for a process that uses these sockets."""
         return {SOCKETS_VARIABLE: f"{self.directory}:{self.relay}"}
 
     def open(self, *paths: str) -> Callable[[], None]:
-        """Make the directory, unless another process of the run has.
+        """Create the directory, unless it exists.
 
         Args:
-            *paths: of the sockets. They are removed when this process has ended, even if it is killed.
+            *paths: paths of sockets. They are removed when this process ends, even if it is killed.
 
         Returns:
-            What removes them now; the last one removes the directory.
+            A function that removes the sockets now. The last such call removes the directory.
         """
         pathlib.Path(self.directory).mkdir(mode=0o700, exist_ok=True)
         about = os.stat(self.directory, follow_symlinks=False)
         if about.st_uid != os.geteuid() or about.st_mode & 0o77:
-            raise UsageError(f"{self.directory} is not this user's alone: remove it.")
+            raise UsageError(f"{self.directory} belongs to another user or is open to other users: remove it.")
         return remove_at_exit(self.directory, *paths)
 
 
-_joined: RaySockets | None = None
+_current: RaySockets | None = None
 
 
-def join(ray_sockets: RaySockets | None) -> None:
-    """Set the station of this process, if it is no node. (A node has it in its environment.)"""
-    global _joined
-    _joined = ray_sockets
+def use_sockets(ray_sockets: RaySockets | None) -> None:
+    """Set the sockets that this process uses. Nodes need not call this: their environment has SOCKETS_VARIABLE."""
+    global _current
+    _current = ray_sockets
     _client.cache_clear()
 
 
-def here() -> RaySockets:
-    """Return the station of this process. Raise UsageError if it is part of no program on Ray."""
-    if _joined is not None:
-        return _joined
+def current_sockets() -> RaySockets:
+    """Return the sockets that this process uses. Raise UsageError if it does not belong to a program on Ray."""
+    if _current is not None:
+        return _current
     directory, _, relay = os.environ.get(SOCKETS_VARIABLE, "").partition(":")
     if not relay:
-        raise UsageError("This process is no node of a program on Ray: the handles of its nodes mean nothing here.")
+        raise UsageError(
+            "Handles to nodes on Ray work only in processes of the same program, and this process is not one."
+        )
     return RaySockets(directory, relay)
 
 
 def call_relay(method: str, *args: Any) -> Any:
-    """Call this process's relay. Raise as `Client.call`."""
+    """Call a method of this process's relay. Raise as `Client.call`."""
     return _relay().call(method, *args)
 
 
 @dataclasses.dataclass(frozen=True)
 class RayTransport:
-    """See `Transport`. Nodes serve at their names: `learner`, `actor/1`."""
+    """See `Transport`. Addresses are the names of nodes, such as `learner` and `actor/1`."""
 
     def connect(self, address: str) -> Client:
         """See `Transport`."""
@@ -111,48 +113,48 @@ class RayTransport:
 
     def is_reachable(self, address: str) -> bool:
         """See `Transport`."""
-        path = here().socket(address)
+        path = current_sockets().socket(address)
         if os.path.exists(path):
             return _SOCKETS.is_reachable(path)
         try:
             return bool(call_relay("reaches", address))
-        except Exception:  # the relay is gone, and with it this node soon
+        except Exception:  # the relay has ended, and this node will end soon
             return False
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
-        """See `Transport`: a socket for the relay, and for the nodes on this Ray node."""
+        """See `Transport`. The relay and the nodes on this Ray node connect to the socket."""
         name = address or f"node-{os.getpid()}-{next(_numbers)}"
-        return SocketServer(methods, here().socket(name), name)
+        return SocketServer(methods, current_sockets().socket(name), name)
 
     def check(self, by: str) -> None:
-        """See `Transport`: it needs nothing of its own."""
+        """See `Transport`. This transport needs no package."""
 
 
 class _RayClient:
-    """See `Client`. Where the node is, is asked with every call: it may come back elsewhere."""
+    """See `Client`. Each call looks for the node again, because the node may restart on another Ray node."""
 
     def __init__(self, address: str) -> None:
-        self._address, self._path = address, here().socket(address)
-        self._beside = SocketClient(self._path)
+        self._address, self._path = address, current_sockets().socket(address)
+        self._local = SocketClient(self._path)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         if os.path.exists(self._path):
-            return self._beside.call(method, *args, **kwargs)
-        if method in _VERSIONS and not kwargs:  # the relay may have them: they are fetched once for a Ray node
-            found = _relay().call("versions", self._address, method, *args)
-            if found is not None:
-                return unpack_answer(found) if isinstance(found, list) else found
+            return self._local.call(method, *args, **kwargs)
+        if method in _VERSION_METHODS and not kwargs:  # the relay fetches each version once for its Ray node
+            answer = _relay().call("versions", self._address, method, *args)
+            if answer is not None:
+                return unpack_answer(answer) if isinstance(answer, list) else answer
         return unpack_answer(_relay().call("relay", self._address, messages.pack((method, args, kwargs))))
 
     def submit(self, method: str, /, *args: Any) -> Future:
         if os.path.exists(self._path):
-            return self._beside.submit(method, *args)
+            return self._local.submit(method, *args)
         sent = _relay().submit("relay", self._address, messages.pack((method, args, {})))
         return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
 
 def _relay() -> SocketClient:
-    ray_sockets = here()
+    ray_sockets = current_sockets()
     return _client(f"{ray_sockets.directory}/{ray_sockets.relay}")
 
 

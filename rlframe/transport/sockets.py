@@ -1,10 +1,10 @@
-"""Unix-domain sockets, by which processes of one user on one machine call each other. Addresses are paths.
+"""The transport for processes of one user on one machine: Unix-domain sockets. Addresses are paths.
 
-They lie in a directory of mode 0700 (`SocketDirectory`), and both ends ask the kernel whose process the other one is
-before they read from it: what is received is unpickled. No port is opened on any interface.
+Received data is unpickled, so other users must not connect: the sockets are in a directory of mode 0700
+(`SocketDirectory`), and both ends check the user of the other process (SO_PEERCRED). No network port is opened.
 
-Each call under way has a connection of its own, which then waits for the next one: an answer needs no number, and is
-read by the thread that wants it. benchmarks/calls.py compares this with what libraries offer.
+Each pending call has its own connection, which is reused after the answer. So answers need no numbers, and the calling
+thread reads its answer itself. benchmarks/calls.py compares this transport with libraries.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from rlframe.errors import NoMethodError, RemoteError, RlframeError, Unavailable
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
-_BACKLOG = 1024  # connections that wait to be taken
-_ANSWER_WITHIN = 60  # seconds that a server gives a client to read an answer
-_FULL = 0.1  # seconds before a server that has too many open files takes the next connection
-_IDLE = 16  # connections that a client keeps for calls to come
-_LONGEST = 50  # characters of the directory's place: a socket's whole path may have 107
+_BACKLOG = 1024  # connections that wait to be accepted
+_SEND_TIMEOUT = 60  # seconds for a client to read an answer
+_ACCEPT_PAUSE = 0.1  # seconds before the next `accept` if the server has too many open files
+_MAX_IDLE = 16  # idle connections that a client keeps for later calls
+_MAX_PARENT_LENGTH = 50  # bytes of the parent directory's path; the whole path of a socket may have 107
 
-# It outlives the process that it reads from, even one that is killed, and is no child of it: Ray kills those of its
-# actors. A line ends it without removing anything.
+# A shell script that removes sockets after the end of the process whose pipe it reads, even if that process is killed.
+# The script runs as a background process without a parent, because Ray kills the children of its actors. If it reads a
+# line, it exits without removing anything.
 _REMOVE_AT_END = """exec 3<&0
 { read _ <&3 || { rm -rf -- "$@"; rmdir -- "$0"; }; } &"""
 
 
 @dataclasses.dataclass(frozen=True)
 class SocketTransport:
-    """See `Transport`. A server without an address makes a directory of its own."""
+    """See `Transport`. A server without an address creates its own directory."""
 
     def connect(self, address: str) -> SocketClient:
         """See `Transport`."""
@@ -52,7 +53,7 @@ class SocketTransport:
     def is_reachable(self, address: str) -> bool:
         """See `Transport`."""
         try:
-            _connected(address, 1.0).close()
+            _open_connection(address, 1.0).close()
         except (OSError, UnavailableError):
             return False
         return True
@@ -62,7 +63,7 @@ class SocketTransport:
         return SocketServer(methods, address)
 
     def check(self, by: str) -> None:
-        """See `Transport`: it needs nothing."""
+        """See `Transport`. This transport needs no package."""
 
 
 class SocketClient:
@@ -85,7 +86,7 @@ class SocketClient:
         return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
     def exchange(self, request: messages.Parts) -> messages.Parts:
-        """Return the answer to a packed call (method, args, kwargs), for who passes it on: see `unpack_answer`."""
+        """Return the packed answer to a packed call (method, args, kwargs), for relays. See `unpack_answer`."""
         return self._send(request).result()
 
     def _send(self, parts: messages.Parts) -> SocketFuture:
@@ -101,12 +102,12 @@ class SocketClient:
                 connection.close()
                 if is_new or isinstance(error, TimeoutError):
                     raise _unavailable(error) from None
-                continue  # the server has been restarted since this one was used
+                continue  # the server has restarted since the last use of this connection
             return SocketFuture(connection, self._idle)
 
     def _connect(self) -> socket.socket:
         try:
-            return _connected(self._address, CALL_TIMEOUT)
+            return _open_connection(self._address, CALL_TIMEOUT)
         except OSError as error:
             raise _unavailable(error) from None
 
@@ -115,9 +116,9 @@ class SocketFuture:
     """See `rlframe.transport.Future`. The result is the packed answer: see `unpack_answer`.
 
     Args:
-        connection: by which the call was sent; None: it was not.
-        idle: where the connection goes when the answer is there.
-        error: why it was not sent.
+        connection: connection of the call; None if the call was not sent.
+        idle: list to which the connection is added after the answer.
+        error: why the call was not sent; None if it was sent.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class SocketFuture:
     ) -> None:
         self._connection, self._idle = connection, idle
         self._deadline = time.monotonic() + CALL_TIMEOUT
-        self._lock = threading.Lock()  # of who reads the answer
+        self._lock = threading.Lock()  # held by the thread that reads the answer
         self._parts: messages.Parts = []
         self._error = error
 
@@ -158,7 +159,7 @@ class SocketFuture:
             connection.close()
             self._error = _unavailable(error)
         else:
-            if len(self._idle) < _IDLE:
+            if len(self._idle) < _MAX_IDLE:
                 self._idle.append(connection)
             else:
                 connection.close()
@@ -166,12 +167,12 @@ class SocketFuture:
 
 
 class SocketServer:
-    """See `rlframe.transport.Server`. Each connection, which has one call at a time, has a thread.
+    """See `rlframe.transport.Server`. Each connection has a thread, and one call at a time.
 
     Args:
-        methods: by the names that they are called by.
-        path: of the socket; None: in a new directory.
-        address: by which clients know it; None: its path.
+        methods: the methods, by name.
+        path: path of the socket; None means a new directory.
+        address: address for clients; None means the path.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class SocketServer:
         self._connections: set[socket.socket] = set()
         self._stopped = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Under its name once it listens: in the place of a predecessor's that was killed.
+        # Rename the socket after it listens. This also replaces the socket of a killed predecessor.
         unready = f"{path}.{os.getpid()}"
         self._listener.bind(unready)
         self._listener.listen(_BACKLOG)
@@ -208,14 +209,14 @@ class SocketServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if not self._stopped:  # too many open files: others may be closed
-                    time.sleep(_FULL)
+                if not self._stopped:  # too many open files: wait until some are closed
+                    time.sleep(_ACCEPT_PAUSE)
                 continue
             self._connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), name="rlframe calls", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        seconds = struct.pack("@ll", _ANSWER_WITHIN, 0)
+        seconds = struct.pack("@ll", _SEND_TIMEOUT, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         try:
             _check_user(connection)
@@ -236,12 +237,12 @@ class SocketServer:
             else:
                 answer = messages.pack((None, NoMethodError.__name__, f"{self.address} has no method {method}."))
         except Exception as error:
-            answer = messages.pack((None, *_described(error)))
+            answer = messages.pack((None, *_error_parts(error)))
         messages.send(connection, answer)
 
 
-def _connected(address: str, timeout: float) -> socket.socket:
-    """Return a connection. Raise OSError if nobody listens, and UnavailableError if another user does."""
+def _open_connection(address: str, timeout: float) -> socket.socket:
+    """Return a connection. Raise OSError if no server listens, and UnavailableError if it belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
@@ -254,13 +255,13 @@ def _connected(address: str, timeout: float) -> socket.socket:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise UnavailableError if the process at the other end is another user's."""
-    if not hasattr(socket, "SO_PEERCRED"):  # beyond Linux the directory's mode has to do
+    """Raise UnavailableError if the process at the other end belongs to another user."""
+    if not hasattr(socket, "SO_PEERCRED"):  # on other systems than Linux, only the directory's mode protects it
         return
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3i", raw)
     if uid != os.geteuid():
-        raise UnavailableError(f"the process at the other end is the user {uid}'s")
+        raise UnavailableError(f"the process at the other end belongs to the user {uid}")
 
 
 def _unavailable(error: Exception) -> UnavailableError:
@@ -269,19 +270,19 @@ def _unavailable(error: Exception) -> UnavailableError:
     return UnavailableError(getattr(error, "strerror", None) or str(error))
 
 
-def _described(error: Exception) -> tuple[str, str, str]:
-    """Return an error of a method as it travels: its type in `rlframe.errors`, message and traceback."""
+def _error_parts(error: Exception) -> tuple[str, str, str]:
+    """Return the parts of an error for the answer: its class name in `rlframe.errors`, message and traceback."""
     names = [each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__]
-    is_ours = names and not isinstance(error, RemoteError)  # else another node's, which this one had called
+    is_ours = names and not isinstance(error, RemoteError)  # a RemoteError comes from a node that this node has called
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
 def unpack_answer(parts: messages.Parts) -> Any:
-    """Return the value that a server answered; raises what the method did, as `Client` says."""
-    return _value_of(*messages.unpack(parts))
+    """Return the value in a packed answer, or raise the method's error, as `Client.call` does."""
+    return _value_or_error(*messages.unpack(parts))
 
 
-def _value_of(value: Any, name: str | None = None, message: str = "", text: str = "") -> Any:
+def _value_or_error(value: Any, name: str | None = None, message: str = "", text: str = "") -> Any:
     if name is None:
         return value
     kind: type[RlframeError] = getattr(errors, name)
@@ -293,11 +294,11 @@ def _value_of(value: Any, name: str | None = None, message: str = "", text: str 
 class SocketDirectory:
     """A directory for a program's sockets, which only its user can enter.
 
-    It lies in TMPDIR, or in /tmp if the sockets' paths would be too long. `close` removes it, and so does the end of
-    this process, even if it is killed.
+    The directory is in TMPDIR, or in /tmp if the paths of sockets would be too long. It is removed by `close`, and when
+    this process ends, even if it is killed.
 
     Attributes:
-        path: of the directory.
+        path: path of the directory.
     """
 
     def __init__(self) -> None:
@@ -305,27 +306,31 @@ class SocketDirectory:
         self._finalizer = weakref.finalize(self, remove_at_exit(self.path, self.path))
 
     def close(self) -> None:
-        """Remove the directory and its content. May be called again."""
+        """Remove the directory and its contents. May be called again."""
         self._finalizer()
 
 
 def remove_at_exit(directory: str, *paths: str) -> Callable[[], None]:
-    """Remove `paths`, and `directory` if it is empty then, when this process has ended, even if it is killed.
+    """Remove paths when this process ends, even if it is killed. Then remove the directory if it is empty.
+
+    Args:
+        directory: the directory.
+        *paths: the paths to remove.
 
     Returns:
         A function that removes them now. Call it once.
     """
-    ends, alive = os.pipe()  # the kernel closes this end of it with the process
-    command, nowhere = ["/bin/sh", "-c", _REMOVE_AT_END, directory, *paths], subprocess.DEVNULL
-    # A new session, so that Ctrl-C does not reach it.
-    subprocess.run(command, stdin=ends, stdout=nowhere, stderr=nowhere, start_new_session=True, check=True)
+    ends, alive = os.pipe()  # the kernel closes `alive` when this process ends
+    command, null_device = ["/bin/sh", "-c", _REMOVE_AT_END, directory, *paths], subprocess.DEVNULL
+    # A new session, so that Ctrl-C does not end the script.
+    subprocess.run(command, stdin=ends, stdout=null_device, stderr=null_device, start_new_session=True, check=True)
     os.close(ends)
 
     def remove() -> None:
         subprocess.run(["rm", "-rf", "--", *paths])
-        with contextlib.suppress(OSError):  # it is gone, or other processes have files there
+        with contextlib.suppress(OSError):  # the directory does not exist, or other processes have files in it
             os.rmdir(directory)
-        with contextlib.suppress(BrokenPipeError):  # the remover was killed
+        with contextlib.suppress(BrokenPipeError):  # the script was killed
             os.write(alive, b"\n")
         os.close(alive)
 
@@ -333,15 +338,15 @@ def remove_at_exit(directory: str, *paths: str) -> Callable[[], None]:
 
 
 def socket_parent_directory() -> str:
-    """Return the directory in which to make a `SocketDirectory`. Raise UsageError if none is suitable."""
-    place = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _is_suitable(each)), None)
-    if place is None:
+    """Return the parent directory for a `SocketDirectory`. Raise UsageError if no directory is suitable."""
+    directory = next((each for each in (tempfile.gettempdir(), "/tmp", "/dev/shm") if _is_suitable(each)), None)
+    if directory is None:
         raise UsageError(
-            f"The sockets of a program need a directory of at most {_LONGEST} characters that can be written to: "
-            "TMPDIR, /tmp or /dev/shm. None of these is."
+            f"The sockets of a program need a writable directory whose path has at most {_MAX_PARENT_LENGTH} bytes. "
+            "TMPDIR, /tmp and /dev/shm are not suitable: set TMPDIR to another directory."
         )
-    return place
+    return directory
 
 
-def _is_suitable(place: str) -> bool:
-    return len(os.fsencode(place)) <= _LONGEST and os.access(place, os.W_OK | os.X_OK)
+def _is_suitable(directory: str) -> bool:
+    return len(os.fsencode(directory)) <= _MAX_PARENT_LENGTH and os.access(directory, os.W_OK | os.X_OK)

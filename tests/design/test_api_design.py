@@ -320,7 +320,7 @@ def test_phrase_of_document_selects_type_of_async_env(phrase):
 def test_cpp_threadpool_is_envpool():
     with SyncEnv("CartPole-v1", 2, "c++ threadpool") as env:
         assert type(env._pool) is EnvPoolAdapter and env.reset().observation.shape == (2, 4)
-    with pytest.raises(UsageError, match="'envpool' takes the name of an EnvPool task, not a builder"):
+    with pytest.raises(UsageError, match="'envpool' requires the name of an EnvPool task, not a builder"):
         SyncEnv(lambda: None, 2, "c++ threadpool")
 
 
@@ -391,7 +391,7 @@ def test_two_actors_without_rank_on_minimal_buffer_are_refused():
     actor.close()
 
 
-def test_node_instead_of_handle_is_refused_in_launcher():
+def test_node_instead_of_its_handle_is_refused_in_the_launcher():
     needs("launchpad")
     import launchpad as lp
 

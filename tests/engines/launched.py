@@ -1,4 +1,4 @@
-"""A program of small nodes for tests/engines/test_launcher.py: `python launched.py WHAT`, which launches it."""
+"""A Launchpad program of small nodes for tests/engines/test_launcher.py: `python launched.py BEHAVIOR` launches it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.errors import RlframeError
 
 
 class Server:
-    """Counts, and stays until it is stopped."""
+    """A counter that runs until it is stopped."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -29,24 +29,24 @@ class Server:
 
     def run(self) -> None:
         print(f"server {os.getpid()} on {os.environ.get('WHERE', 'nothing')}")
-        # Not a wait without end: a signal that comes just before the main thread blocks would not wake it.
+        # Wait with a timeout: a signal just before the main thread blocks would not interrupt the wait.
         while not lp.stop_event().wait(0.1):
             pass
         print("server stops")
 
 
-def client(server: Any, what: str) -> None:
+def client(server: Any, behavior: str) -> None:
     count = server.add()
     print(f"client {os.getpid()} counts {count}")
-    if what == "raise":
+    if behavior == "raise":
         raise ValueError("the client is unhappy")
-    if what == "stop":
+    if behavior == "stop":
         lp.stop()
-    if what == "wait":
+    if behavior == "wait":
         lp.stop_event().wait()
-    if what == "kill server":
+    if behavior == "kill server":
         os.kill(server.pid(), 9)
-        while True:  # until it is back, at the same address
+        while True:  # until it has restarted at the same address
             try:
                 print(f"after its restart the server counts {server.futures.add().result(timeout=1.0)}")
                 return
@@ -54,14 +54,14 @@ def client(server: Any, what: str) -> None:
                 time.sleep(0.1)
 
 
-def main(what: str) -> None:
+def main(behavior: str) -> None:
     program = lp.Program("test")
     with program.group("server"):
         server = program.add_node(lp.CourierNode(Server))
     with program.group("client"):
-        program.add_node(lp.PyNode(client, server, what))
-        if what == "wait":
-            program.add_node(lp.PyNode(client, server, what))
+        program.add_node(lp.PyNode(client, server, behavior))
+        if behavior == "wait":
+            program.add_node(lp.PyNode(client, server, behavior))
     rules = {
         "server": GroupRules(max_restarts=1, env={"WHERE": "here"}),
         "client": GroupRules(ends_program=True),

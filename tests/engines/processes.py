@@ -1,4 +1,4 @@
-"""Small programs as processes: started, and waited for."""
+"""Start small programs as processes, and wait for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def start(module: str, *arguments: str, cwd: pathlib.Path = ROOT, **env: str) -> subprocess.Popen[str]:
-    """Runs `python -m MODULE`, whose output is kept."""
+    """Start `python -m MODULE` with pipes for its output."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
@@ -26,7 +26,7 @@ def start(module: str, *arguments: str, cwd: pathlib.Path = ROOT, **env: str) ->
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """(exit code, what it printed, the lines of its nodes), once it and they have ended."""
+    """Wait for the end of a program and its nodes. Return (exit code, stdout, output of the nodes)."""
     output, lines = process.communicate(timeout=240.0)
     print(lines)
     pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}
@@ -35,7 +35,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def wait_for_nodes(process: subprocess.Popen[str], count: int = 3) -> set[int]:
-    """The numbers of its nodes, once so many have said who they are."""
+    """Wait until `count` nodes have printed their process ids. Return these ids."""
     pids: set[int] = set()
     assert process.stderr is not None
     while len(pids) < count:

@@ -1,4 +1,4 @@
-"""A program of small nodes for tests of engines: `python small_program.py WHAT ENGINE [RAY_ADDRESS]` runs it."""
+"""A program of small nodes for tests of engines: `python small_program.py BEHAVIOR ENGINE [RAY_ADDRESS]` runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSIONS = 5
 
 
 class Server:
-    """Counts, and stays until it is stopped: it has no `run`."""
+    """A counter without `run`, which is served until it is stopped."""
 
     def __init__(self) -> None:
         self._versions: Any = LocalParams()
@@ -30,7 +30,7 @@ class Server:
         print(f"server {os.getpid()} on {os.environ['JAX_PLATFORMS']}")
 
     def add(self) -> int:
-        if not self._refused:  # as a node that is not ready yet
+        if not self._refused:  # the first call fails, as if the node were not ready
             self._refused = True
             raise UnavailableError("not yet")
         self._count += 1
@@ -46,7 +46,7 @@ class Server:
         return os.getpid()
 
     def publish(self, version: int) -> None:
-        self._versions.publish(version, np.full(500_000, version))  # in the place of `PackedParams`
+        self._versions.publish(version, np.full(500_000, version))  # instead of `PackedParams`
 
     def get_packed(self, known_version: int = -1) -> Any:
         print(f"gives version {self._versions.version}")
@@ -66,24 +66,24 @@ class Server:
 
 
 class Client:
-    """Calls the server, and does what the test wants."""
+    """Calls the server, and then behaves as the test requires."""
 
-    def __init__(self, server: Any, what: str) -> None:
-        self._server, self._what = resolve(server, "server"), what
+    def __init__(self, server: Any, behavior: str) -> None:
+        self._server, self._behavior = resolve(server, "server"), behavior
 
     def run(self) -> None:
         count = self._server.add()
         print(f"client {os.getpid()} counts {count}")
-        if self._what == "report":
+        if self._behavior == "report":
             where = "beside" if self._server.place() == os.environ[MACHINE] else "elsewhere"
             doubled = self._server.double(np.ones((300, 1000)))
-            doubled += 1  # it is the client's own
+            doubled += 1  # the array is writable
             try:
                 self._server.refuse()
             except UsageError as error:
                 print(f"from {where}: {doubled.mean()}, {error}")
             self._server.note_report()
-        if self._what == "act" and self._server.place() != os.environ[MACHINE]:
+        if self._behavior == "act" and self._server.place() != os.environ[MACHINE]:
             version = -1
             while version < VERSIONS:
                 version = self._server.wait_for_version(version, 1.0)
@@ -91,26 +91,26 @@ class Client:
                 assert held >= version and (array == held).all()
                 assert self._server.get_packed(held) == (held, None)
             print("has the last version")
-        if self._what == "act":
+        if self._behavior == "act":
             self._server.note_report()
-        if self._what == "publish":
+        if self._behavior == "publish":
             for version in range(VERSIONS + 1):
                 self._server.publish(version)
                 time.sleep(0.3)
-        if self._what in ("gather", "publish"):
+        if self._behavior in ("gather", "publish"):
             while self._server.reports() < REPORTS:
                 time.sleep(0.05)
-        if self._what == "raise":
+        if self._behavior == "raise":
             raise ValueError("the client is unhappy")
-        if self._what == "stop":
+        if self._behavior == "stop":
             stop_program()
-        if self._what in ("stop", "wait"):
+        if self._behavior in ("stop", "wait"):
             stop = program_stop_event()
             assert stop is not None
             while not stop.wait(0.1):
                 pass
             print("client stops")
-        if self._what == "kill server":
+        if self._behavior == "kill server":
             killed = self._server.pid()
             os.kill(killed, 9)
             while self._server.pid() == killed:
@@ -118,15 +118,15 @@ class Client:
             print(f"after its restart the server counts {self._server.add()}")
 
 
-def main(what: str, name: str, ray_address: str | None = None) -> None:
-    engine = registry.engine_class(name)(EngineOptions(max_restarts=int(what != "raise"), ray_address=ray_address))
+def main(behavior: str, name: str, ray_address: str | None = None) -> None:
+    engine = registry.engine_class(name)(EngineOptions(max_restarts=int(behavior != "raise"), ray_address=ray_address))
     server = engine.add("server", Server)
-    engine.add("monitor", Client, server, what)
-    if what == "wait":
-        engine.add("actor", Client, server, what)
-    if what in ("gather", "publish"):
+    engine.add("monitor", Client, server, behavior)
+    if behavior == "wait":
+        engine.add("actor", Client, server, behavior)
+    if behavior in ("gather", "publish"):
         for _ in range(REPORTS):
-            engine.add("actor", Client, server, "report" if what == "gather" else "act")
+            engine.add("actor", Client, server, "report" if behavior == "gather" else "act")
     try:
         print("ran:", engine.run())
     except RlframeError as error:
@@ -135,6 +135,8 @@ def main(what: str, name: str, ray_address: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from tests.engines.small_program import main as imported  # what nodes are made of is imported by name
+    from tests.engines.small_program import (
+        main as imported,
+    )  # nodes import their classes by module name, not from __main__
 
     imported(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Real processes that hang, and some that only look as if they did."""
+"""The supervisor kills real processes that hang, and no processes that only seem to hang."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def node(name: str, code: str, **options: Any) -> StartableProcess:
 
 
 class Program:
-    """Nodes that run in a supervisor's thread until the context is left; nothing is left of them."""
+    """Runs nodes under a supervisor in a thread during a `with`. Checks at the end that no process remains."""
 
     def __init__(self, *nodes: StartableProcess, hang_timeout: float, healthy: float = 900.0) -> None:
         self._output = io.StringIO()
@@ -84,10 +84,10 @@ class Program:
         assert not self._thread.is_alive(), self.output
 
 
-def test_a_node_that_is_stopped_is_killed_named_started_again_and_counted():
+def test_suspended_node_is_killed_restarted_and_counted_as_a_death():
     with Program(node("actor/1", SERVES, max_restarts=1), hang_timeout=3.0) as program:
-        for lives in (1, 2):
-            program.wait_for(lambda lives=lives: len(program.pids()) == lives)
+        for starts in (1, 2):
+            program.wait_for(lambda starts=starts: len(program.pids()) == starts)
             os.kill(program.pids()[-1], signal.SIGSTOP)
         program.wait_for_end()
         assert re.search(r"\[actor/1\] hung: no heartbeat for \d+ s, and was killed: restart 1 of 1 in", program.output)
@@ -98,14 +98,14 @@ def test_a_node_that_is_stopped_is_killed_named_started_again_and_counted():
         )
 
 
-def test_a_node_whose_interpreter_is_held_by_a_call_into_c_is_killed():
+def test_node_with_the_gil_held_by_a_c_call_is_killed():
     held = SERVES.replace("while True", "import ctypes; ctypes.PyDLL(None).sleep(60)\nwhile True")
     with Program(node("actor", held), hang_timeout=1.0) as program:
         program.wait_for_end()
     assert "The node actor hung: no heartbeat for " in str(program.failure)
 
 
-def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_hangs():
+def test_node_without_progress_is_killed_and_its_traceback_is_reported():
     hangs = "print('up', os.getpid(), flush=True)\ndef spin():\n  while True: time.sleep(0.1)\n"
     hangs = BEATS + hangs + "with Phase('stepping', 2.0): spin()"
     with Program(node("actor", hangs), hang_timeout=30.0) as program:
@@ -116,21 +116,21 @@ def test_a_node_at_whose_work_nothing_moves_is_killed_with_the_place_where_it_ha
 
 
 @pytest.mark.system
-def test_a_node_that_hangs_in_every_life_uses_up_its_restarts_however_late_that_is_seen():
+def test_node_that_always_hangs_runs_out_of_restarts():
     hangs = BEATS + "with Phase('computing', 3.5): time.sleep(600)"
     with Program(node("learner", hangs, max_restarts=1), hang_timeout=30.0, healthy=3.0) as program:
         program.wait_for_end()
     assert re.match(r"The node learner hung: in phase computing for .* \(and 1 times before\)", str(program.failure))
 
 
-def test_long_work_that_is_declared_outlives_the_heartbeat_s_deadline():
+def test_phase_may_take_longer_than_the_hang_timeout():
     slow = BEATS + "for name in ('compiling', 'stepping'):\n  with Phase(name, 60.0): time.sleep(4.0)\nprint('done')"
     with Program(node("learner", slow), hang_timeout=3.0) as program:
         program.wait_for_end()
     assert program.failure is None and program.output == "[learner] done\n"
 
 
-def test_who_waits_for_another_is_not_blamed():
+def test_node_that_waits_for_another_node_is_not_killed():
     waits = BEATS + "from rlframe.interprocess.phases import waiting_for\nwith Phase('stepping', 2.0):\n"
     waits += "  with waiting_for('the learner'): time.sleep(3.0)\nprint('done')"
     with Program(node("actor", waits), hang_timeout=3.0) as program:
@@ -138,11 +138,11 @@ def test_who_waits_for_another_is_not_blamed():
     assert program.failure is None
 
 
-def test_nothing_is_killed_where_it_is_turned_off():
+def test_hang_timeout_zero_kills_no_node():
     with Program(node("actor", SERVES), hang_timeout=0.0) as program:
         program.wait_for(program.pids)
         os.kill(program.pids()[0], signal.SIGSTOP)
-        time.sleep(3.0)  # several looks
+        time.sleep(3.0)  # several polls of the supervisor
         assert "hung" not in program.output and len(program.pids()) == 1
 
 
@@ -156,9 +156,9 @@ print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 
 
 @pytest.mark.parametrize(
-    ("who", "hang_timeout"), [pytest.param("all", 6.0, marks=pytest.mark.system), ("launcher", 3.0)]
+    ("suspended", "hang_timeout"), [pytest.param("all", 6.0, marks=pytest.mark.system), ("launcher", 3.0)]
 )
-def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str, hang_timeout: float):
+def test_suspended_launcher_continues_without_killing_nodes(suspended: str, hang_timeout: float):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES, str(hang_timeout)],
         cwd=ROOT,
@@ -168,16 +168,16 @@ def test_a_launcher_that_was_stopped_goes_on_when_it_is_continued(who: str, hang
     )
     assert process.stderr is not None
     pids = [int(process.stderr.readline().split()[-1]) for _ in range(2)]
-    # The launcher has seen the others' last beats, and looks before they can beat again.
-    others = pids if who == "all" else []
-    for pid in others:
+    # After its continuation, the launcher checks the heartbeats before the nodes can send new ones.
+    suspended_pids = pids if suspended == "all" else []
+    for pid in suspended_pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(0.5)
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.5 * hang_timeout)
     process.send_signal(signal.SIGCONT)
     time.sleep(0.5)
-    for pid in others:
+    for pid in suspended_pids:
         os.kill(pid, signal.SIGCONT)
     time.sleep(3.0)
     assert all(psutil.Process(pid).is_running() for pid in pids)

@@ -1,4 +1,4 @@
-"""Real Launchpad programs: real processes, real Courier calls."""
+"""`launch` with real Launchpad programs, processes and Courier calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs("launchpad")
 start = functools.partial(processes.start, "tests.engines.launched")
 
 
-def test_a_program_ends_well_with_the_node_that_decides():
+def test_program_ends_with_its_client():
     code, output, lines = finish(start("once"))
     assert (code, output) == (0, "launched: None\n")
     assert "[server] server" in lines and "on here" in lines
@@ -27,46 +27,46 @@ def test_a_program_ends_well_with_the_node_that_decides():
     assert "[server] server stops" in lines
 
 
-def test_the_first_line_names_the_ports_that_all_interfaces_have():
+def test_first_line_lists_the_ports_that_listen_on_all_interfaces():
     process = start("wait")
     assert process.stderr is not None
     first = process.stderr.readline()
-    said = re.fullmatch(r"\[launcher\] server \(port (\d+)\), and .* can run code as you\. .* SECURITY\.md\.\n", first)
-    assert said, first
-    line = next(line for line in process.stderr if "server" in line)  # it listens before it runs
+    match = re.fullmatch(r"\[launcher\] server \(port (\d+)\), and .* can run code as you\. .* SECURITY\.md\.\n", first)
+    assert match, first
+    line = next(line for line in process.stderr if "server" in line)  # the server listens before it prints this line
     pid = int(re.findall(r"server (\d+) ", line)[0])
     listening = [each for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    assert [(each.laddr.ip, each.laddr.port) for each in listening] == [("::", int(said[1]))]
+    assert [(each.laddr.ip, each.laddr.port) for each in listening] == [("::", int(match[1]))]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60.0)
 
 
-def test_a_node_that_raises_is_told_with_its_traceback():
+def test_failed_node_is_reported_with_its_traceback():
     code, output, _ = finish(start("raise"))
     assert code == 1
     assert output.startswith("failed: The node client failed with exit code 1. Its last lines:\nTraceback (most")
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 
-def test_lp_stop_ends_the_program_well():
+def test_lp_stop_ends_the_program_without_an_error():
     code, output, lines = finish(start("stop"))
     assert (code, output) == (0, "launched: None\n")
     assert "[server] server stops" in lines
 
 
-def test_a_killed_server_comes_back_at_its_address():
+def test_killed_server_restarts_at_its_address():
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "launched: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
     assert len(set(re.findall(r"server (\d+) ", lines))) == 2
-    # Courier may send a call again: then the new server, too, has counted more than one.
+    # Courier may repeat a call, so the new server may have counted more than one.
     assert re.search(r"^\[client\] after its restart the server counts [1-9]$", lines, re.M)
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: pathlib.Path):
+def test_all_processes_end_after_the_launcher_is_killed(tmp_path: pathlib.Path):
     process = start("wait", TMPDIR=str(tmp_path))
     pids = wait_for_nodes(process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60.0)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"Some of {pids} live on.")
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"Some of {pids} are still running.")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The engine ray, on a cluster of three Ray nodes of this machine."""
+"""The engine ray, on a cluster of three Ray nodes on this machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ray.cluster_utils import Cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    tmp_path_factory.getbasetemp()  # made now, or it would lie in the directory that goes with the cluster
+    tmp_path_factory.getbasetemp()  # create it now, outside the cluster's temporary directory
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         patch.setenv("HOME", ray_home())
         patch.setenv("TMPDIR", directory)
-        patch.setenv("PYTHONPATH", str(ROOT))  # which rlframe the machines of the cluster have
-        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # however busy this machine is
+        patch.setenv("PYTHONPATH", str(ROOT))  # the cluster's machines import this rlframe
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # for busy machines
         patch.setattr(tempfile, "tempdir", None)
         there = {"num_cpus": 2, "include_dashboard": False}
         started = Cluster(initialize_head=True, head_node_args={**there, "temp_dir": f"{directory}/ray"})
@@ -47,20 +47,20 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def start(cluster):
-    def started(what: str, own: bool = False) -> subprocess.Popen[str]:
+    def started(behavior: str, own: bool = False) -> subprocess.Popen[str]:
         address = [] if own else [cluster.address]
-        return processes.start("tests.engines.small_program", what, "ray", *address)
+        return processes.start("tests.engines.small_program", behavior, "ray", *address)
 
     yield started
-    assert_nothing_is_left()
+    assert_no_sockets_remain()
 
 
-def assert_nothing_is_left() -> None:
+def assert_no_sockets_remain() -> None:
     place = pathlib.Path(tempfile.gettempdir())
-    wait_until(lambda: not list(place.glob("rlframe-*")), f"{list(place.glob('rlframe-*'))} are left.")
+    wait_until(lambda: not list(place.glob("rlframe-*")), f"{list(place.glob('rlframe-*'))} still exist.")
 
 
-def test_nodes_call_each_other_from_one_ray_node_to_another(start):
+def test_nodes_on_different_ray_nodes_call_each_other(start):
     code, output, lines = finish(start("gather"))
     assert (code, output) == (0, "ran: None\n")
     assert re.search(r"^\[server\] server \d+ on cpu$", lines, re.M)
@@ -68,27 +68,27 @@ def test_nodes_call_each_other_from_one_ray_node_to_another(start):
     assert len(reports) == 4 and "elsewhere" in reports
 
 
-def test_a_version_is_taken_from_its_node_once_however_many_ray_nodes_and_actors_want_it(start):
+def test_each_version_is_fetched_from_its_node_once(start):
     code, output, lines = finish(start("publish"))
     assert (code, output) == (0, "ran: None\n")
     assert len(re.findall("has the last version", lines)) >= 2
-    assert 1 < len(re.findall("gives version", lines)) <= 10  # 36 where each asks for itself
+    assert 1 < len(re.findall("gives version", lines)) <= 10  # 36 if each actor called the node itself
 
 
-def test_a_node_can_end_the_program(start):
+def test_node_can_end_the_program(start):
     code, output, lines = finish(start("stop"))
     assert (code, output) == (0, "ran: None\n")
     assert "[monitor] client stops" in lines
 
 
-def test_a_node_that_raises_is_told_with_its_traceback(start):
+def test_failed_node_is_reported_with_its_traceback(start):
     code, output, _ = finish(start("raise"))
     assert code == 1
     assert output.startswith("failed: The node monitor failed with exit code 1. Its last lines:\nTraceback (most")
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 
-def test_a_killed_server_comes_back_under_its_name(start):
+def test_killed_server_restarts_under_its_name(start):
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "ran: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
@@ -105,15 +105,15 @@ def test_ctrl_c_ends_all_nodes(start):
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(start):
+def test_all_processes_end_after_the_launcher_is_killed(start):
     process = start("wait")
     pids = wait_for_nodes(process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120.0)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"Some of {pids} live on.")
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), f"Some of {pids} are still running.")
 
 
-LOOK = """
+PRINT_CLUSTER_STATE = """
 import json, sys, ray
 from ray._private.state import actors
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -127,34 +127,36 @@ print(json.dumps({
 """
 
 
-def look_at(address: str) -> dict:
-    looked = subprocess.run([sys.executable, "-c", LOOK, address], check=True, capture_output=True, text=True)
-    return json.loads(looked.stdout.splitlines()[-1])
+def cluster_state(address: str) -> dict:
+    printed = subprocess.run(
+        [sys.executable, "-c", PRINT_CLUSTER_STATE, address], check=True, capture_output=True, text=True
+    )
+    return json.loads(printed.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("how", ["ends", "killed"])
-def test_a_ray_that_was_there_before_is_left_as_it_was(start, cluster, how):
-    before = look_at(cluster.address)
+def test_existing_ray_cluster_is_unchanged_after_a_program(start, cluster, how):
+    before = cluster_state(cluster.address)
     assert len(before["nodes"]) == 3 and before["free"] == before["resources"] and not before["actors"]
     process = start("once" if how == "ends" else "wait")
     if how == "ends":
         assert finish(process)[:2] == (0, "ran: None\n")
     else:
         wait_for_nodes(process)
-        assert look_at(cluster.address)["actors"]
+        assert cluster_state(cluster.address)["actors"]
         process.kill()
         process.communicate(timeout=120.0)
-    wait_until(lambda: look_at(cluster.address) == before, "Ray is not as it was before.", seconds=60.0)
+    wait_until(lambda: cluster_state(cluster.address) == before, "The cluster's state has changed.", seconds=60.0)
 
 
-def test_a_ray_of_its_own_ends_with_its_launcher_killed_or_not(start):
+def test_ray_started_by_the_launcher_ends_with_it(start):
     assert finish(start("once", own=True))[:2] == (0, "ran: None\n")
     process = start("wait", own=True)
     wait_for_nodes(process)
     rays = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=120.0)
-    wait_until(lambda: not any(each.is_running() for each in rays), f"Some of {rays} live on.")
+    wait_until(lambda: not any(each.is_running() for each in rays), f"Some of {rays} are still running.")
 
 
 OWN_AGENT = """
@@ -162,7 +164,7 @@ from rlframe.agents.ppo import PPO
 
 
 class OwnPPO(PPO):
-    '''Named by its file: no other process can import it.'''
+    '''Loaded from a file, so other processes cannot import it.'''
 """
 
 
@@ -175,7 +177,7 @@ def train(cluster, tmp_path):
         return processes.start("rlframe", *arguments, "--run-dir", str(tmp_path / "run"), *options, cwd=tmp_path)
 
     yield started
-    assert_nothing_is_left()
+    assert_no_sockets_remain()
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[dict, str]:
@@ -185,12 +187,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[dict, str]:
     return json.loads(output.splitlines()[-1]), lines
 
 
-def test_an_agent_of_a_users_own_learns_in_memory_that_nodes_share(train):
+def test_user_agent_learns_with_shared_memory(train):
     result, _ = ended(train("--topology", "heavy_env", "--steps", "30000"))
     assert result["env_steps"] >= 30000 and result["return_mean"] > 100.0
 
 
-def test_a_run_over_several_ray_nodes_goes_on_when_one_of_them_is_killed(train, cluster, tmp_path):
+def test_run_continues_when_one_of_several_ray_nodes_is_killed(train, cluster, tmp_path):
     process = train("--topology", "distributed", "--steps", "30000", "--hang-timeout", "10", "--eval-episodes", "2")
     rows = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: (rows.exists() and rows.read_text()) or process.poll() is not None, seconds=300.0)
@@ -205,13 +207,13 @@ def test_a_run_over_several_ray_nodes_goes_on_when_one_of_them_is_killed(train, 
     assert re.search(r"restart 1 of 3", lines)
 
 
-def test_workers_of_elastic_that_share_no_memory_are_on_several_ray_nodes(train, tmp_path):
+def test_elastic_workers_without_shared_memory_use_several_ray_nodes(train, tmp_path):
     process = train("--topology", "elastic", "--replay", "service", "--steps", "30000", "--eval-episodes", "2")
 
     def raylets() -> set[int]:
         titles = ((each, each.info["cmdline"]) for each in psutil.process_iter(["cmdline"]))
         collectors = [each for each, title in titles if title and title[0].startswith("rlframe: collector")]
-        # Each beside an actor, which is its Ray node's.
+        # A collector's parent is a Ray actor, whose parent is the raylet of its Ray node.
         return {host.ppid() for each in collectors if (host := each.parent()) is not None}
 
     wait_until(lambda: len(raylets()) > 1 or process.poll() is not None, seconds=300.0)
@@ -220,7 +222,7 @@ def test_workers_of_elastic_that_share_no_memory_are_on_several_ray_nodes(train,
 
 
 @pytest.mark.timeout(900)
-def test_elastic_keeps_its_versions_when_the_learner_or_the_node_that_has_them_is_killed(cluster, tmp_path):
+def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_killed(cluster, tmp_path):
     options = ["--agent", "ppo", "--env", "CartPole-v1", "--steps", "100000000", "--eval-episodes", "2"]
     options += ["--max-actors", "2", "--replay", "service", "--engine=ray", "--ray-address", cluster.address]
     with ElasticProgram(tmp_path / "run", *options) as program:
@@ -228,8 +230,8 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_node_that_has_them_i
         program.wait_for(lambda status: status["job"]["params_version"] > 5)
 
         learner = program.worker("learner/0")
-        program.call(lambda client: client.evaluate_now())
-        program.worker("evaluator/0")  # it is told a version, which is pinned
+        program.ask(lambda client: client.evaluate_now())
+        program.worker("evaluator/0")  # it evaluates a pinned version
         os.kill(learner["pid"], signal.SIGKILL)
         status = program.wait_for(lambda status: status["job"]["evaluated_version"] is not None)
         newest = status["job"]["params_version"]
@@ -248,14 +250,14 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_node_that_has_them_i
         code, result = program.finish()
     assert code == 0, program.errors()
     assert result is not None and result["params_version"] > newest
-    assert last_status(program.run_dir)["job"]["restarts"] == 1  # the learner's
+    assert last_status(program.run_dir)["job"]["restarts"] == 1  # only the learner has restarted
     program.check_counters(last_status(program.run_dir))
     assert not (program.run_dir / "params").exists()
-    assert_nothing_is_left()
+    assert_no_sockets_remain()
 
 
 def processes_titled(title: str) -> list[psutil.Process]:
-    """Those of the cluster."""
+    """Return the processes of the cluster with this title."""
     found = []
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

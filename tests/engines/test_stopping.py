@@ -1,4 +1,4 @@
-"""Signals that end a run."""
+"""`StopSignal` handles signals that end a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rlframe.engines.stopping import StopSignal
 
 
-def test_a_first_signal_is_noted_and_a_second_one_raises():
+def test_first_signal_is_recorded_and_second_signal_raises():
     with StopSignal(quiet=True) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.number == signal.SIGTERM and not stop.is_repeated
@@ -19,14 +19,14 @@ def test_a_first_signal_is_noted_and_a_second_one_raises():
         assert stop.number == signal.SIGTERM and stop.is_repeated
 
 
-def test_a_first_signal_raises_within_interruptible_work():
+def test_first_signal_raises_during_interruptible_work():
     with StopSignal(quiet=True) as stop:
         with pytest.raises(KeyboardInterrupt), stop.interruptible():
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.number == signal.SIGINT and not stop.is_repeated
 
 
-def test_a_first_signal_after_interruptible_work_is_noted():
+def test_first_signal_after_interruptible_work_is_recorded():
     with StopSignal(quiet=True) as stop:
         with stop.interruptible():
             pass

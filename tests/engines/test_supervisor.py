@@ -1,4 +1,4 @@
-"""Real processes, started, restarted, stopped and killed; each is a few lines of Python without any import."""
+"""The supervisor starts, restarts, stops and kills real processes, which are a few lines of Python each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import is_process_alive, wait_until
 
-PATIENCE = 60.0  # seconds; where nothing is awry it is not waited for
+TIMEOUT = 60.0  # seconds; a successful test does not wait so long
 
 
 def node(name: str, code: str, **options) -> StartableProcess:
@@ -30,34 +30,34 @@ def node(name: str, code: str, **options) -> StartableProcess:
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
-# Ends well on SIGTERM, as nodes do.
+# Exits with 0 on SIGTERM, as nodes do.
 SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
 
 
 def run(*nodes: StartableProcess, backoff: Backoff | None = None) -> tuple[int | None, str]:
     output = io.StringIO()
-    return ProgramSupervisor(nodes, NodeLogs(None, output), grace=PATIENCE, backoff=backoff).run(), output.getvalue()
+    return ProgramSupervisor(nodes, NodeLogs(None, output), grace=TIMEOUT, backoff=backoff).run(), output.getvalue()
 
 
-def assert_none_left(before: set[int]) -> None:
+def assert_no_process_remains(before: set[int]) -> None:
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
     assert not left
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left():
+def no_process_remains():
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    assert_none_left(before)
+    assert_no_process_remains(before)
 
 
-def test_a_program_is_over_when_all_its_nodes_have_ended_well():
+def test_program_ends_when_all_nodes_have_ended():
     result, output = run(node("a", "print('one')"), node("b", "import sys; print('two', file=sys.stderr)"))
     assert result is None
     assert sorted(output.splitlines()) == ["[a] one", "[b] two"]
 
 
-def test_the_end_of_the_node_that_decides_ends_the_others():
+def test_end_of_a_node_with_ends_program_ends_the_other_nodes():
     result, output = run(
         node("learner", "print('done')", ends_program=True), node("actor/0", SERVES), node("b", FOREVER)
     )
@@ -65,7 +65,7 @@ def test_the_end_of_the_node_that_decides_ends_the_others():
     assert "did not end within" not in output
 
 
-def test_a_node_that_fails_is_named_with_its_traceback_and_ends_the_rest():
+def test_failed_node_ends_the_program_and_is_reported_with_its_traceback():
     with pytest.raises(ProgramError) as caught:
         run(node("learner", "def f():\n  raise ValueError('too bad')\nf()"), node("actor/1", SERVES))
     message = str(caught.value)
@@ -73,7 +73,7 @@ def test_a_node_that_fails_is_named_with_its_traceback_and_ends_the_rest():
     assert message.endswith("ValueError: too bad")
 
 
-def test_a_node_that_dies_is_started_again_until_its_restarts_are_used_up(tmp_path: pathlib.Path):
+def test_dead_node_is_restarted_up_to_max_restarts(tmp_path: pathlib.Path):
     count = f"with open({str(tmp_path / 'lives')!r}, 'a') as f: f.write('x')\n"
     dies = count + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(ProgramError, match=r"The node actor/1 was killed by SIGKILL \(and 2 times before\)"):
@@ -81,7 +81,7 @@ def test_a_node_that_dies_is_started_again_until_its_restarts_are_used_up(tmp_pa
     assert (tmp_path / "lives").read_text() == "xxx"
 
 
-def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path):
+def test_program_with_a_recovered_node_ends_without_an_error(tmp_path: pathlib.Path):
     path = str(tmp_path / "been")
     once = f"import os, sys\nif not os.path.exists({path!r}):\n  open({path!r}, 'w'); sys.exit(3)\nprint('back')"
     result, output = run(
@@ -91,30 +91,32 @@ def test_a_node_that_recovers_lets_the_program_end_well(tmp_path: pathlib.Path):
     assert "[learner] failed with exit code 3: restart 1 of 1 in 0.01 s" in output and "[learner] back" in output
 
 
-def test_a_node_that_ignores_sigterm_is_killed_after_the_grace():
-    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+def test_node_that_ignores_sigterm_is_killed_after_the_grace_period():
+    ignores_sigterm = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    )
     output = io.StringIO()
-    program = ProgramSupervisor([node("deaf", deaf)], NodeLogs(None, output), grace=0.5)
+    program = ProgramSupervisor([node("ignores_sigterm", ignores_sigterm)], NodeLogs(None, output), grace=0.5)
     threading.Thread(target=lambda: (wait_until(lambda: "up" in output.getvalue()), program.stop())).start()
     assert program.run() is None
-    assert "[deaf] did not end within 0.5 s: killed" in output.getvalue()
+    assert "[ignores_sigterm] did not end within 0.5 s: killed" in output.getvalue()
 
 
 FAILS = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: 1 / 0)")
-DEAF = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)")
+IGNORES_SIGTERM = FOREVER.replace("import time", "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)")
 
 
-def interrupted(
-    *nodes: StartableProcess, once: str, times: int = 1, grace: float = PATIENCE, backoff: Backoff | None = None
+def run_and_interrupt(
+    *nodes: StartableProcess, once: str, times: int = 1, grace: float = TIMEOUT, backoff: Backoff | None = None
 ) -> tuple[int | None, str]:
-    """Ctrl-C as soon as `once` is in the output."""
+    """Run a program, and send Ctrl-C after `once` is in its output."""
     output = io.StringIO()
 
     def interrupt() -> None:
         wait_until(lambda: once in output.getvalue())
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: "SIGINT: ending" in output.getvalue())  # two at once would be one
+            wait_until(lambda: "SIGINT: ending" in output.getvalue())  # signals that arrive together count as one
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -124,23 +126,23 @@ def interrupted(
         thread.join()
 
 
-def test_a_program_that_is_stopped_has_ended_well_only_if_those_that_save_have():
-    assert interrupted(node("learner", SERVES, must_save=True), once="[learner] up")[0] == signal.SIGINT
-    result, output = interrupted(node("actor", FAILS), node("learner", SERVES, must_save=True), once="[actor] up")
+def test_stopped_program_fails_if_a_node_that_must_save_fails():
+    assert run_and_interrupt(node("learner", SERVES, must_save=True), once="[learner] up")[0] == signal.SIGINT
+    result, output = run_and_interrupt(node("actor", FAILS), node("learner", SERVES, must_save=True), once="[actor] up")
     assert result == signal.SIGINT and "[actor] failed with exit code 1 while the program ended" in output
     lost = "while the program ended: its unsaved work is lost. Its last lines:\n"
     with pytest.raises(ProgramError, match=rf"^The node learner failed with exit code 1 {lost}Traceback(.|\n)*ZeroDiv"):
-        interrupted(node("learner", FAILS, must_save=True), once="[learner] up")
+        run_and_interrupt(node("learner", FAILS, must_save=True), once="[learner] up")
     with pytest.raises(ProgramError, match=rf"^The node learner was killed by SIGKILL {lost}up"):
-        interrupted(node("learner", DEAF, must_save=True), once="[learner] up", grace=0.5)
+        run_and_interrupt(node("learner", IGNORES_SIGTERM, must_save=True), once="[learner] up", grace=0.5)
 
 
-def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_saved():
+def test_second_ctrl_c_is_an_error_only_if_a_node_has_not_saved():
     with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
-        interrupted(node("learner", DEAF, must_save=True), once="[learner] up", times=2)
+        run_and_interrupt(node("learner", IGNORES_SIGTERM, must_save=True), once="[learner] up", times=2)
     output = io.StringIO()
     program = ProgramSupervisor(
-        [node("learner", SERVES, must_save=True), node("actor", DEAF)], NodeLogs(None, output), grace=PATIENCE
+        [node("learner", SERVES, must_save=True), node("actor", IGNORES_SIGTERM)], NodeLogs(None, output), grace=TIMEOUT
     )
 
     def interrupt() -> None:
@@ -156,13 +158,15 @@ def test_a_second_ctrl_c_has_ended_a_program_well_only_if_those_that_save_had_sa
     thread.join()
 
 
-def test_who_should_save_and_is_not_back_from_its_death_is_named_when_the_program_is_stopped():
+def test_stopped_program_fails_if_a_node_that_must_save_waits_for_its_restart():
     dies = node("learner", "1 / 0", must_save=True, max_restarts=1)
-    with pytest.raises(ProgramError, match="The node learner had died, and was not back yet when the program was stop"):
-        interrupted(dies, node("actor", SERVES), once="restart 1 of 1", backoff=Backoff(PATIENCE, PATIENCE))
+    with pytest.raises(
+        ProgramError, match="The node learner had died and was not restarted before the program was stop"
+    ):
+        run_and_interrupt(dies, node("actor", SERVES), once="restart 1 of 1", backoff=Backoff(TIMEOUT, TIMEOUT))
 
 
-def test_who_saved_before_the_program_was_complete_need_not_end_well(tmp_path: pathlib.Path):
+def test_complete_program_succeeds_even_if_a_node_that_must_save_fails_at_the_end(tmp_path: pathlib.Path):
     path = str(tmp_path / "up")
     fails = FAILS.replace("print(", f"open({path!r}, 'w'); print(")
     ends = node("monitor", f"import os, time\nwhile not os.path.exists({path!r}): time.sleep(0.01)", ends_program=True)
@@ -183,7 +187,7 @@ print(ProgramSupervisor(nodes, grace=60.0).run())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL])
-def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
+def test_signal_to_the_launcher_ends_all_nodes_and_is_returned(number: signal.Signals):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -191,21 +195,25 @@ def test_a_signal_to_the_launcher_ends_all_and_is_told(number: signal.Signals):
     for _ in range(2):
         assert process.stderr.readline().endswith("up\n")
     process.send_signal(number)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=TIMEOUT)
     assert output.strip() == ("None" if number == STOP_SIGNAL else str(int(number)))
     assert process.returncode == 0
 
 
-def test_a_second_ctrl_c_ends_all_at_once():
-    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, deaf], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_second_ctrl_c_kills_all_nodes_immediately():
+    ignores_sigterm = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, ignores_sigterm], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stderr is not None
     for _ in range(2):
         assert process.stderr.readline().endswith(b"up\n")
     nodes = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
-    assert process.stderr.readline() == b"[launcher] SIGINT: ending 2 processes; once more kills them\n"
+    assert process.stderr.readline() == b"[launcher] SIGINT: ending 2 processes; repeat to kill them\n"
     process.send_signal(signal.SIGINT)
-    process.wait(timeout=PATIENCE / 2)
+    process.wait(timeout=TIMEOUT / 2)
     assert b"did not end within" not in process.stderr.read()
     assert not any(map(is_process_alive, nodes))

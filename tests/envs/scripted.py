@@ -1,4 +1,4 @@
-"""Environments whose every step is known, in both APIs, and the stream that they must give."""
+"""Environments with a fixed script, in the APIs of Gymnasium and dm_env, and the steps that pools must return."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FIRST, MID, LAST = 0, 1, 2
 
 
 def ending(episode: int, t: int) -> tuple[bool, bool]:
-    """(terminated, truncated) after t steps: episodes end by termination, by a limit, and by both at once."""
+    """Return (terminated, truncated) after t steps. Episodes end by termination, by truncation, or by both."""
     return [(t == 3, False), (False, t == 2), (t == 4, t == 4)][episode % 3]
 
 
 class ScriptedEnv(gymnasium.Env):
-    """Observes (a number that the seed decides, the episode, the step); rewards the step plus ten times the action."""
+    """Observation: (a hash of the seed, the episode, the step). Reward: the step plus ten times the action."""
 
     observation_space = spaces.Box(-1.0, 1e6, (3,), np.float64)
     action_space = spaces.Discrete(NUM_ACTIONS)
@@ -47,7 +47,7 @@ class ScriptedEnv(gymnasium.Env):
 
 
 class ScriptedDictEnv(ScriptedEnv):
-    """The same, observed as a dict with a nested tuple, an image and a scalar; its actions start at 1."""
+    """A ScriptedEnv whose observation is a dict with a nested tuple, an image and a scalar. Its actions start at 1."""
 
     observation_space = spaces.Dict(
         numbers=spaces.Box(-1.0, 1e6, (3,), np.float64),
@@ -65,7 +65,7 @@ class ScriptedDictEnv(ScriptedEnv):
 
 
 class ScriptedDmEnv(dm_env.Environment):
-    """The same in the dm_env API."""
+    """A ScriptedEnv in the dm_env API."""
 
     def __init__(self, seed: int = 0):
         self.env = ScriptedEnv()
@@ -89,7 +89,7 @@ class ScriptedDmEnv(dm_env.Environment):
         return specs.DiscreteArray(NUM_ACTIONS, np.int64, "move")
 
 
-WRONG_REWARDS = {
+INVALID_REWARDS = {
     "reward shape": np.array([1.0]),
     "reward text": "much",
     "reward dict": {"speed": 1.0},
@@ -98,7 +98,7 @@ WRONG_REWARDS = {
 
 
 class FaultyEnv(ScriptedEnv):
-    """Raises, hangs or gives nonsense in its second step, in the environment that `victim` says (by its seed)."""
+    """The environment with the index `victim` has a fault when it is built or in its second step."""
 
     def __init__(self, fault: str, victim: int, seed: int = 0):
         self.fault = fault if seed == env_seed(0, victim) else None
@@ -111,8 +111,8 @@ class FaultyEnv(ScriptedEnv):
 
     def step(self, action):
         observation, reward, *rest = super().step(action)
-        if self.t == 2 and self.fault in WRONG_REWARDS:
-            reward = WRONG_REWARDS[self.fault]
+        if self.t == 2 and self.fault in INVALID_REWARDS:
+            reward = INVALID_REWARDS[self.fault]
         rest = [reward, *rest]
         if self.t == 2:
             if self.fault == "raise":
@@ -130,19 +130,19 @@ class FaultyEnv(ScriptedEnv):
                 time.sleep(600)
             if self.fault == "hang in C":
                 print("hangs", flush=True)
-                ctypes.PyDLL(None).sleep(600)  # which keeps Python's lock
+                ctypes.PyDLL(None).sleep(600)  # holds the GIL
         return observation, *rest
 
 
 class Stream:
-    """What one ScriptedEnv gives, one step at a time: the twin that pools are compared with."""
+    """The expected steps of one ScriptedEnv in a pool."""
 
     def __init__(self, seed: int, index: int):
         self.mark = env_seed(seed, index) % 100_000
         self.episode, self.t, self.last = -1, 0, True
 
     def step(self, action: int) -> tuple[int, float, float, list[int]]:
-        """(step_type, reward, discount, [mark, episode, t])"""
+        """Return (step_type, reward, discount, [mark, episode, t])."""
         if self.last:
             self.episode, self.t, self.last = self.episode + 1, 0, False
             return FIRST, 0.0, 1.0, [self.mark, self.episode, 0]
@@ -154,6 +154,6 @@ class Stream:
 
 
 def rows(timestep: TimeStep, numbers: np.ndarray) -> list[tuple[int, float, float, list[int]]]:
-    """A batched timestep in the form that `Stream.step` gives."""
+    """Return the rows of a batched timestep, each in the form of `Stream.step`."""
     columns = timestep.step_type.tolist(), timestep.reward.tolist(), timestep.discount.tolist(), numbers.tolist()
     return [(step_type, reward, discount, row) for step_type, reward, discount, row in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""Actions that do not fit: refused by name at every step, before any environment sees them."""
+"""Invalid actions are refused before any environment steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ OUT_OF_RANGE = r"'action' must be between 0 and 1, got 7 in row 0 of the batch"
 
 
 def refused(step, type):
-    """(actions, message) of what a step of two environments refuses: values of the spec's dtype not in every one."""
+    """Yield (actions, message) for invalid actions of two environments.
+
+    Python pools check the values of int32 actions only in the first batch. EnvPool checks them in every batch.
+    """
     yield from MISSHAPEN
     yield [7, -3], OUT_OF_RANGE
     if step == 0 or type == "envpool":
@@ -34,7 +37,7 @@ def refused(step, type):
 
 
 @pytest.mark.parametrize("type", SYNC_TYPES)
-def test_every_step_refuses_what_does_not_fit_and_the_pool_goes_on(type):
+def test_step_refuses_invalid_actions_and_the_pool_continues(type):
     make = functools.partial(SyncEnv, "CartPole-v1", 2, type, seed=1, num_workers=1)
     with make() as pool, make() as twin:
         pool.reset()
@@ -43,13 +46,13 @@ def test_every_step_refuses_what_does_not_fit_and_the_pool_goes_on(type):
             for actions, message in refused(step, type):
                 with pytest.raises(UsageError, match=message):
                     pool.step(actions)
-            # Nothing was stepped meanwhile.
-            here, there = pool.step(np.array([0, 1], np.int32)), twin.step(np.array([0, 1], np.int32))
-            np.testing.assert_array_equal(here.observation, there.observation)
+            # The refused actions stepped no environment.
+            ours, expected = pool.step(np.array([0, 1], np.int32)), twin.step(np.array([0, 1], np.int32))
+            np.testing.assert_array_equal(ours.observation, expected.observation)
 
 
 @pytest.mark.parametrize("type", ["thread", "process", "envpool"])
-def test_every_send_refuses_what_does_not_fit_and_the_pool_goes_on(type):
+def test_send_refuses_invalid_actions_and_the_pool_continues(type):
     with AsyncEnv("CartPole-v1", 3, 2, type, num_workers=1) as pool:
         for step in range(3):
             env_ids, _ = pool.recv()
@@ -75,7 +78,7 @@ def discrete(num_values):
     return specs.DiscreteArray(num_values, np.int32, "action")
 
 
-def test_casts_within_a_kind_keep_the_values():
+def test_casts_to_the_same_kind_of_dtype_keep_values():
     check = ActionCheck(discrete(5), every_value=True)
     for given in (np.array([4, 0], np.int64), np.array([4, 0], np.uint8), [4, 0]):
         actions = check(given, 2)
@@ -84,15 +87,15 @@ def test_casts_within_a_kind_keep_the_values():
     same = np.array([4, 0], np.int32)
     assert check(same, 2) is same
     continuous = ActionCheck(specs.BoundedArray((1,), np.float32, -2.0, 2.0, "action"), every_value=True)
-    for given in (np.array([[0.5], [3.0]]), np.array([[1], [3]])):  # 3 is out of bounds: the environment's affair
+    for given in (np.array([[0.5], [3.0]]), np.array([[1], [3]])):  # 3 is out of bounds, which is allowed
         actions = continuous(given, 2)
         assert actions.dtype == np.float32 and actions.tolist() == given.tolist()
 
 
-def test_a_cast_never_wraps_an_action_around_or_overflows_it():
+def test_casts_refuse_values_that_wrap_or_overflow():
     check = ActionCheck(discrete(5), every_value=False)
     continuous = ActionCheck(specs.BoundedArray((), np.float32, -2.0, 2.0, "action"), every_value=False)
-    for _ in range(2):  # not only in the first batch
+    for _ in range(2):  # the first batch is checked in another way
         check(np.array([1, 2], np.int32), 2)
         with pytest.raises(UsageError, match="between 0 and 4, got 4294967297 in row 1"):
             check([0, 2**32 + 1], 2)
@@ -104,7 +107,7 @@ def test_a_cast_never_wraps_an_action_around_or_overflows_it():
 
 @pytest.mark.parametrize("num_values", [5, 500])
 @pytest.mark.parametrize("size", [8, 1000])
-def test_the_range_is_checked_whatever_the_size(num_values, size):
+def test_action_range_is_checked_in_small_and_large_batches(num_values, size):
     check = ActionCheck(discrete(num_values), every_value=True)
     actions = np.full(size, num_values - 1, np.int32)
     assert check(actions, size) is actions
@@ -114,7 +117,7 @@ def test_the_range_is_checked_whatever_the_size(num_values, size):
             check(actions, size)
 
 
-def test_each_part_of_a_multi_discrete_action_has_its_own_range():
+def test_each_component_of_a_multi_discrete_action_has_its_own_range():
     check = ActionCheck(specs.BoundedArray((2,), np.int32, [0, 0], [1, 9], "action"), every_value=True)
     assert check([[1, 9], [0, 0]], 2).tolist() == [[1, 9], [0, 0]]
     with pytest.raises(UsageError, match=r"between \[0 0\] and \[1 9\], got 2 in row 1"):
@@ -122,22 +125,22 @@ def test_each_part_of_a_multi_discrete_action_has_its_own_range():
 
 
 @pytest.mark.parametrize("type", ["thread", "process", "envpool"])
-def test_one_environment_is_never_sent_two_steps(type):
+def test_send_refuses_environments_that_are_still_stepping(type):
     with AsyncEnv("CartPole-v1", 4, 2, type, num_workers=1) as pool:
         env_ids, _ = pool.recv()
         one, other = env_ids.tolist()
-        owing = next(i for i in range(4) if i not in (one, other))
+        stepping = next(i for i in range(4) if i not in (one, other))
         for ids, message in [
             ([one, one], f"environment {one} twice in one call"),
-            ([one, 4], "environment 4: the ids are 0 to 3"),
-            ([-1, one], "environment -1: the ids are 0 to 3"),
-            ([one, owing], f"environment {owing}, which was not received since"),
+            ([one, 4], "environment 4: expected an id from 0 to 3"),
+            ([-1, one], "environment -1: expected an id from 0 to 3"),
+            ([one, stepping], f"environment {stepping}, which is still stepping"),
             ([float(one), 0.5], "'env_ids' must be .* integers, got float64"),
         ]:
             with pytest.raises(UsageError, match=message):
                 pool.send(ids, [0, 0])
         pool.send(env_ids, [0, 1])
-        with pytest.raises(UsageError, match=f"environment {one}, which was not received since"):
+        with pytest.raises(UsageError, match=f"environment {one}, which is still stepping"):
             pool.send([one], [0])
         env_ids, timestep = pool.recv()
         assert len(set(env_ids.tolist())) == 2 and len(timestep.reward) == 2

@@ -1,4 +1,4 @@
-"""How long one environment of a pool may take, when a worker steps several one after another."""
+"""`answer_timeout` applies to each environment if a worker steps several environments one after another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlframe.envs import SyncEnv, group, process, thread
 from rlframe.errors import EnvError
 from tests.envs.scripted import ScriptedEnv
 
-SECONDS = 100.0  # by the pool's clock, from look to look
+SECONDS = 100.0  # on the pool's clock, between two polls
 
 
 class Gated(ScriptedEnv):
-    """Each step says that it has begun, then waits until it is let through. By named pipes: any process may."""
+    """Each step writes a byte at its begin, and ends when it can read a byte. The pipes also work across processes."""
 
     def __init__(self, folder: pathlib.Path):
         self.began, self.go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))
@@ -34,15 +34,21 @@ class Gated(ScriptedEnv):
 
 
 class Gate:
-    """The pool's clock: `SECONDS` pass at each look at which an environment has begun its step, or one hangs."""
+    """The pool's clock. `SECONDS` pass at each poll at which an environment begins its step or hangs."""
 
     def __init__(self, folder: pathlib.Path):
         self._began, self._go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))
         self._now, self._begin, self._end, self._hangs = 0.0, 0, 0, False
-        self.seen: list[Any] = []  # what the pool says of its progress, each time that a step has begun
+        self.seen: list[Any] = []  # the pool's progress after the begin of each step
 
     def let_through(self, pool: SyncEnv, begin: int, end: int) -> None:
-        """From look to look one step ends and the next begins, until so many have begun and so many have ended."""
+        """At each poll, end one step and begin the next one.
+
+        Args:
+            pool: the pool.
+            begin: number of steps to begin.
+            end: number of steps to end. If it is smaller than `begin`, an environment hangs.
+        """
         self._pool, self._begin, self._end, self._hangs = pool, begin, end, begin > end
         self._is_first = True
 
@@ -61,7 +67,7 @@ class Gate:
         return self._now
 
     def close(self) -> None:
-        """Lets all through."""
+        """Release all steps."""
         os.write(self._go, b"g" * 100)
         os.close(self._began)
         os.close(self._go)
@@ -69,7 +75,7 @@ class Gate:
 
 @pytest.fixture
 def gate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    """The clock of the pools that are made in the test."""
+    """Replace the clock of all pools that the test creates."""
     for name in ("began", "go"):
         os.mkfifo(tmp_path / name)
     gate = Gate(tmp_path)
@@ -81,17 +87,17 @@ def gate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_it_is_the_time_of_a_step_however_many_environments_a_worker_has(type, gate, tmp_path):
+def test_answer_timeout_applies_to_each_environment_of_a_worker(type, gate, tmp_path):
     builder = functools.partial(Gated, tmp_path)
     with SyncEnv(builder, 4, type, num_workers=1, answer_timeout=1.5 * SECONDS) as pool:
         pool.reset()
         gate.let_through(pool, begin=4, end=4)
         assert pool.step(np.zeros(4, np.int32)).reward.tolist() == [1.0] * 4
-        assert gate.seen == [[0], [1], [2], [3]]  # as who waits in an Actor sees it
+        assert gate.seen == [[0], [1], [2], [3]]  # the progress that an Actor sees
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_the_very_environment_that_hangs_is_named(type, gate, tmp_path):
+def test_error_names_the_environment_that_hangs(type, gate, tmp_path):
     builder = functools.partial(Gated, tmp_path)
     with SyncEnv(builder, 4, type, num_workers=1, answer_timeout=1.5 * SECONDS) as pool:
         pool.reset()

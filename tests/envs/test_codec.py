@@ -1,4 +1,4 @@
-"""The codec: what fits is converted exactly, and what does not is refused by name, in every kind of pool."""
+"""The codec converts valid values exactly and refuses invalid ones, in every type of pool."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlframe.errors import EnvError, UsageError
 from rlframe.types import MultiDiscreteArray, specs
 
 
-class Gives(gymnasium.Env):
-    """Gives the values of a list, one after the other, each as it is. Refuses actions that are not in its space."""
+class ListEnv(gymnasium.Env):
+    """Returns the given observations one after another. Refuses actions that are not in its space."""
 
     def __init__(self, space, values, action_space=None):
         self.observation_space, self.values = space, values
@@ -39,8 +39,8 @@ class Gives(gymnasium.Env):
 
 
 def observed(space, *values, type="loop"):
-    """What a pool makes of the second value that its environment 1 gives; environment 0 only gives the first."""
-    made = iter([Gives(space, [values[0]] * len(values)), Gives(space, list(values))])
+    """Return the last observations of two environments: one repeats the first value, the other returns all values."""
+    made = iter([ListEnv(space, [values[0]] * len(values)), ListEnv(space, list(values))])
     with SyncEnv(lambda: next(made), 2, type, num_workers=1) as pool:
         pool.reset()
         for _ in values[1:]:
@@ -67,18 +67,18 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
 @pytest.mark.parametrize(("space", "value", "message"), OUTSIDE)
-def test_a_value_that_does_not_fit_is_refused_with_its_environment(space, value, message, type):
+def test_value_outside_its_space_is_refused_with_the_environment_id(space, value, message, type):
     with pytest.raises(EnvError) as raised:
         observed(space, space.low if isinstance(space, g.Box) else space.sample(), value, type=type)
     assert f"Environment 1 gave 'observation' with {message}" in str(raised.value)
 
 
-class OutsideInAProcess(Gives):
+class OutsideInAProcess(ListEnv):
     def __init__(self):
         super().__init__(g.Discrete(3), [2, 7])
 
 
-def test_a_worker_process_names_its_environment_and_the_value():
+def test_error_from_a_worker_process_contains_environment_and_value():
     with SyncEnv(OutsideInAProcess, 2, "process", num_workers=1) as pool:
         pool.reset()
         with pytest.raises(
@@ -88,12 +88,12 @@ def test_a_worker_process_names_its_environment_and_the_value():
 
 
 @pytest.mark.parametrize("value", [1.0, "1", None, [1], [[1], [2, 3]], np.float32(1)])
-def test_a_category_of_another_dtype_or_shape_is_refused(value):
-    with pytest.raises(UsageError, match="Environment 1 gave 'observation' as .*its space says int32 of shape"):
+def test_category_with_a_wrong_dtype_or_shape_is_refused(value):
+    with pytest.raises(UsageError, match="Environment 1 gave 'observation' as .*its space requires int32 of shape"):
         observed(DISCRETE, 0, value)
 
 
-def test_what_fits_keeps_its_value_whatever_it_comes_as():
+def test_valid_observations_keep_their_values_for_all_input_types():
     assert observed(DISCRETE, 0, np.int8(1)).tolist() == [1, 2]
     assert observed(UINT8, [0, 0], [7, 255]).tolist() == [[0, 0], [7, 255]]
     starts_high = g.Discrete(3, start=2**40)
@@ -107,16 +107,16 @@ def test_what_fits_keeps_its_value_whatever_it_comes_as():
 
 
 @pytest.mark.parametrize("space", [g.Discrete(2**40), g.MultiDiscrete([3, 2**40])])
-def test_a_space_of_more_categories_than_int32_holds_is_refused(space):
+def test_space_with_more_categories_than_int32_allows_is_refused(space):
     with pytest.raises(UsageError, match=r"The space of 'observation', .*, has 1099511627776 values"):
         codec_of_spaces(space, g.Discrete(2))
     with pytest.raises(UsageError, match=r"The space of 'action', .*, has 1099511627776 values"):
         codec_of_spaces(g.Discrete(2), space)
 
 
-def test_float64_bounds_of_actions_are_rounded_inward_and_what_comes_out_is_clipped():
+def test_float64_action_bounds_are_rounded_inward_and_decoded_actions_are_clipped():
     space = g.Box(np.array([-0.1, 0.3, -np.inf]), np.array([0.1, 0.7, 0.7]), (3,), np.float64)
-    env = Gives(g.Discrete(2), [0] * 9, space)
+    env = ListEnv(g.Discrete(2), [0] * 9, space)
     with SyncEnv(lambda: env, 1) as pool:
         low, high = pool.action_spec.minimum, pool.action_spec.maximum
         assert low.dtype == np.float32 and (low >= space.low).all() and (high <= space.high).all()
@@ -124,26 +124,26 @@ def test_float64_bounds_of_actions_are_rounded_inward_and_what_comes_out_is_clip
         pool.reset()
         for action in (low, high, [-5.0, 5.0, 5.0]):
             pool.step(np.nan_to_num(np.array([action], np.float32), neginf=-3.0))
-    assert env.given[2].tolist() == [-0.1, 0.7, 0.7]  # the environment's own numbers
+    assert env.given[2].tolist() == [-0.1, 0.7, 0.7]  # exactly the float64 bounds of the space
 
 
-def test_a_multi_discrete_action_starts_where_the_space_does():
-    env = Gives(g.Discrete(2), [0] * 9, g.MultiDiscrete([2, 3], start=[-1, 5]))
+def test_multi_discrete_actions_are_shifted_to_the_start_of_the_space():
+    env = ListEnv(g.Discrete(2), [0] * 9, g.MultiDiscrete([2, 3], start=[-1, 5]))
     with SyncEnv(lambda: env, 1) as pool:
         pool.reset()
         pool.step(np.array([[0, 2]], np.int32))
     assert env.given[0].tolist() == [-1, 7]
 
 
-def test_each_component_of_a_multi_discrete_is_one_one_hot():
+def test_each_component_of_a_multi_discrete_becomes_a_one_hot_vector():
     spec = codec_of_spaces(g.MultiDiscrete([[2, 3], [1, 2]]), g.Discrete(2)).observation_spec
     assert isinstance(spec, MultiDiscreteArray) and spec.num_values.tolist() == [[2, 3], [1, 2]]
     rows = flatten_observation(spec, np.array([[[1, 2], [0, 0]], [[0, 1], [0, 1]]], np.int32))
     assert rows.tolist() == [[0, 1, 0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 0, 1, 0, 1]]
 
 
-def test_stacked_categories_stay_categories():
-    env = Gives(g.Discrete(3, start=4), [4, 6, 5])
+def test_stacked_discrete_observations_become_multi_discrete():
+    env = ListEnv(g.Discrete(3, start=4), [4, 6, 5])
     with SyncEnv(lambda: env, 1, frame_stack=2) as pool:
         spec = pool.observation_spec
         assert isinstance(spec, MultiDiscreteArray) and spec.num_values.tolist() == [3, 3]
@@ -155,7 +155,7 @@ def test_stacked_categories_stay_categories():
     assert jax.eval_shape(lambda rows: flatten_observation(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (1, 24)
 
 
-# Spaces of the rows of docs/own-network.md, and how many inputs each gives a network.
+# For each row of the table in docs/own-network.md: a space, and the number of network inputs for it.
 SEEN = {
     "Box of floats": (g.Box(-1, 1, (3,), np.float64), 3),
     "Box of integers": (g.Box(0, 9, (3,), np.int64), 3),
@@ -167,20 +167,20 @@ SEEN = {
 }
 
 
-def test_the_page_of_networks_says_what_each_space_becomes():
+def test_docs_table_of_network_inputs_is_correct():
     page = (pathlib.Path(__file__).parents[2] / "docs/own-network.md").read_text()
     table = page.partition("| space (or dm_env spec) |")[2].partition("\n\n")[0].splitlines()[2:]
     rows = {name.strip(): spec for _, name, _, spec, *_ in (line.split("|") for line in table)}
     assert rows.keys() == SEEN.keys()
     for name, (space, inputs) in SEEN.items():
         frames = 2 if "frame-stack" in name else 1
-        with SyncEnv(lambda space=space: Gives(space, [space.sample()]), 1, frame_stack=frames) as pool:
+        with SyncEnv(lambda space=space: ListEnv(space, [space.sample()]), 1, frame_stack=frames) as pool:
             spec, observation = pool.observation_spec, pool.reset().observation
         assert type(spec).__name__.lower() in rows[name].lower(), name
         assert flatten_observation(spec, observation).shape == (1, inputs), name
 
 
-def test_a_codec_survives_a_pickle_and_differs_where_spaces_start_elsewhere():
+def test_codec_can_be_pickled_and_differs_for_spaces_with_other_starts():
     spaces = g.Dict(a=DISCRETE, b=MULTI), g.Discrete(3, start=-1)
     codec = codec_of_spaces(*spaces)
     again = pickle.loads(pickle.dumps(codec))

@@ -1,4 +1,4 @@
-"""What every type of pool must do, on a hand-made environment, on Gymnasium and on EnvPool."""
+"""Requirements for all types of pools, tested with scripted environments, Gymnasium and EnvPool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def numbers_of(observation):
 
 @pytest.mark.parametrize("builder", [ScriptedEnv, ScriptedDictEnv, ScriptedDmEnv])
 @pytest.mark.parametrize("type", PYTHON_TYPES)
-def test_sync_gives_every_step_that_the_environments_made(type, builder):
+def test_sync_pool_returns_every_step_of_each_environment(type, builder):
     twins = [Stream(7, i) for i in range(SIZE)]
     random = np.random.RandomState(0)
     with SyncEnv(builder, SIZE, type, seed=7, num_workers=2) as pool:
@@ -41,14 +41,14 @@ def test_sync_gives_every_step_that_the_environments_made(type, builder):
 
 @pytest.mark.parametrize("builder", [ScriptedEnv, ScriptedDictEnv])
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_async_gives_every_step_that_the_environments_made(type, builder):
+def test_async_pool_returns_every_step_of_each_environment(type, builder):
     twins = [Stream(7, i) for i in range(SIZE)]
     actions = np.zeros(SIZE, np.int64)
     random = np.random.RandomState(0)
     received = np.zeros(SIZE, np.int64)
     with AsyncEnv(builder, SIZE, 2, type, seed=7, num_workers=2) as pool:
         deadline = time.monotonic() + 60.0
-        # As many rounds as it takes: which worker is scheduled first is the machine's affair.
+        # The operating system decides which worker runs first, so the number of rounds is open.
         while received.sum() < 120 or received.min() < 3:
             assert time.monotonic() < deadline, f"An environment was left out: {received}."
             env_ids, timestep = pool.recv()
@@ -60,7 +60,7 @@ def test_async_gives_every_step_that_the_environments_made(type, builder):
 
 
 @pytest.mark.parametrize("type", PYTHON_TYPES)
-def test_specs_and_dtypes_agree(type):
+def test_timesteps_have_the_shapes_and_dtypes_of_the_specs(type):
     with SyncEnv(ScriptedDictEnv, 2, type, num_workers=2) as pool:
         timestep = pool.reset()
         spec = pool.observation_spec
@@ -75,7 +75,11 @@ def test_specs_and_dtypes_agree(type):
 
 
 def play(make, num_steps, action):
-    """([T, B] step types, rewards, discounts, [T, B, ...] observations) of a sync pool under one constant action."""
+    """Step a sync pool with a constant action.
+
+    Returns:
+        Step types [T, B], rewards [T, B], discounts [T, B] and observations [T, B, ...].
+    """
     with make() as pool:
         actions = np.full((pool.num_envs, *pool.action_spec.shape), action, pool.action_spec.dtype)
         steps = [pool.reset()] + [pool.step(actions) for _ in range(num_steps)]
@@ -83,7 +87,7 @@ def play(make, num_steps, action):
 
 
 def play_async(make, num_steps, action):
-    """The same of an async pool, whose environments are brought in step."""
+    """Like `play`, for an async pool: align the steps of its environments."""
     with make() as pool:
         actions = np.full((pool.wait_num, *pool.action_spec.shape), action, pool.action_spec.dtype)
         streams = [[] for _ in range(pool.num_envs)]
@@ -105,7 +109,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_cart_pole_terminates_with_discount_zero_and_resets_itself(maker):
+def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker):
     run, make = MAKERS[maker]
     step_type, reward, discount, observation = run(functools.partial(make, "CartPole-v1", seed=3), 60, 1)
     last = step_type == LAST
@@ -114,12 +118,12 @@ def test_cart_pole_terminates_with_discount_zero_and_resets_itself(maker):
     np.testing.assert_array_equal(discount, np.where(last, 0.0, 1.0))
     np.testing.assert_array_equal(reward, np.where(step_type == FIRST, 0.0, 1.0))
     assert (np.abs(observation[step_type == FIRST]) <= 0.05).all()
-    # The observation at LAST is the true final one: the pole has fallen over (12 degrees).
+    # The observation at LAST is the final one of the episode: the pole has fallen over (12 degrees).
     assert (np.abs(observation[last][:, 2]) > 0.2095).all()
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_pendulum_is_cut_by_its_limit_with_discount_one(maker):
+def test_pendulum_is_truncated_at_its_time_limit_with_discount_one(maker):
     run, make = MAKERS[maker]
     step_type, reward, discount, observation = run(functools.partial(make, "Pendulum-v1", seed=3), 202, 0.5)
     assert (step_type[200] == LAST).all() and (step_type[201] == FIRST).all() and (step_type[202] == MID).all()
@@ -132,7 +136,7 @@ def test_pendulum_is_cut_by_its_limit_with_discount_one(maker):
 @pytest.mark.parametrize(
     "maker", [pytest.param(name, marks=[pytest.mark.system] * (name == "async process")) for name in MAKERS]
 )
-def test_seeds_decide_every_step(maker):
+def test_equal_seeds_give_equal_episodes(maker):
     run, make = MAKERS[maker]
     first, again, other = [run(functools.partial(make, "CartPole-v1", seed=seed), 25, 1) for seed in (1, 1, 2)]
     for one, two in zip(first, again, strict=True):
@@ -144,7 +148,7 @@ def test_seeds_decide_every_step(maker):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_what_a_step_returned_is_never_written_again(type):
+def test_returned_timesteps_are_not_overwritten(type):
     with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
         kept = [pool.reset()]
         copies = [[array.copy() for array in kept[0]]]
@@ -157,7 +161,7 @@ def test_what_a_step_returned_is_never_written_again(type):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_a_slice_of_an_observation_keeps_it_too(type):
+def test_slices_of_observations_are_not_overwritten(type):
     with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
         pool.reset()
         slices = [pool.step(np.ones(3, np.int32)).observation[1:2, :2] for _ in range(8)]
@@ -168,7 +172,7 @@ def test_a_slice_of_an_observation_keeps_it_too(type):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_reset_starts_every_episode_anew(type):
+def test_reset_starts_new_episodes(type):
     with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
         pool.reset()
         for _ in range(3):
@@ -179,7 +183,7 @@ def test_reset_starts_every_episode_anew(type):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_a_closed_pool_says_so(type):
+def test_closed_pool_raises(type):
     pool = SyncEnv("CartPole-v1", 3, type, num_workers=1)
     pool.reset()
     pool.step(np.zeros(3, np.int32))
@@ -191,11 +195,11 @@ def test_a_closed_pool_says_so(type):
 
 
 @pytest.mark.parametrize("type", ["thread", "process", "envpool"])
-def test_async_refuses_what_would_wait_for_ever(type):
+def test_async_pool_refuses_calls_that_would_wait_forever(type):
     with AsyncEnv("CartPole-v1", 3, 2, type, num_workers=1) as pool:
         env_ids, _ = pool.recv()
-        with pytest.raises(UsageError, match="only 1 were sent"):
+        with pytest.raises(UsageError, match="number of environments that are stepping is 1"):
             pool.recv()
         pool.send(env_ids, np.zeros(2, np.int32))
-        with pytest.raises(UsageError, match="not received since"):
+        with pytest.raises(UsageError, match="is still stepping"):
             pool.send(env_ids[:1], np.zeros(1, np.int32))

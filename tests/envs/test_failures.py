@@ -1,4 +1,4 @@
-"""Environments that raise, hang, die or lie: one named error, and nothing left behind."""
+"""Environments that raise, hang, die or return wrong values: the error names the environment, and all workers end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_sync(fault, type, victim=2, **options):
 
 def run_async(fault, type, victim=2, **options):
     with AsyncEnv(functools.partial(FaultyEnv, fault, victim), 4, 2, type, num_workers=2, **options) as pool:
-        while True:  # the others go on until the failure has arrived
+        while True:  # the other environments continue until the error arrives
             env_ids, _ = pool.recv()
             pool.send(env_ids, np.zeros(2, np.int32))
 
@@ -41,18 +41,18 @@ RUNS = [(run_sync, type) for type in SYNC_TYPES] + [(run_async, type) for type i
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_an_exception_arrives_with_its_traceback_and_env_id(run, type):
+def test_environment_exception_has_traceback_and_environment_id(run, type):
     with pytest.raises(EnvError, match=r"Environment 2 raised KeyError in step\(\): 'the wheel came off'") as caught:
         run("raise", type)
     assert "scripted.py" in caught.value.traceback_text
     assert 'raise KeyError("the wheel came off")' in caught.value.traceback_text
-    # It is the cause too, so that an uncaught error prints it.
+    # The traceback is also the cause, so that an uncaught error prints it.
     cause = caught.value.__cause__
     assert isinstance(cause, KeyError) or str(cause).strip() == caught.value.traceback_text.strip()
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_an_environment_that_exits_has_failed_like_any_other(run, type):
+def test_system_exit_in_an_environment_is_an_env_error(run, type):
     with pytest.raises(EnvError, match=r"Environment 2 raised SystemExit in step\(\): out of fuel"):
         run("exit", type)
     with pytest.raises(EnvError, match="Building environment 2 failed: SystemExit: no fuel"):
@@ -60,7 +60,7 @@ def test_an_environment_that_exits_has_failed_like_any_other(run, type):
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_a_wrong_observation_names_the_environment_the_leaf_and_both_shapes(run, type):
+def test_error_for_a_wrong_observation_contains_environment_leaf_and_shapes(run, type):
     with pytest.raises(
         UsageError, match=r"Environment 2 gave 'observation' as float64 of shape \(2,\).*float32.*\(3,\)"
     ):
@@ -70,7 +70,7 @@ def test_a_wrong_observation_names_the_environment_the_leaf_and_both_shapes(run,
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_a_wrong_reward_names_the_environment_that_gave_it(run, type):
+def test_error_for_a_wrong_reward_names_the_environment(run, type):
     with pytest.raises(UsageError, match=r"Environment 2 gave array\(\[1\.\]\) as its reward: expected one number"):
         run("reward shape", type)
     with pytest.raises(EnvError, match="Environment 2 gave 'reward' with nan: expected finite numbers"):
@@ -78,19 +78,19 @@ def test_a_wrong_reward_names_the_environment_that_gave_it(run, type):
 
 
 @pytest.mark.parametrize("run", [run_sync, run_async])
-@pytest.mark.parametrize(("fault", "came"), [("reward text", "'much'"), ("reward dict", "{'speed': 1.0}")])
-def test_a_reward_that_is_no_number_is_named(run, fault, came):
-    with pytest.raises(UsageError, match=f"Environment 2 gave {came} as its reward: expected one number"):
+@pytest.mark.parametrize(("fault", "received"), [("reward text", "'much'"), ("reward dict", "{'speed': 1.0}")])
+def test_error_for_a_non_numeric_reward_contains_its_value(run, fault, received):
+    with pytest.raises(UsageError, match=f"Environment 2 gave {received} as its reward: expected one number"):
         run(fault, "thread")
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_an_observation_that_is_not_finite_names_the_environment_and_the_place(run, type):
+def test_error_for_a_nan_observation_contains_environment_and_index(run, type):
     with pytest.raises(EnvError, match=r"Environment 2 gave 'observation' with nan at \(1,\): expected finite"):
         run("nan", type)
 
 
-def test_what_is_not_finite_may_be_let_pass():
+def test_check_finite_false_allows_nan_observations():
     with SyncEnv(functools.partial(FaultyEnv, "nan", 0), 1, "loop", check_finite=False) as pool:
         pool.reset()
         observations = [pool.step([0]).observation for _ in range(2)]
@@ -98,7 +98,7 @@ def test_what_is_not_finite_may_be_let_pass():
 
 
 @pytest.mark.parametrize("check_finite", [None, False, True])
-def test_envpool_is_looked_at_only_where_that_is_asked_for(check_finite):
+def test_envpool_is_checked_for_nan_only_with_check_finite_true(check_finite):
     with SyncEnv("CartPole-v1", 2, "envpool", check_finite=check_finite) as pool:
         timestep = pool.reset()
         pool._pool.step = lambda actions: timestep._replace(reward=np.array([0.0, np.nan], np.float32))
@@ -110,7 +110,7 @@ def test_envpool_is_looked_at_only_where_that_is_asked_for(check_finite):
 
 
 class Diverging(ScriptedDictEnv):
-    """Its nested numbers become infinite after a reset."""
+    """Its nested numbers are infinite from the second episode on."""
 
     def _observation(self):
         observation = super()._observation()
@@ -118,7 +118,7 @@ class Diverging(ScriptedDictEnv):
         return observation
 
 
-def test_leaves_of_a_tree_are_looked_at_from_the_reset_on():
+def test_leaves_of_a_tree_are_checked_at_reset():
     with SyncEnv(Diverging, 2, "loop") as pool:
         pool.reset()
         with pytest.raises(EnvError, match=r"Environment 0 gave 'observation.numbers' with inf at \(2,\)"):
@@ -126,20 +126,20 @@ def test_leaves_of_a_tree_are_looked_at_from_the_reset_on():
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_a_builder_that_raises_is_named(run, type):
+def test_error_for_a_failed_builder_names_the_environment(run, type):
     with pytest.raises(EnvError, match="Building environment 2 failed: RuntimeError: no such level"):
         run("build", type)
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_environments_that_differ_are_refused(run, type):
-    for victim in (2, 3):  # the first of the second worker, and one in the middle
+def test_environments_with_different_specs_are_refused(run, type):
+    for victim in (2, 3):  # the first and the second environment of the second worker
         with pytest.raises(UsageError, match="different specs"):
             run("spec", type, victim)
 
 
 @pytest.mark.parametrize("is_sync", [True, False])
-def test_a_killed_worker_is_a_named_error_at_once(is_sync):
+def test_killed_worker_raises_immediately(is_sync):
     if is_sync:
         pool = SyncEnv(ScriptedEnv, 4, "process", num_workers=2)
         pool.reset()
@@ -159,15 +159,15 @@ def test_a_killed_worker_is_a_named_error_at_once(is_sync):
                 else:
                     pool.send(env_ids, np.zeros(4, np.int32))
                     env_ids, _ = pool.recv()
-        assert time.monotonic() - started < 60.0  # not the answer timeout
+        assert time.monotonic() - started < 60.0  # less than the answer timeout
 
 
-def test_a_worker_killed_in_the_middle_of_a_step_is_a_named_error():
+def test_worker_killed_during_a_step_raises():
     with SyncEnv(functools.partial(FaultyEnv, "hang", 2), 4, "process", num_workers=2) as pool:
         pool.reset()
         pool.step(np.zeros(4, np.int32))
         pid = worker_pids(pool)[1]
-        killer = in_the_middle_of_a_step(pool, functools.partial(os.kill, pid, signal.SIGKILL))
+        killer = call_during_a_step(pool, functools.partial(os.kill, pid, signal.SIGKILL))
         started = time.monotonic()
         with pytest.raises(EnvError, match="killed by SIGKILL"):
             pool.step(np.zeros(4, np.int32))
@@ -176,21 +176,21 @@ def test_a_worker_killed_in_the_middle_of_a_step_is_a_named_error():
 
 
 @pytest.mark.parametrize("is_sync", [True, pytest.param(False, marks=pytest.mark.system)])
-def test_a_worker_that_hangs_is_named_after_the_answer_timeout(is_sync):
-    message = "No answer from environment 2 within 3 s: it hangs"  # a healthy one, too, may take a second
+def test_hung_worker_raises_after_the_answer_timeout(is_sync):
+    message = "No answer from environment 2 within 3 s: it hangs"  # a healthy environment may also take a second
     with pytest.raises(EnvError, match=message):
         (run_sync if is_sync else run_async)("hang", "process", answer_timeout=3.0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_answer_timeout_is_a_time(seconds):
+def test_answer_timeout_must_be_positive_and_finite(seconds):
     with pytest.raises(UsageError, match="answer_timeout must be a number of seconds above 0"):
         SyncEnv(ScriptedEnv, 1, "thread", answer_timeout=seconds)
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_close_leaves_nothing_behind(type):
-    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # what is made once and stays: caches, imports
+def test_close_ends_all_threads_processes_and_descriptors(type):
+    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # create caches and imports that remain
         pool.reset()
     del pool
     gc.collect()
@@ -203,13 +203,13 @@ def test_close_leaves_nothing_behind(type):
         pool.close()
     del pool
     gc.collect()
-    # What tests before this one left behind may end meanwhile.
+    # Threads and descriptors of earlier tests may also end, so the counts may decrease.
     assert threading.active_count() <= threads
     assert open_descriptors() <= descriptors
     assert not any(map(alive, pids))
 
 
-def test_a_pool_that_nobody_refers_to_ends_its_workers():
+def test_garbage_collected_pool_ends_its_workers():
     pool = SyncEnv(ScriptedEnv, 2, "process", num_workers=2)
     pids = worker_pids(pool)
     assert all(map(alive, pids))
@@ -219,20 +219,20 @@ def test_a_pool_that_nobody_refers_to_ends_its_workers():
 
 
 @pytest.mark.system
-def test_workers_outlive_the_thread_that_made_their_pool():
+def test_workers_survive_the_thread_that_created_their_pool():
     made = []
     thread = threading.Thread(target=lambda: made.append(SyncEnv(ScriptedEnv, 2, "process", num_workers=2)))
     thread.start()
     thread.join()
     with made[0] as pool:
         pool.reset()
-        until = time.monotonic() + 4.0  # the kernel would end them 3 s after that thread
+        until = time.monotonic() + 4.0  # without protection, the kernel would end the workers after 3 s
         while time.monotonic() < until:
             pool.step(np.zeros(2, np.int32))
             time.sleep(0.1)
 
 
-def test_a_failed_start_leaves_no_worker_behind():
+def test_failed_start_ends_all_workers():
     before = set(children())
     with pytest.raises(EnvError):
         run_sync("build", "process")
@@ -253,12 +253,12 @@ while True:
 
 
 @pytest.mark.parametrize("fault", ["none", "hang", "hang in C"])
-def test_workers_do_not_outlive_a_parent_that_was_killed(fault):
+def test_workers_end_after_their_parent_is_killed(fault):
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN, fault], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
     if fault != "none":
-        assert parent.stdout.readline() == "hangs\n"  # from the worker, in the middle of a step
+        assert parent.stdout.readline() == "hangs\n"  # printed by the worker during a step
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -270,7 +270,7 @@ def test_workers_do_not_outlive_a_parent_that_was_killed(fault):
 
 
 @pytest.mark.parametrize("as_name", ["lambda", "closure", "file"])
-def test_builders_that_no_import_finds_work_in_processes(as_name, tmp_path):
+def test_builders_that_cannot_be_imported_work_in_processes(as_name, tmp_path):
     if as_name == "lambda":
         builder = lambda seed: FaultyEnv("none", 0, seed)  # noqa: E731
     elif as_name == "closure":
@@ -292,18 +292,18 @@ def test_builders_that_no_import_finds_work_in_processes(as_name, tmp_path):
         assert pool.reset().observation.shape == (2, 3)
 
 
-def test_a_builder_that_cannot_be_sent_says_what_to_do():
+def test_builder_that_cannot_be_pickled_is_refused():
     lock = threading.Lock()
     with pytest.raises(UsageError, match=r"cannot be sent to a worker process.*use type 'thread'"):
         SyncEnv(lambda: (lock, ScriptedEnv())[1], 2, "process")
 
 
-def test_a_pool_that_was_interrupted_says_so():
+def test_interrupted_pool_raises_at_the_next_step():
     with SyncEnv(functools.partial(FaultyEnv, "hang", 2), 4, "process", num_workers=2) as pool:
         pool.reset()
         pool.step(np.zeros(4, np.int32))
         with pytest.raises(KeyboardInterrupt):
-            interrupter = in_the_middle_of_a_step(pool, functools.partial(os.kill, os.getpid(), signal.SIGINT))
+            interrupter = call_during_a_step(pool, functools.partial(os.kill, os.getpid(), signal.SIGINT))
             pool.step(np.zeros(4, np.int32))
         interrupter.join()
         with pytest.raises(EnvError, match="interrupted or failed in a step"):
@@ -311,7 +311,7 @@ def test_a_pool_that_was_interrupted_says_so():
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_an_async_pool_that_failed_says_so(type):
+def test_failed_async_pool_raises_at_the_next_recv(type):
     builder = functools.partial(FaultyEnv, "raise", 2)
     with AsyncEnv(builder, 4, 4, type, num_workers=2) as pool:
         env_ids, _ = pool.recv()
@@ -322,11 +322,11 @@ def test_an_async_pool_that_failed_says_so(type):
             pool.recv()
         for _ in range(2):
             with pytest.raises(EnvError, match="interrupted or failed in a step"):
-                pool.recv()  # the one that failed will never answer
+                pool.recv()  # the failed environment never answers
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_an_async_pool_that_failed_takes_no_action(type):
+def test_failed_async_pool_raises_at_the_next_send(type):
     with AsyncEnv(functools.partial(FaultyEnv, "raise", 2), 4, 1, type, num_workers=4) as pool:
         for _ in range(4):
             pool.recv()
@@ -340,20 +340,20 @@ def test_an_async_pool_that_failed_takes_no_action(type):
 
 
 class Imports(ScriptedEnv):
-    """Observes whether its process has imported JAX, whose threads workers must not have."""
+    """Observation: whether its process has imported JAX, EnvPool and TensorFlow."""
 
     def _observation(self):
         return np.array(["jax" in sys.modules, "envpool" in sys.modules, "tensorflow" in sys.modules], np.float64)
 
 
-def test_workers_import_neither_jax_nor_envpool():
+def test_workers_do_not_import_jax_or_envpool():
     with SyncEnv(Imports, 1, "process") as pool:
         assert pool.reset().observation.tolist() == [[0.0, 0.0, 0.0]]
 
 
-def in_the_middle_of_a_step(pool, happens):
-    """Has something happen in a thread, once the pool waits for the step that follows."""
-    thread = threading.Thread(target=lambda: (wait_until(lambda: pool._pool._is_waiting), happens()))
+def call_during_a_step(pool, action):
+    """Call `action` in a thread when the pool waits for its next step."""
+    thread = threading.Thread(target=lambda: (wait_until(lambda: pool._pool._is_waiting), action()))
     thread.start()
     return thread
 

@@ -1,4 +1,4 @@
-"""Numbers that environments log, in every pool."""
+"""Numbers that environments log, in all types of pools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = [("sync", "loop"), ("sync", "thread"), ("sync", "process"), ("async", "t
 
 
 class Logging(ScriptedEnv):
-    """Logs the step at each, and its return at the end of an episode."""
+    """Logs `t` at each step, and `height` at the end of each episode."""
 
     def step(self, action):
         observation, reward, terminated, truncated, _ = super().step(action)
@@ -36,7 +36,7 @@ class LoggingDm(ScriptedDmEnv):
 
 
 def play(kind, type, builder, num_steps=9):
-    """What 4 environments log in two episodes and more: of 3 steps, of 2 steps and of 2 of 4 (and three resets)."""
+    """Return the sums of 4 environments. Nine steps are episodes of 3 and 2 steps, half an episode and two resets."""
     if kind == "sync":
         with SyncEnv(builder, 4, type, num_workers=2) as pool:
             pool.reset()
@@ -52,23 +52,23 @@ def play(kind, type, builder, num_steps=9):
 
 
 @pytest.mark.parametrize(("kind", "type"), TYPES)
-def test_every_pool_sums_up_what_its_environments_log(kind, type):
+def test_pool_sums_the_values_that_its_environments_log(kind, type):
     assert play(kind, type, Logging) == {"t": [4 * (6.0 + 3.0 + 3.0), 4 * 7.0], "height": [4.0, 8.0]}
 
 
 @pytest.mark.parametrize("type", ["loop", "process"])
-def test_the_statistics_of_gymnasium_s_wrapper_are_logged(type):
+def test_record_episode_statistics_are_logged(type):
     sums = play("sync", type, recorded)
     assert sums.keys() == {"episode_return", "episode_length", "episode_seconds"}
     assert sums["episode_return"] == [4 * (6.0 + 3.0), 8.0] and sums["episode_length"] == [4 * (3.0 + 2.0), 8.0]
 
 
-def test_a_dm_env_logs_by_a_method():
+def test_dm_env_logs_values_by_a_method():
     assert play("sync", "loop", LoggingDm) == {"t": [48.0, 28.0]}
     assert play("sync", "loop", ScriptedDmEnv) == {}
 
 
-def test_environments_that_were_restored_go_on_logging():
+def test_restored_environments_continue_to_log():
     with SyncEnv(Plain, 1, "loop") as pool:
         pool.reset()
         pool.step([0])
@@ -78,7 +78,7 @@ def test_environments_that_were_restored_go_on_logging():
 
 
 class Plain(Logging):
-    """One that can be saved."""
+    """A Logging environment that can be saved."""
 
     def __init__(self):
         self.mark, self.episode, self.t = 0, -1, 0
@@ -91,19 +91,19 @@ class Misusing(Logging):
         return observation, reward, terminated, truncated, info if self.t < 2 else {"log": [1.0], "episode": 7}
 
 
-def test_what_is_no_number_is_named_once_and_left_out(caplog):
+def test_invalid_logged_values_are_skipped_with_one_warning_each(caplog):
     sums = play("sync", "loop", functools.partial(Misusing))
     assert sums == {"t": [12.0, 12.0]}
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 7
-    assert messages[0].startswith("Environment 0 logged 'text' as 'much': expected a finite number. It is left out")
+    assert messages[0].startswith("Environment 0 logged 'text' as 'much': expected a finite number. The metrics do not")
     assert "'nan' as nan" in messages[1] and "'array' as array([1., 1.])" in messages[2]
     assert "logged 3: expected a name of 1 to 56 bytes" in messages[3] and "nnn': expected a name" in messages[4]
     assert "logged 'huge' as 1000" in messages[5]
     assert "logged [1.0]: expected a dict of names and numbers" in messages[6]
 
 
-def test_names_beyond_the_last_are_left_out(caplog):
+def test_names_beyond_the_maximum_are_skipped(caplog):
     log = EnvLog()
     log.add(0, {f"ä{i}": i for i in range(MAX_NAMES + 1)})
     assert log.sums() == {f"ä{i}": [i, 1.0] for i in range(MAX_NAMES)}
@@ -116,7 +116,7 @@ def test_envpool_logs_nothing():
         assert pool.sums() == {}
 
 
-def test_a_name_that_is_just_being_written_is_not_summed_up_yet():
+def test_partly_written_name_is_not_in_the_sums():
     names, values = np.zeros(MAX_NAMES, "S56"), np.zeros((MAX_NAMES, 2))
     log = EnvLog(names, values)
     log.add(0, {"speed": 2.0})

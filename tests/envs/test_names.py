@@ -1,4 +1,4 @@
-"""Names, prefixes, default types, and what is said about names that nothing has."""
+"""Names, prefixes, default types, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlframe.errors import UsageError
 from tests.extras import needs
 
 
-def test_a_name_is_an_envpool_task_where_envpool_has_it_else_a_gymnasium_id():
+def test_backend_prefers_envpool_to_gymnasium():
     assert backend("CartPole-v1") == "envpool"
     assert backend("Pong-v5") == "envpool"
     assert backend("Ant-v2") == "gymnasium"
@@ -21,7 +21,7 @@ def test_a_name_is_an_envpool_task_where_envpool_has_it_else_a_gymnasium_id():
     assert backend("dm_control:cartpole-swingup") == "dm_control"
 
 
-def test_default_type_is_envpool_where_it_has_the_task():
+def test_default_type_is_envpool_for_envpool_tasks():
     assert default_type("Pong-v5", 1) == "envpool"
     assert default_type("CartPole-v1", 16) == "envpool"
     assert default_type("gymnasium:CartPole-v1", 16) == "loop"
@@ -29,13 +29,13 @@ def test_default_type_is_envpool_where_it_has_the_task():
     assert default_type(lambda: None, 16) == "loop"
 
 
-def test_a_few_light_environments_are_not_worth_a_thread():
+def test_default_type_is_loop_for_a_few_light_environments():
     assert default_type("CartPole-v1", 8) == "loop"
     assert default_type("Acrobot-v1", 8) == "envpool"
     assert default_type("envpool:CartPole-v1", 1) == "envpool"
 
 
-def test_a_prefix_decides_which_library_makes_it():
+def test_prefix_selects_the_library():
     with SyncEnv("gymnasium:CartPole-v1", 1) as pool:
         assert "gymnasium" in type(pool._pool._groups[0].envs[0].env.unwrapped).__module__
     with SyncEnv("envpool:CartPole-v1", 2, "envpool") as pool:
@@ -43,7 +43,7 @@ def test_a_prefix_decides_which_library_makes_it():
 
 
 @pytest.mark.parametrize("type", ["loop", pytest.param("process", marks=pytest.mark.system)])
-def test_dm_control_suite_tasks_work_and_are_seeded(type):
+def test_dm_control_tasks_are_stepped_and_seeded(type):
     needs("dm_control")
     starts = []
     for seed in (0, 0, 1):
@@ -68,7 +68,7 @@ def test_dm_control_suite_tasks_work_and_are_seeded(type):
         ("ALE/Pong-v5", "loop", "ale-py"),
     ],
 )
-def test_a_wrong_name_is_refused_with_advice(name, type, message):
+def test_unknown_name_is_refused_with_a_suggestion(name, type, message):
     if name.startswith("dm_control:"):
         needs("dm_control")
     with pytest.raises(UsageError) as caught:
@@ -88,37 +88,37 @@ def test_a_wrong_name_is_refused_with_advice(name, type, message):
         (dict(size=2, type="envpool", env_kwargs={"seed": 1}), "the pool sets itself"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(UsageError) as caught:
         SyncEnv("CartPole-v1", **arguments)
     assert message in str(caught.value)
 
 
-def test_async_refuses_a_wait_num_that_cannot_be():
+def test_async_pool_refuses_an_invalid_wait_num():
     for wait_num in (0, 4):
         with pytest.raises(UsageError, match="wait_num must be between 1 and the size, 3"):
             AsyncEnv("CartPole-v1", 3, wait_num)
 
 
-def test_a_builder_cannot_go_to_envpool():
+def test_envpool_type_refuses_a_builder():
     with pytest.raises(UsageError, match="not a builder"):
         SyncEnv(lambda: None, 1, "envpool")
 
 
-def test_options_reach_the_environment():
+def test_env_kwargs_reach_the_environment():
     with SyncEnv("CartPole-v1", 1, env_kwargs={"max_episode_steps": 2}) as pool:
         pool.reset()
         steps = [pool.step(np.zeros(1, np.int32)) for _ in range(2)]
     assert [(int(step.step_type[0]), float(step.discount[0])) for step in steps] == [(1, 1.0), (2, 1.0)]
 
 
-def test_envs_are_listed_with_their_backend():
+def test_list_envs_returns_each_name_with_its_backend():
     rows = list_envs()
     assert ("CartPole-v1", "envpool") in rows and ("CartPole-v1", "gymnasium") in rows
     assert rows == sorted(rows)
 
 
-def test_an_environment_of_box2d_names_its_extra_where_that_is_missing(monkeypatch):
+def test_box2d_environment_without_box2d_names_the_missing_extra(monkeypatch):
     needs("gymnasium")
     monkeypatch.setitem(sys.modules, "Box2D", None)
     for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:

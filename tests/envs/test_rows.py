@@ -1,4 +1,4 @@
-"""Rows of observations: whatever their dtype, each is written, and a batch is checked at once."""
+"""`ObservationRows` writes observations of all dtypes, and checks them in batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlframe.envs.codec import ObservationLeaf
 from rlframe.errors import EnvError, UsageError
 
 
-class Gives(gymnasium.Env):
-    """Gives the values of a list, one at a reset and one at each step."""
+class ListEnv(gymnasium.Env):
+    """Returns the given observations, one at each reset and step."""
 
     action_space = g.Discrete(2)
 
@@ -28,19 +28,19 @@ class Gives(gymnasium.Env):
 
 
 def pool_of(space, *envs, type="loop"):
-    """A pool with one environment for each list of values, all stepped by one worker."""
-    made = iter([Gives(space, values) for values in envs])
+    """Return a pool with one environment for each list of values, and one worker."""
+    made = iter([ListEnv(space, values) for values in envs])
     return SyncEnv(lambda: next(made), len(envs), type, num_workers=None if type == "loop" else 1)
 
 
 def seen(space, *envs):
-    """The observations of all steps but the reset, as lists."""
+    """Return the observations of all steps after the reset, as lists."""
     with pool_of(space, *envs) as pool:
         pool.reset()
         return [pool.step(np.zeros(len(envs), np.int32)).observation.tolist() for _ in envs[0][1:]]
 
 
-def test_values_of_every_dtype_that_fits_are_written_in_any_order():
+def test_mixed_dtypes_keep_their_values():
     f32, f64 = np.array([0.5], np.float32), np.array([0.25])
     first, second = [f32, f64, f32, [2.0], f64, np.array([3], np.int8)], [f64, f32, f32, f64, [1], f32]
     expected = [[[0.25], [0.5]], [[0.5], [0.5]], [[2.0], [0.25]], [[0.25], [1.0]], [[3.0], [0.5]]]
@@ -53,7 +53,7 @@ def test_values_of_every_dtype_that_fits_are_written_in_any_order():
     ]
 
 
-def test_categories_of_every_type_count_from_zero():
+def test_categories_of_all_dtypes_start_at_zero():
     values = [4, np.int64(5), np.int8(6), np.array(4), np.uint64(5), True + 4]
     assert seen(g.Discrete(3, start=4), values, values[::-1]) == [[1, 1], [2, 0], [0, 2], [1, 1], [1, 0]]
     rows = [np.array([4, 1]), [5, 0], (6, 1), np.array([4, 0], np.int16)]
@@ -72,14 +72,14 @@ WRONG = [
     (g.Box(0, 255, (1,), np.uint8), I64, [300], "300 at (0,): expected whole numbers that fit uint8, 0 to 255"),
     (TWO, np.array([2, 1]), np.array([2, -1]), "-1 at (1,): expected whole numbers from [0 0] to [2 1]"),
     (g.Discrete(3, start=4), np.int64(4), np.int64(7), "7: expected whole numbers from 4 to 6"),
-    (g.Discrete(3), 2, 2**70, "as 1180591620717411303424, but its space says int32 of shape ()"),
-    (g.Discrete(3), 2, np.float64(1), "as float64 of shape (), but its space says int32 of shape ()"),
+    (g.Discrete(3), 2, 2**70, "as 1180591620717411303424, but its space requires int32 of shape ()"),
+    (g.Discrete(3), 2, np.float64(1), "as float64 of shape (), but its space requires int32 of shape ()"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
 @pytest.mark.parametrize(("space", "right", "wrong", "message"), WRONG)
-def test_a_later_value_that_does_not_fit_is_refused_with_its_environment_and_leaf(space, right, wrong, message, type):
+def test_later_value_outside_its_space_is_refused_with_environment_and_leaf(space, right, wrong, message, type):
     for wanted, inside, wrap in (
         ("observation", space, lambda value: value),
         ("observation.b", g.Dict(a=g.Discrete(2), b=space), lambda value: {"a": 1, "b": value}),
@@ -95,10 +95,10 @@ def test_a_later_value_that_does_not_fit_is_refused_with_its_environment_and_lea
         assert f"Environment 1 gave '{wanted}' " in str(raised.value) and message in str(raised.value)
 
 
-def test_an_observation_is_copied_before_the_next_environment_steps():
+def test_observation_is_copied_before_the_next_environment_steps():
     shared = np.zeros(1)
 
-    class Counts(Gives):
+    class Counts(ListEnv):
         def step(self, action):
             shared[:] += 1
             return shared, 0.0, False, False, {}
@@ -117,7 +117,7 @@ def test_an_observation_is_copied_before_the_next_environment_steps():
         g.Dict(a=TWO, b=g.Box(0, 9, (2,), np.float64), c=g.Discrete(2)),
     ],
 )
-def test_values_are_checked_once_for_a_batch_and_not_one_by_one(space, monkeypatch):
+def test_values_are_checked_in_batches(space, monkeypatch):
     space.seed(0)
     values = [space.sample() for _ in range(4)]
     with pool_of(space, *[values] * 8) as pool:
@@ -128,16 +128,16 @@ def test_values_are_checked_once_for_a_batch_and_not_one_by_one(space, monkeypat
 
 
 @pytest.mark.parametrize("rewards", [(1.0, None), (np.float32(1), "2"), (2.0, [1.0]), (True, 1j), (1.0, 1e300)])
-def test_a_wrong_reward_among_right_ones_names_its_environment(rewards):
-    made = iter([Gives(g.Discrete(2), [0] * 3, reward) for reward in rewards])
+def test_error_for_one_invalid_reward_names_its_environment(rewards):
+    made = iter([ListEnv(g.Discrete(2), [0] * 3, reward) for reward in rewards])
     with SyncEnv(lambda: next(made), 2) as pool:
         pool.reset()
         with pytest.raises(UsageError, match="Environment 1 gave .* as its reward: expected"):
             pool.step(np.zeros(2, np.int32))
 
 
-def test_rewards_of_several_types_keep_their_values():
-    made = iter([Gives(g.Discrete(2), [0] * 3, reward) for reward in (True, 2, np.float16(0.5), np.array(4.0))])
+def test_rewards_of_different_types_keep_their_values():
+    made = iter([ListEnv(g.Discrete(2), [0] * 3, reward) for reward in (True, 2, np.float16(0.5), np.array(4.0))])
     with SyncEnv(lambda: next(made), 4) as pool:
         pool.reset()
         assert pool.step(np.zeros(4, np.int32)).reward.tolist() == [1.0, 2.0, 0.5, 4.0]

@@ -1,4 +1,4 @@
-"""EnvServer: an Actor steps environments of another process as it steps its own."""
+"""EnvServer: an Actor steps environments in another process like local environments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two_envs():
 
 
 def served(server, deadline=5.0):
-    """A handle to a node of this process, and the node."""
+    """Serve a server in this process. Return a handle to the node, and the node."""
     methods = {name: getattr(server, name) for name in ("specs", "reset", "step")}
     node = InProcess().serve(methods)
     return Remote([node.address], "EnvServer", deadline, None, InProcess()), node
@@ -33,7 +33,7 @@ def make_actor(env, **options):
     return Actor(env, inferencer, RecordingBuffer(), **options)
 
 
-def test_an_actor_adds_the_steps_that_it_adds_of_environments_of_its_own():
+def test_actor_adds_the_same_steps_for_remote_and_local_environments():
     handle, node = served(EnvServer(two_envs))
     actors = [make_actor(env) for env in (two_envs, handle)]
     logs = [[actor.step() for _ in range(9)] for actor in actors]
@@ -48,7 +48,7 @@ def test_an_actor_adds_the_steps_that_it_adds_of_environments_of_its_own():
     node.stop()
 
 
-def test_one_environment_and_a_pool_are_served_with_their_specs():
+def test_served_environments_and_pools_have_their_specs():
     for builder, size in ((CountingEnv, 1), (two_envs, 2)):
         handle, node = served(EnvServer(builder))
         pool = as_pool(handle)
@@ -60,7 +60,7 @@ def test_one_environment_and_a_pool_are_served_with_their_specs():
         node.stop()
 
 
-def test_a_call_that_is_repeated_steps_nothing_again():
+def test_repeated_call_does_not_step_again():
     server = EnvServer(two_envs)
     actions = np.zeros(2, np.int32)
     server.reset("a", 1)
@@ -68,11 +68,11 @@ def test_a_call_that_is_repeated_steps_nothing_again():
     again = server.step("a", 2, actions)
     assert again is first and first.timestep.observation[0, 0] == 1
     assert server.step("a", 3, actions).timestep.observation[0, 0] == 2
-    assert server.step("a", 2, actions) is None  # one that comes late
+    assert server.step("a", 2, actions) is None  # a call that arrives late
     assert server.step("a", 4, actions).timestep.observation[0, 0] == 3
 
 
-def test_the_actor_that_reset_last_steps_and_the_other_is_told():
+def test_only_the_actor_that_reset_last_may_step():
     handle, node = served(EnvServer(two_envs))
     pools = [as_pool(handle), as_pool(handle)]
     for pool in pools:
@@ -88,7 +88,7 @@ class Breaks(CountingEnv):
         raise ZeroDivisionError("the simulator fell over")
 
 
-def test_what_an_environment_raises_reaches_the_actor_and_ends_the_server():
+def test_environment_error_reaches_the_actor_and_ends_the_server():
     server = EnvServer(Breaks)
     handle, node = served(server)
     raised = []
@@ -109,7 +109,7 @@ def test_what_an_environment_raises_reaches_the_actor_and_ends_the_server():
     node.stop()
 
 
-def test_actions_that_do_not_fit_are_refused_and_the_server_goes_on():
+def test_invalid_actions_are_refused_and_the_server_continues():
     server = EnvServer(two_envs)
     handle, node = served(server)
     pool = as_pool(handle)
@@ -121,13 +121,13 @@ def test_actions_that_do_not_fit_are_refused_and_the_server_goes_on():
     assert not server._stop.is_set()
 
 
-def test_a_server_that_is_not_there_is_named_within_the_deadline():
+def test_missing_server_raises_within_the_deadline():
     handle = Remote(["nobody"], "EnvServer", 1.0, None, InProcess())
     with pytest.raises(PeerError, match=r"The EnvServer at nobody did not answer specs\(\) within 1 s"):
         make_actor(handle, deadline=1.0)
 
 
-def test_what_cannot_be_served_is_said():
+def test_handle_cannot_be_used_for_several_pools():
     handle, node = served(EnvServer(two_envs))
     with pytest.raises(UsageError, match="num_pools=2 needs an env_builder that can be called"):
         make_actor(handle, num_pools=2)
@@ -135,7 +135,7 @@ def test_what_cannot_be_served_is_said():
 
 
 @pytest.mark.system
-def test_an_actor_steps_environments_of_another_process_and_names_a_server_that_died():
+def test_actor_steps_environments_of_another_process_and_raises_after_its_restart():
     from tests.serving import CHILD_DEADLINE, Child, client, running
 
     address = free_address()

@@ -1,4 +1,4 @@
-"""An EnvServer of an AsyncEnv: an Actor sends to environments of another process, and receives those that are ready."""
+"""An EnvServer of an AsyncEnv: an Actor in another process sends actions and receives the ready environments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def async_envs(size=3, wait_num=2, env=CountingEnv, **options):
 
 
 def served(transport, *builders):
-    """Handles to an EnvServer for each builder, and their nodes."""
+    """Serve an EnvServer for each builder. Return the handles and the nodes."""
     nodes = [transport.serve(public_methods(EnvServer(builder))) for builder in builders]
     return [Remote([node.address], "EnvServer", DEADLINE, None, transport) for node in nodes], nodes
 
@@ -46,9 +46,13 @@ def transport(request):
 
 
 def play(pool, calls):
-    """For each environment, the step types and observations that it gave, in order: at least 6, in `calls` or more."""
+    """Step a pool at least `calls` times, until each environment has made 6 steps.
+
+    Returns:
+        For each environment id, its (step type, observation) in order.
+    """
     seen = {env_id: [] for env_id in range(pool.num_envs)}
-    while calls > 0 or min(map(len, seen.values())) <= 5:  # under load, one environment may wait for long
+    while calls > 0 or min(map(len, seen.values())) <= 5:  # on a busy machine, one environment may wait for a long time
         calls -= 1
         env_ids, timestep = pool.recv()
         assert env_ids.dtype == np.int32 and len(env_ids) == pool.wait_num
@@ -58,14 +62,14 @@ def play(pool, calls):
     return seen
 
 
-def test_each_environment_gives_what_it_gives_in_this_process(transport):
-    """Episodes of three steps: FIRST, two MID, LAST, and FIRST by itself."""
+def test_served_environments_return_the_same_steps_as_local_ones(transport):
+    """Each episode is FIRST, MID, MID, LAST. The next episode begins automatically."""
     handles, nodes = served(transport, async_envs)
     pool = as_pool(handles[0])
     assert (pool.num_envs, pool.wait_num, pool.is_sync) == (3, 2, False)
     theirs = play(pool, 40)
-    with async_envs() as here:
-        ours = play(here, 40)
+    with async_envs() as local:
+        ours = play(local, 40)
     kinds = [FIRST, MID, MID, LAST] * 40
     for env_id in range(3):
         assert [kind for kind, _ in theirs[env_id]] == kinds[: len(theirs[env_id])]
@@ -75,7 +79,7 @@ def test_each_environment_gives_what_it_gives_in_this_process(transport):
         node.stop()
 
 
-def test_environments_of_several_servers_are_one_pool(transport):
+def test_several_servers_form_one_pool(transport):
     handles, nodes = served(transport, *[async_envs] * 2)
     pool = as_pool(handles)
     assert (pool.num_envs, pool.wait_num) == (6, 2)
@@ -92,7 +96,7 @@ def make_actor(env, **options):
     return Actor(env, inferencer, RecordingBuffer(), **options)
 
 
-def test_an_actor_adds_the_steps_of_environments_of_several_servers():
+def test_actor_adds_steps_from_several_servers():
     handles, nodes = served(InProcess(), *[functools.partial(async_envs, 2, 2)] * 2)
     actor = make_actor(handles, deadline=DEADLINE)
     logs = [actor.step() for _ in range(24)]
@@ -107,7 +111,7 @@ def test_an_actor_adds_the_steps_of_environments_of_several_servers():
 
 
 class Slow(CountingEnv):
-    """Its steps take until the test says so."""
+    """Its steps wait until the test sets `gate`."""
 
     gate = threading.Event()
 
@@ -116,12 +120,12 @@ class Slow(CountingEnv):
         return super().step(action)
 
 
-def test_a_slow_server_does_not_hold_up_another():
+def test_slow_server_does_not_delay_a_fast_one():
     Slow.gate.clear()
     handles, nodes = served(InProcess(), functools.partial(async_envs, 1, 1, Slow), functools.partial(async_envs, 1, 1))
     pool = as_pool(handles)
     begun = set()
-    while begun != {0, 1}:  # the quick one may answer again before the slow one has begun
+    while begun != {0, 1}:  # the fast server may answer again before the slow one has begun
         begun.add(pool_step(pool))
     assert [pool_step(pool) for _ in range(5)] == [1] * 5
     Slow.gate.set()
@@ -138,33 +142,33 @@ def pool_step(pool):
 
 
 @pytest.mark.parametrize(
-    ("ids", "actions", "told"),
+    ("ids", "actions", "message"),
     [
         ([0, 1], [0], r"an action for each of them.*ids of shape \(2,\).*actions of shape \(1,\)"),
         ([0], [0, 0], "an action for each of them"),
-        ([0, 0], [0, 0], "environment 0, which was not received since its last action, or is named twice"),
-        ([7], [0], "environment 7, which was not received"),
-        ([2], [0], "environment 2, which was not received"),
+        ([0, 0], [0, 0], "environment 0, which is still stepping, unknown or listed twice"),
+        ([7], [0], "environment 7, which is still stepping, unknown"),
+        ([2], [0], "environment 2, which is still stepping, unknown"),
         ([0.0], [0], "got ids of shape"),
         ([0], [0.5], "action.*float"),
         ([0], [9], "action"),
     ],
 )
-def test_actions_that_do_not_fit_are_refused_and_the_server_goes_on(ids, actions, told):
+def test_invalid_actions_are_refused_and_the_server_continues(ids, actions, message):
     handles, nodes = served(InProcess(), functools.partial(async_envs, 2, 2), functools.partial(async_envs, 2, 2))
     pool = as_pool(handles)
     first, _ = pool.recv()
-    if sorted(first.tolist()) != [0, 1]:  # the other server was quicker
+    if sorted(first.tolist()) != [0, 1]:  # the other server was faster
         pool.send(first, np.zeros(2, np.int32))
         while sorted(first.tolist()) != [0, 1]:
             first, _ = pool.recv()
             if sorted(first.tolist()) != [0, 1]:
                 pool.send(first, np.zeros(2, np.int32))
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         pool.send(ids, np.asarray(actions))
     pool.send([0, 1], np.zeros(2, np.int32))
     seen = set()
-    while seen != {(0, 1), (2, 3)}:  # under load, one server may answer many times before the other
+    while seen != {(0, 1), (2, 3)}:  # on a busy machine, one server may answer many times before the other
         seen.add(pool_of_two(pool))
     for node in nodes:
         node.stop()
@@ -176,16 +180,16 @@ def pool_of_two(pool):
     return tuple(sorted(env_ids.tolist()))
 
 
-def test_recv_without_anything_under_way_is_refused():
+def test_recv_without_stepping_environments_is_refused():
     handles, nodes = served(InProcess(), functools.partial(async_envs, 2, 2))
     pool = as_pool(handles[0])
     pool.recv()
-    with pytest.raises(UsageError, match=r"send\(\) to those that were received first"):
+    with pytest.raises(UsageError, match=r"call send\(\) for the received environments first"):
         pool.recv()
     nodes[0].stop()
 
 
-def test_a_call_that_is_repeated_steps_nothing_again():
+def test_repeated_call_does_not_step_again():
     server = EnvServer(functools.partial(async_envs, 1, 1))
     server.reset("a", 1)
     first = server.recv("a", 2)
@@ -195,11 +199,11 @@ def test_a_call_that_is_repeated_steps_nothing_again():
         server.send("a", 3, np.zeros(1, np.int32), action)
     second = server.recv("a", 4)
     assert second.timestep.step_type.tolist() == [MID] and second.timestep.observation[0, 0] == 1
-    assert server.recv("a", 2) is None  # one that comes late
+    assert server.recv("a", 2) is None  # a call that arrives late
     server._env.close()
 
 
-def test_an_actor_that_takes_over_begins_with_first_timesteps_and_the_other_is_told():
+def test_new_actor_gets_first_timesteps_and_the_previous_actor_an_error():
     handles, nodes = served(InProcess(), async_envs)
     before, after = (as_pool(handles[0]) for _ in range(2))
     play(before, 7)
@@ -210,11 +214,11 @@ def test_an_actor_that_takes_over_begins_with_first_timesteps_and_the_other_is_t
     nodes[0].stop()
 
 
-def test_a_pool_that_cannot_be_made_again_says_so_to_the_actor_that_would_take_over():
+def test_second_actor_is_refused_if_the_server_has_no_env_builder():
     pool = async_envs()
     handles, nodes = served(InProcess(), pool)
     play(as_pool(handles[0]), 2)
-    with pytest.raises(EnvError, match="an env_builder that makes the pool, instead of the pool"):
+    with pytest.raises(EnvError, match="an env_builder that returns the pool, instead of the pool"):
         as_pool(handles[0]).recv()
     nodes[0].stop()
     pool.close()
@@ -225,7 +229,7 @@ class Breaks(CountingEnv):
         raise ZeroDivisionError("the simulator fell over")
 
 
-def test_what_an_environment_raises_reaches_the_actor():
+def test_environment_error_reaches_the_actor():
     handles, nodes = served(InProcess(), functools.partial(async_envs, 2, 2, Breaks))
     actor = make_actor(handles[0])
     with pytest.raises(EnvError, match="raised ZeroDivisionError in step.*the simulator fell over"):
@@ -236,7 +240,7 @@ def test_what_an_environment_raises_reaches_the_actor():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_server_that_died_is_named_within_the_deadline(victim):
+def test_stopped_server_raises_within_the_deadline(victim):
     handles, nodes = served(InProcess(), *[functools.partial(async_envs, 2, 2)] * 2)
     pool = as_pool(handles, deadline=1.0)
     play(pool, 4)
@@ -254,7 +258,7 @@ def serve_until_killed(address):
 
 
 @pytest.mark.system
-def test_a_server_process_that_was_killed_is_named(tmp_path):
+def test_killed_server_process_raises(tmp_path):
     context = multiprocessing.get_context("spawn")
     address = str(tmp_path / "envs")
     child = context.Process(target=serve_until_killed, args=(address,))
@@ -267,7 +271,7 @@ def test_a_server_process_that_was_killed_is_named(tmp_path):
         play(pool, 10)
 
 
-def test_servers_that_cannot_be_one_pool_are_refused():
+def test_servers_with_different_specs_or_sync_pools_are_refused():
     handles, nodes = served(InProcess(), async_envs, functools.partial(SyncEnv, CountingEnv, 2))
     with pytest.raises(UsageError, match="only if each serves an AsyncEnv"):
         as_pool(handles)

@@ -1,4 +1,4 @@
-"""Pools that save their environments continue as if they had never stopped."""
+"""Saved and restored pools continue exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "Pendulum-v1", "Mounta
 
 
 class Eager(ScriptedEnv, EzPickle):
-    """Pickles as its constructor's arguments: its state would be lost."""
+    """Its pickle contains only the constructor's arguments, not its state."""
 
 
 class HoldsEager(ScriptedEnv):
@@ -25,7 +25,7 @@ class HoldsEager(ScriptedEnv):
 
 class Locked(ScriptedEnv):
     def __init__(self):
-        self.lock = (x for x in ())  # a generator has no pickle
+        self.lock = (x for x in ())  # a generator cannot be pickled
 
 
 def act(pool, random, steps):
@@ -44,24 +44,24 @@ def act(pool, random, steps):
     [(name, "loop", "loop") for name in CLASSIC]
     + [("CartPole-v1", "process", "process"), ("CartPole-v1", "loop", "process"), ("CartPole-v1", "thread", "loop")],
 )
-def test_a_restored_pool_continues_exactly(name, saved_by, restored_by):
+def test_restored_pool_continues_exactly(name, saved_by, restored_by):
     with SyncEnv(name, 3, saved_by, seed=1, num_workers=2) as pool:
         pool.reset()
         act(pool, np.random.RandomState(0), 25)
-        if name == "CartPole-v1":  # saved with an environment at LAST, which must start anew
+        if name == "CartPole-v1":  # save while an environment is at LAST, so that its next step is a reset
             while not (act(pool, np.random.RandomState(0), 1)[0] == 2).any():
                 pass
         state = pool.get_state()
         expected = act(pool, np.random.RandomState(1), 230)
     with SyncEnv(name, 3, restored_by, seed=99, num_workers=2) as pool:
         pool.set_state(state)
-        for came, wanted in zip(act(pool, np.random.RandomState(1), 230), expected, strict=True):
-            np.testing.assert_array_equal(came, wanted)
-    # In most there were resets, whose randomness was restored too; these two have long episodes.
+        for received, wanted in zip(act(pool, np.random.RandomState(1), 230), expected, strict=True):
+            np.testing.assert_array_equal(received, wanted)
+    # Resets check that the random state was restored. These two environments have longer episodes.
     assert (expected[0] == 0).any() or name in ("Acrobot-v1", "MountainCarContinuous-v0")
 
 
-def test_a_pool_saved_before_its_first_reset_starts_the_same():
+def test_pool_saved_before_its_first_reset_starts_with_the_same_observation():
     with SyncEnv("CartPole-v1", 2, seed=5) as pool:
         state, start = pool.get_state(), pool.reset()
     with SyncEnv("CartPole-v1", 2, seed=6) as pool:
@@ -74,19 +74,19 @@ def test_a_pool_saved_before_its_first_reset_starts_the_same():
     [(Eager, "loop"), (Locked, "loop"), (Locked, "process"), (HoldsEager, "loop")]
     + [(lambda: gymnasium.wrappers.TimeLimit(Eager(), 10), "process")],
 )
-def test_environments_that_cannot_be_saved_say_none(builder, type):
+def test_state_of_environments_that_cannot_be_saved_is_none(builder, type):
     with SyncEnv(builder, 2, type, num_workers=1) as pool:
         pool.reset()
         assert pool.get_state() is None
         assert pool.step(np.zeros(2, np.int32)).step_type.tolist() == [1, 1]
 
 
-def test_envpool_cannot_be_saved():
+def test_state_of_envpool_is_none():
     with SyncEnv("CartPole-v1", 2, "envpool") as pool:
         assert pool.get_state() is None
 
 
-def test_a_state_of_another_size_is_refused():
+def test_state_of_another_pool_size_is_refused():
     with SyncEnv("CartPole-v1", 2) as pool:
         state = pool.get_state()
     with (

@@ -1,4 +1,4 @@
-"""Spaces and specs in the framework's own form."""
+"""Conversion of spaces and specs, and `as_pool`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
 
 
 class Echo(gymnasium.Env):
-    """Observes the action that it was given; keeps it, as some environments do."""
+    """The observation is the previous action. It keeps the action array, as some environments do."""
 
     def __init__(self, action_space):
         self.action_space = action_space
@@ -47,18 +47,18 @@ class Echo(gymnasium.Env):
         (g.Box(-2.0, 2.0, (1,), np.float64), specs.BoundedArray((1,), np.float32, -2.0, 2.0), [[1.5], [-1.5]]),
     ],
 )
-def test_actions_arrive_as_the_space_wants_them_and_stay(space, spec, actions):
+def test_environments_receive_copies_of_actions_in_their_own_dtype(space, spec, actions):
     with SyncEnv(lambda: Echo(space), 1) as pool:
         assert pool.action_spec == spec.replace(name="action")
         given = np.zeros((1, *spec.shape), spec.dtype)
         pool.reset()
         for action in actions:
-            given[0] = action  # the same array again: what the environment kept must not change
+            given[0] = action  # write to the same array: the action that the environment kept must not change
             kept = pool.step(given).observation
         np.testing.assert_array_equal(kept[0], actions[0])
 
 
-def test_discrete_actions_start_where_the_space_does():
+def test_discrete_actions_are_shifted_to_the_start_of_the_space():
     with SyncEnv(lambda: Echo(g.Discrete(3, start=-1)), 1) as pool:
         pool.reset()
         seen = [float(pool.step(np.array([action])).observation[0]) for action in (0, 2, 1)]
@@ -66,7 +66,7 @@ def test_discrete_actions_start_where_the_space_does():
 
 
 @pytest.mark.parametrize("space", [g.Dict(a=g.Discrete(2)), g.Tuple((g.Discrete(2),)), g.Text(5)])
-def test_an_action_space_that_cannot_be_batched_is_refused_by_name(space):
+def test_unsupported_action_space_is_refused(space):
     with pytest.raises(UsageError, match=f"action space {type(space).__name__}"):
         spaces.codec_of_spaces(g.Discrete(2), space)
 
@@ -75,7 +75,7 @@ def observed_in(space):
     return spaces.codec_of_spaces(space, g.Discrete(2)).observation_spec
 
 
-def test_an_observation_space_without_a_fixed_shape_is_refused_with_its_path():
+def test_observation_space_without_a_fixed_shape_is_refused_with_its_path():
     with pytest.raises(UsageError, match=r"'observation\.a\.0', Text"):
         observed_in(g.Dict(a=g.Tuple((g.Text(5),))))
 
@@ -89,7 +89,7 @@ def test_keys_that_cannot_be_sorted_are_refused_with_their_path(keys):
         spaces.codec_of_specs({key: specs.DiscreteArray(2) for key in keys}, specs.DiscreteArray(2))
 
 
-def test_dtypes_are_narrowed_and_bounds_with_them():
+def test_64_bit_dtypes_and_their_bounds_become_32_bit():
     spec = observed_in(g.Box(-np.inf, np.finfo(np.float64).max, (2,), np.float64))
     assert spec.dtype == np.float32
     np.testing.assert_array_equal(spec.minimum, [-np.inf, -np.inf])
@@ -100,7 +100,7 @@ def test_dtypes_are_narrowed_and_bounds_with_them():
 
 
 class Floors(ScriptedEnv):
-    """Observes one of the floors -1 .. 3, alone and beside others."""
+    """Its observation is a floor, -1 to 3, alone or in a tree."""
 
     def __init__(self, nested):
         self.nested = nested
@@ -111,7 +111,7 @@ class Floors(ScriptedEnv):
         return {"b": self.t - 1, "a": (self.t, np.int64(self.t - 1))} if self.nested else self.t - 1
 
 
-def test_a_discrete_observation_counts_from_zero():
+def test_discrete_observations_start_at_zero():
     floor = specs.DiscreteArray(5, np.int32, "observation")
     with SyncEnv(lambda: Floors(False), 1) as pool:
         assert pool.observation_spec == floor and type(pool.observation_spec) is specs.DiscreteArray
@@ -125,7 +125,7 @@ def test_a_discrete_observation_counts_from_zero():
 
 
 @pytest.mark.parametrize("type", ["loop", "envpool"])
-def test_an_agent_takes_a_discrete_observation_as_one_input_for_each_value(type):
+def test_agent_gets_one_input_for_each_value_of_a_discrete_observation(type):
     with SyncEnv("FrozenLake-v1", 2, type) as pool:
         agent = PPO(PPOConfig(), pool.observation_spec, pool.action_spec)
         assert pool.reset().observation.shape == (2,)
@@ -133,7 +133,7 @@ def test_an_agent_takes_a_discrete_observation_as_one_input_for_each_value(type)
     assert shapes["torso0_dense0"]["w"].shape == (16, 64)
 
 
-def test_dm_env_specs_become_the_same():
+def test_dm_env_specs_are_converted():
     tree = specs.DiscreteArray(3, np.int64), specs.BoundedArray((), int, 0, 2)
     codec = spaces.codec_of_specs(tree, specs.BoundedArray((), np.int64, 3, 6))
     observed = codec.observation_spec
@@ -145,7 +145,7 @@ def test_dm_env_specs_become_the_same():
         spaces.codec_of_specs({"a": specs.StringArray(())}, specs.DiscreteArray(2))
 
 
-def test_layout_goes_to_leaves_and_back():
+def test_layout_flattens_and_unflattens_trees():
     layout = Layout({"a": specs.Array((), np.float32), "b": (specs.Array((2,), np.uint8),)})
     tree = {"b": (2,), "a": 1}
     assert layout.flatten(tree) == [1, 2]
@@ -154,7 +154,7 @@ def test_layout_goes_to_leaves_and_back():
         layout.flatten({"a": 1})
 
 
-def test_as_pool_takes_pools_environments_and_builders():
+def test_as_pool_accepts_pools_environments_and_builders():
     with SyncEnv(ScriptedEnv, 2) as pool:
         assert as_pool(pool) is pool
     for env in (ScriptedEnv(), ScriptedDmEnv(), ScriptedEnv, lambda: SyncEnv(ScriptedEnv, 1)):
@@ -166,8 +166,8 @@ def test_as_pool_takes_pools_environments_and_builders():
         as_pool(3)
 
 
-class Halves:
-    """A pool of one's own, around a batched simulator: two numbers that count."""
+class CounterPool:
+    """A user's pool, around a batched simulator: its observations are two counters."""
 
     num_envs = 2
     observation_spec = specs.Array((), np.float32, "observation")
@@ -189,7 +189,7 @@ class Halves:
         return TimeStep(np.full(2, step_type), ones * (self.t > 0), ones, ones * self.t)
 
 
-class AsyncHalves(Halves):
+class AsyncCounterPool(CounterPool):
     wait_num, step = 1, None
 
     def recv(self):
@@ -199,30 +199,30 @@ class AsyncHalves(Halves):
         self.t += 1
 
 
-def test_a_pool_of_ones_own_needs_only_its_own_half():
-    pool = as_pool(Halves)
+def test_user_pool_needs_only_the_sync_or_async_methods():
+    pool = as_pool(CounterPool)
     assert pool.is_sync and pool.num_envs == 2
     assert pool.reset().observation.tolist() == [0, 0] and pool.step(np.zeros(2)).observation.tolist() == [1, 1]
     assert pool.get_state() is None and pool.sums() == {}
     pool.close()
-    assert not as_pool(AsyncHalves()).is_sync
+    assert not as_pool(AsyncCounterPool()).is_sync
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("CartPole-v1", r"not how many: use SyncEnv\('CartPole-v1', size\)"),
-        (types.SimpleNamespace(num_envs=3, reset=None), "SimpleNamespace. As a pool it lacks step"),
-        (types.SimpleNamespace(single_observation_space=3), "is one of gymnasium.vector"),
+        ("CartPole-v1", r"only the name of an environment: pass SyncEnv\('CartPole-v1', size\)"),
+        (types.SimpleNamespace(num_envs=3, reset=None), "SimpleNamespace. For a pool it has no step"),
+        (types.SimpleNamespace(single_observation_space=3), "is a vector environment of gymnasium.vector"),
     ],
 )
-def test_what_is_no_pool_is_refused_with_what_it_lacks(given, message):
+def test_as_pool_refuses_other_objects(given, message):
     with pytest.raises(UsageError, match=message):
         as_pool(given)
 
 
-def test_an_environment_that_is_there_already_cannot_fill_a_pool():
-    with pytest.raises(UsageError, match="ScriptedEnv is one environment, and each in a pool must be another"):
+def test_pool_refuses_an_environment_instead_of_a_builder():
+    with pytest.raises(UsageError, match="ScriptedEnv is a single environment, but a pool needs a new environment"):
         SyncEnv(ScriptedEnv(), 2)
 
 
@@ -239,19 +239,19 @@ class Wrong(ScriptedEnv):
         (lambda: SyncEnv(ScriptedEnv, 2), "several environments"),
     ],
 )
-def test_what_is_no_environment_is_refused(builder, message):
+def test_builder_that_does_not_return_an_environment_is_refused(builder, message):
     with pytest.raises(UsageError, match=message):
         SyncEnv(builder, 1).reset()
 
 
 class Fractional(ScriptedDmEnv):
-    """A dm_env whose discount is its own."""
+    """A dm_env environment with a discount of 0.5."""
 
     def step(self, action):
         return dm_env.TimeStep(dm_env.StepType.MID, None, 0.5, np.zeros(3))
 
 
-def test_a_dm_env_keeps_its_own_discount():
+def test_dm_env_discount_is_kept():
     with SyncEnv(Fractional, 1) as pool:
         pool.reset()
         timestep = pool.step(np.zeros(1, np.int32))

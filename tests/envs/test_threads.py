@@ -1,4 +1,4 @@
-"""Threads of a pool: they end with it, and one that hangs is named and holds up nobody."""
+"""Threads of a pool end with the pool. A hung environment is named and does not delay `close`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Hanging(ScriptedEnv):
 
 @pytest.fixture
 def hanging(monkeypatch):
-    """A builder, what is set when its environment hangs, and whether each that was closed is that one."""
+    """Yield a builder, an event that is set when its victim hangs, and the `is_victim` of closed environments."""
     monkeypatch.setattr("rlframe.envs.thread._CLOSE_TIMEOUT", 100.0)
     hangs, released, closed = threading.Event(), threading.Event(), []
     yield functools.partial(Hanging, hangs, released, closed), hangs, closed
@@ -64,38 +64,38 @@ POOLS = {
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_an_environment_that_hangs_is_named(kind, hanging):
+def test_hung_environment_in_a_thread_is_named(kind, hanging):
     builder, _, closed = hanging
     with POOLS[kind](builder, answer_timeout=1.0) as pool:
         with pytest.raises(EnvError, match="No answer from environment 2 within 1 s: it hangs"):
             step_until_it_hangs(pool)
         started = time.monotonic()
-    assert time.monotonic() - started < 60.0  # closing waited for no thread
-    assert True not in closed  # nobody took it away from the thread that is in it
+    assert time.monotonic() - started < 60.0  # `close` waited for no thread
+    assert True not in closed  # the environment was not closed during its step
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_ctrl_c_ends_a_step_at_once(kind, hanging):
+def test_ctrl_c_ends_a_step_immediately(kind, hanging):
     builder, hangs, closed = hanging
     interrupted = []
 
     def interrupt(pool):
-        wait_until(lambda: hangs.is_set() and pool._pool._is_waiting)  # no more in `send`
+        wait_until(lambda: hangs.is_set() and pool._pool._is_waiting)  # after `send`
         interrupted.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    everybody = {"wait_num": 4} if kind == "async" else {}  # so that it waits for the one that hangs
-    with pytest.raises(KeyboardInterrupt), POOLS[kind](builder, **everybody) as pool:
+    wait_for_all = {"wait_num": 4} if kind == "async" else {}  # so that `recv` waits for the hung environment
+    with pytest.raises(KeyboardInterrupt), POOLS[kind](builder, **wait_for_all) as pool:
         thread = threading.Thread(target=interrupt, args=(pool,))
         thread.start()
         step_until_it_hangs(pool)
-    assert time.monotonic() - interrupted[0] < 60.0  # closing waited for no thread
+    assert time.monotonic() - interrupted[0] < 60.0  # `close` waited for no thread
     thread.join()
     assert True not in closed
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_pools_that_are_dropped_end_their_threads_and_close_their_environments(kind):
+def test_garbage_collected_pools_end_their_threads_and_close_their_environments(kind):
     closed = []
     builder = functools.partial(Hanging, threading.Event(), threading.Event(), closed, victim=4)
     before = threading.active_count()
@@ -112,7 +112,7 @@ class Exiting(ScriptedEnv):
         raise KeyboardInterrupt("in a thread")
 
 
-def test_whatever_an_environment_raises_reaches_the_caller():
+def test_base_exception_in_a_thread_reaches_the_caller():
     with SyncEnv(Exiting, 4, "thread", num_workers=2) as pool:
         pool.reset()
         with pytest.raises(KeyboardInterrupt, match="in a thread"):

@@ -1,4 +1,4 @@
-"""Stacked frames, repeated actions and clipped rewards: the same for every type of pool."""
+"""Frame stacking, action repeat and reward clipping give the same steps in every type of pool."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OPTIONS = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 30.0}
 
 
 class Twin:
-    """One environment by hand, by the options above."""
+    """The expected steps of one environment with OPTIONS."""
 
     def __init__(self, index):
         self.stream = Stream(7, index)
         self.frames = collections.deque(maxlen=3)
 
     def step(self, action):
-        """(step type, reward, discount, observation [3, 3] as lists)"""
+        """Return (step type, reward, discount, observation [3, 3] as lists)."""
         step_type, reward, discount, observation = self.stream.step(action)
         if step_type == MID:
             step_type, more, discount, observation = self.stream.step(action)
@@ -40,7 +40,7 @@ def rows(timestep):
 
 
 @pytest.mark.parametrize("type", ["loop", "thread", "process"])
-def test_a_wrapped_pool_gives_what_wrapping_each_environment_would(type):
+def test_sync_pool_options_equal_wrapping_each_environment(type):
     twins, random = [Twin(i) for i in range(SIZE)], np.random.RandomState(0)
     kinds = set()
     with SyncEnv(ScriptedEnv, SIZE, type, seed=7, num_workers=2, **OPTIONS) as pool:
@@ -58,7 +58,7 @@ def test_a_wrapped_pool_gives_what_wrapping_each_environment_would(type):
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_so_does_an_asynchronous_one(type):
+def test_async_pool_options_equal_wrapping_each_environment(type):
     twins, random, actions = [Twin(i) for i in range(SIZE)], np.random.RandomState(0), np.zeros(SIZE, np.int64)
     with AsyncEnv(ScriptedEnv, SIZE, 2, type, seed=7, num_workers=2, **OPTIONS) as pool:
         for _ in range(40):
@@ -68,7 +68,7 @@ def test_so_does_an_asynchronous_one(type):
             pool.send(env_ids, actions[env_ids])
 
 
-def test_a_saved_pool_goes_on_with_its_frames():
+def test_restored_pool_continues_with_its_stacked_frames():
     with SyncEnv(ScriptedEnv, 2, seed=7, **OPTIONS) as pool, SyncEnv(ScriptedEnv, 2, seed=9, **OPTIONS) as other:
         pool.reset()
         for _ in range(4):
@@ -80,7 +80,7 @@ def test_a_saved_pool_goes_on_with_its_frames():
 
 
 @pytest.mark.parametrize("is_sync", [True, False])
-def test_envpool_repeats_an_action_up_to_the_end_of_the_episode(is_sync):
+def test_envpool_repeats_an_action_until_the_episode_ends(is_sync):
     pytest.importorskip("envpool")
     plain = SyncEnv("CartPole-v1", SIZE, "envpool", seed=3)
     options = {"type": "envpool", "seed": 3, "action_repeat": 4}
@@ -88,7 +88,7 @@ def test_envpool_repeats_an_action_up_to_the_end_of_the_episode(is_sync):
     ends = set()
     with plain, repeating:
         before = plain.reset()
-        # What each environment gives under a constant action, one step after the other.
+        # The steps of each environment with a constant action and no repetition.
         stream = [before] + [plain.step(np.ones(SIZE, np.int32)) for _ in range(60)]
         places = [0] * SIZE
         for number in range(12):
@@ -121,7 +121,7 @@ def test_envpool_repeats_an_action_up_to_the_end_of_the_episode(is_sync):
         ((5, 4, 3), (5, 4, 6), lambda old, new: np.concatenate([old, new], axis=-1)),
     ],
 )
-def test_where_the_frames_go(shape, stacked, row):
+def test_frame_stack_shape_depends_on_the_channel_axis(shape, stacked, row):
     stack = FrameStack(2, specs.BoundedArray(shape, np.uint8, 0, 200), 2)
     assert stack.observation_spec.shape == stacked and stack.observation_spec.dtype == np.uint8
     assert np.shape(stack.observation_spec.maximum) in ((), stacked) and np.all(stack.observation_spec.maximum == 200)
@@ -134,6 +134,6 @@ def test_where_the_frames_go(shape, stacked, row):
 
 
 @pytest.mark.parametrize("options", [{"frame_stack": 0}, {"action_repeat": 0}, {"clip_rewards": 0.0}])
-def test_options_that_no_pool_can_have_are_refused(options):
+def test_invalid_wrapper_options_are_refused(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         SyncEnv(ScriptedEnv, 1, **options)

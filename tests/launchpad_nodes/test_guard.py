@@ -1,4 +1,4 @@
-"""Plain `lp.launch` ends when a node fails or its launcher dies, names the node and leaves nothing behind."""
+"""A program of plain `lp.launch` ends completely if a node fails or the launcher dies, and names the failed node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import rlframe.errors
 
 
 class Waits:
-    '''A node that names a class of rlframe, as all nodes here do.'''
+    '''A node that refers to a class of rlframe, so it imports rlframe when it is unpickled.'''
 
     error = rlframe.errors.UsageError
 
@@ -52,7 +52,7 @@ def main():
     for label, node in (("waits", lp.CourierNode(Waits)), ("fails", {added})):
         program.add_node(node, label=label)
     lp.launch(program, launch_type="local_mp", terminal="{terminal}").wait()
-    print("the script goes on.")
+    print("the script continues.")
 
 
 if __name__ == "__main__":
@@ -75,7 +75,7 @@ def fails(error):
 
 
 OWN_CLASS = """
-class Own:  # names nothing of rlframe
+class Own:  # does not refer to rlframe
     def __init__(self):
         {constructor}
 """
@@ -106,7 +106,7 @@ def in_own_class(statement: str) -> str:
 
 
 def rlframe_first(script: str) -> str:
-    """The script with `import rlframe` before `import launchpad`."""
+    """Return the script with `import rlframe` before `import launchpad`."""
     return "import rlframe\n" + script
 
 
@@ -137,14 +137,16 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         pytest.param(
             in_constructor("import threading; threading.Thread(target=time.sleep, args=(99,)).start(); " + RAISES),
             "ValueError: a fault",
-            id="raises beside a thread that does not end",
+            id="constructor with a running thread",
             marks=pytest.mark.system,
         ),
-        pytest.param(in_own_class(RAISES), "ValueError: a fault", id="own class, rlframe imported before launchpad"),
-        pytest.param(in_tables(RAISES), "ValueError: a fault", id="tables of Reverb", marks=pytest.mark.system),
+        pytest.param(
+            in_own_class(RAISES), "ValueError: a fault", id="class without rlframe, which is imported before launchpad"
+        ),
+        pytest.param(in_tables(RAISES), "ValueError: a fault", id="Reverb tables", marks=pytest.mark.system),
         pytest.param(rlframe_first(in_run("sys.exit(3)")), "SystemExit: 3", id="sys.exit", marks=pytest.mark.system),
         pytest.param(
-            in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit of a function", marks=pytest.mark.system
+            in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit in a function", marks=pytest.mark.system
         ),
         pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL"),
         pytest.param(in_run("os.abort()"), "killed or crashed", id="abort", marks=pytest.mark.system),
@@ -152,19 +154,15 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         pytest.param(in_run("os._exit(0)"), "killed or crashed", id="exit with 0", marks=pytest.mark.system),
     ],
 )
-def test_a_node_that_fails_is_named_and_ends_the_program_with_an_exit_code_that_is_not_0(
-    start: Start, script: str, reason: str
-):
+def test_failed_node_is_named_and_the_program_exits_with_an_error(start: Start, script: str, reason: str):
     program = start(script)
     assert program.ends_within(60.0) not in (0, None), program.output()
     assert re.search(rf"\[fails/0\] rlframe: the node fails/0 failed: .*{reason}", program.output()), program.output()
-    assert "stops." in program.output() and "the script goes on" not in program.output()
+    assert "stops." in program.output() and "the script continues" not in program.output()
 
 
 @pytest.mark.system
-def test_with_output_in_files_launchpad_itself_ends_the_program_of_a_node_that_fails(
-    start: Start, monkeypatch, tmp_path
-):
+def test_with_output_to_files_launchpad_itself_ends_the_program_after_a_failure(start: Start, monkeypatch, tmp_path):
     monkeypatch.setenv("LAUNCHPAD_LOGGING_DIR", str(tmp_path / "logs"))
     program = start(in_constructor(RAISES, "output_to_files"))
     assert program.ends_within(60.0) == 1
@@ -173,14 +171,14 @@ def test_with_output_in_files_launchpad_itself_ends_the_program_of_a_node_that_f
 
 @pytest.mark.system
 @pytest.mark.parametrize("end", ["return", "sys.exit(0)"])
-def test_a_node_whose_run_returns_ends_nothing(start: Start, end: str):
+def test_node_whose_run_returns_does_not_end_the_program(start: Start, end: str):
     program = start(in_run(f"print('returns.'); {end}"))
     program.wait_for_output("[fails/0] returns.")
     program.wait_for_output("[waits/0] runs in")
-    program.wait_for(lambda: len(program.guards()) == 1)  # the other one ended with its node, and says nothing more
+    program.wait_for(lambda: len(program.guards()) == 1)  # the guard of the other node has ended with that node
     assert program.process.poll() is None and "failed" not in program.output()
     program.process.send_signal(signal.SIGINT)
-    assert program.ends_within() == 0 and "the script goes on" in program.output()
+    assert program.ends_within() == 0 and "the script continues" in program.output()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +189,7 @@ def test_a_node_whose_run_returns_ends_nothing(start: Start, end: str):
         pytest.param("import ctypes; ctypes.PyDLL(None).sleep(99)", marks=pytest.mark.system),
     ],
 )
-def test_all_nodes_end_when_their_launcher_is_killed_even_one_that_holds_the_interpreter_lock(start: Start, busy: str):
+def test_all_nodes_end_when_their_launcher_is_killed_even_if_one_holds_the_gil(start: Start, busy: str):
     program = start(in_run(f"print('is busy.'); {busy}"))
     program.wait_for_output("is busy.")
     program.wait_for_output("[waits/0] runs in")
@@ -200,7 +198,7 @@ def test_all_nodes_end_when_their_launcher_is_killed_even_one_that_holds_the_int
     assert "stops." in program.output()
 
 
-def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: Start, tmp_path: pathlib.Path):
+def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Start, tmp_path: pathlib.Path):
     (tmp_path / "slow.py").write_text(
         "import time\nif 'process_entry.py' in open('/proc/self/cmdline').read(): time.sleep(99)\n"
     )
@@ -208,7 +206,9 @@ def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: 
     program = start(
         script.replace("error = rlframe.errors.UsageError", "error, slow = rlframe.errors.UsageError, slow")
     )
-    program.wait_for(lambda: len(program.members()) > 8)  # launcher; of each node shell, shell or sed, node, guard
+    program.wait_for(
+        lambda: len(program.members()) > 8
+    )  # the launcher, and for each node two shells (or a shell and sed), the node and its guard
     os.killpg(program.process.pid, signal.SIGINT)
     begin = time.monotonic()
     assert program.ends_within() == 0, program.output()
@@ -216,7 +216,7 @@ def test_ctrl_c_while_nodes_import_ends_them_before_launchpad_kills_them(start: 
 
 
 def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
-    """A program whose nodes, but for those that are ahead, wait for a file `go_on` before their first import."""
+    """Start a program whose nodes wait for a file `go_on` before their first import, except the first `ahead` nodes."""
     (folder / "early").mkdir()
     (folder / "early/sitecustomize.py").write_text(
         "import os, time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
@@ -233,14 +233,14 @@ def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
 
 @pytest.mark.system
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_nodes_whose_launcher_is_killed_before_their_imports_end(start: Start, tmp_path: pathlib.Path, ahead: int):
+def test_nodes_end_if_their_launcher_is_killed_before_their_imports(start: Start, tmp_path: pathlib.Path, ahead: int):
     program = start_slowly(start, tmp_path, ahead)
     program.wait_for(lambda: len(program.guards()) == ahead)
     program.process.kill()
     program.process.wait()
     (tmp_path / "go_on").touch()
     assert program.ends_within() == -signal.SIGKILL
-    assert "ends: its launcher died" in program.output(), program.output()
+    assert "ends because its launcher died" in program.output(), program.output()
 
 
 @pytest.mark.system
@@ -251,7 +251,7 @@ def test_ctrl_c_ends_nodes_that_have_not_imported_rlframe_yet(start: Start, tmp_
     assert "Killing" not in program.output() and "failed" not in program.output(), program.output()
 
 
-def test_a_node_that_ignores_sigterm_is_killed_while_it_starts_and_no_other_is():
+def test_end_starting_nodes_kills_only_nodes_that_ignore_sigterm():
     def node(action: str) -> subprocess.Popen:
         waits = (
             f"import signal, sys; signal.signal(signal.SIGTERM, signal.{action}); print(flush=True); sys.stdin.read()"
@@ -267,8 +267,8 @@ def test_a_node_that_ignores_sigterm_is_killed_while_it_starts_and_no_other_is()
         assert started.wait(30) == 0
 
 
-# Objects of ours in nodes: no actor adds a step, and an Actor gets a node in the place of its handle.
-OURS = """
+# A program with objects of rlframe: no actor adds a step, or an Actor gets a node instead of the node's handle.
+RLFRAME_PROGRAM = """
 from functools import partial
 
 import launchpad as lp
@@ -301,8 +301,8 @@ BARE_NODE = """
 """
 
 
-def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_program(start: Start):
-    program = start(OURS.format(timeout=1.0, added="pass"))
+def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start: Start):
+    program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"))
     assert program.ends_within(120.0) not in (0, None), program.output()
     named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch came within 1 s"
     assert re.search(named, program.output()), program.output()
@@ -317,8 +317,8 @@ def test_a_learner_without_data_stops_after_its_own_deadline_and_ends_the_progra
         pytest.param("lp.CourierNode(Actor, print, {'of': (inferencer,)}, replay)", marks=pytest.mark.system),
     ],
 )
-def test_a_node_in_the_place_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
-    program = start(rlframe_first(OURS.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
+def test_node_instead_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
+    program = start(rlframe_first(RLFRAME_PROGRAM.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
     assert program.ends_within(120.0) == 1, program.output()
     refused = "UsageError: A CourierNode was given to Actor: give the handle that program.add_node(node) returns."
     assert refused in program.output() and "[learner/0]" not in program.output()
@@ -332,12 +332,12 @@ EXAMPLES = ("heavy_env", "light_env", "distributed")
 @pytest.mark.parametrize(
     ("fault", "names"),
     [
-        # Each node that steps the environment may be the first.
+        # Any node that steps the environment may fail first.
         (plain_launchpad.with_raising_environment, r"(actor|evaluator)/\d failed: (EnvError: |.*broken)"),
         (plain_launchpad.with_broken_constructor, r"actor/0 failed: ValueError: a broken constructor"),
     ],
 )
-def test_an_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, fault, names: str):
+def test_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, fault, names: str):
     program = start(fault(example(page)))
     program.wait_for_output("fault at ")
     assert program.ends_within() not in (0, None), program.output()[-5000:]
@@ -348,9 +348,9 @@ def test_an_example_with_a_fault_ends_and_names_the_node(start: Start, page: str
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", EXAMPLES)
-def test_the_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
+def test_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
     program = start(example(page))
-    program.wait_for_output("return ")  # the evaluator's: all nodes work
+    program.wait_for_output("return ")  # printed by the evaluator: now all nodes are running
     program.process.kill()
     program.ends_within()
 
@@ -358,7 +358,7 @@ def test_the_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
 @pytest.mark.system
 @pytest.mark.parametrize("page", EXAMPLES)
 @pytest.mark.parametrize("seconds", [1.0, 4.0, 8.0])
-def test_ctrl_c_while_an_example_starts_ends_it_before_launchpad_kills_it(start: Start, page: str, seconds: float):
+def test_ctrl_c_during_the_start_ends_an_example_before_launchpad_kills_it(start: Start, page: str, seconds: float):
     program = start(example(page))
     program.wait_for(lambda: len(program.members()) > 4)
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""A guard takes for the launcher only the process that pickled the node, and never sends a signal to PID 1."""
+"""A guard watches the process that pickled its node as the launcher, and never sends a signal to PID 1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlframe.launchpad_nodes.guard import Guard, Node, kill_tree, remove_data, s
 from tests.extras import needs
 from tests.plain_launchpad import Program
 
-# Launchpad's launcher and node in few lines, each without its imports: they take seconds.
+# Short replacements for Launchpad's launcher and node, without the imports, which take seconds.
 LAUNCHER = """
 import os, subprocess, sys, tempfile
 
@@ -53,7 +53,9 @@ time.sleep(99)
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
 @pytest.mark.parametrize("ahead", [[], [0]])
-def test_nodes_whose_launcher_is_killed_while_they_import_end(tmp_path: pathlib.Path, is_wrapped: bool, ahead: list):
+def test_nodes_end_if_their_launcher_is_killed_during_their_imports(
+    tmp_path: pathlib.Path, is_wrapped: bool, ahead: list
+):
     needs("launchpad")
     launchpad = importlib.util.find_spec("launchpad").submodule_search_locations[0]
     wrapper = [f"{launchpad}/launch/run_locally/decorate_output", "31", "title"] if is_wrapped else []
@@ -70,13 +72,13 @@ def test_nodes_whose_launcher_is_killed_while_they_import_end(tmp_path: pathlib.
         for index in {0, 1}.difference(ahead):
             (tmp_path / f"goes_on_{index}").touch()
         assert program.ends_within() == -signal.SIGKILL
-        assert "ends: its launcher died" in program.output(), program.output()
+        assert "ends because its launcher died" in program.output(), program.output()
     finally:
         program.close()
 
 
 @pytest.mark.parametrize("in_terminal", [False, True])
-def test_a_parent_that_did_not_pickle_the_node_is_not_taken_for_its_launcher(monkeypatch, tmp_path, in_terminal: bool):
+def test_guard_watches_the_process_that_pickled_the_node(monkeypatch, tmp_path, in_terminal: bool):
     with subprocess.Popen(["true"]) as launcher:
         killed = ProcessId(launcher.pid, 1)
     started: list[list[str]] = []
@@ -89,7 +91,7 @@ def test_a_parent_that_did_not_pickle_the_node_is_not_taken_for_its_launcher(mon
         monkeypatch.setattr(launchpad_node, "is_wrapper", lambda command: True)
         os.close(launchpad_node._start_guard(killed, os.getsid(0) + in_terminal))
     parent = ProcessId.of(os.getppid())
-    # A node with a terminal ends with its parent, which gets no signal: "False".
+    # A node with its own terminal ends with its parent, which gets no signal ("False").
     watched = [*parent, False] if in_terminal else [*killed, True]
     assert started[0][-7:-2] == [str(each) for each in (*this_process(), *watched)]
 
@@ -106,14 +108,14 @@ def test_pid_1_gets_no_signal(monkeypatch):
     assert sent == [os.getpid()]
 
 
-def test_a_node_that_fails_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypatch, capfd):
+def test_failed_node_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypatch, capfd):
     kill = os.kill
 
     def kill_others(pid: int, number: int) -> None:
         assert pid != 1
         kill(pid, number)
 
-    for wait in ("_POLL_INTERVAL", "_CONFIRM", "_KILL_WITHIN"):
+    for wait in ("_POLL_INTERVAL", "_CONFIRM_TIMEOUT", "_KILL_TIMEOUT"):
         monkeypatch.setattr(launchpad_guard, wait, 0.01)
     monkeypatch.setattr(os, "kill", kill_others)
     with subprocess.Popen(["sleep", "99"]) as other, open(os.devnull) as reports:
@@ -127,7 +129,7 @@ def test_a_node_that_fails_under_a_launcher_with_pid_1_stops_the_other_nodes(mon
 
 
 @pytest.mark.parametrize(("name", "left"), [("job.pkl", []), ("other.pkl", ["other.pkl"])])
-def test_only_what_launchpad_pickled_is_removed(tmp_path: pathlib.Path, name: str, left: list[str]):
+def test_remove_data_removes_only_files_of_launchpad(tmp_path: pathlib.Path, name: str, left: list[str]):
     for folder in ("alone", "shared"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).touch()

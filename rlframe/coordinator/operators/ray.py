@@ -9,7 +9,7 @@ from typing import TextIO
 from rlframe.coordinator.messages import Role
 from rlframe.coordinator.operators.supervised import MakeNode, SupervisedOperator
 from rlframe.engines.logs import NodeLogs
-from rlframe.transport.ray import RayTransport, here
+from rlframe.transport.ray import RayTransport, current_sockets
 
 _ADDRESS = "operator"  # address on the Ray node of the process that creates the operator
 
@@ -32,7 +32,7 @@ class RayOperator(SupervisedOperator):
         logs: pathlib.Path | None = None,
         hang_timeout: float = 0.0,
     ) -> None:
-        self._remove = here().open(here().socket(_ADDRESS))  # the socket is removed even if this process is killed
+        self._remove = current_sockets().open(current_sockets().socket(_ADDRESS))  # even if this process is killed
         super().__init__(nodes, RayTransport(), _ADDRESS, logs=NodeLogs(logs, output), hang_timeout=hang_timeout)
 
     def close(self) -> None:

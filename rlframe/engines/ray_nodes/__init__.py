@@ -1,7 +1,7 @@
-"""Nodes that run beside Ray actors, on any machine of a Ray cluster.
+"""Nodes on a Ray cluster. For each node, a Ray actor starts the node's process on the actor's machine.
 
-- `cluster.py` connects to Ray, or starts one, and says on which machines nodes may be. `StartableRayNode.start` makes a
-  Ray actor, and returns a `RunningRayNode`, which the supervisor sees.
-- `host.py`: in that actor a `NodeHost` starts the node's process beside itself, watches it, and passes calls on.
-- `params.py`: a version of the parameters is put into Ray's object store once, and fetched once by each Ray node.
+- `cluster.py` connects to Ray or starts it, and places nodes. `StartableRayNode.start` creates a Ray actor and returns
+  a `RunningRayNode` for the supervisor.
+- `host.py`: in that actor, a `NodeHost` starts the node's process, watches it, and relays calls.
+- `params.py` puts each version of the parameters into Ray's object store once. Each Ray node fetches it once.
 """

@@ -1,7 +1,7 @@
-"""Ray, as the launcher has it: a cluster, or a Ray of the program's own on this machine, and the nodes there.
+"""The launcher's side of the engine `ray`: connect to a cluster, or start Ray on this machine, and start nodes there.
 
-`RayCluster.place` says where a node may be. The supervisor starts the `StartableRayNode`, and watches the
-`RunningRayNode`, which asks the actor of the node (`host.py`).
+`RayCluster.place` returns a `StartableRayNode`. The supervisor starts it as a `RunningRayNode`, which gets the node's
+state from the node's Ray actor (`host.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
-from rlframe.transport.ray import RaySockets, join
+from rlframe.transport.ray import RaySockets, use_sockets
 from rlframe.transport.sockets import SocketDirectory
 from rlframe.user_code.directories import import_path
 
@@ -32,19 +32,19 @@ with extras.explain_import_error("--engine ray", "ray"):
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RELAY = "relay-launcher"
-_KILLED_WITHIN = 5.0  # seconds within which the actor of a killed node must confirm its end
+_KILL_TIMEOUT = 5.0  # seconds in which the actor must confirm the end of a killed node
 
 
 class RayCluster:
-    """Connects this process to Ray, and to the nodes of a program there.
+    """Connects this process to Ray and to the nodes of a program on it.
 
     Args:
-        address: "auto" or "HOST:PORT"; None: a Ray of its own is started, and ended by `close`, or with this process.
+        address: "auto" or "HOST:PORT". None starts Ray on this machine. It ends with `close` or with this process.
 
     Attributes:
-        token: by which what belongs to the program is told from what belongs to others.
-        hosts: the address and the actor of each node of the program, in the order of their start.
-        others: the actors as the launcher's own relay has them: by address, the newest ones.
+        token: a random id of the program, part of the paths of its sockets.
+        hosts: (address, actor) of each started node, in the order of their start.
+        others: by address, the newest actor of each node, for the launcher's relay.
 
     Raises:
         UsageError: Ray cannot be reached.
@@ -57,13 +57,13 @@ class RayCluster:
             self._ray_node = ray.get_runtime_context().get_node_id()
             relay = Relay(RaySockets(RaySockets.path(self.token, self._ray_node), _RELAY))
             opened.callback(relay.close)
-            opened.enter_context(_at(relay.ray_sockets, self._ray_node))
+            opened.enter_context(_connected_to_nodes(relay.ray_sockets, self._ray_node))
             self.hosts: list[tuple[str, Any]] = []
             self.others = relay.others
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Disconnect: processes of this program that still run end."""
+        """Disconnect from Ray. All processes of the program end."""
         self._opened.close()
 
     def place(
@@ -81,23 +81,28 @@ class RayCluster:
 
         Args:
             name, address, pickled, rules, end_program: see `StartableRayNode`.
-            cpus: that it has to itself.
-            gpus: the same.
-            is_bound: whether it shares memory with this process: then it is on the same Ray node.
+            cpus: number of CPUs that the node reserves.
+            gpus: number of accelerators that the node reserves.
+            shares_memory: whether the node shares memory with this process. Then it runs on the same Ray node.
         """
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if shares_memory else "SPREAD"}
         return StartableRayNode(name, address, pickled, rules, options, self, end_program)
 
     def cpus(self, nodes: int, shares_memory: bool) -> float:
-        """Return the CPUs for each of so many nodes: one, or its share if there are fewer."""
+        """Return the number of CPUs for each of `nodes` nodes: 1, or an equal fraction if there are too few CPUs.
+
+        Args:
+            nodes: number of nodes.
+            shares_memory: whether a node must run on this process's Ray node. Then only its CPUs count.
+        """
         total = sum(
             there.get("CPU", 0.0) for name, there in self._resources() if not shares_memory or name == self._ray_node
         )
         return 1.0 if total >= nodes else int(1000 * total / nodes) / 1000
 
     def gpus(self, nodes: int) -> float:
-        """Return the accelerators for each of so many nodes: its share of those of the best Ray node."""
+        """Return the number of accelerators for each of `nodes` nodes: an equal share of the best-equipped Ray node."""
         most = max((there.get("GPU", 0.0) for _, there in self._resources()), default=0.0)
         if nodes == 0:
             return 0.0
@@ -109,8 +114,8 @@ class RayCluster:
 
 @contextlib.contextmanager
 def _connected_to_ray(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, or start a Ray on this machine, which ends with this process at the latest."""
-    if ray.is_initialized():  # by the caller, who also ends it
+    """Connect to a cluster, or start Ray on this machine until the end of the `with` or of this process."""
+    if ray.is_initialized():  # the caller started Ray, and will end it
         yield
         return
     with contextlib.ExitStack() as opened:
@@ -123,33 +128,33 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # on a busy machine
-                directory = SocketDirectory()  # removed with all that Ray writes, even where this process is killed
+                directory = SocketDirectory()  # with Ray's files; it is removed even if this process is killed
                 opened.callback(directory.close)
                 cpus = max(1, len(os.sched_getaffinity(0)))
                 ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=directory.path, **quiet)
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"Ray takes no directory whose path is not UTF-8: got {error.object!r}. Start the run, and the script, "
-                "from another directory, or choose another engine."
+                f"Ray supports only directories with a UTF-8 path: got {error.object!r}. Start the run from another "
+                "directory, or choose another engine."
             ) from error
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
         opened.callback(ray.shutdown)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has set another one
+            signal.signal(signal.SIGTERM, handler)  # restore it: Ray has set its own handler
         yield
 
 
 @contextlib.contextmanager
-def _at(ray_sockets: RaySockets, ray_node: str) -> Iterator[None]:
-    """Connect this process to nodes, and let it share memory with the nodes on its Ray node."""
+def _connected_to_nodes(ray_sockets: RaySockets, ray_node: str) -> Iterator[None]:
+    """Let this process call nodes, and share memory with the nodes on its Ray node, during a `with`."""
     before = os.environ.get(MACHINE)
     os.environ[MACHINE] = ray_node
-    join(ray_sockets)
+    use_sockets(ray_sockets)
     try:
         yield
     finally:
-        join(None)
+        use_sockets(None)
         if before is None:
             del os.environ[MACHINE]
         else:
@@ -161,13 +166,13 @@ class StartableRayNode:
     """A node of a program on Ray. See `StartableNode`.
 
     Attributes:
-        name: of the node, for messages: `learner`.
-        address: at which it is called: `learner/0`.
-        pickled: a `ServedNode`.
-        rules: of its group.
-        options: of its actor.
-        cluster: where it is.
-        end_program: is called when the node asks for the end.
+        name: name of the node for messages, such as `learner`.
+        address: address for calls, such as `learner/0`.
+        pickled: a pickled `ServedNode`.
+        rules: rules of the node's group.
+        options: options of the node's Ray actor.
+        cluster: the cluster.
+        end_program: function that is called when the node ends the program.
     """
 
     name: str
@@ -184,7 +189,7 @@ class StartableRayNode:
 
 
 class RunningRayNode(RunningNode):
-    """An actor, and the thread that watches it."""
+    """A running node: its Ray actor, and the thread that watches the actor."""
 
     def __init__(
         self, node: StartableRayNode, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine
@@ -226,33 +231,33 @@ class RunningRayNode(RunningNode):
             new = self._node.cluster.hosts[known:]
             known += len(new)
             try:
-                seen = self._answer(self._host.watch.remote(count, dict(new)))
+                snapshot = self._answer(self._host.watch.remote(count, dict(new)))
             except ray.exceptions.RayError as error:
-                words = str(error).strip().splitlines()
-                self._lost = f"was lost with its Ray actor ({words[-1] if words else type(error).__name__})"
-                seen = None
-            if seen is None:
+                text = str(error).strip().splitlines()
+                self._lost = f"was lost with its Ray actor ({text[-1] if text else type(error).__name__})"
+                snapshot = None
+            if snapshot is None:
                 self.code = -signal.SIGKILL
             else:
-                count = seen.total
-                self._take_in(seen)
+                count = snapshot.total
+                self._update(snapshot)
         ray.kill(self._host, no_restart=True)
         on_exit(self)
 
     def _answer(self, reference: Any) -> NodeSnapshot | None:
-        """Wait for an answer of the actor. Return None if the node was killed, and the actor no longer answers."""
+        """Wait for the actor's answer. Return None if the node was killed and the actor does not answer in time."""
         while not ray.wait([reference], timeout=0.5)[0]:
-            if time.monotonic() > self._killed_at + _KILLED_WITHIN:
+            if time.monotonic() > self._killed_at + _KILL_TIMEOUT:
                 return None
         return ray.get(reference)
 
-    def _take_in(self, seen: NodeSnapshot) -> None:
-        self.pid, self.host = seen.pid, seen.host
-        self.serves_at = self._node.address if seen.serves else None
-        for line in seen.lines:
+    def _update(self, snapshot: NodeSnapshot) -> None:
+        self.pid, self.host = snapshot.pid, snapshot.host
+        self.serves_at = self._node.address if snapshot.serves else None
+        for line in snapshot.lines:
             self._take(line)
-        if self.heartbeat is not None and seen.page is not None:
-            self.heartbeat.page = seen.page
-        if seen.ends:
+        if self.heartbeat is not None and snapshot.page is not None:
+            self.heartbeat.page = snapshot.page
+        if snapshot.ends:
             self._node.end_program()
-        self.code = seen.code
+        self.code = snapshot.code

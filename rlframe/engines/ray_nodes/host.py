@@ -1,8 +1,8 @@
-"""The Ray actor of a node: it starts the node's process beside itself, watches it, and relays calls.
+"""`NodeHost`, the Ray actor of a node: it starts the node's process, watches it, and relays calls.
 
-The process is one as the engine `local` has them, and dies with the actor. So a node has a main thread of its own, an
-exit code and last words whatever it dies of, and is called over a socket by its neighbors, which takes a tenth of the
-time of a call of an actor.
+The process is like a process of the engine `local`, and dies with the actor. So a node has its own main thread, and its
+exit code and last output are always available. Nodes on the same Ray node call each other over sockets, which takes a
+tenth of the time of an actor call.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ with extras.explain_import_error("--engine ray", "ray"):
 
 WATCH_TIMEOUT = 0.5  # seconds that `NodeHost.watch` waits for a change
 
-_LINES = 10_000  # that are kept until they are fetched
-_CALLS = 32  # that are passed on to the node at a time
+_MAX_LINES = 10_000  # newest output lines that are kept until the supervisor fetches them
+_MAX_CALLS = 32  # concurrent calls to the node
 
-Handles = Mapping[str, Any]  # by the name of a node, its actor
+Handles = Mapping[str, Any]  # by the address of a node: its Ray actor
 
-# Calls that wait for the node must not keep those about it waiting.
-CONCURRENCY = {"watch": 2, "signal": 2, "call": _CALLS}
+# Separate concurrency groups, so that slow calls to the node do not delay the supervisor's calls.
+CONCURRENCY = {"watch": 2, "signal": 2, "call": _MAX_CALLS}
 
 
 class NodeSnapshot(NamedTuple):
-    """The state of a node, as its supervisor sees it.
+    """The state of a node, for its supervisor.
 
     Attributes:
-        lines: that it has written since the last look.
-        total: how many there have been in all.
-        page: its heartbeat; None: nobody watches it.
-        host: the name of its machine.
-        pid: its number there.
-        code: as `RunningNode.code`.
-        ends: whether it has asked for the end of the program.
-        serves: whether it takes calls.
+        lines: output lines since the previous snapshot.
+        total: total number of output lines.
+        page: the memory page with the node's heartbeat; None if the node has no heartbeat.
+        host: name of its machine.
+        pid: its process id on that machine.
+        code: see `RunningNode.code`.
+        ends: whether the node has requested the end of the program.
+        serves: whether the node accepts calls.
     """
 
     lines: list[str]
@@ -70,13 +70,13 @@ class NodeSnapshot(NamedTuple):
 
 
 class NodeHost:
-    """The actor. Its calls are the supervisor's, and those of other hosts' relays.
+    """The Ray actor of a node. Its callers are the supervisor and the relays of other hosts.
 
     Args:
         name, address, pickled, rules: see `StartableRayNode`.
-        token: of the program: see `RayCluster`.
+        token: token of the program: see `RayCluster`.
         hang_timeout: see `Supervisor`.
-        imports: where the launcher imports from. Ray tells its actors only of two of these directories.
+        imports: the launcher's `sys.path`. Ray passes only two of these directories to its actors.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class NodeHost:
         self._client = SocketClient(self._path)
         self._versions: dict[Policy, PublishedVersions] = {}
         self._changed = threading.Condition()
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LINES)
+        self._lines: collections.deque[str] = collections.deque(maxlen=_MAX_LINES)
         self._count, self._ends, self._has_exited = 0, False, False
         heartbeat = HeartbeatMonitor(hang_timeout, 0.0) if hang_timeout else None
         env = {**rules.env, **self._relay.ray_sockets.variables, MACHINE: ray_node}
-        sys.path += [path for path in imports if path not in sys.path]  # the node's is the same
+        sys.path += [path for path in imports if path not in sys.path]  # the node's process inherits it
         process = StartableProcess.of(name, run_ray_node, pickled, dataclasses.replace(rules, env=env))
         self._node = process.start(heartbeat, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")
     def watch(self, count: int, others: Handles) -> NodeSnapshot:
-        """Wait a little for a change, and return the state of the node.
+        """Return the state of the node after its next change, or after WATCH_TIMEOUT.
 
         Args:
-            count: of the lines that have been fetched.
-            others: the actors of nodes that are new, or new again.
+            count: number of output lines that the supervisor has received.
+            others: actors of nodes that have been started or restarted.
         """
         self._relay.others.update(others)
         with self._changed:
@@ -127,17 +127,17 @@ class NodeHost:
 
     @ray.method(concurrency_group="signal")
     def send(self, number: int) -> None:
-        """Signal the node: see `RunningNode`."""
+        """Send a signal to the node: see `RunningNode`."""
         self._node.send(number)
 
     @ray.method(concurrency_group="signal")
     def reaches(self) -> bool:
-        """Return True if the node can be called."""
+        """Return True if the node accepts calls."""
         return SocketTransport().is_reachable(self._path)
 
     @ray.method(concurrency_group="call")
     def call(self, packed: Parts) -> Parts | str:
-        """Pass a call on to the node. Return the packed answer, or a text that says why there is none."""
+        """Relay a packed call to the node. Return the packed answer, or an error message if the node did not answer."""
         try:
             return self._client.exchange(packed)
         except UnavailableError as error:
@@ -145,7 +145,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="signal")
     def subscribe(self, other: str, policy: Policy) -> None:
-        """Offer the node's versions to the host of another node: see `PublishedVersions`."""
+        """Offer the versions of this node's parameters to the host of another node: see `PublishedVersions`."""
 
         def offer(version: int, references: list[Any]) -> None:
             if other in self._relay.others:
@@ -155,7 +155,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="signal")
     def offer(self, source: str, policy: Policy, version: int, references: list[Any]) -> None:
-        """Take the reference to a version of another node: see `FetchedVersions`."""
+        """Receive the reference to a version of another node's parameters: see `FetchedVersions`."""
         self._relay.versions_of(source, policy).take(version, references)
 
     def _take(self, name: str, text: str) -> None:
@@ -166,10 +166,10 @@ class NodeHost:
             self._changed.notify_all()
 
     def _on_exit(self, running: RunningNode) -> None:
-        running.send(signal.SIGKILL)  # to the processes that it started
+        running.send(signal.SIGKILL)  # kills the processes that the node has started
         for versions in list(self._versions.values()):
             versions.close()
-        with contextlib.suppress(FileNotFoundError):  # it was killed: it will be elsewhere, perhaps
+        with contextlib.suppress(FileNotFoundError):  # a killed node leaves its socket, and may restart elsewhere
             os.unlink(self._path)
         with self._changed:
             self._has_exited = True
@@ -182,22 +182,22 @@ class NodeHost:
 
 
 class Relay:
-    """Passes calls of processes of this Ray node on to nodes elsewhere. Its own process is a Ray actor or driver.
+    """Relays calls from processes on this Ray node to nodes on other Ray nodes. It runs in a Ray actor or driver.
 
     Args:
-        station: where it is found.
-        *sockets: paths that are to be gone when this process has ended, beside its own.
-        subscriber: the node beside which this is; None: none.
+        ray_sockets: the directory and name of the relay's socket.
+        *sockets: paths of other sockets that are removed when this process ends.
+        subscriber: address of the host's node; None in the launcher.
 
     Attributes:
-        station: the same.
-        others: the actors of all nodes.
-        end_program: what a node calls to end the program.
+        ray_sockets: the argument.
+        others: by address, the Ray actors of all nodes.
+        end_program: function that a node calls to end the program.
     """
 
     def __init__(self, ray_sockets: RaySockets, *sockets: str, subscriber: str | None = None) -> None:
         self._subscriber = subscriber
-        self._versions: dict[tuple[str, Policy], FetchedVersions] = {}  # by the node that has them
+        self._versions: dict[tuple[str, Policy], FetchedVersions] = {}  # by (address of the publishing node, policy)
         self._lock = threading.Lock()
         self.ray_sockets, self.others = ray_sockets, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None
@@ -211,12 +211,12 @@ class Relay:
         self._server = SocketServer(methods, f"{ray_sockets.directory}/{ray_sockets.relay}")
 
     def close(self) -> None:
-        """Stop: pass no more calls on."""
+        """Stop relaying calls."""
         self._server.stop()
         self._close()
 
     def versions_of(self, node: str, policy: Policy) -> FetchedVersions:
-        """Return the versions that a node on another Ray node has."""
+        """Return the versions of a node on another Ray node."""
         key = node, policy
         with self._lock:
             if key not in self._versions:
@@ -226,14 +226,14 @@ class Relay:
     def _answer_versions(self, node: str, method: str, *args: Any) -> Any:
         if self._subscriber is None or node not in self.others:
             return None
-        policy = tuple(arg for arg in args if isinstance(arg, str))  # they come first
+        policy = tuple(arg for arg in args if isinstance(arg, str))  # the policy's arguments come first
         return self.versions_of(node, policy).answer(self.others[node], method, *args[len(policy) :])
 
     def _pass_on(self, node: str, packed: Parts) -> Parts:
         answer = self._ask(node, "call", packed)
         if isinstance(answer, str):
             raise UnavailableError(answer)
-        # Arrays in Ray's store are read-only; the caller may write to its own.
+        # Copy arrays from Ray's object store, which are read-only: the caller may write to its arrays.
         return [part if part.flags.writeable else part.copy() for part in answer]
 
     def _reaches(self, node: str) -> bool:
@@ -252,5 +252,5 @@ class Relay:
 
 
 def run_ray_node(pickled: bytes) -> None:
-    """Run a node in its process, beside its host."""
+    """Run a node in its process."""
     run_served_node(pickled, end=lambda: call_relay("end_program"))

@@ -1,8 +1,8 @@
-"""Parameters between Ray nodes: put into Ray's object store once per version, and fetched once by each Ray node.
+"""Parameters between Ray nodes: each version is put into Ray's object store once, and each Ray node fetches it once.
 
-The host beside a learner, or beside elastic's param store, asks it once for each version and offers the reference to
-the hosts that subscribed. So a learner's work per version does not grow with the number of actors. On the learner's own
-Ray node, inferencers read shared memory, as under every engine.
+The host of a learner (or of elastic's param store) calls the learner once for each version, and sends the reference to
+the hosts that have subscribed. So the learner's work per version does not grow with the number of actors. On the
+learner's own Ray node, inferencers read shared memory, as under every engine.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from rlframe.transport.sockets import SocketClient
 with extras.explain_import_error("--engine ray", "ray"):
     import ray
 
-_AGAIN = 5.0  # seconds after which a host that wants versions says so again
-_FIRST = 1.0  # seconds that the first version is waited for, before the node itself is asked
+_RESUBSCRIBE_INTERVAL = 5.0  # seconds after which a host subscribes again
+_FIRST_VERSION_TIMEOUT = 1.0  # seconds to wait for the first version, before the node itself is called
 
-Offer = Callable[[int, list[Any]], None]  # a version, and [the reference to it]
-Policy = tuple[str, ...]  # the first arguments of each call: () of a learner, (policy_id,) of a param store
+Offer = Callable[[int, list[Any]], None]  # (version, [object reference])
+Policy = tuple[str, ...]  # the first arguments of each call: () for a learner, (policy_id,) for a param store
 
 
 class PublishedVersions:
-    """The publisher's side, beside the node that has the versions.
+    """The publisher's side: it runs in the host of the node that has the parameters.
 
     Args:
-        client: of the node, a `PackedSource`.
+        client: client of the node, which is a `PackedSource`.
         policy: see `Policy`.
     """
 
     def __init__(self, client: SocketClient, policy: Policy) -> None:
         self._client, self._policy = client, policy
         self._lock = threading.Lock()
-        self._wanted: dict[str, Offer] = {}  # by subscriber
+        self._offers: dict[str, Offer] = {}  # by subscriber
         self._newest: tuple[int, list[Any]] | None = None
         self._thread: threading.Thread | None = None
         self._over = False
 
-    def subscribe(self, who: str, offer: Offer) -> None:
-        """Offer each version from now on, and the newest at once. May be called again."""
+    def subscribe(self, subscriber: str, offer: Offer) -> None:
+        """Call `offer` with the newest version now, and with each later version. May be called again."""
         with self._lock:
-            self._wanted[who] = offer
+            self._offers[subscriber] = offer
             if self._newest is not None:
                 offer(*self._newest)
             if self._thread is None:
@@ -56,7 +56,7 @@ class PublishedVersions:
                 self._thread.start()
 
     def close(self) -> None:
-        """Stop: the node has ended."""
+        """Stop, after the end of the node."""
         self._over = True
 
     def _follow(self) -> None:
@@ -65,21 +65,22 @@ class PublishedVersions:
             try:
                 version = self._client.call("wait_for_version", *self._policy, known, LONGEST_WAIT)
                 if version > known:
-                    # The answer may be newer still. Then it is offered again under its own number, and not fetched.
+                    # The node may return a newer version than `version`. That version is then published again under
+                    # its own number, but readers that already have it do not fetch it.
                     parts = self._client.exchange(messages.pack(("get_packed", (*self._policy, -1), {})))
                     self._publish(version, ray.put(parts))
                     known = version
             except UnavailableError:
                 time.sleep(0.1)
-            except RlframeError:  # it has none, or no way to wait for them; or it stops
+            except RlframeError:  # the node has no parameters, does not publish versions, or stops
                 break
         with self._lock:
-            self._thread = None  # the next `subscribe` starts it again
+            self._thread = None  # the next `subscribe` starts a new thread
 
     def _publish(self, version: int, reference: Any) -> None:
         with self._lock:
             self._newest = version, [reference]
-            for offer in self._wanted.values():
+            for offer in self._offers.values():
                 offer(*self._newest)
 
 
@@ -87,7 +88,7 @@ class FetchedVersions:
     """The readers' side, on another Ray node.
 
     Args:
-        subscribe: asks a host to give each version to `take`.
+        subscribe: function that subscribes to a host, which then sends each version to `take`.
     """
 
     def __init__(self, subscribe: Callable[[Any], None]) -> None:
@@ -100,30 +101,34 @@ class FetchedVersions:
         self._fetched: tuple[int, messages.Parts] = (-1, [])
 
     def take(self, version: int, references: list[Any]) -> None:
-        """Take the reference to a version in Ray's object store."""
+        """Receive the reference to a version in Ray's object store."""
         with self._changed:
             self._version, self._references = version, references
             self._changed.notify_all()
 
     def answer(self, host: Any, method: str, known: int, timeout: float = 0.0) -> Any:
-        """Answer `wait_for_version`, or, packed, `get_packed`, in the node's place; None: it must be called itself.
+        """Answer a call of `wait_for_version` or `get_packed` from the known versions.
 
         Args:
-            host: of the node.
-            method: which of the two.
+            host: the Ray actor of the node.
+            method: "wait_for_version" or "get_packed".
             known: the version that the caller has.
-            timeout: as of `wait_for_version`.
+            timeout: seconds, for `wait_for_version`.
+
+        Returns:
+            The result of `wait_for_version`, or the packed result of `get_packed`. None if no version has arrived: then
+            the caller must call the node itself.
 
         Raises:
-            UnavailableError: the version did not come.
+            UnavailableError: the version could not be fetched.
         """
         now = time.monotonic()
-        if host is not self._host or now > self._asked_at + _AGAIN:
+        if host is not self._host or now > self._asked_at + _RESUBSCRIBE_INTERVAL:
             is_new, self._host, self._asked_at = host is not self._host, host, now
             self._subscribe(host)
             if is_new:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._version >= 0, _FIRST)
+                    self._changed.wait_for(lambda: self._version >= 0, _FIRST_VERSION_TIMEOUT)
         with self._changed:
             if self._version < 0:
                 return None
@@ -131,7 +136,7 @@ class FetchedVersions:
                 self._changed.wait_for(lambda: self._version > known, min(timeout, LONGEST_WAIT))
                 return self._version
             version, references = self._version, self._references
-        # The caller may be up to date.
+        # If the caller has the newest version, return no parameters.
         return messages.pack(((known, None),)) if version <= known else self._fetch(version, references)
 
     def _fetch(self, version: int, references: list[Any]) -> messages.Parts:
@@ -140,5 +145,5 @@ class FetchedVersions:
                 try:
                     self._fetched = version, ray.get(references[0], timeout=CALL_TIMEOUT)
                 except ray.exceptions.RayError as error:
-                    raise UnavailableError(f"version {version} did not come: {type(error).__name__}") from None
+                    raise UnavailableError(f"version {version} did not arrive: {type(error).__name__}") from None
             return self._fetched[1]

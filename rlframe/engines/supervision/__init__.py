@@ -1,18 +1,18 @@
-"""Nodes that are processes: started, watched, started again and ended by a supervisor.
+"""A supervisor starts, watches, restarts and ends the processes of nodes.
 
-In the order of an actor's life:
+In the order of a node's life:
 
-- `engines/group_rules.py: rules_by_group` gives each group its `GroupRules`: restarts, threads, the accelerator.
-- `nodes.py`: `StartableProcess.start` returns a `RunningProcess`: its pid, heartbeat and exit code.
-- `node_main.py` is what that process runs: it unpickles the node, makes its object, and serves and runs that.
-- `supervisor.py`: `Supervisor` hears of exits, kills what hangs, and starts again after `Backoff`.
-- `program_supervisor.py`: `ProgramSupervisor` decides what an exit means for the program, and ends all nodes together.
+- `engines/group_rules.py: rules_by_group` returns the `GroupRules` of each group: restarts, threads, accelerators.
+- `nodes.py`: `StartableProcess.start` returns a `RunningProcess`, with the pid, the heartbeat and the exit code.
+- `node_main.py` runs in that process: it unpickles the node, constructs its object, serves it and runs it.
+- `supervisor.py`: `Supervisor` handles exits, kills hung nodes, and restarts nodes after a `Backoff`.
+- `program_supervisor.py`: `ProgramSupervisor` decides how an exit affects the program, and ends all nodes together.
 
-The classes about one node, by its stage:
+The classes for one node, by stage:
 
-    stage                                         a process of this machine    beside a Ray actor (`ray_nodes`)
-    described: an object to make and to serve     ServedNode                   ServedNode
-    can be started: a `StartableNode`             StartableProcess             StartableRayNode
-    runs: a `RunningNode`                         RunningProcess               RunningRayNode, started by a NodeHost
-    its place in the supervisor, over restarts    Slot                         Slot
+    stage                                             process on this machine      process of a Ray actor (`ray_nodes`)
+    description: constructor and address              ServedNode                   ServedNode
+    ready to start: a `StartableNode`                 StartableProcess             StartableRayNode
+    running: a `RunningNode`                          RunningProcess               RunningRayNode, with a NodeHost
+    supervisor's record, across restarts              Slot                         Slot
 """

@@ -1,9 +1,9 @@
-"""What runs in the process of a node: `main`, with the arguments NAME DESCRIPTOR (see `StartableProcess.of`).
+"""The main program of a node's process: `main`, with the arguments NAME DESCRIPTOR (see `StartableProcess.of`).
 
 1. `main` sets the process up: it dies with the launcher, has a heartbeat, and logs under the name of the node.
-2. It reads a function and a pickled node from the descriptor, and calls the function with the node: under the engines
-   `local` and `ray` this is `run_served_node`.
-3. `run_to_exit` turns an exception into an exit code for the supervisor.
+2. `main` reads a function and a pickled node from the file descriptor, and calls the function with the node. Under the
+   engines `local` and `ray`, the function is `run_served_node`.
+3. `run_to_exit` converts an exception to an exit code for the supervisor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rlframe.shutdown import register_program
 
 
 def main() -> None:
-    """Run one node. The exit code of the process says how it ended."""
+    """Run one node, and exit with a code for the outcome: see `run_to_exit`."""
     streams.prepare()
     name, descriptor = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:]
@@ -53,7 +53,7 @@ def begin_process(name: str) -> None:
     """Set up the process of a node or worker. Call it before anything starts a thread or imports JAX.
 
     Args:
-        name: the process title for `actor/1` is `rlframe: actor 1`.
+        name: name of the node. For `actor/1`, the process title is `rlframe: actor 1`.
     """
     import setproctitle
 
@@ -64,13 +64,13 @@ def begin_process(name: str) -> None:
 
 
 def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
-    """Make the object of a node in its process, serve it and run it.
+    """Construct the object of a node in its process, serve it and run it.
 
-    An object without `run` is served until SIGTERM, and closed then if it has `close`.
+    An object without `run` is served until SIGTERM. Then its `close` is called, if it has one.
 
     Args:
-        pickled: a `ServedNode` (`rlframe.engines.served_engine`).
-        end: ends the program; None: a signal to the launcher does, which started this process.
+        pickled: a pickled `ServedNode` (`rlframe.engines.served_engine`).
+        end: function that ends the program; None means to send a signal to the launcher.
     """
     stop = threading.Event()
     register_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
@@ -85,7 +85,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
         if hasattr(made, "run"):
             made.run()
         else:
-            while not stop.wait(1.0):  # not without end: a signal that comes just before would not wake it
+            while not stop.wait(1.0):  # with a timeout: a signal just before the wait would not interrupt it
                 pass
     finally:
         server.stop()
@@ -94,7 +94,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
 
 
 def public_methods(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods that others may call: those of the class whose names begin without an underscore."""
+    """Return the methods that other nodes may call: those whose names do not begin with an underscore."""
     names = (name for name in dir(type(target)) if not name.startswith("_"))
     return {name: getattr(target, name) for name in names if callable(getattr(type(target), name, None))}
 
@@ -104,28 +104,28 @@ def set_at_sigterm(stop: threading.Event) -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame
-        # Not from here: the thread that the handler interrupts may hold the event's lock.
+        # In a new thread, because the thread that the handler interrupts may hold the event's lock.
         threading.Thread(target=stop.set, daemon=True).start()
 
     signal.signal(signal.SIGTERM, handle)
 
 
 def run_to_exit(function: Callable[[], Any]) -> NoReturn:
-    """Call the function, and end this process with an exit code for the outcome."""
+    """Call the function, and exit with 0, with EXIT_PERMANENT if a restart would fail again, or with 1."""
     code = 0
     try:
         function()
-    except (UsageError, NonFiniteLossError, CheckpointError):  # another try would end in the same way
+    except (UsageError, NonFiniteLossError, CheckpointError):  # a restart would fail in the same way
         traceback.print_exc()
         code = EXIT_PERMANENT
-    except JobFailedError as error:  # the same; where it came from the worker has said
+    except JobFailedError as error:  # a restart would fail too; the worker has already printed the traceback
         print(error, file=sys.stderr)
         code = EXIT_PERMANENT
     except Exception:
         traceback.print_exc()
         code = 1
-    # Threads of Courier, Reverb and JAX may be in the middle of something, which does not survive the end of the
-    # interpreter: so exit handlers run, and the interpreter's own end is skipped.
+    # Run the exit handlers, but skip the shutdown of the interpreter: running threads of Courier, Reverb and JAX could
+    # crash during it.
     with ENDING:
         atexit._run_exitfuncs()
         sys.stdout.flush()

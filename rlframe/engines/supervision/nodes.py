@@ -1,7 +1,7 @@
-"""Nodes as a supervisor has them: it starts a `StartableNode`, and gets a `RunningNode`.
+"""The contracts between a supervisor and its nodes: `StartableNode.start` returns a `RunningNode`.
 
-This file has both contracts, and both for a node that is a process of this machine: `StartableProcess.start` returns a
-`RunningProcess`. In that process, `node_main.main` runs the node.
+`StartableProcess` and `RunningProcess` implement them for processes on this machine. In such a process,
+`node_main.main` runs the node.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.processes import start_process
 from rlframe.user_code.directories import import_path
 
-_KEPT_LINES = 80  # of each node's output, for its traceback
+_MAX_LINES = 80  # newest output lines of each node that are kept, for its traceback
 
-EXIT_PERMANENT = 4  # the exit code of a process that would fail again after a restart
-LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # the environment variable of a node's process with the number of the launcher's
+EXIT_PERMANENT = 4  # exit code of a process that would fail again after a restart
+LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # environment variable of a node's process: the launcher's process id
 
 
 class RunningNode(abc.ABC):
-    """A process that was started, here or elsewhere.
+    """A running process of a node, on this or another machine.
 
     Args:
-        name: of the node.
-        heartbeat: its heartbeat; None: nobody watches it.
-        take_line: is given (the name, each line that it writes).
+        name: name of the node.
+        heartbeat: the process's heartbeat; None means that it has none.
+        take_line: callback (name, line) for each line of output.
 
     Attributes:
-        code: its exit code, or the negative number of the signal that it died of; None while it runs.
-        pid: its number, on its machine; None where that is not known.
-        host: the name of that machine.
-        serves_at: the address at which it takes calls; None until it does, or if it takes none.
-        hang_reason: how it hung, if `kill_if_hung` killed it; else empty.
+        code: exit code, or the negative number of the signal that killed the process; None while it runs.
+        pid: process id on its machine; None if it is unknown.
+        host: name of that machine.
+        serves_at: address at which the process accepts calls; None if it does not, or not yet.
+        hang_reason: how the process hung, if `kill_if_hung` killed it; else "".
     """
 
     code: int | None = None
@@ -58,30 +58,34 @@ class RunningNode(abc.ABC):
         self.name, self.heartbeat, self.hang_reason = name, heartbeat, ""
         self.began = time.monotonic()
         self._take_line = take_line
-        self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._lines: collections.deque[str] = collections.deque(maxlen=_MAX_LINES)
 
     @abc.abstractmethod
     def send(self, number: int) -> None:
-        """Signal the process; SIGKILL goes to all processes of its session."""
+        """Send a signal to the process. SIGKILL is sent to all processes of its session."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Wait until a killed process has ended and its last lines are out."""
+        """Wait until a killed process has ended and its last output lines have been read."""
 
     def kill_if_hung(self, now: float) -> None:
-        """Kill the process if its heartbeat says that it hangs; the seconds `now` are by the supervisor's `SuspendAwareClock`."""
+        """Kill the process if its heartbeat shows that it hangs.
+
+        Args:
+            now: seconds on the supervisor's `SuspendAwareClock`.
+        """
         if self.heartbeat is not None and not self.hang_reason:
             self.hang_reason = self.heartbeat.problem(now)
             if self.hang_reason:
                 self.send(signal.SIGKILL)
 
     def uptime(self) -> float:
-        """Return the seconds since its start, without those in which it hung."""
+        """Return the seconds since the start, except the time in which the process hung."""
         hung = self.heartbeat.stuck if self.heartbeat is not None and self.hang_reason else 0.0
         return time.monotonic() - self.began - hung
 
     def exit_reason(self) -> str:
-        """Return why it ended, if not well: "failed with exit code 1"."""
+        """Return why the process failed, such as "failed with exit code 1"."""
         if self.hang_reason:
             return f"hung: {self.hang_reason}, and was killed"
         assert self.code is not None
@@ -90,7 +94,7 @@ class RunningNode(abc.ABC):
         return f"failed with exit code {self.code}"
 
     def last_output(self) -> str:
-        """Return its traceback, or the last lines of its output."""
+        """Return the process's traceback, or the last lines of its output."""
         lines = list(self._lines)
         starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         kept = lines[starts[-1] :] if starts else lines[-5:]
@@ -98,7 +102,7 @@ class RunningNode(abc.ABC):
 
     @property
     def last_line(self) -> str:
-        """The last line that says something; of a traceback, the error."""
+        """The last non-empty line of output. In a traceback, this line is the error."""
         return next((line for line in reversed(self._lines.copy()) if line.strip()), "")
 
     def _take(self, text: str) -> None:
@@ -106,51 +110,50 @@ class RunningNode(abc.ABC):
         self._take_line(self.name, text)
 
 
-# Called when a node has ended, and with each of its lines: (name, line).
-OnExit = Callable[[RunningNode], None]
-TakeLine = Callable[[str, str], None]
+OnExit = Callable[[RunningNode], None]  # callback for the end of a process
+TakeLine = Callable[[str, str], None]  # callback (name, line) for each line of output
 
 
 class StartableNode(Protocol):
-    """A node that a `Supervisor` starts, and starts again."""
+    """A node that a `Supervisor` starts and restarts."""
 
     @property
     def name(self) -> str:
-        """`actor/1`."""
+        """The name of the node, such as `actor/1`."""
 
     @property
     def rules(self) -> GroupRules:
-        """The rules of its group."""
+        """The rules of the node's group."""
 
     def start(self, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine) -> RunningNode:
-        """Start it. Waits for nothing. Other threads call `on_exit` and `take_line`."""
+        """Start the node without waiting. Other threads will call `on_exit` and `take_line`."""
 
 
-# --- processes of this machine
+# --- processes on this machine
 
 
 @dataclasses.dataclass(frozen=True)
 class StartableProcess:
-    """A node that is a process of this machine. See `StartableNode`."""
+    """A node that runs as a process on this machine. See `StartableNode`."""
 
     name: str  # "actor/1"
     command: Sequence[str]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
-    content: bytes | None = None  # that it reads from a descriptor, whose number is appended to the command
-    address: str | None = None  # path of the socket at which it takes calls
+    content: bytes | None = None  # input that it reads from a file descriptor, whose number is appended to `command`
+    address: str | None = None  # path of the socket at which it accepts calls
 
     @classmethod
     def of(
         cls, name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
     ) -> StartableProcess:
-        """Return the process that runs a pickled node, with this process's `sys.path`. No program stays on the disk.
+        """Return a process that runs a pickled node with this process's `sys.path`. It writes no file to disk.
 
         Args:
-            name: of the node: `actor/1`.
-            run: a function of a module, which runs a node in its process: `node_main.run_served_node`, say.
-            pickled: the node, as `run` takes it.
-            rules: of its group.
-            address: path of the socket at which it takes calls; None: it takes none, or nobody asks.
+            name: name of the node, such as `actor/1`.
+            run: module-level function that runs a node in its process, such as `node_main.run_served_node`.
+            pickled: the argument of `run`.
+            rules: rules of the node's group.
+            address: path of the socket at which the node accepts calls; None if there is none or it is not needed.
         """
         rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
         code = (
@@ -165,7 +168,7 @@ class StartableProcess:
 
 
 class RunningProcess(RunningNode):
-    """A process of this machine, and the threads that read from it and wait for it."""
+    """A process on this machine, with threads that read its output and wait for its end."""
 
     def __init__(
         self, node: StartableProcess, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine
@@ -187,7 +190,7 @@ class RunningProcess(RunningNode):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C at the terminal is the launcher's
+                start_new_session=True,  # Ctrl-C at the terminal reaches only the launcher
             )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -208,7 +211,7 @@ class RunningProcess(RunningNode):
                 self._process.send_signal(number)
 
     def wait(self) -> None:
-        """See `RunningNode`. Does not wait for a process that the node started, and that still holds the pipe."""
+        """See `RunningNode`. Do not wait for child processes of the node that still hold the output pipe."""
         self.code = self._process.wait()
         self._reader.join(1.0)
 
@@ -224,7 +227,7 @@ class RunningProcess(RunningNode):
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[int]:
-    """Yield a descriptor to read from. It is memory: nothing is left behind if this process is killed."""
+    """Yield a file descriptor from which `content` can be read. It is memory, which the kernel frees."""
     descriptor = os.memfd_create("rlframe node")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -242,8 +245,8 @@ def program_processes(
 
     Args:
         run: see `StartableProcess.of`.
-        nodes: by group, its pickled nodes.
-        rules: by group; a group without rules has no restarts and does not end the program.
+        nodes: for each group, its pickled nodes.
+        rules: rules for each group. A group without rules has no restarts and does not end the program.
     """
     return [
         StartableProcess.of(f"{group}/{i}" if len(pickled) > 1 else group, run, node, rules.get(group, GroupRules()))
@@ -253,12 +256,12 @@ def program_processes(
 
 
 def pickle_node(group: str, node: Any) -> bytes:
-    """Pickle a node of a group. Raises UsageError if it cannot be pickled."""
+    """Pickle a node of a group. Raise UsageError if it cannot be pickled."""
     import cloudpickle
 
     try:
         pickled: bytes = cloudpickle.dumps(node)
-    except UsageError:  # an argument that is refused
+    except UsageError:  # an argument is invalid
         raise
     except Exception as error:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The supervisor of a program: it runs all nodes until the program is over, and ends them together."""
+"""`ProgramSupervisor` runs all nodes of a program until its end, and then ends all nodes together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, Start
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
-STOP_SIGNAL = signal.SIGUSR1  # sent to the launcher by a node that ends the program (`lp.stop()`)
+STOP_SIGNAL = signal.SIGUSR1  # a node that ends the program (`lp.stop()`) sends it to the launcher
 
 
 class ProgramSupervisor(Supervisor):
-    """Runs nodes until those that end the program or all have ended, one fails for good, or `stop` or a signal comes.
+    """Runs the nodes of a program until its end.
+
+    The program ends when all nodes with the rule `ends_program` have ended, when all nodes have ended, when a node
+    fails and has no restarts left, when `stop` is called, or at a signal.
 
     Args:
         nodes: the nodes.
@@ -40,31 +43,31 @@ class ProgramSupervisor(Supervisor):
     ) -> None:
         super().__init__(logs, hang_timeout=hang_timeout, grace=grace, backoff=backoff)
         self._watch = watch
-        self._reported: Any = None  # to `watch`
+        self._reported: Any = None  # the arguments of the latest call of `watch`
         self._signal_number: int | None = None
         self._is_stopping = False
-        self._is_complete = False  # the nodes that end the program have ended well
-        self._failure: str | None = None  # the error of the node that failed for good
-        self._unsaved: str | None = None  # the error of a node that should have saved, and did not
+        self._is_complete = False  # whether all nodes that end the program have exited with 0
+        self._failure: str | None = None  # error of a node that failed and has no restarts left
+        self._unsaved: str | None = None  # error of a node that should have saved but did not
         self.add(*nodes)
 
     def add(self, *nodes: StartableNode) -> None:
-        """Add nodes that need this object to be made. Call it before `run`."""
+        """Add nodes that are created after this object. Call it before `run`."""
         self.slots.update({node.name: _slot_of(node) for node in nodes})
 
     def stop(self) -> None:
-        """End the program, and well. Any thread may call it."""
+        """End the program without an error. Any thread may call it."""
         self.events.put(self._end_nodes)
 
     def run(self) -> int | None:
         """Run the program to its end.
 
         Returns:
-            The number of the signal that ended it (the first one), or None if it ended by itself.
+            The number of the first signal that ended the program, or None if no signal did.
 
         Raises:
-            ProgramError: a node failed more often than it may, or before it had saved when the program was stopped, or
-                was killed by a second Ctrl-C; the message has its name and its traceback.
+            ProgramError: a node failed and has no restarts left, or a node that must save did not, because it failed or
+                was killed while the program ended. The message contains the node's name and traceback.
         """
         with signal_handlers((*stop_signals(), STOP_SIGNAL), self._on_signal):
             try:
@@ -89,7 +92,7 @@ class ProgramSupervisor(Supervisor):
     # --- the end of a process
 
     def decide_after_exit(self, slot: Slot, running: RunningNode, state: NodeState) -> None:
-        """Restart a node that died; end the program if that is its end."""
+        """Restart the node or end the program, depending on the exit code and the rules: see `Supervisor`."""
         if state == "ENDING":
             self._check_saved(slot, running)
         elif running.code == 0:
@@ -98,22 +101,26 @@ class ProgramSupervisor(Supervisor):
             self._restart_or_fail(slot, running)
 
     def _check_saved(self, slot: Slot, running: RunningNode) -> None:
-        """Note that a node which should save ended badly while the program ended, and warn of any that did."""
+        """While the program ends: warn about a node that failed, and record the failure if the node must save."""
         ending = f"{running.exit_reason()} while the program ended"
         if running.code not in (0, -signal.SIGTERM, -signal.SIGKILL):
             self.node_logs.warn(slot.name, ending)
-        if slot.rules.must_save and running.code not in (0, -signal.SIGTERM):  # one that SIGTERM kills had not begun
+        # A node that SIGTERM killed had not started to work, so it has nothing to save.
+        if slot.rules.must_save and running.code not in (0, -signal.SIGTERM):
             self._note_unsaved(slot, ending, running.last_output())
 
     def _end_if_complete(self) -> None:
-        """End the program if all nodes that end it have ended well. (One that died waits, or has ended the program.)"""
+        """End the program if all nodes with the rule `ends_program` have ended, all of them with exit code 0.
+
+        After a failure such a node is WAITING, or the program has already ended.
+        """
         ending = [slot for slot in self.slots.values() if slot.rules.ends_program]
         if ending and all(slot.state == "ENDED" for slot in ending):
             self._is_complete = True
             self._end_nodes()
 
     def _restart_or_fail(self, slot: Slot, running: RunningNode) -> None:
-        """Start a node that died again after a pause; end the program if it died too often, or would die again."""
+        """Restart a failed node after its backoff. End the program if it has no restarts left or would fail again."""
         self.count_death(slot, running)
         reason, restarts = running.exit_reason(), slot.rules.max_restarts
         if running.code == EXIT_PERMANENT or slot.deaths > restarts:
@@ -127,13 +134,13 @@ class ProgramSupervisor(Supervisor):
     # --- the end of the program
 
     def _end_nodes(self) -> None:
-        """Tell all nodes to end. Those that are to be started again are not, and cannot save."""
+        """Terminate all nodes. A node that waits for its restart is not restarted, so it cannot save."""
         if self._is_stopping:
             return
         self._is_stopping = True
         for slot in self.slots.values():
             if slot.rules.must_save and slot.state == "WAITING":
-                self._note_unsaved(slot, "had died, and was not back yet when the program was stopped", "")
+                self._note_unsaved(slot, "had died and was not restarted before the program was stopped", "")
             self.terminate(slot)
 
     def _note_unsaved(self, slot: Slot, reason: str, last_output: str) -> None:
@@ -143,13 +150,13 @@ class ProgramSupervisor(Supervisor):
         self.events.put(self._end_nodes if number == STOP_SIGNAL else functools.partial(self._end_by_signal, number))
 
     def _end_by_signal(self, number: int) -> None:
-        """End the nodes at the first Ctrl-C or SIGTERM; kill them at the second one."""
+        """Terminate the nodes at the first stop signal. Kill them at the second signal."""
         if self._signal_number is not None:
             self.kill_all()
         elif not self._is_stopping:
             count = sum(slot.running is not None for slot in self.slots.values())
             self.node_logs.warn(
-                "launcher", f"{signal.Signals(number).name}: ending {count} processes; once more kills them"
+                "launcher", f"{signal.Signals(number).name}: ending {count} processes; repeat to kill them"
             )
         self._signal_number = self._signal_number or number
         self._end_nodes()

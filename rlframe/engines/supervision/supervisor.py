@@ -1,8 +1,8 @@
-"""The supervisor: it starts nodes, starts the dead and the hung again after a backoff, and ends them.
+"""`Supervisor` starts nodes, restarts dead and hung nodes after a backoff, and ends them.
 
-`ProgramSupervisor` (`program_supervisor.py`) runs the nodes of a program to its end with it. `SupervisedOperator`
-(`rlframe.coordinator.operators.supervised`) keeps the workers of elastic running. What a node is (a process of this
-machine, a process beside a Ray actor) is in `StartableNode`.
+It has two subclasses. `ProgramSupervisor` (`program_supervisor.py`) runs the nodes of a program.
+`SupervisedOperator` (`rlframe.coordinator.operators.supervised`) runs the workers of the topology elastic.
+A `StartableNode` may be a process on this machine, or a process that a Ray actor starts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rlframe.interprocess.waiting import Inbox
 class Backoff:
     """Seconds from the death of a node to its restart."""
 
-    first: float = 0.5  # doubled for each death that follows
-    longest: float = 10.0  # from the sixth death on: the default of 3 restarts never waits so long
-    healthy: float = 900.0  # of life, after which a death counts as the first; seconds in which it hung do not count
+    first: float = 0.5  # seconds after the first death; doubled for each later death
+    longest: float = 10.0  # maximum, from the sixth death on; the default of 3 restarts does not reach it
+    healthy: float = 900.0  # seconds of life after which the count of deaths restarts; time in a hang does not count
 
     def delay(self, deaths: int) -> float:
         """Return the seconds to wait after this many deaths in a row."""
@@ -40,19 +40,19 @@ class Backoff:
 
 @dataclasses.dataclass
 class Slot:
-    """The place of one node: the process that runs in it, and the counters of its restarts.
+    """The supervisor's record of one node, across restarts.
 
     Attributes:
-        name: of the node: `actor/1`.
-        make: returns the node to start, given its incarnation: a node of a program is always the same, a worker of
-            elastic is not.
-        rules: of the node's group.
+        name: name of the node, such as `actor/1`.
+        make: function (incarnation) -> the node to start. A node of a program is always the same object. A worker of
+            elastic is a new object for each incarnation.
+        rules: rules of the node's group.
         state: see `NodeState`.
-        deadline: time of the next start if the state is WAITING, of the kill if it is ENDING; else infinite.
-        running: the process; None while there is none.
-        incarnation: number of starts before the newest one.
-        deaths: in a row.
-        problem: how its latest process died, or why it does not start; empty after a healthy time.
+        deadline: time of the restart in the state WAITING, time of the kill in the state ENDING; else infinite.
+        running: the process; None if there is none.
+        incarnation: number of restarts; -1 before the first start.
+        deaths: number of deaths in a row.
+        problem: how the latest process died, or why the node does not start; "" after a healthy time.
     """
 
     name: str
@@ -67,25 +67,28 @@ class Slot:
 
 
 class Supervisor:
-    """Keeps nodes running. A subclass puts a `Slot` for each node into `slots`, calls `step` in a loop, and decides in
-    `decide_after_exit` what the exit of a process means: it may call `count_death` and `restart_later`.
+    """Keeps nodes running.
 
-    `start`, `terminate` and `kill` act on a slot at once, `kill_all` on all. The thread that calls `step` calls them.
-    Another thread holds `lock` meanwhile, or puts a function that calls them into `events`.
+    A subclass adds a `Slot` for each node to `slots` and calls `step` in a loop. Its method `decide_after_exit` handles
+    the exit of a process, and may call `count_death` and `restart_later`.
+
+    `start`, `terminate` and `kill` act on one slot, and `kill_all` on all slots. Call them in the thread that calls
+    `step`. Another thread must hold `lock` for the call, or put a function that calls them into `events`.
 
     Args:
-        logs: take the lines of the nodes, and warnings about them; None: they are shown on stderr.
-        hang_timeout: seconds without a heartbeat (`rlframe.interprocess.heartbeat`) after which a node is killed, as is
-            one whose work makes no progress; that counts as a death. 0: hung nodes are not killed.
+        logs: receives the output of the nodes, and warnings about them; None means that stderr shows both.
+        hang_timeout: seconds without a heartbeat (`rlframe.interprocess.heartbeat`) after which a node is killed. A
+            node whose work makes no progress is also killed. Both count as deaths. 0 means that hung nodes are not
+            killed.
         grace: seconds from SIGTERM to SIGKILL.
         backoff: seconds from a death to the restart.
 
     Attributes:
-        slots: by name of the node.
-        lock: of the slots; `step` holds it except while it waits.
-        events: functions for the next `step` to call.
+        slots: the slots, by name of the node.
+        lock: lock of the slots. `step` holds it, except while it waits.
+        events: functions that the next `step` calls.
         node_logs: the argument `logs`.
-        backoff: the argument.
+        backoff: the argument `backoff`.
     """
 
     def __init__(
@@ -98,38 +101,39 @@ class Supervisor:
     ) -> None:
         self.node_logs = logs or NodeLogs()
         self._grace, self.backoff = grace, backoff or Backoff()
-        self._hang_timeout, self._look_every = hang_timeout, heartbeat_interval(hang_timeout) if hang_timeout else 1.0
-        self._clock = SuspendAwareClock(
-            2.0 * self._look_every
-        )  # stands still while this process does: see `HeartbeatMonitor`
+        self._hang_timeout, self._poll_interval = (
+            hang_timeout,
+            heartbeat_interval(hang_timeout) if hang_timeout else 1.0,
+        )
+        self._clock = SuspendAwareClock(2.0 * self._poll_interval)  # see `HeartbeatMonitor`
         self.slots: dict[str, Slot] = {}
         self.lock = threading.RLock()
         self.events: Inbox[Callable[[], None]] = Inbox()
 
     def decide_after_exit(self, slot: Slot, running: RunningNode, state: NodeState) -> None:
-        """Decide what follows the exit of a process: a restart, the end of the program, or nothing.
+        """Handle the exit of a process: restart the node, end the program, or do nothing.
 
         Args:
-            slot: its slot, which is ENDED now.
+            slot: the node's slot, whose state is now ENDED.
             running: the process.
-            state: of the slot, until the exit: RUNNING, REPLACED or ENDING.
+            state: the slot's state before the exit: RUNNING, REPLACED or ENDING.
         """
         raise NotImplementedError
 
     def step(self) -> None:
-        """Wait for the next event and handle it; then make the kills and starts that are due."""
+        """Wait for the next event and handle it. Then kill and start the nodes whose deadlines have passed."""
         now = time.monotonic()
         due = min((slot.deadline for slot in self.slots.values()), default=math.inf)
         event = None
         with contextlib.suppress(queue.Empty):
-            event = self.events.get(max(0.0, min(due - now, self._look_every)))
+            event = self.events.get(max(0.0, min(due - now, self._poll_interval)))
         with self.lock:
             if event is not None:
                 event()
-            looked_at = self._clock.tick()
+            clock_time = self._clock.tick()
             for slot in list(self.slots.values()):
                 if slot.running is not None and slot.state == "RUNNING":
-                    slot.running.kill_if_hung(looked_at)
+                    slot.running.kill_if_hung(clock_time)
                 is_due = slot.deadline <= time.monotonic()
                 if is_due and slot.state == "WAITING":
                     self.start(slot)
@@ -154,7 +158,7 @@ class Supervisor:
             self.decide_after_exit(slot, running, state)
 
     def count_death(self, slot: Slot, running: RunningNode) -> None:
-        """Count a death: in a row with those before, unless the process lived for a healthy time."""
+        """Increase the count of deaths. After a healthy time of life, the count restarts at 1."""
         slot.deaths = 1 if running.uptime() > self.backoff.healthy else slot.deaths + 1
 
     def restart_later(self, slot: Slot) -> float:
@@ -164,14 +168,14 @@ class Supervisor:
         return delay
 
     def terminate(self, slot: Slot) -> None:
-        """End a node for good: tell its process to end, and kill it after `grace` seconds."""
+        """End a node without a restart: send SIGTERM, and kill its process after `grace` seconds."""
         if slot.running is None:
             slot.state, slot.deadline = "ENDED", math.inf
         elif slot.state == "RUNNING":
             slot.state, slot.deadline = "ENDING", time.monotonic() + self._grace
             slot.running.send(signal.SIGTERM)
-            slot.running.send(signal.SIGCONT)  # a process that was paused does not handle SIGTERM
-        else:  # it is killed already
+            slot.running.send(signal.SIGCONT)  # a stopped process would not handle SIGTERM
+        else:  # the process has already been killed
             slot.state = "ENDING"
 
     def kill(self, slot: Slot) -> None:

@@ -1,4 +1,4 @@
-"""Ids that users register with Gymnasium: found at any time, and before EnvPool's tasks."""
+"""Ids that users register with Gymnasium are found at any time, and precede EnvPool's tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.errors import EnvError, UsageError
 
 
 class Seven(gymnasium.Env):
-    """Rewards every step with 7."""
+    """The reward of every step is 7."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -34,7 +34,7 @@ class Seven(gymnasium.Env):
 
 
 class Broken(gymnasium.Env):
-    """Raises a TypeError in its constructor, for a reason of its own."""
+    """Raises a TypeError inside its constructor."""
 
     def __init__(self, width=1):
         super().__init__()
@@ -43,7 +43,7 @@ class Broken(gymnasium.Env):
 
 @pytest.fixture(autouse=True)
 def registry():
-    """Restores Gymnasium's registry after each test."""
+    """Restore Gymnasium's registry after each test."""
     before = dict(gymnasium.registry)
     yield gymnasium.registry
     gymnasium.registry.clear()
@@ -57,7 +57,7 @@ def rewards(name, type="loop"):
 
 
 @pytest.mark.parametrize("type", ["loop", "thread", "process"])
-def test_an_id_that_is_registered_after_the_first_look_is_found(type):
+def test_id_registered_after_a_failed_lookup_is_found(type):
     with pytest.raises(UsageError, match="Unknown environment 'Seven-v0'"):
         SyncEnv("Seven-v0", 1)
     gymnasium.register("Seven-v0", Seven)
@@ -66,12 +66,12 @@ def test_an_id_that_is_registered_after_the_first_look_is_found(type):
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5"])
-def test_an_id_of_the_user_s_comes_before_envpool_s_task(task):
+def test_id_registered_by_the_user_precedes_envpool(task):
     assert backend(task) == "envpool"
     gymnasium.register(task, Seven)
     assert backend(task) == "gymnasium" and default_type(task, 64) == "loop"
     assert default_type(task, 64, is_sync=False) == "process"
-    assert describe_backend(task) == "Gymnasium (tests.envs.test_registered:Seven)"
+    assert describe_backend(task) == "Gymnasium (tests.envs.test_gymnasium_registry:Seven)"
     assert rewards(task) == rewards(task, "process") == [7.0, 7.0]
     with AsyncEnv(task, 2, 1, "process") as pool:
         assert pool.action_spec.num_values == 2
@@ -90,7 +90,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_gymnasium_s_id_registered_again_with_any_change_is_the_user_s(change, registry):
+def test_gymnasium_id_that_is_registered_again_with_a_change_counts_as_the_user_s(change, registry):
     assert describe_backend("CartPole-v1") == "EnvPool"
     registry["CartPole-v1"] = dataclasses.replace(registry["CartPole-v1"], **change)
     assert backend("CartPole-v1") == "gymnasium"
@@ -99,10 +99,10 @@ def test_gymnasium_s_id_registered_again_with_any_change_is_the_user_s(change, r
         SyncEnv("CartPole-v1", 1, "envpool")
 
 
-def test_ids_that_gymnasium_and_rlframe_register_are_not_the_user_s():
+def test_ids_of_gymnasium_and_rlframe_do_not_count_as_the_user_s():
     assert [name for name in gymnasium_ids() if user_spec(name) is not None] == []
     with pytest.raises(ImportError):
-        gymnasium.make("Ant-v3")  # by a function of Gymnasium's, not by a class
+        gymnasium.make("Ant-v3")  # Gymnasium's entry point for it is a function, not a class
     assert backend("Ant-v3") == "envpool"
     gymnasium.register("PositionOnlyCartPole-v1", Seven)
     assert user_spec("PositionOnlyCartPole-v1") is not None
@@ -111,21 +111,21 @@ def test_ids_that_gymnasium_and_rlframe_register_are_not_the_user_s():
 @pytest.mark.parametrize(
     ("entry_point", "words"),
     [
-        (functools.partial(Seven), "tests.envs.test_registered:Seven"),
-        (Seven(), "tests.envs.test_registered:Seven"),
+        (functools.partial(Seven), "tests.envs.test_gymnasium_registry:Seven"),
+        (Seven(), "tests.envs.test_gymnasium_registry:Seven"),
         ("my_envs:Maze", "my_envs:Maze"),
     ],
 )
-def test_an_entry_point_is_described_alike_in_each_session(entry_point, words):
+def test_description_of_an_entry_point_contains_no_object_address(entry_point, words):
     gymnasium.register("Seven-v0", entry_point)
     assert describe_backend("Seven-v0") == f"Gymnasium ({words})"
 
 
-def test_a_type_error_inside_a_constructor_is_not_blamed_on_the_options():
+def test_type_error_inside_a_constructor_is_an_environment_error():
     gymnasium.register("Broken-v0", Broken)
     with pytest.raises(EnvError, match=r"Building environment 0 failed: TypeError: unsupported operand"):
         SyncEnv("Broken-v0", 1)
-    with pytest.raises(UsageError, match=r"'Broken-v0' cannot be made with the options {'height': 2}: .*'height'"):
+    with pytest.raises(UsageError, match=r"'Broken-v0' cannot be created with the options {'height': 2}: .*'height'"):
         SyncEnv("Broken-v0", 1, env_kwargs={"height": 2})
 
 
@@ -145,7 +145,7 @@ def test_a_type_error_inside_a_constructor_is_not_blamed_on_the_options():
         (gymnasium.error.DependencyNotInstalled("maze is missing"), UsageError, "needs a package .*: maze is missing"),
     ],
 )
-def test_only_a_module_that_is_not_found_is_called_a_missing_package(error, kind, message):
+def test_only_missing_modules_are_reported_as_missing_packages(error, kind, message):
     def raises():
         raise error
 
@@ -163,7 +163,7 @@ def test_only_a_module_that_is_not_found_is_called_a_missing_package(error, kind
         ("raise SystemExit(3)", "SystemExit: 3."),
     ],
 )
-def test_a_module_that_raises_is_named_with_its_error(code, message, tmp_path, monkeypatch):
+def test_error_in_an_imported_module_is_reported(code, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "raises_at_import.py").write_text(code)
     with pytest.raises(
@@ -175,11 +175,11 @@ def test_a_module_that_raises_is_named_with_its_error(code, message, tmp_path, m
         SyncEnv("Maze-v0", 1)
 
 
-def test_a_module_in_the_working_directory_registers_its_ids(tmp_path):
+def test_module_in_the_working_directory_can_register_ids(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text(
         "import gymnasium\n"
-        "from tests.envs.test_registered import Seven\n"
+        "from tests.envs.test_gymnasium_registry import Seven\n"
         "gymnasium.register('Mine-v0', lambda: Seven())\n"
     )
     code = (
@@ -202,16 +202,21 @@ def test_a_module_in_the_working_directory_registers_its_ids(tmp_path):
 
 
 @pytest.mark.parametrize("name", [":Mine-v0", ".mine:Mine-v0", "mine..envs:Mine-v0", "gymnasium::Mine-v0"])
+<<<<<<< HEAD:tests/envs/test_registered.py
 def test_a_module_name_with_an_empty_part_is_refused(name):
     with pytest.raises(UsageError, match="must have the form module:Id or file.py:NAME, but '.*' is not a module name"):
+=======
+def test_module_name_with_an_empty_part_is_refused(name):
+    with pytest.raises(UsageError, match="should read module:Id or file.py:NAME, and '.*' is not the name of a module"):
+>>>>>>> hi:tests/envs/test_gymnasium_registry.py
         SyncEnv(name, 1)
 
 
-def test_a_module_of_python_without_a_file_may_stand_before_an_id():
+def test_builtin_module_is_allowed_before_an_id():
     assert SyncEnv("sys:CartPole-v1", 1).observation_spec.shape == (4,)
 
 
-def test_a_module_that_does_not_exist_is_named_with_the_directory(tmp_path, monkeypatch):
+def test_error_for_a_missing_module_contains_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"There is no module 'nowhere' .* working directory {tmp_path}"):
         SyncEnv("nowhere:Mine-v0", 1)

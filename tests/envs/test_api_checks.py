@@ -1,4 +1,4 @@
-"""What environments may return from `reset` and `step`, and the errors that name what they may not."""
+"""Checks of the values that environments return from `reset` and `step`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.errors import EnvError, UsageError
 
 
 class Env(gymnasium.Env):
-    """Takes two actions, and returns from a step what its class attributes say."""
+    """An environment with two actions. A step returns the class attributes."""
 
     observation_space: spaces.Space = spaces.Box(-1, 1, (2,), np.float32)
     action_space: spaces.Space = spaces.Discrete(2)
@@ -41,14 +41,14 @@ def step(builder, size=2, type="loop", **options):
 @pytest.mark.parametrize("options", [{}, {"action_repeat": 2}])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("reward", [None, "2", b"2", np.str_("2"), 1j, np.complex64(1), [1.0], np.ones(1), {}])
-def test_a_reward_that_is_no_real_number_names_the_environment_and_the_value(reward, size, options):
+def test_error_for_an_invalid_reward_contains_environment_and_value(reward, size, options):
     with pytest.raises(UsageError, match="Environment 0 gave .* as its reward: expected one number") as caught:
         step(make(reward=reward), size, **options)
     assert repr(reward) in str(caught.value)
 
 
 @pytest.mark.parametrize("options", [{}, {"action_repeat": 2}])
-def test_a_wrong_reward_of_the_second_environment_names_the_second(options):
+def test_error_names_the_second_environment_for_its_invalid_reward(options):
     made = iter([make(), make(reward=None)])
     with pytest.raises(UsageError, match="Environment 1 gave None as its reward"):
         step(lambda: next(made)(), **options)
@@ -57,18 +57,18 @@ def test_a_wrong_reward_of_the_second_environment_names_the_second(options):
 @pytest.mark.parametrize(
     "reward", [True, np.bool_(True), 1, np.int64(1), np.float16(1), np.float64(1), np.array(1.0), np.array(True)]
 )
-def test_booleans_and_numbers_of_any_width_are_rewards(reward):
+def test_booleans_and_numbers_of_all_dtypes_are_valid_rewards(reward):
     assert step(make(reward=reward)).reward.tolist() == [1.0, 1.0]
     assert step(make(reward=reward), action_repeat=3).reward.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("reward", [1e300, -1e39, 10**400])
-def test_a_reward_beyond_float32_is_shown_as_it_came(reward):
+def test_error_for_a_reward_beyond_float32_shows_the_original_value(reward):
     with pytest.raises(UsageError, match=r"Environment 0 gave -?1.* as its reward: expected at most 3\.4e\+38"):
         step(make(reward=reward))
 
 
-def test_infinity_as_a_reward_may_be_let_pass():
+def test_check_finite_false_allows_infinite_rewards():
     assert step(make(reward=-np.inf), check_finite=False).reward.tolist() == [-np.inf, -np.inf]
     with pytest.raises(EnvError, match="gave 'reward' with -inf"):
         step(make(reward=-np.inf))
@@ -76,27 +76,27 @@ def test_infinity_as_a_reward_may_be_let_pass():
 
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 @pytest.mark.parametrize("value", [None, "False", "", 2, 0.5, np.array([True]), np.array([True, False])])
-def test_a_flag_that_is_neither_true_nor_false_is_named(name, value):
+def test_error_names_an_invalid_terminated_or_truncated_value(name, value):
     with pytest.raises(UsageError, match=f"Environment 0 gave .* as '{name}': expected True or False"):
         step(make(**{name: value}))
 
 
 @pytest.mark.parametrize("yes", [True, 1, np.bool_(True), np.int64(1), np.array(True)])
-def test_flags_may_be_numpy_s_or_zero_and_one(yes):
+def test_flags_may_be_python_or_numpy_booleans_or_zero_and_one(yes):
     assert step(make(terminated=yes)).discount.tolist() == [0.0, 0.0]
     ended = step(make(truncated=yes))
     assert ended.discount.tolist() == [1.0, 1.0] and ended.step_type.tolist() == [2, 2]
 
 
-def test_the_info_of_a_step_is_a_dict_or_none():
+def test_step_info_must_be_a_dict_or_none():
     assert step(make(info=None)).reward.tolist() == [1.0, 1.0]
-    for info, came in ((5, "5"), (np.zeros(2), r"array\(\[0\., 0\.\]\)"), ([], r"\[\]")):
-        with pytest.raises(UsageError, match=f"Environment 0 gave {came} as the info of a step: expected a dict"):
+    for info, received in ((5, "5"), (np.zeros(2), r"array\(\[0\., 0\.\]\)"), ([], r"\[\]")):
+        with pytest.raises(UsageError, match=f"Environment 0 gave {received} as the info of a step: expected a dict"):
             step(make(info=info))
 
 
 @pytest.mark.parametrize(
-    ("result", "came"),
+    ("result", "received"),
     [
         ((np.zeros(2), 1.0, False, {}), r"4 values .*API of Gym before 0\.26\. Replace `done` by `terminated, trunc"),
         ((np.zeros(2), 1.0, False), "3 values"),
@@ -104,49 +104,49 @@ def test_the_info_of_a_step_is_a_dict_or_none():
         (None, "NoneType"),
     ],
 )
-def test_a_step_without_five_values_is_refused_and_four_are_the_old_api(result, came):
-    with pytest.raises(UsageError, match="Environment 0 returned " + came.replace(" .*", r" from step\(\).*")):
+def test_step_must_return_five_values_and_four_values_mean_the_old_api(result, received):
+    with pytest.raises(UsageError, match="Environment 0 returned " + received.replace(" .*", r" from step\(\).*")):
         step(make(step=lambda self, action: result))
 
 
 @pytest.mark.parametrize("info", [None, 5])
-def test_a_reset_without_a_dict_is_refused_as_the_old_api(info):
+def test_reset_without_an_info_dict_is_refused_as_the_old_api(info):
     with pytest.raises(UsageError, match=rf"returned \(observation, {info}\) from reset\(\).*dict.*Gym before 0\.26"):
         step(make(reset=lambda self, seed=None, options=None: (np.zeros(2), info)))
 
 
 @pytest.mark.parametrize("result", [(), (np.zeros(2),), (np.zeros(2), {}, 0), (np.zeros(2), 0.0, False, False, {})])
-def test_a_reset_that_returns_another_number_of_values_is_not_taken_for_the_old_api(result):
+def test_reset_with_a_wrong_number_of_values_is_refused_without_mention_of_the_old_api(result):
     with pytest.raises(UsageError, match=rf"returned {len(result)} values? from reset\(\): expected \(obs") as caught:
         step(make(reset=lambda self, seed=None, options=None: result))
     assert "Gym before" not in str(caught.value) and "Return `observation, {}`." in str(caught.value)
 
 
 @pytest.mark.parametrize("result", [np.zeros(2), [0.0, 0.0], [0.0] * 3, {"a": 1}, None])
-def test_a_reset_that_returns_only_an_observation_is_refused_as_the_old_api(result):
+def test_reset_that_returns_only_an_observation_is_refused_as_the_old_api(result):
     with pytest.raises(UsageError, match=r"from reset\(\).*Gym before 0\.26"):
         step(make(reset=lambda self, seed=None, options=None: result))
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5)])
-def test_a_reset_without_seed_is_refused_as_the_old_api(wrap):
+def test_reset_without_a_seed_argument_is_refused_as_the_old_api(wrap):
     old = make(reset=lambda self: np.zeros(2))
     with pytest.raises(UsageError, match=r"Environment 0 has a reset\(\) without `seed`.*Gym before 0\.26"):
         step(lambda: wrap(old()))
 
 
-def test_a_type_error_inside_reset_is_the_environment_s_own():
+def test_type_error_inside_reset_is_reported_as_an_environment_error():
     def reset(self, *, seed=None, options=None):
         return None + 1
 
-    game = make(reset=lambda self: None)  # takes no seed, and is given none
+    game = make(reset=lambda self: None)  # its `reset` takes no seed, and gets none
     for builder in (make(reset=reset), lambda: type("Raises", (Holds,), {"reset": reset})(game())):
         with pytest.raises(EnvError, match=r"raised TypeError in reset\(\): unsupported operand"):
             step(builder)
 
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
-def test_an_automatic_reset_that_raises_is_reported_as_a_reset(type):
+def test_error_in_an_automatic_reset_names_reset(type):
     class Once(Env):
         terminated, resets = True, 0
 
@@ -164,12 +164,12 @@ def test_an_automatic_reset_that_raises_is_reported_as_a_reset(type):
 
 
 @pytest.mark.parametrize("attribute", ["observation_space", "action_space"])
-def test_a_space_of_the_old_gym_is_refused_with_its_replacement(attribute):
+def test_old_gym_space_is_refused_and_the_error_names_its_replacement(attribute):
     old = pytest.importorskip("gym").spaces
     for space in (old.Box(-1, 1, (2,)), old.Dict(a=old.Discrete(2)), spaces.Tuple((spaces.Discrete(2),))):
         if isinstance(space, spaces.Tuple):
             space.spaces = (old.Discrete(2),)
-        with pytest.raises(UsageError, match=r"is of the old package gym: expected gymnasium\.spaces\."):
+        with pytest.raises(UsageError, match=r"comes from the old package gym: expected gymnasium\.spaces\."):
             step(make(**{attribute: space}))
 
 
@@ -177,20 +177,20 @@ def test_a_space_of_the_old_gym_is_refused_with_its_replacement(attribute):
     "space",
     [spaces.Box(-1, 1, (0,)), spaces.Box(-1, 1, (3, 0)), spaces.MultiDiscrete([]), spaces.Dict({}), spaces.Tuple(())],
 )
-def test_a_space_without_values_is_refused_in_one_sentence(space):
+def test_empty_space_is_refused(space):
     with pytest.raises(UsageError, match="The space of 'observation' (is empty|has the shape .*holds no value)"):
         step(make(observation_space=space))
     with pytest.raises(UsageError, match=r"The (space of 'action'|action space (Dict|Tuple)\(\) is not supported)"):
         step(make(action_space=space))
 
 
-def test_an_empty_leaf_is_named_by_its_place():
+def test_error_contains_the_path_of_an_empty_leaf():
     inside = spaces.Dict(a=spaces.Box(-1, 1, (0,)), b=spaces.Discrete(2))
     with pytest.raises(UsageError, match=r"The space of 'observation\.a' has the shape \(0,\)"):
         step(make(observation_space=inside))
 
 
-def test_a_box_of_uint8_has_a_policy_over_all_its_values():
+def test_uint8_box_action_space_gets_a_categorical_policy_over_all_values():
     with SyncEnv(make(action_space=spaces.Box(0, 255, (2,), np.uint8)), 1) as pool:
         policy = default_distribution(pool.action_spec)
         assert policy.num_params == 2 * 256
@@ -200,7 +200,7 @@ def test_a_box_of_uint8_has_a_policy_over_all_its_values():
 
 
 class Dm(dm_env.Environment):
-    """A dm_env environment that returns from a step what it was made with."""
+    """A dm_env environment that returns the given timesteps."""
 
     def __init__(self, *steps):
         self._steps = iter(steps)
@@ -227,13 +227,13 @@ class Dm(dm_env.Environment):
         ((np.zeros(2), 1.0, False), r"returned tuple from step\(\): expected a dm_env.TimeStep"),
     ],
 )
-def test_a_wrong_timestep_of_dm_env_is_named(result, message):
+def test_invalid_dm_env_timestep_is_refused(result, message):
     with pytest.raises(UsageError, match=message):
         step(lambda: Dm(result), 1)
 
 
 class Holds(Env):
-    """Keeps another object in an attribute of any name, and steps it."""
+    """Holds another object in an attribute, as wrappers do."""
 
     def __init__(self, inner, name="inner"):
         self.__dict__[name] = inner
@@ -244,7 +244,7 @@ class Holds(Env):
     "wrap",
     [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5), Holds, lambda env: Holds(Holds(env, "_game"))],
 )
-def test_one_object_for_several_environments_is_refused(type, wrap):
+def test_builder_that_returns_the_same_object_twice_is_refused(type, wrap):
     env = Env()
     with pytest.raises(UsageError, match=r"Environments 0 and 1 are the same object \(Env\)"):
         SyncEnv(lambda: wrap(env), 2, type, num_workers=2)
@@ -252,8 +252,8 @@ def test_one_object_for_several_environments_is_refused(type, wrap):
         AsyncEnv(lambda: wrap(env), 2, 1, "thread", num_workers=2)
 
 
-class OfState:
-    """An environment whose `step` gets the state, as in Brax."""
+class FunctionalEnv:
+    """A functional environment: `step` takes the state, as in Brax."""
 
     def reset(self, rng): ...
 
@@ -266,19 +266,19 @@ class Clock:
     def step(self): ...
 
 
-@pytest.mark.parametrize("shared", [Env, OfState(), Clock(), gymnasium])
-def test_environments_may_share_what_has_no_state_that_actions_change(shared):
+@pytest.mark.parametrize("shared", [Env, FunctionalEnv(), Clock(), gymnasium])
+def test_environments_may_share_objects_that_are_not_stepped(shared):
     assert step(lambda: Holds(shared, "env")).reward.tolist() == [1.0, 1.0]
 
 
-def test_one_object_for_several_environments_of_a_worker_process_is_refused():
+def test_builder_that_returns_the_same_object_twice_in_a_worker_process_is_refused():
     env = Env()
     made = [Env(), Env(), env, env]
     with pytest.raises(UsageError, match="Environments 2 and 3 are the same object"):
         SyncEnv(lambda: made.pop(0), 4, "process", num_workers=1)
 
 
-def test_two_pools_that_step_one_object_in_turns_are_refused():
+def test_two_pools_cannot_step_the_same_environment_in_turns():
     env = Env()
     first, second = as_pool(lambda: env), as_pool(lambda: env)
     first.reset()
@@ -288,7 +288,7 @@ def test_two_pools_that_step_one_object_in_turns_are_refused():
         first.step(np.zeros(1, np.int32))
 
 
-def test_one_object_may_be_used_by_one_pool_after_another():
+def test_pools_may_use_the_same_environment_one_after_another():
     env = Env()
     for _ in range(2):
         pool = as_pool(env)
@@ -301,17 +301,17 @@ def test_one_object_may_be_used_by_one_pool_after_another():
 
 
 class Levels(Env):
-    """Makes a new inner environment in each reset, and ends each episode at once."""
+    """Creates a new inner environment at each reset. Each episode has one step."""
 
     terminated = True
     env = None
 
     def reset(self, *, seed=None, options=None):
-        self.env = Env()  # a later environment may get the id of an earlier one
+        self.env = Env()  # a new environment may get the `id` of a deleted one
         return super().reset()
 
 
-def test_environments_that_are_made_anew_in_each_reset_are_not_taken_for_older_ones():
+def test_new_inner_environments_at_each_reset_are_not_mistaken_for_shared_ones():
     with (
         SyncEnv(Levels, 2) as first,
         SyncEnv(Levels, 2) as second,
@@ -325,7 +325,7 @@ def test_environments_that_are_made_anew_in_each_reset_are_not_taken_for_older_o
                 pool.step(np.zeros(2, np.int32))
 
 
-def test_an_inner_environment_that_another_pool_has_reset_since_is_refused():
+def test_two_pools_cannot_share_a_wrapped_environment():
     inner = Env()
     first, second = as_pool(lambda: Holds(inner)), as_pool(lambda: Holds(inner, "game"))
     first.reset()
