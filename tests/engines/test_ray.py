@@ -230,7 +230,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_kille
         program.wait_for(lambda status: status["job"]["params_version"] > 5)
 
         learner = program.worker("learner/0")
-        program.ask(lambda client: client.evaluate_now())
+        program.call(lambda client: client.evaluate_now())
         program.worker("evaluator/0")  # it evaluates a pinned version
         os.kill(learner["pid"], signal.SIGKILL)
         status = program.wait_for(lambda status: status["job"]["evaluated_version"] is not None)

@@ -81,4 +81,4 @@ def test_damaged_checkpoint_is_refused_before_processes_start(tmp_path):
         run_experiment(experiment, run_dir=directory.path, resume=True)
     damage(directory.path, 1)
     with pytest.raises(UsageError, match="No other checkpoint is good"):
-        run_experiment(described, run_dir=directory.path, resume=True)
+        run_experiment(experiment, run_dir=directory.path, resume=True)
