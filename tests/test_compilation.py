@@ -125,7 +125,7 @@ def test_what_was_compiled_for_the_older_runtime_never_takes_a_large_batch(monke
     older = function._jitted  # another thread may still hold it
     function(large)
     assert function._jitted is not older
-    with pytest.raises(compilation._NotSmallError):
+    with pytest.raises(compilation._UnsuitableShapesError):
         older(large)
     newer = function._jitted
     monkeypatch.setattr(function, "_jitted", older)

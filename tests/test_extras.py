@@ -49,11 +49,11 @@ def test_an_extra_without_a_wheel_for_this_python_names_what_does_its_work(monke
     monkeypatch.setattr(extras, "_MINOR", 13)
     assert str(extras.missing_extra_error("--engine launchpad", "launchpad", "trajectories")) == (
         "--engine launchpad needs the extra 'launchpad', which has no wheel for Python 3.13: use "
-        "Python 3.10, or in its place --engine local, on one machine"
+        "Python 3.10, or instead --engine local, on one machine"
     )
     assert str(extras.missing_extra_error("--env dm_control:x", "dm_control")) == (
         "--env dm_control:x needs the extra 'dm_control', which has no wheel for Python 3.13: use "
-        "Python 3.12, or in its place an EnvPool task such as CartpoleSwingup-v1"
+        "Python 3.12, or instead an EnvPool task such as CartpoleSwingup-v1"
     )
     assert str(extras.missing_extra_error("--wandb", "wandb")).endswith("pip install 'rlframe[wandb]'")
 

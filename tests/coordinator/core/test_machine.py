@@ -434,7 +434,7 @@ def test_wall_time_ends_a_job_to_which_nobody_comes() -> None:
     world = Simulation(commander=TrainOne(seconds=20.0))
     world.operator.is_out = True
     assert world.run(60.0, lambda: world.is_over)
-    assert world.over == [ev.Over(False, "20 of 20 s are over")]
+    assert world.over == [ev.Over(False, "20 of 20 s have passed")]
 
 
 def test_a_learner_told_to_restore_starts_again_above_the_versions_that_were() -> None:
