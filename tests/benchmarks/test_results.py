@@ -256,7 +256,7 @@ def test_a_task_or_seed_that_there_is_not_is_refused(elsewhere, monkeypatch, cap
     with pytest.raises(SystemExit):
         run_command(monkeypatch, *arguments)
     said = capsys.readouterr().err
-    assert "no task 'tooy'" in said or "toy has the seeds 1, 2, 3, none of 7" in said or "--seeds is 1-5" in said
+    assert "no task 'tooy'" in said or "toy has the seeds 1, 2, 3, none of 7" in said or "like 1-5" in said
 
 
 @pytest.mark.parametrize("arguments", [("--at-once", "0"), ("--threads", "0"), ("--threads", "-1")])

@@ -110,7 +110,7 @@ def test_a_name_that_means_nothing_is_explained(own):
         make_experiment("impala", topology=f"{own}:thrice")
     with pytest.raises(UsageError, match="There is no engine 'thread'.*Did you mean 'threads'"):
         make_experiment("impala", topology="heavy_env", engine="thread")
-    with pytest.raises(UsageError, match="is no rlframe.engines.Engine"):
+    with pytest.raises(UsageError, match="An engine needs the methods of rlframe.engines.Engine"):
         make_experiment("impala", topology="heavy_env", engine=f"{own}:Store")
     with pytest.raises(UsageError, match="for agents that learn from steps; this one learns from trajectories"):
         make_experiment("grpo", topology=f"{own}:twice")

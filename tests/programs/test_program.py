@@ -98,7 +98,7 @@ def test_a_program_that_is_stopped_says_that_all_is_saved_only_if_it_is(tmp_path
     newest = Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
     # On a busy machine a periodic save may be due between the signal and the end.
     ended = "The node learner failed(?: while the program ended)?: CheckpointError: the disk is full"
-    with pytest.raises(ProgramError, match=rf"{ended}\nWhat was saved last is .*run/checkpoints/{newest}. Go on from"):
+    with pytest.raises(ProgramError, match=rf"{ended}\nThe last checkpoint is .*run/checkpoints/{newest}. Resume with"):
         session(resume=True, learned=first.learner_steps)
 
 

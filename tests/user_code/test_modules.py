@@ -119,7 +119,7 @@ def test_a_run_says_what_makes_its_environment_and_is_refused_where_the_id_means
         gymnasium.register("Acrobot-v1", other)
         for go_on in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):
             with pytest.raises(
-                UsageError, match=r"Acrobot-v1 was made by Gymnasium \(.*Nine\)\. Here Acrobot-v1 is made by"
+                UsageError, match=r"Acrobot-v1 was created by .*Nine\)\. In this process, Acrobot-v1 is created by"
             ):
                 go_on()
     del gymnasium.registry["Acrobot-v1"]

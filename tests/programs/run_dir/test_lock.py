@@ -220,7 +220,7 @@ class Abroad:
 
 
 def test_a_holder_on_another_host_is_alive_if_its_beat_is_seen_to_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     with Abroad(tmp_path, beats=True):
         assert f"is in use by process {os.getppid()} on far, since noon" in refused(tmp_path)
         with RunLock(tmp_path, take_over=True):
@@ -228,8 +228,8 @@ def test_a_holder_on_another_host_is_alive_if_its_beat_is_seen_to_change(tmp_pat
 
 
 def test_a_holder_on_another_host_whose_beat_stands_still_is_taken_for_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    monkeypatch.setattr(lock, "_STILL", 0.5)
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
+    monkeypatch.setattr(lock, "_WATCH", 0.5)
     with Abroad(tmp_path, beats=False):
         began = time.monotonic()
         with RunLock(tmp_path):
@@ -251,7 +251,7 @@ def test_a_holder_on_another_host_that_ends_while_it_is_watched_leaves_the_lock_
 
 
 def test_who_takes_over_at_the_same_time_in_another_container_may_have_our_pid(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     (tmp_path / f"{NAME}.{os.getpid()}").write_text("the other's")
     with Abroad(tmp_path, beats=False), RunLock(tmp_path, take_over=True):
         assert (tmp_path / f"{NAME}.{os.getpid()}").read_text() == "the other's"
@@ -279,12 +279,12 @@ def test_a_holder_that_is_not_ours_to_end_is_said_to_be(tmp_path, monkeypatch):
         found.terminate()
 
 
-SHUT_OUT = "from rlframe.programs.run_dir import lock\nlock._BEAT = 0.1\nlock._boot_id = lambda: 'another'\n"
+SHUT_OUT = "from rlframe.programs.run_dir import lock\nlock._HEARTBEAT = 0.1\nlock._boot_id = lambda: 'another'\n"
 
 
 def test_a_holder_that_was_taken_for_dead_ends_when_it_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    monkeypatch.setattr(lock, "_STILL", 0.5)
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
+    monkeypatch.setattr(lock, "_WATCH", 0.5)
     with subprocess.Popen(
         [sys.executable, "-c", SHUT_OUT + HOLD, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -312,6 +312,6 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock(tmp_path):
         assert f"The file system of {tmp_path} has no locks" in caplog.text
-        monkeypatch.setattr(lock, "_BEAT", 0.1)
+        monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     with RunLock(tmp_path):  # and what beats there is seen all the same
         assert "is in use by" in refused(tmp_path)
