@@ -16,7 +16,7 @@ from typing import Any
 class RlframeError(Exception):
     """Base class of rlframe's errors.
 
-    The message says what is wrong, what was expected, what was received, and how to fix it.
+    The message contains the problem, the expected and the received value, and a way to fix it.
     """
 
     exit_code = 1

@@ -52,7 +52,7 @@ def program_stop_event() -> threading.Event | None:
 
 
 def is_program_stopping() -> bool:
-    """Return True if this node's program is stopping. `stop_with_program` calls `stop` shortly after that."""
+    """Return True if this node's program is stopping. Shortly after that, `stop_with_program` calls `stop`."""
     event = program_stop_event()
     return event is not None and event.is_set()
 
@@ -67,7 +67,7 @@ def stop_program() -> None:
 
 @contextlib.contextmanager
 def stop_with_program(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop()` from a background thread if this node's program stops inside the `with` block."""
+    """Call `stop()` from a background thread if this node's program stops during the `with` block."""
     event = program_stop_event()
     if event is None:
         yield

@@ -61,7 +61,12 @@ def env_builder(seed: int = 0) -> SyncEnv:
 
 
 def make_agent(**config: Any) -> RecordingPPO:
-    cfg = PPOConfig(unroll_length=16, num_epochs=2, num_minibatches=6)  # 64 rows, or 128, do not divide into 6
+    cfg = PPOConfig(
+        unroll_length=16,
+        num_epochs=2,
+        num_minibatches=6,
+        # Neither 64 nor 128 rows can be divided into 6 minibatches of equal size.
+    )
     env = env_builder()
     agent = RecordingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)
     env.close()

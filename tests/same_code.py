@@ -27,7 +27,7 @@ class _WithoutText(ast.NodeTransformer):
             value = getattr(node, field, None)
             if isinstance(value, str):
                 setattr(node, field, "_")
-            elif field == "names" and value:  # global and nonlocal
+            elif field == "names" and value:  # names of `global` and `nonlocal`
                 node.names = ["_"] * len(value)  # type: ignore[attr-defined]
         body = getattr(node, "body", None)
         if isinstance(body, list):

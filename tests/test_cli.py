@@ -87,7 +87,7 @@ def test_switch_options_set_booleans():
 
 
 def test_default_number_of_actors_is_at_most_the_number_of_environments():
-    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # its preset has one environment
+    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # the preset has one environment
     assert read_arguments(sac)[0].topology_config.num_actors == 1
     assert read_arguments([*sac, "--num-envs", "4"])[0].topology_config.num_actors == 2
     assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology_config.num_actors == 4

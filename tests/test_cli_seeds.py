@@ -161,7 +161,7 @@ def test_directory_of_several_seeds_is_refused_as_a_run(both, capfd):
 
 
 def test_plot_of_several_seeds_shows_each_run(both, capfd, tmp_path):
-    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):  # as a shell expands both/seed-*
+    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):  # like a shell expands both/seed-*
         assert main(["plot", *map(str, named), "--out", str(tmp_path / f"{number}.png")]) == 0
         assert capfd.readouterr().out == f"{tmp_path}/{number}.png\n"
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()

@@ -202,7 +202,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.system
-def test_run_killed_before_its_first_checkpoint_starts_again(replacing):
+def test_run_killed_before_its_first_checkpoint_restarts(replacing):
     process = replacing.start()
     wait_until((replacing.run_dir / "config.json").exists)
     os.killpg(process.pid, signal.SIGKILL)
@@ -265,7 +265,7 @@ def test_ray_job_is_valid_for_kuberay():
         (container,) = template["spec"]["containers"]
         runs = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RUNS"]
         assert [mount["mountPath"] for mount in container["volumeMounts"]] == [runs]
-    # The Ray version equals the version in the image, and `rlframe train` has all options.
+    # The Ray version must equal the version in the image. All options must exist in `rlframe train`.
     for name in ("py310", "modern"):
         assert f"ray=={cluster['rayVersion']}" in (ROOT / f"constraints/{name}.txt").read_text().split()
     shell, script, _, seed, *options = spec["entrypoint"].split()

@@ -41,7 +41,7 @@ def test_fraction_is_accepted(value):
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
-def test_number_outside_0_and_1_is_refused_as_fraction(value):
+def test_number_outside_0_to_1_is_refused_as_a_fraction(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be in \[0, 1\], got {value}\.$"):
         check_fraction(Config(value), "steps")
 

@@ -202,7 +202,7 @@ def test_core_runs_its_commands_and_names_missing_extras_for_others(tmp_path):
 
 
 @pytest.mark.system
-def test_with_one_required_extra_the_other_missing_extras_are_named(tmp_path):
+def test_missing_extras_are_named_with_one_required_extra_installed(tmp_path):
     calls = {
         extra: [call for call in REFUSED if extra in call.needs and expected(call, installed_with(extra))]
         for extra in AVAILABLE
@@ -211,7 +211,7 @@ def test_with_one_required_extra_the_other_missing_extras_are_named(tmp_path):
 
 
 @pytest.mark.system
-def test_with_an_unrelated_extra_the_missing_extras_are_named(tmp_path):
+def test_missing_extras_are_named_with_an_unrelated_extra_installed(tmp_path):
     calls = {
         extra: [call for call in REFUSED if extra not in call.needs and expected(call, installed_with(extra))]
         for extra in AVAILABLE

@@ -138,7 +138,7 @@ def test_client_call_returns_arrays(by):
         assert call.done()
 
 
-def test_launchpad_handle_is_resolved_without_dereferencing():
+def test_resolve_dereferences_a_launchpad_handle():
     needs("launchpad")
     import launchpad as lp
     from launchpad.launch.test_multi_threading import address_builder
@@ -242,7 +242,7 @@ def test_preferred_peer_is_called_and_others_if_it_is_dead(by):
     addresses = [by.address() for _ in range(3)]
     clients = [by.client(address) for address in addresses]
     with by.serving(Node("0"), addresses[0]):
-        remote = resolve(clients, "inferencer", first=5)  # 5 % 3: the last
+        remote = resolve(clients, "inferencer", first=5)  # 5 % 3 is the index of the last address
         with by.serving(Node("2"), addresses[2]):
             assert remote.name() == "2"
         assert remote.name() == "0"

@@ -244,22 +244,22 @@ def check(group: str, found: Inventory) -> None:
     assert not differences, "\n".join([f"{WRITTEN.name} differs in the group {group}:", *differences])
 
 
-def test_commands_and_flags():
+def test_commands_and_flags_match_the_inventory():
     needs("trajectories", "envs")
     check("command", commands())
 
 
-def test_endpoints():
+def test_endpoints_match_the_inventory():
     needs("trajectories")
     check("endpoint", endpoints())
 
 
-def test_names():
+def test_public_names_match_the_inventory():
     needs("trajectories")
     check("name", names())
 
 
-def test_run_directory(tmp_path):
+def test_run_directory_files_match_the_inventory(tmp_path):
     check("run", run_directory(tmp_path))
 
 

@@ -21,7 +21,7 @@ from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOBODY = 65534  # a user that every system has
+NOBODY = 65534  # the user `nobody`, which all systems have
 
 TRANSPORT = SocketTransport()
 

@@ -27,5 +27,5 @@ def test_command_works_with_closed_streams(closed, tmp_path):
 
 
 def test_run_works_with_closed_streams_in_ascii_locale(tmp_path):
-    assert shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0  # it prints "±"
+    assert shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0  # the output contains "±"
     assert (tmp_path / "run" / "result.json").exists()

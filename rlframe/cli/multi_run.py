@@ -57,7 +57,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: str) -> None:
-    """Raise UsageError for options that do not fit several runs. `by` is the option or command, for messages."""
+    """Raise UsageError for options that several runs cannot use. `by` is the option or command, for messages."""
     for field in dataclasses.fields(TrainOptions):
         if "multi_run" not in field.metadata and getattr(options, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} is only for a single run, but {by} starts several.")
@@ -120,7 +120,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                     has_stopped_them = True
                     for run in running:
                         run.stop()
-        finally:  # if a first signal has stopped the runs, this second signal ends them without saving
+        finally:  # on an error; a run that is already stopping gets its second signal, and ends without saving
             for run in running:
                 run.stop()
             for run in running:

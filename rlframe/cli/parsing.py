@@ -111,7 +111,7 @@ def flags(options: type, prefix: str = "") -> Iterable[str]:
         own = name
         for mark in marks:
             given = getattr(mark, "name", None)
-            own = own if given is None else given  # "" is no prefix
+            own = own if given is None else given  # "" means no prefix
             if mark is tyro.conf.OmitArgPrefixes:
                 own = ""
         if isinstance(plain, type) and dataclasses.is_dataclass(plain):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _STOP = "rlframe stop"
 _STOP_DESCRIPTION = (
     "End a run as Ctrl-C does: it finishes the current step and saves everything, without a final evaluation. With "
-    "RUN_DIR, the command waits for the end of the run (or of all runs of `--seeds` or a sweep), and prints what was "
-    "saved."
+    "RUN_DIR, the command waits for the end of the run (or of all runs of `--seeds` or a sweep), and prints the last "
+    "checkpoint."
 )
 _POLL = 0.1  # seconds between two checks for the end of the run
 

@@ -174,7 +174,7 @@ def read_varied_options(arguments: list[str], experiment: Experiment, options: S
 
 
 def experiment_with(arguments: list[str], options: dict[str, str]) -> Experiment:
-    """Return the experiment of the command line with these options changed: append them and parse all arguments."""
+    """Append these options to the arguments of the command line, and parse all of them to an experiment."""
     changed = [argument for name, value in options.items() for argument in _as_arguments(name, value)]
     return read_arguments([*arguments, *changed], SweepOptions, PROG, DESCRIPTION)[0]
 

@@ -1,4 +1,4 @@
-"""`rlframe train`: one run, or one for each of `--seeds`."""
+"""`rlframe train`: one run, or one run for each of `--seeds`."""
 
 from __future__ import annotations
 

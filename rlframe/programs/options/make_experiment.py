@@ -157,7 +157,7 @@ def _configs_to_change(experiment: Experiment, options: Mapping[str, Any], parts
 
 
 def describe_option_owner(agent: str, option: str, form: str = "{}={!r}") -> str:
-    """Return a sentence about the choices (such as heads) or other agents that have an option which an agent lacks.
+    """Describe which choices (such as heads) or other agents have an option that this agent does not have.
 
     Args:
         agent: name of the agent.

@@ -73,7 +73,7 @@ TOPOLOGIES = {
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
 
-# Options that name a class or function. The first three also take the class or function itself.
+# Options that name a class or function. The first three also accept the class or function itself.
 OPTIONS = ("agent", "env", "network", "topology", "engine", "operator", "replay")
 _WANTED = {
     "agent": "a subclass of rlframe.Agent",

@@ -76,7 +76,7 @@ class TrainedPolicy:
         if ended is None:
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(0))
         elif np.shape(ended) != np.shape(self._env_ids):
-            raise UsageError(f"reset takes a bool for each of {len(self._env_ids)} environments, got {ended!r}.")
+            raise UsageError(f"reset needs a bool for each of {len(self._env_ids)} environments, got {ended!r}.")
         else:
             self._begins = self._begins | np.asarray(ended, bool)
 

@@ -251,8 +251,8 @@ IMPALA_CARTPOLE = Preset(
         # With fewer and larger updates (16 unrolls of 32 steps), the value function learns too slowly: at best, 3 of 4
         # seeds solved the task.
         # Once all episodes last 500 steps, gradients are close to 0. The first failure after that has a gradient about
-        # 1,000 times as large. With Adam's usual epsilon of 1e-8 and without clipping, the optimizer drifts before it
-        # and then takes a full-size step: 5 of 13 runs with heavy_env ended below 450.
+        # 1,000 times as large. With Adam's usual epsilon of 1e-8 and without clipping, the parameters drift until the
+        # failure, which then causes a full-size step: 5 of 13 runs with heavy_env ended below 450.
         **settings(
             "our experiments: benchmarks/notes/impala-cartpole.md",
             steps=300_000,

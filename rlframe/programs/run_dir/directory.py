@@ -85,7 +85,7 @@ class RunDir:
             raise UsageError(f"Cannot write to {self.path}: {error.strerror}.") from error
 
     def check_is_new(self) -> None:
-        """Raise UsageError if the directory contains other files than a lock."""
+        """Raise UsageError if the directory contains any file except a lock."""
         if self.path.exists() and (not self.path.is_dir() or {*os.listdir(self.path)} - {lock.NAME}):
             raise UsageError(
                 f"{self.path} exists already. Choose another --run-dir, or continue the existing run with --resume."
@@ -97,7 +97,7 @@ class RunDir:
 
     @property
     def kind(self) -> str | None:
-        """Kind of the directory: RUN, SEEDS or SWEEP; None if it is none of these."""
+        """Kind of the directory: RUN, SEEDS or SWEEP; None for any other directory."""
         return next((name for name in (SWEEP, SEEDS, RUN) if (self.path / name).is_file()), None)
 
     def runs(self) -> list[pathlib.Path]:

@@ -69,7 +69,7 @@ class Holder:
         return self.boot == _boot_id()
 
     def terminate(self) -> None:
-        """Send SIGTERM. Raise `UsageError` if the process cannot be reached from here."""
+        """Send SIGTERM. Raise `UsageError` if this process cannot signal the holder."""
         if not self.is_of_this_kernel:
             raise UsageError(f"The run belongs to {self}. Stop it on that host.")
         if not ProcessId(self.pid, self.started).is_alive:
@@ -149,7 +149,7 @@ class RunLock:
             if elsewhere:
                 if not self._take_over and self._is_beating(holder):
                     raise self._refused(holder)
-                if self._is_ours() is not None:  # else its holder has ended, and removed it
+                if self._is_ours() is not None:  # otherwise the holder has ended and removed the file
                     self._replace_file()
             elif not granted and granted is not None:
                 if not self._take_over:

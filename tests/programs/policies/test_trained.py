@@ -1,4 +1,4 @@
-"""`rlframe.train`, `load` and `export`: a loaded policy acts without its environment, and like `rlframe evaluate`."""
+"""`rlframe.train`, `load` and `export`: a loaded policy acts like the policy in `rlframe evaluate`."""
 
 from __future__ import annotations
 

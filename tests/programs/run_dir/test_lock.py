@@ -81,7 +81,7 @@ def test_refusal_names_the_holder_of_the_lock(tmp_path):
 
 
 def once_read(monkeypatch, then) -> None:
-    """Call `then` once, when a process that waits for the lock first reads the holder's record."""
+    """Call `then` once, after `RunLock` has read the holder's record for the first time."""
     read, calls = lock._read, []
 
     def reading(path: pathlib.Path) -> lock.Holder | None:
