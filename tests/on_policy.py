@@ -65,7 +65,7 @@ def make_agent(**config: Any) -> RecordingPPO:
         unroll_length=16,
         num_epochs=2,
         num_minibatches=6,
-        # Neither 64 nor 128 rows can be divided into 6 minibatches of equal size.
+        # 64 or 128 rows cannot be divided into 6 minibatches of equal size.
     )
     env = env_builder()
     agent = RecordingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)

@@ -86,7 +86,7 @@ def commands() -> Inventory:
         of_network = flags(shown("train", "--network", network, "--help"))
         found[f"rlframe train --network {network}"] = [each for each in of_network if each.startswith("--network.")]
     of_train = {flag for flags_of in found.values() for flag in flags_of}
-    found["rlframe sweep, beside those of train"] = [
+    found["rlframe sweep, in addition to those of train"] = [
         flag for flag in flags(shown("sweep", "--agent", "ppo", "--help")) if flag not in of_train
     ]
     for command in COMMANDS:

@@ -69,7 +69,10 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
         if steps and steps[-1] >= wanted:
             return
         if now > until:
-            _log.warning("No checkpoint was written within %g s: evaluating without a checkpoint.", _SAVE_WITHIN)
+            _log.warning(
+                "The checkpoint for an evaluation was not written within %g s. The evaluation continues without it.",
+                _SAVE_WITHIN,
+            )
             return
         if now > requested_at + _REQUEST_EVERY:
             requested_at = now
@@ -94,7 +97,7 @@ class SavedPolicy(LocalParams):
     def update(self, stop: threading.Event) -> None:
         """Request a checkpoint from the learner, wait for it, and load its parameters.
 
-        If the learner cannot save (for example, because the disk is full), get the newest parameters from the learner.
+        If no checkpoint can be read (for example, because the disk is full), get the newest parameters from the learner.
 
         Raises:
             StoppedError: `stop` was set before the checkpoint was written.

@@ -80,7 +80,7 @@ def test_unsaved_learner_is_evaluated_with_its_current_parameters(agent, learner
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
     policy.update(threading.Event())
     assert policy.version == learner.params_version
-    assert any("evaluating without a checkpoint" in record.getMessage() for record in caplog.records)
+    assert any("The evaluation continues without it" in record.getMessage() for record in caplog.records)
 
 
 def test_stop_event_ends_the_wait_for_a_checkpoint(agent, learner, tmp_path, monkeypatch):
