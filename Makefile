@@ -46,8 +46,8 @@ test-system: $(ALL) ## the tests that run whole programs
 
 test-learning: $(ALL) ## two scripts of one process and four of the runs of docs/engines.md must solve CartPole
 	$(BIN)/python -m pytest -m system tests/programs/test_learning.py \
-		'tests/test_examples.py::test_a_script_of_one_process_learns[single_process]' \
-		'tests/test_examples.py::test_a_callback_stops_a_solved_run_whose_policy_is_loaded_in_every_topology[single_process]' $(PYTEST_ARGS)
+		'tests/test_examples.py::test_single_process_script_learns[single_process]' \
+		'tests/test_examples.py::test_callback_stops_a_solved_run_in_every_topology[single_process]' $(PYTEST_ARGS)
 
 test-compat: $(ALL) $(COMPAT) ## environments of the package atroposlib, unchanged, against the trajectory service
 	RLFRAME_COMPAT_PYTHON="$(abspath $(COMPAT_VENV))/bin/python" $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)

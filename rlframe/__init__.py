@@ -1,17 +1,17 @@
 """rlframe: write an agent once; run it in one process, on one machine, or across machines.
 
-The objects of the loop:    agents, envs, actors, inferencers, learners, replay, params (from learners to inferencers)
-Runs:                       cli (the command), programs (from options to a result), engines (processes of a program),
-                            coordinator (only for the topology elastic), metrics (loggers)
-Language models:            language, trajectories (the service between environments and trainers)
-Between processes:          handles, transport, interprocess (one machine), http, shutdown (who ends what),
-                            launchpad_nodes (guards of the nodes of plain lp.launch)
-For every package:          types (TimeStep, Batch), errors, retry (pauses), compilation (jit on a CPU),
-                            stop_conditions (limits at which a run ends early)
-Your code and environment:  user_code (files that you name), extras (optional packages, imports on first use),
-                            streams (stdout), testing (checks for your own classes)
+Training loop:       agents, envs, actors, inferencers, learners, replay, params (from learner to inferencers)
+Runs:                cli (the command), programs (from options to a result), engines (processes of a program),
+                     coordinator (only for the elastic topology), metrics (loggers)
+Language models:     language, trajectories (the service between environments and trainers)
+Between processes:   handles, transport, interprocess (one machine), http, shutdown (stop all nodes of a program),
+                     launchpad_nodes (guard processes for nodes of plain lp.launch)
+Shared by packages:  types (TimeStep, Batch), errors, retry (backoff), compilation (jit on a CPU),
+                     stop_conditions (limits that end a run early)
+User code and setup: user_code (files that users name), extras (optional packages, lazy imports), streams (stdout),
+                     testing (checks for users' classes)
 
-docs/architecture.md says in which file each thing is.
+docs/architecture.md lists the files and their contents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlframe.launchpad_nodes import import_hook
 
 __version__ = "0.1.0"
 
-# Public name -> module. Imported on first use, so that `import rlframe` stays quick.
+# Public name -> module. Imported on first use, which keeps `import rlframe` fast.
 _PUBLIC = {
     "Actor": "rlframe.actors",
     "Agent": "rlframe.agents",

@@ -1,4 +1,4 @@
-"""`python -m rlframe` is the `rlframe` command."""
+"""Run the `rlframe` command with `python -m rlframe`."""
 
 import sys
 

@@ -1,12 +1,12 @@
-"""Compiler options of rlframe's jitted calls on the CPU. On accelerators nothing here applies.
+"""XLA compiler options for jitted functions on the CPU. Accelerators ignore them.
 
-XLA's older CPU runtime (JAX before 0.6) answers a small network's call in two thirds of the time and trains it twice as
-fast. It also has faults that end the process: it gives large products of matrices to oneDNN, which crashes for some
-shapes. So XLA's default runtime is the rule, and `jit` chooses the older one only for functions that are known to be
-safe and faster. The measurements are in docs/performance.md.
+JAX before 0.6 has two CPU runtimes. With the older one, a small network acts in two thirds of the time and trains twice
+as fast. But the older runtime can crash the process: it passes large matrix products to oneDNN, which crashes for some
+shapes. So `jit` uses XLA's default runtime, except for functions that are safe and faster with the older one. The
+measurements are in docs/performance.md.
 
-Newer versions of XLA have only the newer runtime. It loses time on small functions because it gives the parts of a call
-to several threads. There `jit` chooses the scheduler that saves memory, which runs the parts one after another.
+Later versions of JAX have only the newer runtime. It is slow for small functions, because it splits each call between
+threads. For these versions, `jit` selects the memory-optimized scheduler, which runs the parts one after another.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ import numpy as np
 
 from rlframe.interprocess.phases import COMPILING
 
-# Handing a call of 30 us over to another thread costs as much again. JAX reads this when its CPU
-# client is made, so this module has to be imported before the first array.
+# Passing a 30 us call to another thread costs another 30 us. JAX reads this setting when it creates its CPU client, so
+# import this module before you create the first array.
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# JAX puts the paths of the code that it compiles into the result, and fails where these are not UTF-8. It removes what
+# JAX writes source paths into compiled code, and fails if a path is not valid UTF-8. JAX removes the characters that
 # this expression matches.
-_REMOVED = "jax_hlo_source_file_canonicalization_regex"
-if getattr(jax.config, _REMOVED) is None:
-    jax.config.update(_REMOVED, "[\udc80-\udcff]")
+_PATH_REGEX_OPTION = "jax_hlo_source_file_canonicalization_regex"
+if getattr(jax.config, _PATH_REGEX_OPTION) is None:
+    jax.config.update(_PATH_REGEX_OPTION, "[\udc80-\udcff]")
 
 _Options = dict[str, bool | str]
 
-# Options that this version of XLA does not have are left out.
+# `_accepted` drops the options that the installed XLA does not support.
 _OLDER_RUNTIME: _Options = {"xla_cpu_use_thunk_runtime": False}
 _ONE_BY_ONE: _Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
 
-# Floating-point operations of one product of matrices. From here on the newer runtime is quicker, and the older one
-# gives products of twice the size, 2^24, to oneDNN. (It does so from 2^19 on where a product has batch dimensions.)
+# Floating-point operations of one matrix product. Above this limit, the newer runtime is faster. The older runtime uses
+# oneDNN from 2^24 operations, or from 2^19 if the product has batch dimensions.
 _LARGE_PRODUCT = 8e6
 
 # The primitives of small dense networks, their losses and their optimizers.
@@ -58,12 +58,12 @@ _KNOWN = frozenset(_PRIMITIVES.split())
 
 
 class jit:
-    """`jax.jit` with the CPU compiler options that suit the function.
+    """`jax.jit` with CPU compiler options that are chosen for each function.
 
     Args:
         function: as for `jax.jit`.
         donate_argnums: as for `jax.jit`.
-        differentiates: whether the function takes gradients (a learner's update), or only acts.
+        differentiates: True for functions that compute gradients (a learner's update), False for acting.
     """
 
     def __init__(
@@ -76,31 +76,32 @@ class jit:
         self._choosing = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function. New shapes are compiled first. Any thread may call it."""
+        """Call the function, and compile it for new shapes. Thread-safe."""
         jitted = self._jitted
         if jitted is not None:
             try:
                 return jitted(*args)
-            except _NotSmallError:
+            except _UnsuitableShapesError:
                 pass
         with COMPILING:
             with self._choosing:
-                if self._jitted is jitted:  # otherwise another thread has chosen already
+                if self._jitted is jitted:  # otherwise another thread has already replaced it
                     self._jitted = self._choose(args)
             return self(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes that the older runtime is chosen for
+        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes that use the older runtime
 
         def if_small(*args: Any) -> Any:
-            # JAX runs this only to trace new shapes. A larger batch may make products too large for the older runtime.
+            # JAX runs this only to trace new shapes. With a larger batch, a product may be too large for the older
+            # runtime.
             if small is not None and _shapes(args) != small:
                 jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
                 if not suits_older_runtime(jaxpr, self._differentiates):
-                    raise _NotSmallError
+                    raise _UnsuitableShapesError
             return self._function(*args)
 
-        # One function object for both jits: JAX traces it once.
+        # Both jits share one function object, so JAX traces it once.
         plain = jax.jit(if_small, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":
             small = None
@@ -114,7 +115,7 @@ class jit:
         return jax.jit(if_small, donate_argnums=self._donate_argnums, compiler_options=options)
 
     def _options(self, jaxpr: Any) -> _Options | None:
-        """Return the options to compile it with, or None: as XLA has it."""
+        """Return the compiler options. None means XLA's defaults."""
         convolves = any(equation.primitive.name == "conv_general_dilated" for equation in _equations(jaxpr))
         if self._differentiates and (convolves or _largest_product(jaxpr) >= _LARGE_PRODUCT):
             return None
@@ -123,17 +124,18 @@ class jit:
         return {**runtime, **_ONE_BY_ONE, **threads}
 
 
-class _NotSmallError(Exception):
-    """The function with these shapes is not one for the older runtime."""
+class _UnsuitableShapesError(Exception):
+    """The function is not suited to the older runtime with these shapes."""
 
 
 def suits_older_runtime(jaxpr: Any, differentiates: bool) -> bool:
-    """Return whether a function is known to be safe and faster with XLA's older CPU runtime.
+    """Return True if a function is known to be safe and faster with XLA's older CPU runtime.
 
-    Such a function multiplies matrices of float32, without batch dimensions, in less than 8 million operations each. It
-    has no convolutions, and no operation that `_KNOWN` does not list. A function that acts has no loop. One that learns
-    may have one scan of updates, and scans that multiply no matrices. (A recurrent network's update has two scans that
-    multiply, forward and backward, so it is not small.)
+    Requirements:
+    - All operations are listed in `_KNOWN`. Convolutions are not.
+    - All matrix products are float32, without batch dimensions, and of fewer than 8 million operations each.
+    - Acting: no scans.
+    - Learning: at most one scan contains matrix products. (A recurrent network's update has two: forward and backward.)
     """
     equations = list(_equations(jaxpr))
     if any(equation.primitive.name not in _KNOWN for equation in equations):
@@ -156,7 +158,7 @@ def _multiplies(scan: Any) -> bool:
 
 
 def _largest_product(jaxpr: Any) -> float:
-    """Floating-point operations of the largest product of matrices anywhere in it."""
+    """Return the floating-point operations of the largest matrix product."""
     products = (equation for equation in _equations(jaxpr) if equation.primitive.name == "dot_general")
     return max(map(_operations, products), default=0.0)
 
@@ -168,7 +170,10 @@ def _operations(product: Any) -> float:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield all equations, of inner functions, too. (Printing a jaxpr to search it takes half a second for PPO.)"""
+    """Yield all equations, including those of inner functions.
+
+    Searching the printed jaxpr would be shorter, but printing takes half a second for PPO.
+    """
     for equation in jaxpr.eqns:
         yield equation
         for inner in _inner(equation):
@@ -187,7 +192,7 @@ def _shapes(args: tuple[Any, ...]) -> list[tuple[int, ...]]:
 
 
 def _accepted(options: _Options | None) -> _Options | None:
-    """Return the options that this version of XLA knows."""
+    """Return the options that the installed XLA supports."""
     if not options or _accepts(*options.items()):
         return options
     return dict(option for option in options.items() if _accepts(option))
@@ -197,6 +202,6 @@ def _accepted(options: _Options | None) -> _Options | None:
 def _accepts(*options: tuple[str, bool | str]) -> bool:
     try:
         jax.jit(lambda x: x + 1, compiler_options=dict(options))(0)
-    except Exception:  # the type differs between versions
+    except Exception:  # the exception type differs between JAX versions
         return False
     return True

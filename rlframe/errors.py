@@ -1,7 +1,7 @@
-"""Errors that a user can act on.
+"""Errors that users can act on.
 
-The command line prints the message of a `RlframeError` alone, without a traceback, and exits with
-`exit_code`: 2 where the input was wrong, 1 where a run failed.
+For a `RlframeError`, the command line prints only the message, without a traceback. It exits with `exit_code`: 2 for
+wrong input, 1 for a failed run.
 """
 
 from __future__ import annotations
@@ -14,79 +14,91 @@ from typing import Any
 
 
 class RlframeError(Exception):
-    """A failure that its message explains: the thing, what was expected, what came, what to do."""
+    """Base class of rlframe's errors.
+
+    The message contains the problem, the expected and the received value, and a way to fix it.
+    """
 
     exit_code = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own calls `__init__` with the message alone, which a class with more arguments does not take.
+        # `Exception.__reduce__` passes only the message to `__init__`. That fails for classes with more arguments.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class UsageError(RlframeError, ValueError):
-    """The caller asked for something that cannot be: a wrong name, option, shape or configuration."""
+    """Wrong input: an invalid name, option, shape or configuration."""
 
     exit_code = 2
 
 
 class EnvError(RlframeError):
-    """An environment raised, or the process that ran it died. Names the environment's id."""
+    """An environment raised an error, or its process died. The message contains the environment's id."""
 
 
 class NonFiniteLossError(RlframeError):
-    """A loss or gradient was NaN or infinite. Names the learner step."""
+    """A loss or gradient was NaN or infinite. The message contains the learner step."""
 
 
 class CheckpointError(RlframeError):
-    """A checkpoint could not be read or written. What was saved before is untouched."""
+    """A checkpoint could not be read or written. Earlier checkpoints are unchanged."""
 
 
 class StaleGroupError(UsageError):
-    """A group of trajectories is of an older policy than the trainer takes. Another, of the present one, may do."""
+    """The trainer refused a group of trajectories because its policy version is too old.
+
+    A group from the current policy may succeed.
+    """
 
 
 class StoreError(RlframeError):
-    """A store of trajectories is damaged, in use, another program's, or lost what it had acknowledged. Names it."""
+    """A trajectory store cannot be used. The message contains its location.
+
+    The store is damaged, in use, belongs to another program, or lost data that it had acknowledged.
+    """
 
 
 class ForcedExitError(RlframeError):
-    """A second Ctrl-C ended a run before it had saved. Names what was saved last."""
+    """A second Ctrl-C ended a run before it saved. The message contains the last checkpoint."""
 
 
 class PeerError(RlframeError):
-    """Another process did not answer within its deadline. Names it, the call, and how long was waited."""
+    """Another process did not answer within the deadline.
+
+    The message contains the process, the call and the waiting time.
+    """
 
 
 class StoppedError(PeerError):
-    """Whoever waited for another process was told to stop."""
+    """The caller was stopped while it waited for another process."""
 
 
 class FencedError(RlframeError):
-    """Whoever calls was replaced: a newer attempt is at its task, and nothing that the older one does arrives."""
+    """The caller was superseded by a newer attempt at its task. Its writes are rejected."""
 
 
 class RemoteError(RlframeError):
-    """A call raised in the process that it was sent to. Names both, and has the traceback."""
+    """A remote call raised an error. The message contains the call, the called process and the traceback."""
 
 
 class NoMethodError(RemoteError):
-    """The called node has no method of that name."""
+    """The called node does not have this method."""
 
 
 class UnavailableError(RlframeError):
-    """A service cannot answer just now, or no longer. The same call may be repeated, there or elsewhere."""
+    """A service cannot answer now. The caller may retry the call, at this service or another one."""
 
 
 class ProgramError(RlframeError):
-    """A program of several processes failed. Names the node, and has its traceback."""
+    """A program of several processes failed. The message contains the failed node and its traceback."""
 
 
 class JobFailedError(ProgramError):
-    """A job under a coordinator failed, in spite of all that it tries again. Names what failed last."""
+    """A job of a coordinator failed after all retries. The message contains the last failure."""
 
 
 class FieldError(UsageError):
-    """A field of a request that cannot be. `field` names it."""
+    """A field of a request is invalid. `field` is its name."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(message)
@@ -94,32 +106,32 @@ class FieldError(UsageError):
 
 
 class ConflictError(UsageError):
-    """The state that the job is in does not allow the request."""
+    """The job's current state does not allow the request."""
 
 
 def check_at_least(config: object, least: float, *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is below `least`. None is left alone."""
+    """Raise `UsageError` for the first of these fields that is below `least`. Skip fields that are None."""
     for name, value in _numbers(config, names):
         if not value >= least:
             raise UsageError(f"{type(config).__name__}.{name} must be at least {least}, got {value}.")
 
 
 def check_above(config: object, bound: float, *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is not above `bound`. None is left alone."""
+    """Raise `UsageError` for the first of these fields that is not above `bound`. Skip fields that are None."""
     for name, value in _numbers(config, names):
         if not value > bound:
             raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
 
 
 def check_fraction(config: object, *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is not between 0 and 1. None is left alone."""
+    """Raise `UsageError` for the first of these fields that is not between 0 and 1. Skip fields that are None."""
     for name, value in _numbers(config, names):
-        if not 0.0 <= value <= 1.0:  # NaN is not
+        if not 0.0 <= value <= 1.0:  # also raises for NaN
             raise UsageError(f"{type(config).__name__}.{name} must be in [0, 1], got {value}.")
 
 
 def _numbers(config: object, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that are not None. Raise `UsageError` for a field that is no number."""
+    """Yield the fields that are not None. Raise `UsageError` for a field that is not a number."""
     values = {name: getattr(config, name) for name in names}
     for name, value in values.items():
         if value is not None:
@@ -129,6 +141,6 @@ def _numbers(config: object, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean X?"` for the known name nearest to `name`, or an empty string."""
+    """Return `" Did you mean X?"` for the known name most similar to `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

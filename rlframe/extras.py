@@ -1,8 +1,8 @@
-"""Imports that may fail or shall wait: the packages of each extra of `pip install 'rlframe[EXTRA]'`, and lazy names.
+"""Optional packages (the extras of `pip install 'rlframe[EXTRA]'`) and lazy imports.
 
-Imports of an extra's packages stand inside `with explain_import_error(...)`. What must be known before something is made (a run's
-directory, processes) is checked by `require`, which imports nothing. A package whose names are imported on first use,
-so that importing it stays quick, gets its `__getattr__` from `lazy_names`.
+- `explain_import_error` wraps imports of optional packages. It turns an import failure into a `UsageError`.
+- `require` checks for optional packages without importing them. Call it before you create files or processes.
+- `lazy_names` imports the names of a package on first use, which keeps `import rlframe` fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from rlframe.errors import UsageError
 
-# extra -> top-level modules of its packages that are imported here. A test compares it with setup.py and the imports.
+# Extra -> top-level modules of its packages that rlframe imports. A test compares them with setup.py and the imports.
 MODULES = {
     "gymnasium": ("gymnasium", "imageio_ffmpeg"),
     "box2d": ("Box2D",),
@@ -37,7 +37,7 @@ MODULES = {
     "trackio": ("trackio",),
 }
 
-# Extras that have no wheel for each Python: the last minor version with one, and what does their work after it.
+# Extra -> (last minor version of Python 3 that has a wheel, the alternative for later versions).
 LAST_PYTHON = {
     "launchpad": (10, "--engine local, on one machine"),
     "reverb": (10, "--replay service"),
@@ -47,38 +47,38 @@ _MINOR = sys.version_info.minor
 
 
 def has(module: str) -> bool:
-    """Return whether a top-level module is installed here, even a broken one."""
+    """Return True if a top-level module is installed. A broken module counts as installed."""
     spec = importlib.util.find_spec(module)
-    # A folder of that name in the working directory, such as W&B leaves, is no package: it has no `__init__`.
+    # Ignore a plain folder with this name in the working directory (W&B creates one): it has no `__init__`.
     return spec is not None and spec.origin is not None
 
 
 def is_installed(extra: str) -> bool:
-    """Return whether all packages of an extra are installed here, even broken ones."""
+    """Return True if all packages of an extra are installed. Broken packages count as installed."""
     return all(map(has, MODULES[extra]))
 
 
 def has_wheel(extra: str) -> bool:
-    """Return whether there are wheels of an extra for this Python."""
+    """Return True if the packages of an extra have wheels for this version of Python."""
     return extra not in LAST_PYTHON or LAST_PYTHON[extra][0] >= _MINOR
 
 
 def is_instance(target: Any, module: str, name: str) -> bool:
-    """Return whether `target` is an instance of the class of that name; imports nothing.
+    """Return True if `target` is an instance of the class `module.name`, without importing the module.
 
-    Nothing is an instance of a class whose module nobody has imported.
+    If the module has not been imported, no object can be an instance of its class.
     """
     imported = sys.modules.get(module)
     return imported is not None and isinstance(target, getattr(imported, name))
 
 
 def require(by: str, *extras: str, otherwise: str = "") -> None:
-    """Raise `missing_extra_error(...)` where a package of the extras is not installed.
+    """Raise `missing_extra_error(...)` if a package of one of the extras is not installed. Import nothing.
 
     Args:
-        by: what asks for them, as a user knows it: "--topology heavy_env".
-        *extras: that are needed.
-        otherwise: the end of the sentence where only the last of them is missing: what does without it.
+        by: the option or feature that needs the extras, for the message: "--topology heavy_env".
+        *extras: names of the required extras.
+        otherwise: an alternative without the last extra. It ends the message if only the last extra is missing.
     """
     absent = [extra for extra in extras if not is_installed(extra)]
     if absent:
@@ -87,20 +87,21 @@ def require(by: str, *extras: str, otherwise: str = "") -> None:
 
 @contextlib.contextmanager
 def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator[None]:
-    """A context for imports of the extras' packages, or of files of ours that import them.
+    """Convert import failures inside a `with` block to a `UsageError` that explains them.
 
     Args:
         by, otherwise: as for `require`.
-        *extras: whose packages may be imported.
+        *extras: extras whose packages are imported inside the block.
 
     Raises:
-        UsageError: a package is not installed, and which extra brings it; or it is, and cannot be imported, and why.
+        UsageError: a package is missing (the message contains its extra), or installed but broken (it contains the
+            cause).
     """
     try:
         yield
     except Exception as error:
         package = _package(error, [module for extra in extras for module in MODULES[extra]])
-        if package is None:  # a mistake of our own
+        if package is None:  # a bug in rlframe, not in an optional package
             raise
         if not has(package):
             require(by, *extras, otherwise=otherwise)
@@ -113,12 +114,12 @@ def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator
 def lazy_names(
     package: str, modules: Mapping[str, str], extra: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` of a package whose names are imported on first use (PEP 562).
+    """Return `__getattr__` and `__dir__` for a package that imports its names on first use (PEP 562).
 
     Args:
-        package: its name.
-        modules: by name, the module that defines it.
-        extra: the extra that these modules need; None: none.
+        package: name of the package.
+        modules: the defining module of each name.
+        extra: extra that the modules need, if any.
     """
 
     def get(name: str) -> Any:
@@ -131,7 +132,7 @@ def lazy_names(
 
 
 def missing_extra_error(by: str, *extras: str, otherwise: str = "") -> UsageError:
-    """Return the error that says what asked for these extras, and how to get them."""
+    """Return an error that explains which option needs these extras, and how to install them."""
     gone = [extra for extra in extras if not has_wheel(extra)]
     several = len(gone or extras) > 1
     sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}"
@@ -139,7 +140,7 @@ def missing_extra_error(by: str, *extras: str, otherwise: str = "") -> UsageErro
         last = min(LAST_PYTHON[extra][0] for extra in gone)
         instead = "; or ".join(LAST_PYTHON[extra][1] for extra in gone)
         have = "which have no wheels" if several else "which has no wheel"
-        return UsageError(f"{sentence}, {have} for Python 3.{_MINOR}: use Python 3.{last}, or in its place {instead}")
+        return UsageError(f"{sentence}, {have} for Python 3.{_MINOR}: use Python 3.{last}, or instead {instead}")
     return UsageError(f"{sentence}: pip install 'rlframe[{','.join(extras)}]'{otherwise and ', '}{otherwise}")
 
 
@@ -149,7 +150,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _package(error: Exception, modules: list[str]) -> str | None:
-    """Which of these top-level modules an import failed with, None where it failed elsewhere."""
+    """Return the top-level module in `modules` whose import failed; None if the error has another cause."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if name in modules and not has(name):
         return name

@@ -1,7 +1,7 @@
-"""Handles: an argument may be an object, or stand for an object in another process.
+"""Handles: arguments that represent an object in another process.
 
-`resolve` decides which it is. A handle becomes a `Remote`: each call has a deadline, and is repeated until it is
-answered, with every transport. An object is returned unchanged, and costs nothing.
+Many arguments accept either an object or a handle. `resolve` converts a handle to a `Remote`, which makes calls with
+retries and a deadline, over any transport. `resolve` returns a plain object unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rlframe.shutdown import stop_program as stop_program
 from rlframe.shutdown import stop_with_program as stop_with_program
 from rlframe.transport import DEFAULT, Client, Future, Transport, courier
 
-DEADLINE = 120.0  # seconds for a call with all its repetitions: a peer that is restarted is back by then
+DEADLINE = 120.0  # seconds for a call with all its retries: long enough for a peer to restart
 
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between two rounds of attempts, doubled from round to round
-_WARN_AFTER = 1.0  # seconds without an answer, of a peer that has answered before
-_STARTS_WITHIN = 60.0  # the same, of one that may still import and compile: no reason to warn of it
-_SHORT = 5.0  # seconds: of calls with no more than that the error tells in time, so nothing warns of it before
-_RETURN_AFTER = 30.0  # seconds after which the first of several peers is tried again
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds of backoff between two rounds of attempts: first and longest pause
+_WARN_AFTER = 1.0  # seconds without an answer before a warning, if the peer has answered this method before
+_STARTS_WITHIN = 60.0  # the same if it has not: it may still be importing and compiling
+_SHORT = 5.0  # seconds: calls with a deadline up to this only raise an error, without a warning first
+_RETURN_AFTER = 30.0  # seconds after which the preferred one of several peers is tried again
 
 _log = logging.getLogger(__name__)
 
@@ -44,22 +44,23 @@ def resolve(
     stop: threading.Event | None = None,
     first: int = 0,
 ) -> Any:
-    """Return an object to call, for an argument that may be the object itself or a handle to it.
+    """Return an object whose methods can be called.
 
     Args:
-        target: an object, which is returned unchanged; or a handle (a `Remote`, a Launchpad handle, a Courier client);
-            or a list of those, any of which can answer (of objects in this process, one is taken).
-        name: for messages.
-        deadline: seconds after which a call that nobody answers is an error.
-        stop: an event that also ends the wait.
-        first: which of several to call as long as it answers (modulo how many there are).
+        target: an object, a handle (`Remote`, Launchpad handle or Courier client), or a list of them. In a list, any
+            peer can answer.
+        name: name of the target, for messages.
+        deadline: seconds until an unanswered call raises an error.
+        stop: an event that ends the wait early.
+        first: index of the preferred peer in a list, modulo the length of the list.
 
     Returns:
-        The object, or a `Remote`. A Launchpad handle of another kind gives its client: a `reverb.Client`.
+        An object is returned unchanged; from a list of objects, only the preferred one. A handle becomes a `Remote`.
+        Other Launchpad handles become their client, such as a `reverb.Client`.
 
     Raises:
-        UsageError: a list is empty, or holds something that is not in another process, or handles of two transports; or
-            it is a Launchpad node that is in no program.
+        UsageError: the list is empty, mixes handles with objects, or mixes transports; or the target is a Launchpad
+            node that does not belong to a program.
     """
     targets = [_dereference(one, name) for one in (target if type(target) in (list, tuple) else [target])]
     located = [found for one in targets if (found := _locate(one)) is not None]
@@ -68,7 +69,7 @@ def resolve(
     if len(located) < len(targets) or len({transport for transport, _ in located}) != 1:
         kinds = ", ".join(type(one).__name__ for one in targets) or "nothing"
         raise UsageError(
-            f"A list given as the {name} must hold handles to nodes of one program, or objects, not both: {kinds}."
+            f"A list given as the {name} must contain handles to nodes of one program, or objects, not both: {kinds}."
         )
     addresses = [address for _, several in located for address in several]
     first %= len(addresses)
@@ -76,28 +77,29 @@ def resolve(
 
 
 class Remote:
-    """An object in another process: its methods are called with deadlines.
+    """A proxy for an object in another process. Calls have retries and a deadline.
 
-    A call that is not answered is sent again (remote calls are idempotent), to each address in turn, with pauses that
-    grow. After `_RETURN_AFTER` seconds the first address is tried again. Pickles as its addresses and transport.
+    An unanswered call is sent again, to each address in turn, with exponential backoff. Remote calls are idempotent.
+    After `_RETURN_AFTER` seconds, the first address is tried again. Pickling keeps only the addresses, the name, the
+    deadline and the transport.
 
     One call, `remote.get_params(3)`:
 
-        _call                           # picks an address (`_peer`), and sends the call
-          _complete                     # repeats it until it is answered, `stop` is set, or the deadline has passed
-            _answer                     # one attempt: returns the answer, or raises what the method raised
+        _call                           # selects an address (`_peer`) and sends the call
+          _complete                     # retries until there is an answer, `stop` is set, or the deadline has passed
+            _answer                     # one attempt: returns the answer, or raises the method's error
 
     Args:
-        addresses: of nodes any of which can answer, the preferred one first.
-        name: for messages.
-        deadline: seconds for one call, repetitions included.
-        stop: an event that also ends the wait.
-        transport: carries the calls.
+        addresses: nodes of which any can answer, the preferred one first.
+        name: name of the peer, for messages.
+        deadline: seconds for one call with all its retries.
+        stop: an event that ends the wait early.
+        transport: transport of the calls.
 
     Raises (every method):
-        PeerError: nobody answered within the deadline.
-        StoppedError: `stop` was set, or the program ended, while nobody answered.
-        RemoteError: the method raised. A `RlframeError` comes as what it was.
+        PeerError: no node answered within the deadline.
+        StoppedError: `stop` was set, or the program stopped, before an answer arrived.
+        RemoteError: the method raised an error. A `RlframeError` keeps its type.
     """
 
     def __init__(
@@ -114,10 +116,10 @@ class Remote:
         self._clients: dict[str, Client] = {}
         self._current = 0
         self._left_at = 0.0
-        self._answered: set[str] = set()  # methods
+        self._answered: set[str] = set()  # methods that have returned an answer
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):  # nodes do not expose these, and pickle asks for some
+        if method.startswith("_"):  # nodes do not expose private methods, and pickle looks some up
             raise AttributeError(method)
         return functools.partial(self._call, method)
 
@@ -131,10 +133,10 @@ class Remote:
         return self._complete(address, take, method, args, kwargs, began)
 
     def _answer(self, address: str, method: str, take: Callable[[], Any]) -> Any:
-        """Return what `take` returns: the answer of the node at `address`.
+        """Return the result of `take`, the answer of the node at `address`.
 
         Raises:
-            UnavailableError: it did not answer, so the call is worth repeating.
+            UnavailableError: no answer; the caller should retry.
         """
         try:
             answer = take()
@@ -153,7 +155,7 @@ class Remote:
     def _complete(
         self, address: str, take: Callable[[], Any], method: str, args: Any, kwargs: Any, began: float
     ) -> Any:
-        """Return what `take` returns, the answer to a call of `address`. Until it is answered, send it again."""
+        """Return the result of `take`, the answer from `address`. Retry the call until it is answered."""
         try:
             return self._answer(address, method, take)
         except UnavailableError as error:
@@ -166,11 +168,11 @@ class Remote:
                     waited, why = time.monotonic() - began, reason.rstrip(".")
                     if waited > warn_after and not warned and self._deadline > _SHORT:
                         warned = True
-                        _log.warning("%s does not answer %s(): %s. Trying on.", self._who(address), method, why)
+                        _log.warning("%s does not answer %s(): %s. Retrying.", self._who(address), method, why)
                     if waited >= self._deadline:
                         raise PeerError(
                             f"{self._who(address)} did not answer {method}() within {self._deadline:g} s ({why}). "
-                            "Look at that node's output: it may have failed, hang, or listen at another address."
+                            "Check that node's output: it may have failed, hang, or listen at another address."
                         )
                     unanswered = f"{self._who(address)} had not answered {method}()"
                     self._pause(min(next(pauses), self._deadline - waited), unanswered)
@@ -189,14 +191,14 @@ class Remote:
         end = time.monotonic() + seconds
         while True:
             if any(event.is_set() for event in self._stops):
-                raise StoppedError(f"Told to stop while {unanswered}.")
+                raise StoppedError(f"Stopped while {unanswered}.")
             left = end - time.monotonic()
             if left <= 0:
                 return
             time.sleep(min(left, 0.1))
 
     def _peer(self) -> tuple[str, Client]:
-        """Return (address, client) of the peer to call."""
+        """Return the address and client of the peer to call."""
         if self._current and time.monotonic() > self._left_at + _RETURN_AFTER:
             self._left_at = time.monotonic()
             if self._transport.is_reachable(self._addresses[0]):
@@ -207,23 +209,23 @@ class Remote:
         return address, self._clients[address]
 
     def _connect(self, address: str) -> Client:
-        """Return a new client. A subclass's may know a better way for some methods of its kind of node."""
+        """Return a new client. A subclass may return a client that is faster for some methods of its node."""
         return self._transport.connect(address)
 
     def _leave(self, address: str) -> None:
-        """Choose the next peer, unless another call has done so."""
+        """Switch to the next peer, unless another call has already switched."""
         if self._addresses[self._current] == address and len(self._addresses) > 1:
             if self._current == 0:
                 self._left_at = time.monotonic()
             self._current = (self._current + 1) % len(self._addresses)
-            _log.info("%s does not answer: going on with %s.", self._who(address), self._addresses[self._current])
+            _log.info("%s does not answer: switching to %s.", self._who(address), self._addresses[self._current])
 
     def _who(self, address: str) -> str:
         return f"The {self._name} at {address}"
 
 
 class AsyncCall:
-    """A call that was sent, so that other work can be done until its answer is wanted."""
+    """A call that was sent without waiting for its answer. `result` waits for the answer."""
 
     def __init__(self, remote: Remote, method: str, args: tuple[Any, ...]) -> None:
         self._remote, self._method, self._args = remote, method, args
@@ -232,21 +234,21 @@ class AsyncCall:
         self._future = client.submit(method, *args)
 
     def done(self) -> bool:
-        """Return True if `result` would not wait, unless the call must be sent again."""
+        """Return True if the first attempt has ended: `result` returns at once, unless the call must be retried."""
         return self._future.done()
 
     def result(self) -> Any:
-        """Return the method's result. Raise as `Remote` does."""
+        """Wait for the method's result and return it. Raise the errors of `Remote`."""
         take = self._future.result
         return self._remote._complete(self._address, take, self._method, self._args, {}, self._began)
 
 
 class Poller:
-    """Calls the same method of a peer again and again, and never waits for it.
+    """Calls one method of a peer repeatedly without waiting for answers.
 
     Args:
         peer: the result of `resolve` for one target.
-        method: its name.
+        method: name of the method.
     """
 
     def __init__(self, peer: Any, method: str) -> None:
@@ -254,14 +256,14 @@ class Poller:
         self._future: Future | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Return the answer to the last call, or None if it has not come. Once it has come, send the next call."""
+        """Return the answer to the previous call and send the next call. Return None while no answer has arrived."""
         if not isinstance(self._peer, Remote):
             return getattr(self._peer, self._method)(*args)
         answer = None
         if self._future is not None:
             if not self._future.done():
                 return None
-            with contextlib.suppress(Exception):  # a peer that is restarted, or stops: it is asked again
+            with contextlib.suppress(Exception):  # the peer may be restarting or stopping: call again
                 answer = self._future.result()
             self._future = None
         address, client = self._peer._peer()
@@ -277,7 +279,7 @@ def _dereference(target: Any, name: str) -> Any:
 
 
 def _locate(target: Any) -> tuple[Transport, list[str]] | None:
-    """Return the transport and the addresses of a handle; None: `target` is an object of this process."""
+    """Return the transport and addresses of a handle; None if `target` is an object in this process."""
     if isinstance(target, Remote):
         return target._transport, target._addresses
     address = courier.address_of(target)

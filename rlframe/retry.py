@@ -1,4 +1,4 @@
-"""Retries: pauses that grow from one attempt to the next, until a deadline."""
+"""Exponential backoff between retries, with a deadline."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import random
 import time
 from collections.abc import Iterator
 
-_random = random.SystemRandom()  # differs between processes, even if all seed `random` alike
+_random = random.SystemRandom()  # differs between processes, even if all of them seed `random` with the same number
 
 
 def backoff(
     first: float, longest: float, deadline: float = math.inf, *, since: float | None = None, jitter: float = 0.0
 ) -> Iterator[float]:
-    """Yield the seconds to pause after each failed attempt. End when the deadline has passed: give up then.
+    """Yield the seconds to pause after each failed attempt. Stop when the deadline has passed.
 
-    Each pause is twice as long as the one before it. The last one ends at the deadline.
+    Each pause is twice as long as the previous one, up to `longest`. The last pause ends at the deadline.
 
     Args:
         first: seconds of the first pause.
-        longest: seconds of a pause at most.
+        longest: maximum seconds of a pause.
         deadline: seconds for all attempts and pauses.
-        since: when the deadline began, by `time.monotonic`; None: at the first pause that is asked for.
-        jitter: share of each pause, 0 to 1, that is random. It keeps callers that failed together from trying again
-            together.
+        since: start of the deadline, by `time.monotonic`. None means when the first pause is requested.
+        jitter: random share of each pause, from 0 to 1. It spreads the retries of callers that failed together.
     """
     end, pause = (time.monotonic() if since is None else since) + deadline, first
     while (left := end - time.monotonic()) > 0:

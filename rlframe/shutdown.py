@@ -1,7 +1,7 @@
-"""The end of a program, in its nodes.
+"""Shutdown of a program from inside its nodes.
 
-`stop_program` ends the program of this node. Then `stop_with_program(stop)` calls `stop` in each of its nodes, whose
-objects free what they hold (`Closeable`).
+`stop_program` stops the program of the current node. In each node, `stop_with_program(stop)` then calls `stop()`, and
+the node's objects release their resources (`Closeable`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The program that this process is a node of, where that is none of Launchpad's."""
+    """The program of this process, unless Launchpad runs it."""
 
     stop: threading.Event
     end: Callable[[], None]
@@ -30,35 +30,35 @@ _program: _Program | None = None
 
 
 def register_program(stop: threading.Event, end: Callable[[], None]) -> None:
-    """Say that this process is a node of a program.
+    """Register this process as a node of a program.
 
     Args:
-        stop: is set when the program is to end.
-        end: ends the program.
+        stop: set when the program should stop.
+        end: stops the program.
     """
     global _program
     _program = _Program(stop, end)
 
 
 def program_stop_event() -> threading.Event | None:
-    """Return the event that is set when the program of this node is to end; None: there is no program."""
+    """Return the event that is set when this node's program should stop; None if there is no program."""
     if _program is not None:
         return _program.stop
     manager = sys.modules.get("launchpad.launch.worker_manager")
     try:
         return manager.stop_event() if manager is not None else None
-    except RuntimeError:  # not a node's thread
+    except RuntimeError:  # this thread does not belong to a Launchpad node
         return None
 
 
 def is_program_stopping() -> bool:
-    """Return whether the program here is to end: known a moment before `stop_with_program` calls `stop`."""
+    """Return True if this node's program is stopping. Shortly after that, `stop_with_program` calls `stop`."""
     event = program_stop_event()
     return event is not None and event.is_set()
 
 
 def stop_program() -> None:
-    """End the program, where there is one."""
+    """Stop this node's program, if there is one."""
     if _program is not None:
         _program.end()
     elif program_stop_event() is not None:
@@ -67,7 +67,7 @@ def stop_program() -> None:
 
 @contextlib.contextmanager
 def stop_with_program(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop()`, in another thread, when the program of this node ends."""
+    """Call `stop()` from a background thread if this node's program stops during the `with` block."""
     event = program_stop_event()
     if event is None:
         yield
@@ -90,11 +90,11 @@ def stop_with_program(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Closeable(abc.ABC):
-    """A context manager whose end is `close()`."""
+    """A context manager that calls `close()` on exit."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free what the object holds."""
+        """Release the object's resources."""
 
     def __enter__(self) -> Self:
         return self

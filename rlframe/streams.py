@@ -1,4 +1,4 @@
-"""Standard streams, which may be closed (`2>&-`) or have lost their reader (`| head`), and the root logger."""
+"""Standard streams that are closed (`2>&-`) or whose reader has exited (`| head`), and the root logger."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Make the standard streams take any text: open the null device for those that are closed, and escape.
+    """Make the standard streams accept any text.
 
-    Without the null device, the next file or socket would get their number, and other code would print into it.
+    Replace closed streams with the null device. Otherwise the next file or socket would get the stream's descriptor
+    number, and prints would go into it. Escape characters that the stream's encoding does not support.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -25,16 +26,16 @@ def prepare() -> None:
         if stream is None:
             setattr(sys, name, stream := open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
         if number and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+            stream.reconfigure(errors="backslashreplace")  # file names may contain bytes that are not UTF-8
 
 
 def silence_broken_pipe(stream: Any) -> bool:
-    """Return whether a stream is a pipe that nobody reads any more. Then discard what is still to be written."""
+    """Return True if a stream is a pipe whose reader has exited. If so, discard all further output to it."""
     if stream is None:  # Python was started with `>&-`
         return False
     try:
         number = stream.fileno()
-    except (OSError, ValueError):  # no file, or closed
+    except (OSError, ValueError):  # not a file, or closed
         return False
     poll = select.poll()
     poll.register(number, 0)
@@ -47,11 +48,11 @@ def silence_broken_pipe(stream: Any) -> bool:
 
 
 def flush() -> None:
-    """Write what is left, or discard it if the reader is gone, so that the interpreter can exit in good order."""
+    """Flush stdout and stderr before the interpreter exits. Discard the output if the reader has exited."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             try:
-                with contextlib.suppress(ValueError):  # closed
+                with contextlib.suppress(ValueError):  # the stream is closed
                     stream.flush()
             except BrokenPipeError:
                 silence_broken_pipe(stream)
@@ -59,7 +60,10 @@ def flush() -> None:
 
 @contextlib.contextmanager
 def root_handler(handler: logging.Handler | None) -> Iterator[None]:
-    """Give the root logger a handler for the time of a `with`, if it has none. Otherwise absl gives it one for good."""
+    """Add a handler to the root logger for the `with` block, unless it has one.
+
+    Without a handler, absl would add its own permanently.
+    """
     root = logging.getLogger()
     if root.handlers or handler is None:
         yield

@@ -1,11 +1,11 @@
-"""The data that agents, actors, learners and replay buffers hand to each other.
+"""Data types that agents, actors, learners and replay buffers exchange.
 
-Batches of environments are `dm_env.TimeStep`s whose leaves carry a leading axis `[B]`:
+Steps of B environments are one `dm_env.TimeStep` whose arrays have a leading batch axis `[B]`:
 
     step_type    [B] uint8    FIRST, MID or LAST
-    reward       [B] float32  of the action before (0 at FIRST)
-    discount     [B] float32  1, but 0 at a LAST that the environment terminated (1 where a limit cut it)
-    observation  a tree of    [B, ...]
+    reward       [B] float32  reward of the previous action (0 at FIRST)
+    discount     [B] float32  0 at a LAST that terminates the episode; otherwise 1, also at a LAST by truncation
+    observation  a tree of arrays [B, ...]
 
 The step after LAST ignores the action and returns FIRST. See `docs/data.md`.
 """
@@ -23,26 +23,26 @@ from rlframe.errors import UsageError, check_above, check_at_least, check_fracti
 
 Tree = Any  # a pytree of arrays
 Params = Any  # a pytree of parameters
-AgentState = Any  # a pytree of [B, ...]: recurrent state, or ()
+AgentState = Any  # a pytree of arrays [B, ...]: recurrent state, or () without one
 Logs = dict[str, Any]  # name -> scalar
 
 TimeStep = dm_env.TimeStep
 
-# Plain uint8: comparing an array with the enum members of dm_env is an order of magnitude slower.
+# uint8 instead of dm_env's enum members, because comparisons of arrays with those are ten times slower.
 FIRST = np.uint8(dm_env.StepType.FIRST)
 MID = np.uint8(dm_env.StepType.MID)
 LAST = np.uint8(dm_env.StepType.LAST)
 
 
 class MultiDiscreteArray(specs.BoundedArray):
-    """The spec of whole numbers each of which is a category: `[...]` from 0 to its number of values, less one.
+    """The spec of an array of categories: element i is an integer from 0 to `num_values[i] - 1`.
 
-    `specs.DiscreteArray` is that of a single one.
+    For a single category, use `specs.DiscreteArray`.
 
     Args:
-        num_values: `[...]`, how many categories each number has.
+        num_values: `[...]`, number of categories of each element.
         dtype: an integer dtype.
-        name: of the array.
+        name: name of the array.
     """
 
     __slots__ = ("_num_values",)
@@ -53,7 +53,7 @@ class MultiDiscreteArray(specs.BoundedArray):
 
     @property
     def num_values(self) -> np.ndarray:
-        """`[...]`, how many categories each number has."""
+        """Number of categories of each element, `[...]`."""
         return self._num_values
 
     def __repr__(self) -> str:
@@ -64,79 +64,79 @@ class MultiDiscreteArray(specs.BoundedArray):
 
 
 class AgentOutput(NamedTuple):
-    """An agent's answer to a batch of timesteps."""
+    """An agent's output for a batch of timesteps."""
 
-    action: Tree  # [B, ...], as the action spec says
-    extras: dict[str, Any] = {}  # noqa: RUF012  [B, ...] each: what the learner needs back (log-probabilities, values)
-    params_version: Any = None  # int, filled in by the Inferencer: the version that acted
+    action: Tree  # [B, ...], matches the action spec
+    extras: dict[str, Any] = {}  # noqa: RUF012  arrays [B, ...] for the learner, such as log-probabilities and values
+    params_version: Any = None  # int, version of the parameters that acted; set by the Inferencer
 
 
 class Step(NamedTuple):
-    """One step of a batch of environments, complete: what was seen, what was done, what followed."""
+    """One step of a batch of environments: the timestep, the agent's output and the next timestep."""
 
     timestep: TimeStep  # [B, ...]
     agent_output: AgentOutput  # [B, ...]
-    agent_state: AgentState  # [B, ...], before the step
+    agent_state: AgentState  # [B, ...], state before the step
     params_version: int
     next_timestep: TimeStep  # [B, ...]
 
 
 class TransitionBatch(NamedTuple):
-    """`Transition(n_step)` items: at most n steps, fewer where the episode ends first."""
+    """A batch of `Transition(n_step)` items. An item has fewer than n steps if the episode ends earlier."""
 
     observation: Tree  # [B, ...]
     action: Tree  # [B, ...]
-    reward: Any  # [B] float32: sum over k < m of gamma^k r_{t+k+1}, with m the steps taken (<= n)
-    discount: Any  # [B] float32: gamma^m times the environment's discounts; multiplies the bootstrap value
+    reward: Any  # [B] float32: n-step reward, the sum of gamma^k r_{t+k+1} over k < m, where m <= n is the item's steps
+    discount: Any  # [B] float32: gamma^m times the environment's discounts; factor of the bootstrap value
     next_observation: Tree  # [B, ...], m steps later
-    extras: dict[str, Any]  # [B, ...] each, as the agent gave them at the first step
+    extras: dict[str, Any]  # arrays [B, ...], the agent's extras at the first step
 
 
 class SequenceBatch(NamedTuple):
-    """`Sequence(length=T)` items: contiguous steps that may cross an episode's end.
+    """A batch of `Sequence(length=T)` items: contiguous steps that may cross the end of an episode.
 
-    `step_type[:, t] == LAST` marks a step whose action the environment ignored and whose
-    successor is the FIRST of the next episode: every loss masks it.
+    At a step with `step_type[:, t] == LAST`, the environment ignored the action, and the next step is the FIRST of
+    the next episode. Losses must mask this step.
     """
 
     observation: Tree  # [B, T + 1, ...]
     step_type: Any  # [B, T + 1] uint8
     action: Tree  # [B, T, ...]
-    reward: Any  # [B, T] float32, of action t (received with timestep t + 1)
-    discount: Any  # [B, T] float32, of timestep t + 1
-    extras: dict[str, Any]  # [B, T, ...] each
-    agent_state: AgentState  # [B, ...], before step 0
+    reward: Any  # [B, T] float32, reward of action t (received with timestep t + 1)
+    discount: Any  # [B, T] float32, discount of timestep t + 1
+    extras: dict[str, Any]  # arrays [B, T, ...]
+    agent_state: AgentState  # [B, ...], state before step 0
 
 
 class TokenBatch(NamedTuple):
     """S sequences of a language model, padded to T tokens.
 
-    All that is `[S, T]` is 0 where mask is, but `tokens`, which are 0 after the end.
+    Arrays `[S, T]` are 0 where `mask` is 0, except `tokens`, which is 0 only in the padding.
     """
 
     tokens: Any  # [S, T] int32
-    mask: Any  # [S, T] float32: 1 where the token is trained on, 0 where it is not, or after the end
-    advantages: Any  # [S, T] float32: as sent, or else the sequence's score at each token
-    has_advantages: Any  # [S] bool: whether they are as sent, or set to 0 by an override
+    mask: Any  # [S, T] float32: 1 for tokens that are trained on; 0 for other tokens and padding
+    advantages: Any  # [S, T] float32: the sent advantages, or else the sequence's score at each token
+    has_advantages: Any  # [S] bool: True if the advantages were sent, or set to 0 by an override
     scores: Any  # [S] float32
-    temperature: Any  # [S] float32, above 0: of the sampling, as the environment sent it; None: 1 for all
-    inference_logprobs: Any  # [S, T] float32, of the tokens; None unless all groups of the batch have them
-    ref_logprobs: Any  # the same
-    lengths: Any  # [S] int32: tokens before the padding
-    group: Any  # [S] int32: which of the batch's groups each sequence is of, from 0 on
+    temperature: Any  # [S] float32, above 0: sampling temperature that the environment sent; None means 1 for all
+    inference_logprobs: Any  # [S, T] float32: log-probabilities of the tokens; None unless all groups have them
+    ref_logprobs: Any  # [S, T] float32: log-probabilities of the reference model; None unless all groups have them
+    lengths: Any  # [S] int32: number of tokens before the padding
+    group: Any  # [S] int32: index of the sequence's group in the batch
 
 
 class Batch(NamedTuple):
-    """A batch of items, as `ReplayBuffer.sample()` returns it."""
+    """A batch of items from `ReplayBuffer.sample()`."""
 
-    data: Any  # a TransitionBatch, a SequenceBatch or a TokenBatch
-    keys: Any  # [B, 3] int64: (rank of the writer, its incarnation, start) of each item, see `Draw`
-    probabilities: Any  # [B] float32: the chance with which each item was drawn (1 / size if uniform or queue)
-    params_version: Any  # [B] int64: the oldest version that acted in the item; -1 where it is unknown
+    data: Any  # TransitionBatch, SequenceBatch or TokenBatch
+    keys: Any  # [B, 3] int64: (writer's rank, writer's incarnation, start) of each item; see `Draw`
+    probabilities: Any  # [B] float32: sampling probability of each item (1 / size for uniform and queue)
+    params_version: Any  # [B] int64: oldest version that acted in the item; -1 if unknown
 
 
 class StepSpec(NamedTuple):
-    """`dm_env.specs.Array` leaves, without the batch axis: what one environment's step holds."""
+    """The specs of one environment's step: trees of `dm_env.specs.Array`, without the batch axis."""
 
     observation: Tree
     action: Tree
@@ -146,10 +146,10 @@ class StepSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-    """Items of up to `n_step` steps that never cross an episode's end."""
+    """Items of up to `n_step` steps that never cross the end of an episode."""
 
     n_step: int = 1
-    discount: float = 0.99  # gamma, used to sum the n rewards
+    discount: float = 0.99  # gamma in the sum of the n rewards
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "n_step")
@@ -158,10 +158,10 @@ class Transition:
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """Items of `length` contiguous steps; a new one starts every `period` steps of an environment."""
+    """Items of `length` contiguous steps. A new item starts every `period` steps of an environment."""
 
     length: int
-    period: int = 0  # 0: the length, so that items do not overlap
+    period: int = 0  # 0 means equal to `length`, so items do not overlap
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "length")
@@ -172,20 +172,21 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class ReplaySpec:
-    """The items that an agent learns from. Every buffer is built from this and the agent's `StepSpec`."""
+    """A description of the items that an agent learns from. With the agent's `StepSpec`, it defines a replay buffer."""
 
     kind: Literal["uniform", "prioritized", "queue"]
     item: Union[Transition, Sequence]
-    batch_size: Union[int, None]  # items; None: one of each environment (on-policy agents)
+    batch_size: Union[int, None]  # items; None means one item per environment (on-policy agents)
     capacity: int  # environment steps kept, over all environments
-    min_size: int = 1  # items that must have been added before `sample` answers; in a queue, that must be there
-    samples_per_insert: Union[float, None] = None  # items sampled per item added; None: as fast as they come
-    priority_exponent: float = 0.6  # `prioritized` only; Schaul et al. 2016, alpha
-    # Of a queue of sequences that do not overlap: by how many versions what is learned from may be behind the newest
-    # parameters (0: on-policy). Actors wait for these after each unroll. None: any, and nobody waits.
+    min_size: int = 1  # `sample` waits until this many items were added (queue: are in the queue)
+    samples_per_insert: Union[float, None] = None  # rate limit: items sampled per item added; None means no limit
+    priority_exponent: float = 0.6  # only for `prioritized`: alpha in Schaul et al. 2016
+    # Maximum difference in versions between the newest parameters and the sampled data (0 means on-policy). Actors wait
+    # for new parameters after each unroll. None means no limit and no waiting. Requires a queue of sequences that do
+    # not overlap.
     max_staleness: Union[int, None] = None
-    # Seconds after which a batch of one item per environment is made without a writer that stands still. An Actor
-    # waits three times as long for the next version.
+    # Seconds until a batch of one item per environment is built without a stalled writer. An Actor waits three times as
+    # long for the next version.
     lapse_after: float = 10.0
 
     def __post_init__(self) -> None:
@@ -198,13 +199,13 @@ class ReplaySpec:
         holds_unrolls = isinstance(self.item, Sequence) and self.item.period == self.item.length
         if self.max_staleness is not None and not (self.kind == "queue" and holds_unrolls):
             raise UsageError(
-                f"ReplaySpec.max_staleness={self.max_staleness} needs kind='queue' and a Sequence whose period is its "
-                f"length, got a {self.kind} of {self.item}. Leave it None for an off-policy agent."
+                f"ReplaySpec.max_staleness={self.max_staleness} needs kind='queue' and a Sequence whose period equals "
+                f"its length, got a {self.kind} of {self.item}. Use None for an off-policy agent."
             )
 
 
 class AgentSpecs(NamedTuple):
-    """The two specs of an agent that a replay buffer needs."""
+    """An agent's specs that a replay buffer needs."""
 
     replay_spec: ReplaySpec
     step_spec: StepSpec
@@ -214,12 +215,12 @@ ENVS_PER_RANK = 1_000_000
 
 
 def global_env_ids(rank: int, indices: np.ndarray) -> np.ndarray:
-    """[B] int64: the ids of the environments `indices` of the actor `rank`, unique over all actors."""
+    """Return ids [B] int64 for the environments `indices` of the actor `rank`. Ids are unique over all actors."""
     return rank * ENVS_PER_RANK + np.asarray(indices, np.int64)
 
 
 def split_env_ids(env_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inverse of `global_env_ids`: (ranks [B], indices [B])."""
+    """Return the (ranks [B], indices [B]) of ids from `global_env_ids`."""
     return np.divmod(env_ids, ENVS_PER_RANK)
 
 

@@ -1,4 +1,4 @@
-"""Act, learn and act by the trained policy, with observations and layers of given sizes: a process of its own.
+"""A program that acts, learns, and acts with the trained policy, with observations and layers of given sizes.
 
 python -m tests.act_and_learn '{"shape": [210, 160, 3], "batches": [1, 2, 8]}'
 """
@@ -26,7 +26,7 @@ from rlframe.replay import ReplayBuffer
 
 
 class Sized(gymnasium.Env):
-    """Episodes of two steps, of bytes where the observation is an image."""
+    """An environment with episodes of two steps. Images are uint8, other observations float32."""
 
     action_space = gymnasium.spaces.Discrete(4)
 
@@ -49,10 +49,10 @@ def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[i
 
     Args:
         agent: `ppo` or `dqn`.
-        shape: of an observation.
-        layers: of an MLP; None: the agent's own network.
-        batches: numbers of environments, which are also the rows of an update.
-        learn: those that are learned from, and followed by acts of the trained policy; None: all.
+        shape: shape of an observation.
+        layers: layer sizes of an MLP. None means the agent's default network.
+        batches: batch sizes: numbers of environments, and of rows in an update.
+        learn: batch sizes for which the agent also learns and the trained policy acts. None means all.
     """
     network = None if layers is None else MLPConfig(tuple(layers), separate=False, orthogonal=False)
     for batch in batches:
@@ -66,7 +66,7 @@ def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[i
             if learn is None or batch in learn:
                 assert learner.step(replay_buffer.sample()) is not None
                 actor.step()
-                _act_by_trained(made, learner, env)
+                _act_with_trained_policy(made, learner, env)
             learner.close()
         print("batch", batch, flush=True)
     print("done")
@@ -80,8 +80,8 @@ def _made(agent: str, env: SyncEnv, network: Any, batch: int) -> Agent:
     return DQN(cfg, env.observation_spec, env.action_spec, network)
 
 
-def _act_by_trained(agent: Agent, learner: Learner, env: SyncEnv) -> None:
-    """On one observation, on a batch of them, and on one again."""
+def _act_with_trained_policy(agent: Agent, learner: Learner, env: SyncEnv) -> None:
+    """Act on a single observation, on a batch, and on a single observation again."""
     source = LocalParams()
     version, params = learner.get_params()
     source.publish(version, PackedParams.of(params))

@@ -1,4 +1,4 @@
-"""The browser in which pages are tested: the system's, driven by Playwright."""
+"""The browser for tests of HTML pages: the system's Chromium, controlled by Playwright."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ expect.set_options(timeout=DEADLINE)
 
 @contextlib.contextmanager
 def running_browser() -> Iterator[Browser]:
-    """A browser for the tests of a module."""
+    """Start a browser for the tests of a module."""
     with sync_playwright() as driver:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # it may be root, in a container
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # required for root in a container
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=2 * DEADLINE)
         yield browser
         browser.close()
@@ -34,13 +34,14 @@ def running_browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def checked_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Gives `f(url, **options of a context)`: a new page that is to go there.
+    """Yield a function `new_page(url, **context_options)`, which returns a new page.
 
-    At the end no script of any has failed, and nothing came from elsewhere.
+    `url` is the only origin that the page may load from. At the end, check that no script has failed, and that no page
+    has loaded anything from another origin.
     """
     contexts = []
     failures: list[str] = []
-    asked: list[str] = []
+    requested: list[str] = []
     origins: list[str] = []
 
     def new_page(url: str, **options: Any) -> Page:
@@ -50,7 +51,7 @@ def checked_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
         page = context.new_page()
         page.on("pageerror", lambda error: failures.append(str(error)))
         page.on("console", lambda message: failures.append(message.text) if "policy" in message.text.lower() else None)
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: requested.append(request.url))
         origins.append(url)
         return page
 
@@ -58,4 +59,4 @@ def checked_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert failures == []
-    assert [url for url in asked if not url.startswith((*origins, "data:"))] == []
+    assert [url for url in requested if not url.startswith((*origins, "data:"))] == []

@@ -1,4 +1,4 @@
-"""How all tests are collected."""
+"""Pytest hooks for all tests: garbage collection and memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Looks for garbage less often, and not in what is imported here, which stays: a tenth of the processor time.
+    """Collect garbage less often, and never in imported modules. This saves a tenth of the processor time.
 
-    JAX looks for its own after each of Python's collections.
+    JAX adds its own collection after each of Python's garbage collections.
     """
     gc.disable()
     try:
@@ -27,16 +27,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files for which schemathesis takes seconds to make tests, where their marker is left out."""
+    """Skip test_openapi.py unless system tests run: schemathesis needs seconds to generate its tests."""
     return True if collection_path.name == "test_openapi.py" and "not system" in config.option.markexpr else None
 
 
-_MUCH = 1.5e9  # bytes; each compiled function takes some, and three of these processes share the machine
+_MUCH = 1.5e9  # bytes; compiled functions use memory, and three test processes share the machine
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Forgets compiled functions between two files once they take much memory."""
+    """Clear compiled functions after a test file if the process uses much memory."""
     try:
         return (yield)
     finally:

@@ -1,4 +1,4 @@
-"""What of an extra is installed where tests run: what is missing skips, what is broken fails."""
+"""Optional packages in tests: missing packages skip a test, broken packages fail it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlframe import extras
 
 
 def needs(*names: str) -> None:
-    """Skips a test, or a whole module of them, without these extras: `needs("launchpad", "reverb")`."""
+    """Skip a test or a test module if one of these extras is missing: `needs("launchpad", "reverb")`."""
     absent = [name for name in names if not extras.is_installed(name)]
     if absent:
         pytest.skip(str(extras.missing_extra_error("This test", *absent)), allow_module_level=True)
 
 
 def import_or_skip(package: str, how: str) -> ModuleType:
-    """Imports a package of the tests' own, or skips where it is not installed.
+    """Import a package that only tests need. Skip the test if it is not installed.
 
     Args:
-        package: by its module, perhaps one inside it.
-        how: to get it: "pip install 'rlframe[test]'".
+        package: name of the module, which may be a submodule.
+        how: how to install the package, such as "pip install 'rlframe[test]'".
     """
     if not extras.has(package.partition(".")[0]):
         pytest.skip(f"This test needs the package {package}: {how}", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""Small, fully known parts for tests: an agent whose arithmetic can be done by hand, a counting environment."""
+"""Simple fakes for tests, with results that are easy to calculate: an agent, an environment, a buffer and a learner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CountingConfig:
 
 
 class CountingAgent(Agent):
-    """Acts 0, remembers how many steps it has seen, and learns `w` towards the mean reward."""
+    """An agent that always acts 0, counts its steps in its state, and learns `w`, the mean reward."""
 
     config_cls = CountingConfig
 
@@ -66,7 +66,7 @@ def counting_agent(**config) -> CountingAgent:
 
 
 def reward_batch(rewards, versions=0) -> Batch:
-    """A batch of one-step transitions with these rewards."""
+    """Return a batch of one-step transitions with these rewards."""
     rewards = np.asarray(rewards, np.float32)
     count = len(rewards)
     observation = np.zeros((count, 2), np.float32)
@@ -78,7 +78,7 @@ def reward_batch(rewards, versions=0) -> Batch:
 
 
 class CountingEnv(dm_env.Environment):
-    """Episodes of `length` steps that pay 1 each; the observation is (steps in the episode, episode)."""
+    """An environment with episodes of `length` steps and reward 1. Observations are (step in the episode, episode)."""
 
     def __init__(self, length: int = 3, truncated: bool = False) -> None:
         self._length, self._truncated = length, truncated
@@ -107,7 +107,7 @@ class CountingEnv(dm_env.Environment):
 
 
 class RecordingBuffer:
-    """Keeps every Step that it is given, and every priority."""
+    """A replay buffer that records all steps, priorities and claims."""
 
     def __init__(self) -> None:
         self.steps = []
@@ -129,7 +129,7 @@ class RecordingBuffer:
 
 
 class FixedParams:
-    """A learner that publishes what it is told to."""
+    """A learner with fixed parameters. `asked` counts the calls of `get_params`."""
 
     def __init__(self, params) -> None:
         self.version, self.params, self.asked = 1, params, 0

@@ -1,4 +1,4 @@
-"""The shortest transport: nodes are threads of this process, which take calls from a queue. Addresses are names."""
+"""A minimal transport: a node is a group of threads in this process with a queue of calls. Addresses are names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
 from rlframe.transport import CALL_TIMEOUT, MappedFuture
 
-THREADS = 4  # of a node: calls that it answers at a time
+THREADS = 4  # threads of a node, which is the number of concurrent calls
 
 Answer = concurrent.futures.Future[Any]
 
@@ -37,7 +37,7 @@ class InProcess:
         return Node(methods, address or f"node-{next(_numbers)}")
 
     def check(self, by: str) -> None:
-        """Needs nothing."""
+        """Do nothing: this transport has no requirements."""
 
 
 class Client:

@@ -1,7 +1,7 @@
-"""The light environment wiring of the design document, launched by `python -m tests.light_env`.
+"""A Launchpad program with the nodes for light environments: `python -m tests.light_env`.
 
-One more actor has its own Inferencer, with a handle of the learner in it, as in a heavy environment. Prints one line
-of JSON from each node when it ends.
+A third actor has its own Inferencer with a handle to the learner, as for heavy environments. At its end, each node
+prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def env_builder(seed: int = 0) -> SyncEnv:
 
 
 class ReplayingLearner(Learner):
-    """A Learner whose node holds the replay buffer too.
+    """A Learner that also contains the replay buffer.
 
-    It ends the program when it has learned from every actor, 150 steps at least.
+    It stops the program after at least 150 learner steps, once it has learned from all three actors.
     """
 
     def __init__(self, cfg: LearnerConfig, agent: Any) -> None:
@@ -90,7 +90,7 @@ def make_program() -> Any:
 if __name__ == "__main__":
     import launchpad as lp
 
-    from tests import light_env  # not `__main__`, which cannot be sent to another process
+    from tests import light_env  # classes of `__main__` cannot be sent to other processes
 
     sys.argv = sys.argv[:1]
     lp.launch(light_env.make_program(), launch_type="local_mp", terminal="current_terminal")

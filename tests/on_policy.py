@@ -1,4 +1,4 @@
-"""PPO whose every step says which update acted, between a learner here and actors in processes of their own."""
+"""A PPO agent that records in each step which update acted, with a learner and actors for on-policy tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_ENVS = 4
 
 
 class RecordingPPO(PPO):
-    """Stores with each step how many updates its parameters had seen."""
+    """A PPO agent whose steps contain the number of updates of the acting parameters."""
 
     @property
     def replay_spec(self) -> Any:
@@ -32,16 +32,16 @@ class RecordingPPO(PPO):
 
 
 class Learned(NamedTuple):
-    """One batch that was learned from."""
+    """A record of one update."""
 
-    version: int  # of the learner then
-    versions: list[int]  # of the items
-    behind: list[int]  # updates by which the steps' parameters were behind, each number that occurs
-    ranks: list[int]
+    version: int  # version of the learner before the update
+    versions: list[int]  # distinct versions of the items
+    behind: list[int]  # distinct numbers of updates by which the acting parameters were behind the learner
+    ranks: list[int]  # ranks of the writers of the items
 
 
 class RecordingLearner(Learner):
-    """Keeps what each update learned from."""
+    """A learner that records each update."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -61,7 +61,12 @@ def env_builder(seed: int = 0) -> SyncEnv:
 
 
 def make_agent(**config: Any) -> RecordingPPO:
-    cfg = PPOConfig(unroll_length=16, num_epochs=2, num_minibatches=6)  # 64 rows, or 128, do not divide into 6
+    cfg = PPOConfig(
+        unroll_length=16,
+        num_epochs=2,
+        num_minibatches=6,
+        # 64 or 128 rows cannot be divided into 6 minibatches of equal size.
+    )
     env = env_builder()
     agent = RecordingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)
     env.close()
@@ -69,7 +74,7 @@ def make_agent(**config: Any) -> RecordingPPO:
 
 
 def make_actor(agent: Any, addresses: list[str], replay_buffer: Any, is_service: bool) -> Actor:
-    """An actor with an inferencer of its own that asks the learner at `addresses`, or that uses services there."""
+    """Return an actor. It uses the inferencer services at `addresses`, or its own inferencer and the learner there."""
     remote: Any = Remote(addresses, "inferencer" if is_service else "learner")
     inferencer = remote if is_service else Inferencer(InferencerConfig(), agent, remote)
     return Actor(env_builder, inferencer, replay_buffer)

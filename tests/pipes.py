@@ -1,4 +1,4 @@
-"""Commands whose output nobody reads any more."""
+"""Commands whose output pipe has no reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def run_with_closed_pipe(command: Sequence[str], errors_too: bool = False) -> tuple[int, str]:
-    """Run a command into a pipe that is closed at the other end. Return its exit code and what it wrote to stderr."""
+    """Run a command with a pipe as stdout whose read end is closed. Return the exit code and the text on stderr."""
     read, write = os.pipe()
     os.close(read)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

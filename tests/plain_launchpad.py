@@ -1,4 +1,4 @@
-"""Programs of `lp.launch` in processes of their own: an example page with a fault put in, and its end."""
+"""Run `lp.launch` programs as separate processes: example scripts with an injected fault, and checks of their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import psutil
 
 ROOT = pathlib.Path(__file__).parents[1]
-WITHIN = 30.0  # seconds from a fault to the end of the program
+WITHIN = 30.0  # maximum seconds between a fault and the end of the program
 
 RAISES_AT_STEP_100 = """
 import gymnasium
@@ -53,13 +53,13 @@ class Broken(Actor):
 
 
 def with_raising_environment(page: str) -> str:
-    """The text of an example whose actors' environments raise at step 100."""
+    """Return an example's source, changed so that the actors' environments raise at step 100."""
     return edited(edited(page, "\n\ndef env_builder", RAISES_AT_STEP_100 + "\n\ndef env_builder"),
                   'SyncEnv("CartPole-v1"', "SyncEnv(make_env")  # fmt: skip
 
 
 def with_broken_constructor(page: str) -> str:
-    """The text of an example with one more node, whose constructor raises."""
+    """Return an example's source with one more node, whose constructor raises."""
     page = edited(page, "\n\ndef env_builder", BROKEN_CONSTRUCTOR + "\n\ndef env_builder")
     group = '    with program.group("actor"):\n'
     return edited(page, group, f"{group}        program.add_node(lp.CourierNode(Broken))\n")
@@ -75,7 +75,7 @@ def example(name: str) -> str:
 
 
 class Program:
-    """A script that runs in a session and a temporary directory of its own."""
+    """A running script with a new session and a separate temporary directory."""
 
     def __init__(self, script: str, folder: pathlib.Path) -> None:
         (folder / "tmp").mkdir()
@@ -83,7 +83,7 @@ class Program:
         self.folder = folder
         self._shared = set(os.listdir("/dev/shm"))
         self._log = b""
-        self._terminal, written_to = pty.openpty()  # Launchpad's `sed` would keep lines back from a file
+        self._terminal, written_to = pty.openpty()  # with a file, Launchpad's `sed` would buffer lines
         self.process = subprocess.Popen(
             [sys.executable, "program.py"],
             cwd=folder,
@@ -97,7 +97,7 @@ class Program:
         self._reader.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # all that could write have ended
+        with contextlib.suppress(OSError):  # all writers have exited
             while piece := os.read(self._terminal, 65536):
                 self._log += piece
 
@@ -114,7 +114,7 @@ class Program:
         self.wait_for(lambda: text in self.output())
 
     def members(self) -> list[psutil.Process]:
-        """The processes of its session that have not ended."""
+        """Return the running processes of the session."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -125,7 +125,7 @@ class Program:
         return found
 
     def guards(self) -> list[psutil.Process]:
-        """The guards of its nodes that have not ended."""
+        """Return the running guard processes of the nodes."""
         found = []
         for process in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -134,13 +134,13 @@ class Program:
         return found
 
     def ends_within(self, seconds: float = WITHIN) -> int:
-        """Its exit code, once it and all its processes have ended and left nothing behind."""
+        """Wait until all processes have ended, and check that no files are left. Return the script's exit code."""
         begin = time.monotonic()
         self.process.wait(seconds)
         self.wait_for(lambda: not self.members(), max(0.0, seconds - (time.monotonic() - begin)))
         assert not set(os.listdir("/dev/shm")) - self._shared
         self._reader.join(10.0)
-        # Files only: a Reverb server without a checkpointer of its own leaves an empty directory.
+        # Ignore directories: a Reverb server with the default checkpointer leaves an empty directory.
         left = [path for path in (self.folder / "tmp").rglob("*") if not path.is_dir()]
         assert not left, f"{left}\n{self.output()[-5000:]}"
         return self.process.returncode

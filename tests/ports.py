@@ -1,4 +1,4 @@
-"""Ports at which nobody listens."""
+"""Free ports for tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import random
 import socket
 
-# Below those that the system gives to whoever asks for any port, and other ones for each worker of pytest-xdist: two
-# gRPC servers may share a port without noticing, and at a "dead" address nobody else may begin to listen.
+# These ports are below the system's ephemeral ports, and each pytest-xdist worker has its own range. Otherwise two gRPC
+# servers could share a port without an error, and another process could start to listen at a "dead" address.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 20
 _START = random.SystemRandom().randrange(1000)
 _ports = (10_000 + 1000 * _WORKER + i % 1000 for i in itertools.count(_START))
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` ports, one after the other, at which nobody listens. No port is given again soon."""
+    """Return the first of `count` consecutive free ports. The same port is not returned again soon."""
     found: list[int] = []
     while len(found) < count:
         port = next(_ports)
@@ -29,7 +29,7 @@ def free_port(count: int = 1) -> int:
 
 
 def free_address() -> str:
-    """Of a port of this machine."""
+    """Return an address on this machine with a free port."""
     return f"localhost:{free_port()}"
 
 

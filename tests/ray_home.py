@@ -1,4 +1,4 @@
-"""A home for the Rays that tests start in this process."""
+"""The HOME directory for Ray in tests of this process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def ray_home() -> str:
-    """HOME for Ray, the same for all: it keeps a token there, and the process goes on with the first that it has read.
+    """Return a HOME directory for Ray. It is deleted when the process ends.
 
-    The directory goes with the process.
+    All tests of a process must use the same HOME, because Ray stores its token there and reads it only once.
     """
     return _directory().name

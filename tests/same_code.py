@@ -1,7 +1,7 @@
-"""Compare the code of two commits without its text: `python -m tests.same_code OLD [NEW] [PATH...]`.
+"""Compare the code of two commits, ignoring text and names: `python -m tests.same_code OLD [NEW] [PATH...]`.
 
-Strings, docstrings and names are removed from the syntax trees, and imports are left out. What still differs is
-printed, one line per function or class. NEW is the working tree unless it is given.
+Strings, docstrings, names and imports are removed from the syntax trees. Each function or class that still differs is
+printed on one line. The default for NEW is the working tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = ("id", "attr", "arg", "name", "asname", "module", "kwd_attrs", "names",
 
 
 class _WithoutText(ast.NodeTransformer):
-    """Replace each name and string by a placeholder, and drop docstrings and imports."""
+    """Replaces names and strings with placeholders, and removes docstrings and imports."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -27,7 +27,7 @@ class _WithoutText(ast.NodeTransformer):
             value = getattr(node, field, None)
             if isinstance(value, str):
                 setattr(node, field, "_")
-            elif field == "names" and value:  # global and nonlocal
+            elif field == "names" and value:  # names of `global` and `nonlocal`
                 node.names = ["_"] * len(value)  # type: ignore[attr-defined]
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -38,7 +38,7 @@ class _WithoutText(ast.NodeTransformer):
         return ast.Constant("_") if isinstance(node.value, str) else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """An f-string counts as the set of expressions in it, in any order."""
+        """Keep only the expressions of an f-string, in any order."""
         self.generic_visit(node)
         values = [value for value in node.values if isinstance(value, ast.FormattedValue)]
         if not values:
@@ -53,7 +53,10 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _parts(source: str) -> Iterator[tuple[str, str]]:
-    """The name and the shape of each top-level statement and method; a class also has one for what is between them."""
+    """Yield the name and syntax tree of each top-level statement and method.
+
+    A class yields one more tree, with the statements outside its methods.
+    """
     tree = ast.parse(source)
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -80,13 +83,13 @@ def _sources(commit: str | None, paths: list[str]) -> dict[str, str]:
 
 
 def _moves(old: str, new: str | None) -> dict[str, str]:
-    """The old path of each renamed file, by its new one."""
+    """Return the renamed files as new path -> old path."""
     lines = _git("diff", "-M40%", "--name-status", "--diff-filter=R", old, *([new] if new else [])).splitlines()
     return {after: before for _, before, after in (line.split("\t") for line in lines)}
 
 
 def differences(old: str, new: str | None, paths: list[str]) -> list[str]:
-    """Each difference between the code of two commits, as a line."""
+    """Return the differences between the code of two commits, one line each."""
     before, after, moves = _sources(old, paths), _sources(new, paths), _moves(old, new)
     found = [f"{name}: removed" for name in sorted(before.keys() - after.keys() - set(moves.values()))]
     for name in sorted(after):

@@ -1,4 +1,4 @@
-"""Real Courier servers for tests, in this process and in others."""
+"""Real Courier servers for tests, in this process and in child processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.fakes import FixedParams, counting_agent
 
 needs("launchpad")
 
-CHILD_DEADLINE = 120.0  # seconds for a process to start, on a machine that is busy
+CHILD_DEADLINE = 120.0  # seconds for a process to start on a busy machine
 
 
 @contextlib.contextmanager
 def serving(instance: Any, address: str) -> Iterator[None]:
-    """Exposes `instance` as a CourierNode does."""
+    """Serve `instance` in a Courier server, like a CourierNode."""
     from launchpad.nodes.courier import courier_utils
 
     server = courier_utils.make_courier_server(instance, port=int(address.rpartition(":")[2]))
@@ -36,7 +36,7 @@ def serving(instance: Any, address: str) -> Iterator[None]:
 
 
 def client(address: str) -> Any:
-    """What Launchpad hands to a node for a handle."""
+    """Return a Courier client, which Launchpad passes to a node for a handle."""
     import courier
 
     return courier.Client(address)
@@ -44,7 +44,7 @@ def client(address: str) -> Any:
 
 @contextlib.contextmanager
 def running(target: Any) -> Iterator[None]:
-    """Has `target.run()` go on in a thread; stops it at the end, and raises what it raised."""
+    """Run `target.run()` in a thread during the `with` block. Stop it at the end, and raise its error, if any."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -66,7 +66,7 @@ def running(target: Any) -> Iterator[None]:
 
 
 class Child:
-    """`make(*args)` in a process of its own, served and run as a CourierNode does."""
+    """A child process that creates `make(*args)`, then serves and runs it like a CourierNode."""
 
     def __init__(self, address: str, make: Any, *args: Any) -> None:
         self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(address, make, args))
@@ -82,7 +82,7 @@ class Child:
 
 
 def fixed_inferencer(w: float) -> Inferencer:
-    """One whose every answer says `w`."""
+    """Return an inferencer whose outputs contain the parameter `w`."""
     return Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(w)}))
 
 

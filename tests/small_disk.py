@@ -1,4 +1,4 @@
-"""A file system of its own, small enough to be filled."""
+"""A small file system for tests of a full disk."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class SmallDisk:
     """A mounted file system.
 
     Args:
-        path: where it is.
+        path: path of the mount point.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path, self._filler = path, path / "filler"
 
     def fill(self) -> None:
-        """Leaves no room at all."""
+        """Fill the disk completely."""
         with self._filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * 4096)
 
     def free(self) -> None:
-        """Gives the room back."""
+        """Free the space again."""
         self._filler.unlink(missing_ok=True)
 
 
@@ -37,7 +37,7 @@ def small_disk(tmp_path):
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "rlframe-test", str(path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a disk that can be filled needs root, and the right to mount a tmpfs")
+        pytest.skip("a small disk needs root and the permission to mount a tmpfs")
     try:
         yield SmallDisk(path)
     finally:

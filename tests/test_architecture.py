@@ -1,6 +1,6 @@
-"""The imports between files have no cycles, and the diagram in docs/architecture.md shows those between packages.
+"""Imports between files have no cycles, and the diagram in docs/architecture.md shows the imports between packages.
 
-`python -m tests.test_architecture` writes the diagram again.
+`python -m tests.test_architecture` updates the diagram.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/architecture.md"
 _DIAGRAM = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 
-# Boxes of the diagram: packages (or their subpackages) and what they hold. Other files of `rlframe/` are "basics".
+# Boxes of the diagram: package or subpackage -> its contents. Other files of `rlframe/` belong to "basics".
 BOXES = {
     "cli": "commands",
     "programs": "Experiment, train, topologies/, presets/",
@@ -44,19 +44,19 @@ BOXES = {
     "basics": "files beside the packages: types, errors, extras, retry, shutdown, stop_conditions",
     "user_code": "files and modules that a user names",
 }
-_UNSEEN = ("__main__", "testing")  # not imported by the rest
+_UNSEEN = ("__main__", "testing")  # not in the diagram: no package imports them
 
 Graph = Mapping[str, set[str]]
 
 
 def modules() -> dict[str, pathlib.Path]:
-    """The files of the package, by the name that an import gives them."""
+    """Return the files of the package by module name."""
     files = (ROOT / "rlframe").rglob("*.py")
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, name or "") of each import, those in functions too, but not those for type checkers only."""
+    """Yield (module, name or "") of each import. Include imports in functions, exclude imports for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -69,7 +69,7 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def imports_of_files() -> Graph:
-    """The modules that each file of the package imports from the package."""
+    """Return the modules of the package that each file of the package imports."""
     files = modules()
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
@@ -80,7 +80,7 @@ def imports_of_files() -> Graph:
 
 
 def defined(path: pathlib.Path) -> set[str]:
-    """The names that a file defines or imports anywhere, and those that it lists for a lazy import."""
+    """Return the names that a file defines or imports, including lazy imports."""
     names: set[str] = set()
     nodes = list(ast.walk(ast.parse(path.read_text())))
     if any(isinstance(node, ast.Name) and node.id == "lazy_names" for node in nodes):
@@ -102,7 +102,7 @@ def box_of(module: str) -> str:
 
 
 def imports_of_boxes() -> dict[str, set[str]]:
-    """The boxes that each box imports, without those that it also reaches through another."""
+    """Return the boxes that each box imports directly, without boxes that it also imports through other boxes."""
     graph: dict[str, set[str]] = {box: set() for box in BOXES}
     for module, others in imports_of_files().items():
         if module == "rlframe" or module.split(".")[1] in _UNSEEN:
@@ -118,7 +118,7 @@ def imports_of_boxes() -> dict[str, set[str]]:
 
 
 def diagram() -> str:
-    """The boxes and their imports, for mermaid."""
+    """Return the diagram of boxes and imports in mermaid's format."""
     lines = ["```mermaid", "flowchart TD"]
     lines += [f'  {box.replace(".", "_")}["{box}: {holds}"]' for box, holds in BOXES.items()]
     for box, others in imports_of_boxes().items():
@@ -126,15 +126,15 @@ def diagram() -> str:
     return "\n".join([*lines, "```", ""])
 
 
-def test_no_file_imports_itself_through_others():
+def test_imports_have_no_cycles():
     order = graphlib.TopologicalSorter(imports_of_files())
     try:
         order.prepare()
     except graphlib.CycleError as error:
-        raise AssertionError(f"These files import each other in a circle: {' -> '.join(error.args[1])}") from None
+        raise AssertionError(f"These files have cyclic imports: {' -> '.join(error.args[1])}") from None
 
 
-def test_every_name_that_a_file_imports_from_the_package_exists():
+def test_every_imported_name_exists():
     files, missing = modules(), []
     names = {module: defined(path) for module, path in files.items()}
     for module, path in files.items():
@@ -146,7 +146,7 @@ def test_every_name_that_a_file_imports_from_the_package_exists():
     assert not missing
 
 
-def test_the_diagram_shows_the_imports_between_packages():
+def test_diagram_shows_the_imports_between_packages():
     drawn = _DIAGRAM.search(PAGE.read_text(encoding="utf-8"))
     assert drawn is not None
     assert drawn[0] == diagram(), "Run `python -m tests.test_architecture`."

@@ -1,4 +1,4 @@
-"""The command line, called in this process: what it understands, and how it says no."""
+"""The command line, called in this process: its options, its output and its errors."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a small run, which tests only read."""
+    """The directory of a small run. Tests must not change it."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     assert main(["train", *TINY, "--quiet", "--seed", "5", "--run-dir", str(run_dir)]) == 0
     return run_dir
 
 
 def refused(capsys, *arguments: str, code: int = 2) -> str:
-    """The one line that the command prints when it refuses."""
+    """Run a command that must fail. Return the error message, which must be one line."""
     assert main(list(arguments)) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rlframe: ")]
     assert len(lines) == 1
     return lines[0].removeprefix("rlframe: ")
 
 
-def test_any_field_of_the_agent_is_an_option():
+def test_fields_of_the_agent_config_are_options():
     described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
     assert described.agent_config.learning_rate == 0.5
     assert described.agent_config.num_epochs == 20  # the preset's
     assert preset.name == "ppo/cartpole"
 
 
-def test_no_preset_leaves_the_defaults_of_the_class():
+def test_preset_none_keeps_the_config_defaults():
     described, _, preset = read_arguments(["--preset", "none"])
     assert preset is None
     assert described.agent_config == type(described.agent_config)()
 
 
-def test_a_network_and_its_options():
+def test_network_options_change_the_network_config():
     described, _, _ = read_arguments(["--network", "mlp", "--network.hidden", "256", "128"])
     assert described.topology_config.network == "mlp"
     assert described.topology_config.network_config.hidden == (256, 128)
 
 
-def test_options_of_the_environment_are_json():
+def test_env_kwargs_option_is_json():
     described, _, _ = read_arguments(["--env-kwargs", '{"sutton_barto_reward": true}'])
     assert described.env_kwargs == {"sutton_barto_reward": True}
 
 
-def test_parts_of_a_language_models_config_keep_their_prefix():
+def test_nested_configs_of_a_language_model_have_a_prefix():
     arguments = ["--agent", "grpo", "--env", "examples/llm/reverse.py:Reverse", "--model.hidden-size", "64"]
     described, _, preset = read_arguments([*arguments, "--dtype", "bfloat16"])
     config = described.agent_config
@@ -71,7 +71,7 @@ def test_parts_of_a_language_models_config_keep_their_prefix():
 
 
 @pytest.mark.parametrize(("chosen", "left_out"), [("gru", True), ("mlp", False)])
-def test_a_presets_table_leaves_out_the_sizes_of_a_network_that_is_not_used(chosen, left_out):
+def test_preset_table_leaves_out_options_of_an_unused_network(chosen, left_out):
     described, _, preset = read_arguments(["--agent", "dqn", "--env", "CartPole-v1", "--network", chosen])
     table = io.StringIO()
     print_preset(preset, described, table)
@@ -80,14 +80,14 @@ def test_a_presets_table_leaves_out_the_sizes_of_a_network_that_is_not_used(chos
     assert ("network.hidden" not in [line[0] for line in lines if line]) == left_out
 
 
-def test_switches():
+def test_switch_options_set_booleans():
     described, session, _ = read_arguments(["--no-anneal-learning-rate", "--json"])
     assert described.agent_config.anneal_learning_rate is False
     assert session.json is True
 
 
-def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
-    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # its preset has one environment
+def test_default_number_of_actors_is_at_most_the_number_of_environments():
+    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # the preset has one environment
     assert read_arguments(sac)[0].topology_config.num_actors == 1
     assert read_arguments([*sac, "--num-envs", "4"])[0].topology_config.num_actors == 2
     assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology_config.num_actors == 4
@@ -95,7 +95,7 @@ def test_of_one_environment_there_is_one_actor_unless_more_are_asked_for():
         read_arguments([*sac, "--num-actors", "2"])
 
 
-def test_a_config_is_repeated_and_changed(trained):
+def test_config_option_loads_a_config_and_options_change_it(trained):
     again, _, preset = read_arguments(["--config", f"{trained}/config.json", "--seed", "6", "--discount", "0.5"])
     assert preset is None
     assert (again.seed, again.num_envs, again.topology_config.network_config.hidden) == (6, 2, (8,))
@@ -112,19 +112,19 @@ def test_a_config_is_repeated_and_changed(trained):
         ),
         (
             "train --network.channels 8",
-            "--network.channels is an option of what --network chooses: give --network as well.",
+            "--network.channels depends on the value of --network: give --network too.",
         ),
         (
             "train --agent dqn --vtrace-lambda 1",
-            "There is no option --vtrace-lambda. Agents that have it: impala",
+            "There is no option --vtrace-lambda. Agents with this option: impala",
         ),
-        ("train --agent sac --no-double", "There is no option --no-double. Agents that have it: dqn."),
+        ("train --agent sac --no-double", "There is no option --no-double. Agents with this option: dqn."),
         ("train --steps many", "Error parsing --steps: invalid literal for int() with base 10: 'many'."),
         ("train --steps 0", "steps must be at least 1, got 0."),
         ("train --env-type lop", "invalid choice 'lop' for argument '--env-type'."),
         ("train --env-kwargs {", "Error parsing --env-kwargs: '{' is not JSON"),
         ("train --discount 2", "PPOConfig.discount must be in [0, 1], got 2.0."),
-        ("train --json true", "Unexpected argument 'true'. A switch takes no value"),
+        ("train --json true", "Unexpected argument 'true'. A switch has no value"),
         ("train --agent pop", "Did you mean 'ppo'?"),
         ("train --agent nothing.py:Here", "There is no file"),
         ("train --network mpl", "Did you mean 'mlp'?"),
@@ -146,7 +146,7 @@ def test_a_config_is_repeated_and_changed(trained):
         ("evaluate nothing", "/nothing: it has no config.json."),
         ("evaluate nothing --episodes 0", "--episodes must be at least 1, got 0."),
         ("evaluate nothing --seed -1", "--seed must be between 0 and 2147483647, got -1."),
-        ("plot", "Name one run directory or several."),
+        ("plot", "Name one or more run directories."),
         ("plot nothing", "nothing has no metrics.jsonl"),
         ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),
         (
@@ -162,35 +162,35 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypat
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_options_are_found_in_the_arguments_before_these_are_parsed():
+def test_raw_option_values_returns_texts_by_name():
     words = "--agent dqn --head.num-atoms=21 --quiet --network.hidden 32 16 --seed -1 --env_kwargs={} --agent=ppo"
     texts = {"agent": "ppo", "head.num_atoms": "21", "quiet": "", "network.hidden": "32", "seed": "-1"}
     assert raw_option_values(words.split()) == {**texts, "env_kwargs": "{}"}
 
 
-def test_a_run_directory_that_exists_is_refused(capsys, tmp_path):
+def test_existing_run_directory_is_refused(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert "exists already" in refused(capsys, "train", "--run-dir", str(tmp_path))
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_an_agent_whose_config_has_an_option_of_the_command_is_refused(capsys, tmp_path):
+def test_agent_config_with_a_field_named_like_an_option_is_refused(capsys, tmp_path):
     (tmp_path / "agent.py").write_text(
         "import dataclasses\nfrom rlframe import Agent\n\n@dataclasses.dataclass(frozen=True)\nclass Config:\n"
         "    seed: int = 0\n\nclass Mine(Agent):\n    config_cls = Config\n"
     )
     message = refused(capsys, "train", "--agent", f"{tmp_path}/agent.py:Mine")
-    assert "has a field 'seed', which is an option of `rlframe train` already" in message
+    assert "has a field 'seed', but `rlframe train` already has an option of this name." in message
 
 
-def test_a_builder_that_raises_is_explained(capsys, tmp_path):
+def test_error_in_environment_builder_is_one_sentence(capsys, tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    raise RuntimeError('no license')\n")
     arguments = ["train", "--env", f"{tmp_path}/env.py:make", "--run-dir", f"{tmp_path}/run"]
     assert "RuntimeError: no license" in refused(capsys, *arguments, code=1)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_observation_that_is_not_as_its_space_says_is_explained(capsys, tmp_path):
+def test_observation_outside_its_space_is_one_sentence(capsys, tmp_path):
     (tmp_path / "env.py").write_text(
         "import gymnasium\nimport numpy as np\n\nclass Wrong(gymnasium.Wrapper):\n"
         "    def step(self, action):\n        _, *rest = self.env.step(action)\n        return np.zeros(7), *rest\n\n"
@@ -201,7 +201,7 @@ def test_an_observation_that_is_not_as_its_space_says_is_explained(capsys, tmp_p
     assert "7" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_damaged_checkpoint_is_explained_and_left_alone(capsys, tmp_path, trained):
+def test_damaged_checkpoint_is_reported_and_not_changed(capsys, tmp_path, trained):
     run_dir = shutil.copytree(trained, tmp_path / "run")
     capsys.readouterr()
     damaged = [path for path in (run_dir / "checkpoints").rglob("*") if path.is_file() and path.name != "versions.json"]
@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_explained_and_left_alone(capsys, tmp_path, trai
     assert all(path.read_bytes() == b"\0" * 10 for path in damaged)
 
 
-def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeypatch):
+def test_unexpected_error_is_one_sentence_without_traceback_option(capsys, monkeypatch):
     def broken(arguments):
         raise KeyError("lost")
 
@@ -222,7 +222,7 @@ def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeyp
     assert capsys.readouterr().err == (
         "rlframe: KeyError: 'lost' (test_cli.py, line "
         + str(broken.__code__.co_firstlineno + 1)
-        + "). --traceback shows where it came from.\n"
+        + "). Add --traceback to print the traceback.\n"
     )
     assert main(["agents", "--traceback"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -232,13 +232,13 @@ def test_a_bug_is_one_sentence_unless_the_traceback_is_asked_for(capsys, monkeyp
     ("code", "exit_code", "printed"),
     [(None, 0, ""), (3, 3, ""), ("no license", 1, "rlframe: no license\n"), (2.5, 1, "rlframe: 2.5\n")],
 )
-def test_sys_exit_ends_a_command_as_it_ends_python(capsys, monkeypatch, code, exit_code, printed):
+def test_sys_exit_in_a_command_gives_the_exit_code_of_python(capsys, monkeypatch, code, exit_code, printed):
     monkeypatch.setattr("rlframe.cli.listings.agents", lambda arguments: sys.exit(code))
     assert main(["agents"]) == exit_code
     assert capsys.readouterr().err == printed
 
 
-def test_the_last_line_of_stdout_is_the_result(capsys, tmp_path):
+def test_last_line_of_stdout_is_the_result(capsys, tmp_path):
     assert main(["train", *TINY, "--json", "--run-dir", f"{tmp_path}/run"]) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
@@ -250,8 +250,8 @@ def test_the_last_line_of_stdout_is_the_result(capsys, tmp_path):
     assert result["env_steps"] >= 64 and result["episodes"] == 1 and result["run_dir"] == f"{tmp_path}/run"
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # this test's own reader of videos
-def test_evaluate_and_video_of_a_run(capsys, tmp_path, trained):
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # this test reads the video in a child process
+def test_evaluate_command_records_a_video(capsys, tmp_path, trained):
     needs("gymnasium")
     import imageio_ffmpeg
 
@@ -265,14 +265,14 @@ def test_evaluate_and_video_of_a_run(capsys, tmp_path, trained):
     assert len(list(frames)) > 8
 
 
-def test_plot_writes_the_picture_that_it_names(capsys, tmp_path, trained):
+def test_plot_command_prints_its_file(capsys, tmp_path, trained):
     capsys.readouterr()
     assert main(["plot", str(trained), "--out", f"{tmp_path}/curve.png"]) == 0
     assert capsys.readouterr().out.strip() == f"{tmp_path}/curve.png"
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_agents_are_listed_with_their_presets(capsys):
+def test_agents_command_lists_presets(capsys):
     assert main(["agents"]) == 0
     out = capsys.readouterr().out
     assert "ppo: " in out and "dqn/cartpole" in out
@@ -282,14 +282,14 @@ def test_agents_are_listed_with_their_presets(capsys):
     assert json.loads(capsys.readouterr().out)["dqn"]["options"]["batch_size"] == 32
 
 
-def test_envs_are_listed_with_their_libraries(capsys):
+def test_envs_command_lists_libraries(capsys):
     assert main(["envs", "cartpole-v1"]) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["CartPole-v1", "envpool"] in listed and ["CartPole-v1", "gymnasium"] in listed
     assert all("CartPole-v1" in name for name, _ in listed)
 
 
-def test_help_is_there_and_the_version(capsys):
+def test_help_and_version_are_printed(capsys):
     assert main(["--help"]) == 0
     assert "rlframe train" in capsys.readouterr().out
     assert main([]) == 2

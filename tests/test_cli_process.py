@@ -1,4 +1,4 @@
-"""The command line as a process of its own: signals, titles, the module."""
+"""The command line as a separate process: signals, process titles, closed pipes and locks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMAND += ["--unroll-length", "16", "--num-epochs", "1", "--json", "--log-every
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.system)]
 )
-def test_a_signal_saves_everything_and_says_how_to_go_on(tmp_path, number, code):
+def test_signal_saves_the_run_and_prints_the_resume_command(tmp_path, number, code):
     run_dir = tmp_path / "run"
     with subprocess.Popen(
         [*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -77,10 +77,10 @@ class Slow(gymnasium.Wrapper):
 
     def step(self, action):
         self.steps += 1
-        # Far from a checkpoint: straight after one, all would be saved.
+        # Far from a checkpoint: directly after a checkpoint, everything would be saved.
         if self.steps % 100 == 50 and (HERE / "be slow").exists():
             (HERE / "is slow").touch()
-            for _ in range(600):  # in slices: Python misses a signal that comes just before a call that waits
+            for _ in range(600):  # short sleeps: Python misses a signal just before a blocking call
                 time.sleep(0.1)
         return self.env.step(action)
 
@@ -90,7 +90,7 @@ def make():
 
 
 @pytest.mark.system
-def test_a_second_signal_before_it_has_saved_is_a_failure_that_names_what_was_saved_last(tmp_path):
+def test_second_signal_before_saving_is_an_error_with_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     (tmp_path / "slow.py").write_text(SLOW)
     command = [*COMMAND, "--env", f"{tmp_path / 'slow.py'}:make", "--checkpoint-every", "200", "--quiet"]
@@ -107,14 +107,14 @@ def test_a_second_signal_before_it_has_saved_is_a_failure_that_names_what_was_sa
     assert process.returncode == 1
     newest = run_dir / "checkpoints" / str(checkpoints.steps()[-1])
     assert err.splitlines()[-1] == (
-        f"rlframe: The run was interrupted before it could save. What was saved last is {newest}. "
-        f"Go on from there: rlframe train --resume --run-dir {run_dir}"
+        f"rlframe: The run was interrupted before it could save. The last checkpoint is {newest}. "
+        f"Resume with: rlframe train --resume --run-dir {run_dir}"
     )
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
-def test_a_terminal_that_is_closed_has_the_run_saved(tmp_path, topology):
+def test_closing_the_terminal_saves_the_run(tmp_path, topology):
     run_dir = tmp_path / "run"
     ours, theirs = pty.openpty()
     with killed_at_the_end(
@@ -142,7 +142,7 @@ def test_a_terminal_that_is_closed_has_the_run_saved(tmp_path, topology):
 
 
 @pytest.mark.system
-def test_nohup_leaves_a_run_alone(tmp_path):
+def test_run_with_nohup_ignores_sighup(tmp_path):
     run_dir = tmp_path / "run"
     with killed_at_the_end(
         ["nohup", *COMMAND, "--quiet", "--run-dir", str(run_dir)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -157,7 +157,7 @@ def test_nohup_leaves_a_run_alone(tmp_path):
 
 
 @pytest.mark.system
-def test_a_run_that_goes_on_is_resumed_by_nobody_else_unless_it_is_taken_over(tmp_path):
+def test_active_run_is_resumed_only_with_take_over(tmp_path):
     run_dir = tmp_path / "run"
     resume = [sys.executable, "-m", "rlframe", "train", "--resume", "--run-dir", str(run_dir), "--quiet", "--json"]
     with subprocess.Popen(
@@ -181,21 +181,21 @@ def test_a_run_that_goes_on_is_resumed_by_nobody_else_unless_it_is_taken_over(tm
 @pytest.mark.parametrize(
     "command", ["train --help", *(pytest.param(one, marks=pytest.mark.system) for one in ("--help", "envs"))]
 )
-def test_output_whose_reader_is_gone_ends_without_a_word(command):
+def test_command_ends_silently_if_its_reader_exits(command):
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("command", [*(f"{name} --help" for name in COMMANDS), "agents", "serve policy --help"])
-def test_output_of_any_command_whose_reader_is_gone_ends_without_a_word(command):
+def test_every_command_ends_silently_if_its_reader_exits(command):
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
-def test_an_error_that_nobody_reads_has_its_exit_code_all_the_same():
+def test_error_with_closed_stderr_has_its_exit_code():
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", "trian"], errors_too=True) == (2, "")
 
 
-def test_a_broken_pipe_that_is_not_standard_output_is_a_failure(monkeypatch, capsys):
+def test_broken_pipe_other_than_stdout_is_an_error(monkeypatch, capsys):
     def lost_connection(arguments):
         raise BrokenPipeError("the peer is gone")
 

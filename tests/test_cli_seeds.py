@@ -1,4 +1,4 @@
-"""`rlframe train --seeds`: runs side by side, their table, and how they end together."""
+"""`rlframe train --seeds`: concurrent runs, their table, and how they end and resume."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ BOTH = ["--steps", "200", "--seeds", "3,4"]
 @pytest.mark.parametrize(
     ("text", "seeds"), [("1-3", [1, 2, 3]), ("7", [7]), ("1,5,2", [1, 5, 2]), ("1-2, 10", [1, 2, 10])]
 )
-def test_seeds_are_ranges_and_numbers(text, seeds):
+def test_seeds_option_accepts_ranges_and_numbers(text, seeds):
     assert parse_seeds(text) == seeds
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        *(("1-", "got '1-'"), ("a", "got 'a'"), ("1-3,2", "a seed twice"), ("3-1", "none"), ("3-1,7", "none")),
-        *(("1-1000,2000", "names 1,001 seeds: each is one run"), ("1-2147483647", "names 2,147,483,647 seeds")),
-        ("1-2147483648", "a seed is at most 2147483647, got 2147483648"),
+        *(("1-", "got '1-'"), ("a", "got 'a'"), ("1-3,2", "a seed twice"), ("3-1", "empty"), ("3-1,7", "empty")),
+        *(("1-1000,2000", "1,001 seeds, but at most 1,000 are"), ("1-2147483647", "contains 2,147,483,647 seeds")),
+        ("1-2147483648", "a seed must be at most 2147483647, got 2147483648"),
     ],
 )
-def test_other_seeds_are_refused(text, why):
+def test_invalid_seeds_are_refused(text, why):
     with pytest.raises(UsageError, match=why):
         parse_seeds(text)
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """The directory of the seeds 3 and 4, which are over."""
+    """The directory of finished runs with the seeds 3 and 4."""
     folder = tmp_path_factory.mktemp("seeds") / "both"
     assert main([*QUICK, *BOTH, "--at-once", "2", "--run-dir", str(folder)]) == 0
     return folder
 
 
-def test_each_seed_is_a_run_and_one_that_is_over_is_not_run_again(both, capfd):
+def test_each_seed_is_a_run_and_finished_runs_are_skipped(both, capfd):
     written = (both / "seed-3" / "metrics.jsonl").stat().st_mtime_ns
     assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both), "--json"]) == 0
     out, err = capfd.readouterr()
@@ -72,10 +72,10 @@ def test_each_seed_is_a_run_and_one_that_is_over_is_not_run_again(both, capfd):
     configs = [json.loads((both / f"seed-{seed}" / "config.json").read_text())["experiment"] for seed in (3, 4)]
     assert [config.pop("seed") for config in configs] == [3, 4] and configs[0] == configs[1]
     assert main([*QUICK, *BOTH, "--run-dir", str(both)]) == 2
-    assert "both exists already. Choose another --run-dir, or go on with what is in it" in capfd.readouterr().err
+    assert "both exists already. Choose another --run-dir, or continue the existing run" in capfd.readouterr().err
 
 
-def test_four_seeds_have_an_interquartile_mean_and_its_interval(both, tmp_path, capfd):
+def test_four_seeds_have_an_interquartile_mean_with_interval(both, tmp_path, capfd):
     folder = tmp_path / "four"
     shutil.copytree(both, folder)
     for seed, returned in ((3, 10.0), (4, 20.0), (5, 30.0), (6, 100.0)):
@@ -106,7 +106,7 @@ def test_one_seed_has_no_spread(both, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("episodes", "spread"), [(1, ""), (2, "1.5")])
-def test_the_table_has_no_spread_of_a_single_episode(episodes, spread, capfd):
+def test_table_has_no_spread_for_a_single_episode(episodes, spread, capfd):
     result = Result(100, 7, 20.0, 1.5, episodes, 50.0, 2.0, 8, "run")
     summary = {"return_mean": 20.0, "return_std": 0.0}
     cli_seeds._print_table([(3, result)], summary, pathlib.Path("curve.png"))
@@ -114,22 +114,22 @@ def test_the_table_has_no_spread_of_a_single_episode(episodes, spread, capfd):
     assert row.split() == ["3", "20.0", *spread.split(), "100", "7", "50", "2"]
 
 
-def test_runs_that_are_gone_on_with_keep_their_options(both, capfd):
+def test_resumed_seeds_keep_their_options(both, capfd):
     assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both), "--steps", "400"]) == 2
-    assert "Continued runs keep their options" in capfd.readouterr().err
+    assert "Resumed runs keep their options" in capfd.readouterr().err
     assert main([*QUICK, "--seeds", "1", "--take-over"]) == 2
-    assert "--take-over continues runs: it needs --resume." in capfd.readouterr().err
+    assert "--take-over needs --resume." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("held", [".", "seed-4"])
-def test_runs_that_go_on_are_left_alone(held, both, capfd):
+def test_active_runs_are_not_resumed(held, both, capfd):
     with RunLock(both / held):
         assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both)]) == 2
     err = capfd.readouterr().err
-    assert f"{both / held} is in use by process {os.getpid()}" in err and "by --resume --take-over" in err
+    assert f"{both / held} is in use by process {os.getpid()}" in err and "with --resume --take-over" in err
 
 
-def test_stop_ends_who_runs_several_seeds(both, capfd):
+def test_stop_ends_a_process_with_several_seeds(both, capfd):
     held = "import sys, time, pathlib; from rlframe.programs.run_dir.lock import RunLock\n"
     held += "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", held, str(both)], stdout=subprocess.PIPE, text=True)
@@ -141,14 +141,16 @@ def test_stop_ends_who_runs_several_seeds(both, capfd):
         holder.kill()
         holder.communicate()
         (both / "run.lock").unlink()
-    go_on = f"rlframe train --seeds 3,4 --resume --run-dir {both}"
-    assert capfd.readouterr().out == f"It has ended. What its runs did is saved. Go on: {go_on}\n"
+    resume = f"rlframe train --seeds 3,4 --resume --run-dir {both}"
+    assert capfd.readouterr().out == (
+        f"The runs have ended. The progress of all runs is saved. Resume with: {resume}\n"
+    )
 
 
-def test_the_directory_of_several_seeds_is_taken_for_no_run(both, capfd):
+def test_directory_of_several_seeds_is_refused_as_a_run(both, capfd):
     picture = (both / "learning_curve.png").stat().st_mtime_ns
-    why = f"{both} holds the runs of several seeds: {both}/seed-3, {both}/seed-4. Name one of them, or go on with all: "
-    why += f"rlframe train --seeds 3,4 --resume --run-dir {both}"
+    why = f"{both} contains the runs of several seeds: {both}/seed-3, {both}/seed-4. Name one of them, or resume all "
+    why += f"with: rlframe train --seeds 3,4 --resume --run-dir {both}"
     for command in (["train", "--resume", "--run-dir"], ["evaluate"], ["status"], ["stop"]):
         assert main([*command, str(both)]) == 2
         assert why in capfd.readouterr().err
@@ -158,8 +160,8 @@ def test_the_directory_of_several_seeds_is_taken_for_no_run(both, capfd):
     assert (both / "learning_curve.png").stat().st_mtime_ns == picture
 
 
-def test_what_is_plotted_of_several_seeds_is_each_of_them(both, capfd, tmp_path):
-    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):  # as a shell expands both/seed-*
+def test_plot_of_several_seeds_shows_each_run(both, capfd, tmp_path):
+    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):  # like a shell expands both/seed-*
         assert main(["plot", *map(str, named), "--out", str(tmp_path / f"{number}.png")]) == 0
         assert capfd.readouterr().out == f"{tmp_path}/{number}.png\n"
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
@@ -168,16 +170,16 @@ def test_what_is_plotted_of_several_seeds_is_each_of_them(both, capfd, tmp_path)
     assert main(["plot", str(both)]) == 0 and (both / "learning_curve.png").stat().st_size > 10_000
 
 
-def test_a_run_is_not_taken_for_several_seeds(both, capfd):
+def test_single_run_is_refused_with_seeds_option(both, capfd):
     run = both / "seed-3"
     assert main(["train", "--resume", "--seeds", "1-2", "--run-dir", str(run)]) == 2
     command = f"rlframe train --resume --run-dir {run}"
-    assert f"{run} holds a single run. Go on with it: {command}" in capfd.readouterr().err
+    assert f"{run} contains a single run. Resume it with: {command}" in capfd.readouterr().err
     assert not (run / "seed-1").exists()
 
 
 @pytest.mark.system
-def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd):
+def test_failed_seed_is_reported_and_other_results_are_kept(tmp_path, capfd):
     folder = tmp_path / "all"
     folder.mkdir()
     (folder / "seed-2").write_text("in the way")
@@ -188,7 +190,7 @@ def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd)
     assert main(command) == 0
     capfd.readouterr()
     for name in ("result.json", "config.json"):
-        (folder / "seed-2" / name).unlink()  # what is left of it cannot be gone on with
+        (folder / "seed-2" / name).unlink()  # without these files, seed 2 cannot be resumed
     assert main([*command, "--resume"]) == 2
     err = capfd.readouterr().err
     assert "seed 2: ended with exit code 2; see" in err and "1 seed: return" in err
@@ -197,22 +199,22 @@ def test_a_seed_that_fails_is_named_and_the_others_are_not_lost(tmp_path, capfd)
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ("--stop-at 100", "--stop-at is of one run; --seeds makes several."),
-        ("--http 8000", "--http 8000 is a port for one run, and --seeds makes several: --http 0 finds each one."),
-        ("--seed 3", "--seeds 1-2 makes a run for each of them: leave --seed out."),
+        ("--stop-at 100", "--stop-at is only for a single run, but --seeds starts several."),
+        ("--http 8000", "--http 8000 is a port for a single run, but --seeds starts several. Use --http 0: each run"),
+        ("--seed 3", "--seeds 1-2 starts one run for each seed: leave --seed out."),
         ("--steps 10", "A run of 10 environment steps would make no update"),
         ("--env CartPole-v7", "Unknown environment 'CartPole-v7'. Did you mean 'CartPole-v1'?"),
         ("--http-host 0.0.0.0", "http_host is an option of the HTTP service, but this run has none"),
     ],
 )
-def test_what_would_fail_in_each_run_is_refused_before_anything_is_made(arguments, why, tmp_path, capfd):
+def test_invalid_options_are_refused_before_any_run_starts(arguments, why, tmp_path, capfd):
     assert main([*QUICK, "--seeds", "1-2", "--run-dir", str(tmp_path / "all"), *arguments.split()]) == 2
     assert why in capfd.readouterr().err
     assert not (tmp_path / "all").exists()
 
 
 @pytest.mark.system
-def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
+def test_ctrl_c_saves_all_runs_for_resume(tmp_path):
     folder = tmp_path / "all"
     command = [sys.executable, "-m", "rlframe", *QUICK, "--seeds", "1-2", "--at-once", "2", "--run-dir", str(folder)]
     process = subprocess.Popen([*command, "--steps", "100000000"], start_new_session=True, stderr=subprocess.PIPE)
@@ -224,7 +226,7 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, err
-    said = "0 of 2 runs are over; the progress of the others is saved. Go on: "
+    said = "0 of 2 runs are finished. The progress of the others is saved. Resume with: "
     *ends, last = err.decode().splitlines()[-3:]
     assert sorted(ends) == ["seed 1: stopped", "seed 2: stopped"]
     assert last == f"{said}rlframe train --seeds 1-2 --resume --run-dir {folder}"
@@ -232,7 +234,7 @@ def test_ctrl_c_has_the_runs_save_and_they_can_be_gone_on_with(tmp_path):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]
         assert "SIGINT: saving after the current step" in (folder / "logs" / f"seed-{seed}.log").read_text()
-        assert steps > 0 and list((run / "checkpoints").iterdir())  # it was told once, and saved
+        assert steps > 0 and list((run / "checkpoints").iterdir())  # the run got one signal, and saved
         assert not running(run)
 
 

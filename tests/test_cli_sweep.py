@@ -1,4 +1,4 @@
-"""`rlframe sweep`: what it varies, the trials that it makes, and how they go on."""
+"""`rlframe sweep`: its options, its trials, and how it resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 needs("sweep")
 
-# In the place of Python with `-m rlframe train`: a run whose return depends on its seed and learning rate alone.
+# Replaces `python -m rlframe train`: a fake run whose return depends only on its seed and learning rate.
 RUN = """#!{python} -SE
 import json, math, os, sys, time
 def wait(condition):
@@ -39,13 +39,13 @@ rate, seed = content["agent_config"]["learning_rate"], int(sys.argv[sys.argv.ind
 if rate > 0.5 and seed == 2:
     time.sleep(250.0)
     os.makedirs(folder)
-if rate == 0.75 and seed == 1:  # fails once seed 2 runs beside it
+if rate == 0.75 and seed == 1:  # fails after seed 2 has started
     wait(lambda: os.path.exists(os.path.dirname(folder) + "/logs/seed-2.log"))
 if rate > 0.5:
     print("rlframe: The loss was not finite.")
     sys.exit(1)
 os.makedirs(folder)
-def write(name, value):  # whole, as a real run does: the sweep may read it at any time
+def write(name, value):  # atomically, like a real run: the sweep may read the file at any time
     json.dump(value, open(folder + "/." + name, "w"))
     os.replace(folder + "/." + name, folder + "/" + name)
 
@@ -53,11 +53,11 @@ write("config.json", {{"experiment": content}})
 result = dict(env_steps=1, learner_steps=1, return_mean=seed - math.log10(rate), return_std=0.0, episodes=1)
 result.update(steps_per_second=1.0, wall_seconds=1.0, params_version=1, run_dir=folder)
 write("result.json", result)
-beside = folder[:-1] + str(3 - seed)  # of seed 1 that of seed 2
+beside = folder[:-1] + str(3 - seed)  # directory of the other seed
 if rate == 0.25 and seed == 1:
     open(folder + "/pid", "w").write(str(os.getpid()) + " ")
     wait(lambda: os.path.exists(beside + "/result.json"))
-if rate == 0.25 and seed == 2:  # ends when the end of seed 1 was seen
+if rate == 0.25 and seed == 2:  # ends after the sweep has noticed the end of seed 1
     wait(lambda: os.path.exists(beside + "/pid") and open(beside + "/pid").read().endswith(" "))
     pid = open(beside + "/pid").read().strip()
     wait(lambda: not os.path.exists("/proc/" + pid))
@@ -66,7 +66,10 @@ if rate == 0.25 and seed == 2:  # ends when the end of seed 1 was seen
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch, capfd):
-    """Makes `rlframe sweep` with runs that do nothing: (exit code, the object of --json or None, stderr)."""
+    """Return a function that runs `rlframe sweep` with fake runs.
+
+    The function returns (exit code, JSON output or None, stderr).
+    """
     python = tmp_path / "python"
     python.write_text(RUN.format(python=sys.executable))
     python.chmod(0o755)
@@ -92,7 +95,7 @@ def sweep(tmp_path, monkeypatch, capfd):
         ("network=../nets.py:make,mlp", VariedOption("network", ("../nets.py:make", "mlp"))),
     ],
 )
-def test_what_is_varied_is_a_range_or_a_list(text, varied):
+def test_vary_option_is_a_range_or_a_list(text, varied):
     assert parse_varied_option(text) == varied
 
 
@@ -100,7 +103,7 @@ ALMOST = ["x=1..2:lo", "x=..:log", "x=1e-4..", "x=1..2,3", "x=1,2:log"]
 
 
 @pytest.mark.parametrize("text", ["x", "x=", "=1,2", "x=1,,2", "x=2..1", "x=1..1", "x=0..1:log", *ALMOST])
-def test_what_is_neither_is_refused(text):
+def test_invalid_vary_option_is_refused(text):
     with pytest.raises(UsageError, match="--vary"):
         parse_varied_option(text)
 
@@ -108,27 +111,27 @@ def test_what_is_neither_is_refused(text):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ("", "Name what to vary: --vary learning-rate=1e-4..1e-2:log."),
+        ("", "Name an option to vary: --vary learning-rate=1e-4..1e-2:log."),
         ("--vary learnin-rate=1e-3,1e-2", "There is no option --learnin-rate. Did you mean '--learning-rate'?"),
         ("--vary learning-rate=1e-3,fast", "--learning-rate: could not convert string to float: 'fast'"),
         ("--vary num-epochs=1..2.5 --trials 3", "--num-epochs: invalid literal for int() with base 10: '2.5'"),
-        ("--vary eval-every=1,2 --vary eval_every=3", "--vary names eval-every twice"),
-        ("--vary seed=1,2", "--vary seed: all trials have the same one; give it by --seed."),
-        ("--vary at-once=1,2", "--vary at-once: all trials have the same one"),
-        ("--vary learning-rate=1e-3..1e-2", "learning-rate has a range, and a grid has none: say how many --trials"),
-        ("--vary num-epochs=1,2 --sampler grid --trials 2", "--sampler grid makes every combination: leave --trials"),
+        ("--vary eval-every=1,2 --vary eval_every=3", "--vary eval-every is given twice"),
+        ("--vary seed=1,2", "--vary seed: this option must be the same in all trials. Set it with --seed."),
+        ("--vary at-once=1,2", "--vary at-once: this option must be the same in all trials"),
+        ("--vary learning-rate=1e-3..1e-2", "learning-rate has a range, but a grid needs lists. Give the number of"),
+        ("--vary num-epochs=1,2 --sampler grid --trials 2", "--sampler grid tries all combinations: leave --trials"),
         ("--vary num-epochs=1,2 --sampler tpe", "--sampler tpe needs --trials, at least 1, got None."),
-        ("--vary num-epochs=1,2 --seeds 1-", "--seeds is 1-5, or 1,2,7, got '1-'."),
-        ("--vary num-epochs=1,2 --stop-at 9", "--stop-at is of one run; rlframe sweep makes several."),
-        ("--vary network.hidden=1..3 --network mlp --trials 1", "network.hidden has a range, and is no number"),
-        ("--vary anneal-clip=1..2 --trials 1", "--vary anneal-clip is a switch: its values are True,False."),
+        ("--vary num-epochs=1,2 --seeds 1-", "--seeds must look like 1-5 or 1,2,7, got '1-'."),
+        ("--vary num-epochs=1,2 --stop-at 9", "--stop-at is only for a single run, but rlframe sweep starts several."),
+        ("--vary network.hidden=1..3 --network mlp --trials 1", "network.hidden has a range but is not a number"),
+        ("--vary anneal-clip=1..2 --trials 1", "--vary anneal-clip is a switch: its values must be True,False."),
         (
             "--vary learning-rate=1,2 --agent grpo",
-            "rlframe sweep compares returns, and a run of --agent grpo has none.",
+            "rlframe sweep compares returns, but runs of --agent grpo have none.",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tmp_path, capfd):
+def test_invalid_sweep_is_refused_before_files_are_created(arguments, why, tmp_path, capfd):
     folder = tmp_path / "sweep"
     assert main(["sweep", "--quiet", "--run-dir", str(folder), *arguments.split()]) == 2
     assert why in capfd.readouterr().err
@@ -136,13 +139,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_made(arguments, why, tm
 
 
 @pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
-def test_a_trial_of_one_seed_has_no_spread(returns, spread, capfd):
+def test_trial_with_one_seed_has_no_spread(returns, spread, capfd):
     row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
     cli_sweep._print_table([VariedOption("num-epochs", ("4",))], [row])
     assert capfd.readouterr().err.splitlines()[1].split() == ["2", "20.0", *spread, "4"]
 
 
-def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path, capfd):
+def test_grid_tries_every_combination_and_reports_the_best(sweep, tmp_path, capfd):
     folder = tmp_path / "sweep"
     arguments = ["--vary", "learning-rate=1e-3,1e-4", "--vary", "network.hidden=8,4 4", "--network", "mlp"]
     arguments += ["--seeds", "3,5", "--at-once", "2", "--run-dir", str(folder)]
@@ -161,20 +164,20 @@ def test_a_grid_makes_every_combination_and_says_which_was_best(sweep, tmp_path,
     ]
     result = folder / "trial-2" / "seed-3" / "result.json"
     written = result.stat().st_mtime_ns
-    assert sweep("--resume", "--run-dir", str(folder))[1] == said  # all are over
+    assert sweep("--resume", "--run-dir", str(folder))[1] == said  # all trials have already finished
     assert result.stat().st_mtime_ns == written
     assert "exists already. Choose another --run-dir" in sweep(*arguments)[2]
     for change in (["--num-epochs", "7"], ["--vary", "num-epochs=1,2"], ["--seeds", "1"]):
         assert "A resumed sweep keeps its options" in sweep("--resume", "--run-dir", str(folder), *change)[2]
     assert main(["train", "--resume", "--run-dir", str(folder)]) == 2
     runs = ", ".join(f"{folder}/trial-{trial}/seed-{seed}" for trial, seed in ((0, 3), (0, 5), (1, 3), (1, 5), (2, 3)))
-    assert f"{folder} holds the runs of a sweep: {runs} and 3 more." in capfd.readouterr().err
+    assert f"{folder} contains the runs of a sweep: {runs} and 3 more." in capfd.readouterr().err
     with RunLock(folder):
-        assert "wait for its end, stop it, or have it ended" in sweep("--resume", "--run-dir", str(folder))[2]
+        assert "Wait for its end, stop it, or take over" in sweep("--resume", "--run-dir", str(folder))[2]
 
 
 @pytest.mark.system
-def test_a_sweep_that_is_gone_on_with_draws_as_one_that_was_not_interrupted(sweep, tmp_path):
+def test_resumed_sweep_draws_the_same_values_as_an_uninterrupted_one(sweep, tmp_path):
     arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--vary", "num-epochs=2..9", "--vary", "discount=0..0.5"]
     _, whole, err = sweep(*arguments, "--quiet", "--trials", "5", "--run-dir", str(tmp_path / "whole"))
     assert err == ""
@@ -190,7 +193,7 @@ def test_a_sweep_that_is_gone_on_with_draws_as_one_that_was_not_interrupted(swee
 
 
 @pytest.mark.system
-def test_tpe_looks_where_trials_were_good(sweep, tmp_path):
+def test_tpe_finds_better_values_than_random_sampling(sweep, tmp_path):
     def late(sampler: str) -> float:
         folder = str(tmp_path / sampler)
         arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--trials", "25", "--sampler", sampler, "--quiet"]
@@ -200,14 +203,14 @@ def test_tpe_looks_where_trials_were_good(sweep, tmp_path):
     assert late("tpe") > late("random") + 0.5
 
 
-def test_each_run_of_a_trial_is_said_whichever_ends_last(sweep, tmp_path):
+def test_end_of_each_run_of_a_trial_is_printed(sweep, tmp_path):
     vary = ["--vary", "learning-rate=0.25", "--seeds", "1-2", "--at-once", "2"]
     _, said, err = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))
     lines = [line.partition(":")[0] for line in err.splitlines() if line.startswith("trial 0, ")]
     assert lines == ["trial 0, seed 1", "trial 0, seed 2"] and len(said["best"]["returns"]) == 2
 
 
-def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(sweep, tmp_path):
+def test_failed_trial_is_reported_and_the_sweep_continues(sweep, tmp_path):
     folder = tmp_path / "sweep"
     code, said, err = sweep("--vary", "learning-rate=1e-3,1,1e-2", "--seeds", "1-2", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [0, 2, 1]
@@ -217,7 +220,7 @@ def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(sweep, tmp_path):
     assert not (folder / "trial-1" / "logs" / "seed-2.log").exists()
 
 
-def test_what_else_runs_of_a_trial_that_fails_is_stopped(sweep, tmp_path):
+def test_other_runs_of_a_failed_trial_are_stopped(sweep, tmp_path):
     folder = tmp_path / "sweep"
     vary = ["--vary", "learning-rate=1e-3,0.75", "--seeds", "1-2", "--at-once", "2"]
     _, said, _ = sweep(*vary, "--run-dir", str(folder))
@@ -225,19 +228,19 @@ def test_what_else_runs_of_a_trial_that_fails_is_stopped(sweep, tmp_path):
     assert (folder / "trial-1" / "logs" / "seed-2.log").exists() and not (folder / "trial-1" / "seed-2").exists()
 
 
-def test_a_combination_that_train_refuses_is_a_trial_that_fails(sweep, tmp_path):
+def test_combination_that_train_refuses_is_a_failed_trial(sweep, tmp_path):
     vary = ["--vary", "topology=single_process,heavy_env", "--vary", "num-actors=2,4"]
     _, said, _ = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))
     assert [row["trial"] for row in said["trials"]] == [0, 2, 3, 1]
     assert said["trials"][3]["failed"].startswith("num_actors=4 is for the topology heavy_env")
 
 
-def test_a_sweep_whose_first_trial_fails_ends_and_says_why(sweep, tmp_path):
+def test_sweep_ends_with_an_error_if_its_first_trial_fails(sweep, tmp_path):
     folder = tmp_path / "sweep"
     vary = ["--vary", "normalize-observations=True,false", "--vary", "learning-rate=1,1e-3"]
     code, said, err = sweep(*vary, "--run-dir", str(folder))
     assert code == 1 and said is None
-    assert "No trial has ended well, and trial 0 failed: seed 1 ended with exit code 1; see " in err
+    assert "Trial 0 failed, and no trial has succeeded before: seed 1 ended with exit code 1; see " in err
     assert err.endswith("rlframe: The loss was not finite.\n") and not (folder / "trial-1").exists()
     code, said, err = sweep("--resume", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [1, 3, 0, 2]
@@ -246,7 +249,7 @@ def test_a_sweep_whose_first_trial_fails_ends_and_says_why(sweep, tmp_path):
 
 
 @pytest.mark.system
-def test_a_sweep_that_is_killed_goes_on_with_the_trial_under_way(tmp_path):
+def test_killed_sweep_resumes_its_unfinished_trial(tmp_path):
     folder = tmp_path / "sweep"
     command = [sys.executable, "-m", "rlframe", "sweep"]
     arguments = [*QUICK[1:], "--steps", "3000000", "--checkpoint-every", "2000", "--vary", "learning-rate=1e-3,1e-4"]
@@ -259,7 +262,7 @@ def test_a_sweep_that_is_killed_goes_on_with_the_trial_under_way(tmp_path):
         process.kill()
         process.communicate()
     process = subprocess.Popen([*command, "--resume", "--run-dir", str(folder)], stderr=subprocess.PIPE)
-    try:  # the run that the dead one left is taken over; Ctrl-C has it save
+    try:  # the sweep takes over the run that the killed sweep left; on Ctrl-C, the run saves
         wait_until(lambda: "SIGTERM" in (folder / "trial-0" / "logs" / "seed-1.log").read_text(), seconds=60.0)
         rows = (begun / "metrics.jsonl").stat().st_size
         wait_until(lambda: (begun / "metrics.jsonl").stat().st_size > rows, seconds=60.0)
@@ -267,14 +270,14 @@ def test_a_sweep_that_is_killed_goes_on_with_the_trial_under_way(tmp_path):
         _, err = process.communicate(timeout=60.0)
     finally:
         process.kill()
-    assert process.returncode == 130 and f"Go on: rlframe sweep --resume --run-dir {folder}" in err.decode()
+    assert process.returncode == 130 and f"Resume with: rlframe sweep --resume --run-dir {folder}" in err.decode()
     result = json.loads((begun / "result.json").read_text())
     assert result["env_steps"] > 0 and result["return_mean"] is None
     assert not (folder / "trial-1").exists() and not running(begun)
 
 
 @pytest.mark.system
-def test_a_sweep_of_real_runs_finds_the_learning_rate_that_learns(tmp_path, capfd):
+def test_sweep_of_real_runs_finds_the_better_learning_rate(tmp_path, capfd):
     folder = tmp_path / "sweep"
     arguments = ["--vary", "learning-rate=1e-9,1e-3", "--at-once", "2", "--run-dir", str(folder)]
     assert main(["sweep", "--json", *arguments]) == 0

@@ -1,4 +1,4 @@
-"""Which CPU options a function gets, and that they change nothing but speed."""
+"""The CPU compiler options of functions. They change only the speed, not the results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def convolve(image):
 
 
 def options_of(monkeypatch, function, differentiates, *args):
-    """The compiler options that the last call of `jax.jit` got."""
+    """Return the compiler options in the last call of `jax.jit`."""
     seen, real = [], jax.jit
-    compilation.jit(function, differentiates=differentiates)(*args)  # lets the check of the options run first
+    compilation.jit(function, differentiates=differentiates)(*args)  # checks the options, which also calls `jax.jit`
 
     def spy(f, **kwargs):
         seen.append(kwargs.get("compiler_options"))
@@ -38,12 +38,12 @@ def loop(function):
 
 
 def product(width):
-    """Of two matrices [width, width]: 2 width^3 operations."""
+    """Return a function that multiplies two matrices [width, width], with 2 width^3 operations."""
     return lambda x: x + (jnp.ones((width, width)) @ jnp.full((width, width), x.sum()))[0, 0]
 
 
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
-# XLA has dropped the older runtime, and with it came another scheduler.
+# Newer versions of XLA have no older runtime, but another scheduler.
 OLD = jax.__version_info__ < (0, 6)
 NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 NOT_SMALL = {} if OLD else NEW_RUNTIME
@@ -66,7 +66,7 @@ def of_numpy(image):
 
 
 def unrolled(image):
-    """The update of a recurrent network: a loop over steps, and one back."""
+    """An update like that of a recurrent network: one loop forward over steps, one backward."""
     return jax.grad(lambda x: loop(lambda x: jnp.tanh(x @ x))(x).sum())(image)
 
 
@@ -77,13 +77,13 @@ def unrolled(image):
         (jnp.sum, True, SMALL),
         (convolve, False, NOT_SMALL),
         (convolve, True, None),
-        (jax.jit(convolve), True, None),  # found inside an inner function too
+        (jax.jit(convolve), True, None),  # a convolution in an inner function
         (loop(lambda x: x @ x), True, SMALL),
         (
             loop(lambda x: loop(lambda x: x + x)(x) @ x),
             True,
             SMALL,
-        ),  # returns or advantages, in a loop over minibatches
+        ),  # like a scan for advantages in a loop over minibatches
         (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
         (loop(lambda x: x + x), False, {**NOT_SMALL, **ONE_THREAD}),
         (lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, x), True, NOT_SMALL),
@@ -101,12 +101,12 @@ def unrolled(image):
         (jnp.linalg.inv, False, {**NOT_SMALL, **ONE_THREAD}),
     ],
 )
-def test_options_follow_from_what_is_computed(monkeypatch, function, differentiates, expected):
+def test_compiler_options_depend_on_the_operations(monkeypatch, function, differentiates, expected):
     assert options_of(monkeypatch, function, differentiates, IMAGE) == expected
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
-def test_a_batch_too_large_for_the_older_runtime_has_the_function_compiled_for_the_default_one(monkeypatch):
+def test_large_batch_is_compiled_for_the_default_runtime(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     seen, real = [], jax.jit
     monkeypatch.setattr(
@@ -118,14 +118,14 @@ def test_a_batch_too_large_for_the_older_runtime_has_the_function_compiled_for_t
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
-def test_what_was_compiled_for_the_older_runtime_never_takes_a_large_batch(monkeypatch):
+def test_function_for_the_older_runtime_refuses_a_large_batch(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     small, large = np.ones((1, 256), np.float32), np.ones((256, 256), np.float32)
     function(small)
-    older = function._jitted  # another thread may still hold it
+    older = function._jitted  # another thread may still use it
     function(large)
     assert function._jitted is not older
-    with pytest.raises(compilation._NotSmallError):
+    with pytest.raises(compilation._UnsuitableShapesError):
         older(large)
     newer = function._jitted
     monkeypatch.setattr(function, "_jitted", older)
@@ -134,7 +134,7 @@ def test_what_was_compiled_for_the_older_runtime_never_takes_a_large_batch(monke
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
-def test_threads_that_call_at_the_same_time_compile_once_for_each_runtime(monkeypatch):
+def test_concurrent_calls_compile_once_for_each_runtime(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     function(np.ones((1, 256), np.float32))
     chosen, begin, choose = [], threading.Barrier(4, timeout=60.0), function._choose
@@ -151,7 +151,7 @@ def test_threads_that_call_at_the_same_time_compile_once_for_each_runtime(monkey
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
 @pytest.mark.parametrize("agent", ["ppo", "dqn"])
-def test_what_the_presets_for_cartpole_compute_is_small(monkeypatch, tmp_path, agent):
+def test_cartpole_presets_suit_the_older_runtime(monkeypatch, tmp_path, agent):
     found, real = [], compilation.suits_older_runtime
 
     def spy(jaxpr, differentiates):
@@ -163,20 +163,20 @@ def test_what_the_presets_for_cartpole_compute_is_small(monkeypatch, tmp_path, a
     assert set(found) == {(False, True), (True, True)}
 
 
-def test_an_option_that_is_refused_takes_no_other_with_it(monkeypatch):
+def test_unsupported_compiler_option_is_dropped_alone(monkeypatch):
     monkeypatch.setattr(compilation, "_ONE_BY_ONE", {"xla_no_such_option": True})
     monkeypatch.setattr(compilation, "_OLDER_RUNTIME", {"xla_no_such_option": False})
     assert options_of(monkeypatch, jnp.sum, False, IMAGE) == {"xla_cpu_multi_thread_eigen": False}
 
 
-def test_a_convolution_in_a_loop_is_found(monkeypatch):
+def test_convolution_in_a_loop_is_found(monkeypatch):
     def loop(image):
         return jax.lax.scan(lambda total, _: (total + convolve(image).sum(), None), 0.0, None, length=2)[0]
 
     assert options_of(monkeypatch, loop, True, IMAGE) is None
 
 
-def test_results_and_donation_are_those_of_jax_jit():
+def test_jit_has_the_results_and_donation_of_jax_jit():
     function = compilation.jit(lambda x, y: x + y, donate_argnums=(0,), differentiates=True)
     donated = jnp.ones(3)
     np.testing.assert_array_equal(function(donated, 2.0), [3.0, 3.0, 3.0])

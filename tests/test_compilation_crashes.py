@@ -1,4 +1,4 @@
-"""No size of layers, observations or batches ends the process. Each case runs in a process of its own."""
+"""No size of layers, observations or batches crashes the process. Each case runs in a separate process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def act_and_learn(**case: Any) -> None:
-    # With this variable XLA compiles other code than users get.
+    # With this variable, XLA would compile other code than for users.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     command = [sys.executable, "-m", "tests.act_and_learn", json.dumps(case)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr)
 
 
-def test_one_environment_of_large_images_acts_and_so_does_a_policy_that_learned_from_eight():
+def test_agent_acts_on_one_large_image_and_learns_from_eight():
     act_and_learn(shape=[210, 160, 3], batches=[1, 8], learn=[8])
 
 
-def test_a_layer_of_150528_inputs_acts_and_learns():
+def test_layer_with_150528_inputs_acts_and_learns():
     act_and_learn(shape=[150528], layers=[64], batches=[1, 2], learn=[2])
 
 

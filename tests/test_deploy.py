@@ -1,4 +1,4 @@
-"""Queues of runs, and what they run in: the files of deploy/ for Slurm, Kubernetes, Ray and Docker."""
+"""The files in deploy/: job scripts for Slurm, Kubernetes and Ray, and the Docker image."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ ENDLESS += ["100", "--log-every", "100", "--eval-episodes", "1", "--quiet"]
 
 
 class Queue:
-    """Runs the body of a queue's script as the queue would, on a folder of runs.
+    """Simulates a job queue: runs its job script on a folder of runs.
 
     Args:
-        path: of the folder.
-        command: the script, with what comes before the run's options.
-        env: what the queue sets.
+        path: the folder of runs.
+        command: the job script, with the arguments before the run's options.
+        env: environment variables that the queue sets.
 
     Attributes:
-        env: the environment of what it starts.
+        env: environment variables of the started jobs.
     """
 
     def __init__(self, path: pathlib.Path, command: list[str], env: dict[str, str]) -> None:
@@ -49,17 +49,17 @@ class Queue:
         self._started: list[subprocess.Popen] = []
 
     def replace_rlframe(self, script: str) -> None:
-        """Has the command `rlframe` be this."""
+        """Replace the command `rlframe` with this script."""
         self.add("rlframe", script)
 
     def add(self, name: str, script: str) -> None:
-        """Has the command of that name be this."""
+        """Define a command for the jobs."""
         path = self._commands / name
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
 
     def has_nodes(self, count: int) -> None:
-        """Has the queue give the run so many nodes, which are all this machine."""
+        """Simulate a job with `count` nodes, all on this machine."""
         self.env |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": str(count), "SLURM_CPUS_PER_TASK": "2"}
         self.env["SLURMD_NODENAME"] = "node-1"
         self.add("python", f'exec "{sys.executable}" "$@"')
@@ -71,13 +71,13 @@ class Queue:
         return self._started[-1]
 
     def begins(self, *options: str) -> subprocess.Popen:
-        """Starts one, and waits until its run has written a row."""
+        """Start a job, and wait until its run has written a row."""
         process = self.start(*options)
         wait_until(lambda: self.steps() > 0)
         return process
 
     def steps(self) -> int:
-        """Environment steps of the newest row."""
+        """Return the environment steps in the newest row."""
         metrics = self.run_dir / "metrics.jsonl"
         rows = (
             [line for line in metrics.read_text().splitlines(True) if line.endswith("\n")] if metrics.exists() else []
@@ -85,11 +85,11 @@ class Queue:
         return json.loads(rows[-1])["step"] if rows else 0
 
     def saved(self) -> list[int]:
-        """The steps of the checkpoints that there are."""
+        """Return the steps of the existing checkpoints."""
         return sorted(int(each.name) for each in (self.run_dir / "checkpoints").glob("*") if each.name.isdigit())
 
     def close(self) -> None:
-        """Leaves no process behind, whatever a test found."""
+        """Kill the processes that are still running."""
         for process in self._started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def slurm(tmp_path: pathlib.Path) -> Iterator[Queue]:
 
 @pytest.fixture(params=["kubernetes", "ray"])
 def replacing(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Queue]:
-    """A queue that starts the same command again."""
+    """A queue that restarts a job with the same command."""
     if request.param == "ray":
         command, env = ["bash", str(DEPLOY / "ray/train.sh"), "ppo", "7"], {}
     else:
@@ -120,16 +120,16 @@ def replacing(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> Iterato
 
 
 def job() -> dict:
-    """The Job of deploy/kubernetes."""
+    """Return the Job in deploy/kubernetes."""
     yaml = pytest.importorskip("yaml")
     _, found = yaml.safe_load_all((DEPLOY / "kubernetes/job.yaml").read_text())
     return found
 
 
 @pytest.mark.system
-def test_slurm_queues_a_run_again_whose_time_is_up_and_it_goes_on(slurm):
+def test_slurm_run_is_requeued_at_its_time_limit_and_resumes(slurm):
     process = slurm.begins()
-    for _ in range(2):  # the second one must not end it unsaved
+    for _ in range(2):  # the second signal must not end the run without saving
         os.kill(process.pid, signal.SIGUSR1)
     assert process.wait(120.0) == 128 + signal.SIGTERM
     assert slurm.requeued.read_text() == "requeue 41_7\n"
@@ -138,11 +138,11 @@ def test_slurm_queues_a_run_again_whose_time_is_up_and_it_goes_on(slurm):
     again = slurm.start("--stop-at", str(before + 500))
     assert again.wait(240.0) == 0
     assert json.loads((slurm.run_dir / "result.json").read_text())["env_steps"] >= before + 500
-    assert slurm.saved()[-1] > before and slurm.requeued.read_text() == "requeue 41_7\n"  # it is done
+    assert slurm.saved()[-1] > before and slurm.requeued.read_text() == "requeue 41_7\n"  # not requeued again
 
 
 @pytest.mark.system
-def test_a_run_that_slurm_cancels_saves_and_is_not_queued_again(slurm):
+def test_run_cancelled_by_slurm_saves_and_is_not_requeued(slurm):
     process = slurm.begins()
     os.killpg(process.pid, signal.SIGTERM)  # `scancel` sends it to all processes of the job
     assert process.wait(120.0) == 128 + signal.SIGTERM
@@ -150,7 +150,7 @@ def test_a_run_that_slurm_cancels_saves_and_is_not_queued_again(slurm):
 
 
 @pytest.mark.parametrize("code, requeued", [(0, False), (1, True), (2, False)])
-def test_slurm_queues_a_run_again_unless_it_was_done_or_its_options_are_wrong(slurm, code, requeued):
+def test_slurm_script_requeues_unless_the_run_is_done_or_has_wrong_options(slurm, code, requeued):
     slurm.replace_rlframe(f"trap 'exit {code}' TERM; touch $RUNS/began; while :; do sleep 0.05; done")
     process = slurm.start()
     wait_until((slurm.run_dir.parent / "began").exists)
@@ -158,7 +158,7 @@ def test_slurm_queues_a_run_again_unless_it_was_done_or_its_options_are_wrong(sl
     assert process.wait(120.0) == code and slurm.requeued.exists() == requeued
 
 
-def test_slurm_gives_a_run_of_several_nodes_a_ray_and_ends_it(slurm):
+def test_slurm_script_starts_and_stops_ray_for_several_nodes(slurm):
     needs("ray")
     slurm.has_nodes(3)
     runs = slurm.run_dir.parent
@@ -179,7 +179,7 @@ def test_slurm_gives_a_run_of_several_nodes_a_ray_and_ends_it(slurm):
 
 
 @pytest.mark.system
-def test_a_run_of_several_nodes_trains_on_slurm_s_and_leaves_no_ray(slurm):
+def test_slurm_run_on_several_nodes_trains_and_stops_ray(slurm):
     needs("ray")
     slurm.has_nodes(2)
     slurm.add("ray", f'exec "{sys.executable}" -m ray.scripts.scripts "$@"')
@@ -194,7 +194,7 @@ def test_a_run_of_several_nodes_trains_on_slurm_s_and_leaves_no_ray(slurm):
 
 
 def cmdline(process: psutil.Process) -> list[str]:
-    """What a process was started with; nothing where it has gone."""
+    """Return the command line of a process; empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -202,7 +202,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.system
-def test_a_run_that_was_killed_before_it_had_saved_begins_again(replacing):
+def test_run_killed_before_its_first_checkpoint_restarts(replacing):
     process = replacing.start()
     wait_until((replacing.run_dir / "config.json").exists)
     os.killpg(process.pid, signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_a_run_that_was_killed_before_it_had_saved_begins_again(replacing):
     assert json.loads((replacing.run_dir / "config.json").read_text())["experiment"]["seed"] == 7
 
 
-def test_the_job_is_one_that_kubernetes_takes():
+def test_kubernetes_job_is_valid():
     kubernetes = import_or_skip("kubernetes", "pip install 'rlframe[test]'")
     import yaml
 
@@ -222,9 +222,9 @@ def test_the_job_is_one_that_kubernetes_takes():
     claim, found = documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/job.yaml").read_text()))
     for document in documents:
         parsed = getattr(kubernetes.client, f"V1{document['kind']}").from_dict(document)
-        assert client.sanitize_for_serialization(parsed) == document  # every field is known
+        assert client.sanitize_for_serialization(parsed) == document  # no unknown fields
     spec, pod = found["spec"], found["spec"]["template"]["spec"]
-    # What the API server demands of such Jobs.
+    # Requirements of the API server for indexed Jobs.
     assert spec["completionMode"] == "Indexed" and spec["maxFailedIndexes"] <= spec["completions"]
     assert pod["restartPolicy"] == "Never" and spec["podReplacementPolicy"] == "Failed"
     (container,) = pod["containers"]
@@ -236,16 +236,16 @@ def test_the_job_is_one_that_kubernetes_takes():
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == [runs]
 
 
-def test_the_environment_of_a_ray_job_is_one_that_ray_takes():
+def test_runtime_environment_is_valid_for_ray():
     pytest.importorskip("ray")
     import yaml
     from ray.runtime_env import RuntimeEnv
 
     given = yaml.safe_load((DEPLOY / "ray/runtime-env.yaml").read_text())
-    assert RuntimeEnv(**given).env_vars() == given["env_vars"]  # it checks types and names
+    assert RuntimeEnv(**given).env_vars() == given["env_vars"]  # checks types and names
 
 
-def test_the_ray_job_is_one_that_kuberay_takes():
+def test_ray_job_is_valid_for_kuberay():
     kubernetes = import_or_skip("kubernetes", "pip install 'rlframe[test]'")
     jsonschema = import_or_skip("jsonschema", "pip install 'rlframe[test]'")
     import yaml
@@ -259,13 +259,13 @@ def test_the_ray_job_is_one_that_kuberay_takes():
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         template = group["template"]
         parsed = kubernetes.client.V1PodTemplateSpec.from_dict(template)
-        assert client.sanitize_for_serialization(parsed) == template  # every field is known
+        assert client.sanitize_for_serialization(parsed) == template  # no unknown fields
         (volume,) = template["spec"]["volumes"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         (container,) = template["spec"]["containers"]
         runs = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RUNS"]
         assert [mount["mountPath"] for mount in container["volumeMounts"]] == [runs]
-    # Not one version that is older than its image's, and no option that `rlframe train` refuses.
+    # The Ray version must equal the version in the image. All options must exist in `rlframe train`.
     for name in ("py310", "modern"):
         assert f"ray=={cluster['rayVersion']}" in (ROOT / f"constraints/{name}.txt").read_text().split()
     shell, script, _, seed, *options = spec["entrypoint"].split()
@@ -278,14 +278,14 @@ def test_the_ray_job_is_one_that_kuberay_takes():
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """Options with one value each, which the inventory of `rlframe train` has."""
+    """Parse options with one value each. Check that the inventory contains them."""
     found = dict(zip(arguments[::2], arguments[1::2], strict=True))
     known = (ROOT / "tests/inventory.txt").read_text()
     assert [option for option in found if option not in known] == []
     return found
 
 
-def test_the_image_has_what_its_jobs_run_and_another_user_than_root():
+def test_docker_image_contains_its_scripts_and_has_no_root_user():
     dockerfile_parse = import_or_skip("dockerfile_parse", "pip install 'rlframe[test]'")
     with (DEPLOY / "Dockerfile").open("rb") as file:
         parsed = dockerfile_parse.DockerfileParser(fileobj=file).structure

@@ -1,4 +1,4 @@
-"""Checks of a config's numbers."""
+"""Checks of numbers in a config, and pickling of errors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlframe.trajectories.service.validation import InvalidGroupError
 
 @dataclasses.dataclass
 class Config:
-    """Of a test."""
+    """A config with one number."""
 
     steps: float | None = 1
 
 
 @pytest.mark.parametrize("value", [1, 1.5, None])
-def test_a_number_within_its_bounds_is_left_alone(value):
+def test_number_within_its_bounds_is_accepted(value):
     check_at_least(Config(value), 1, "steps")
     check_above(Config(value), 0, "steps")
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan])
-def test_a_number_beyond_its_bound_is_named(value):
+def test_number_beyond_its_bound_is_refused(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be at least 1, got {value}\.$"):
         check_at_least(Config(value), 1, "steps")
     with pytest.raises(UsageError, match=rf"^Config.steps must be above 0, got {value}\.$"):
@@ -36,12 +36,12 @@ def test_a_number_beyond_its_bound_is_named(value):
 
 
 @pytest.mark.parametrize("value", [0, 0.5, 1, None])
-def test_a_share_is_left_alone(value):
+def test_fraction_is_accepted(value):
     check_fraction(Config(value), "steps")
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
-def test_a_number_that_is_no_share_is_named(value):
+def test_number_outside_0_to_1_is_refused_as_a_fraction(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be in \[0, 1\], got {value}\.$"):
         check_fraction(Config(value), "steps")
 
@@ -58,6 +58,6 @@ def test_a_number_that_is_no_share_is_named(value):
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
-def test_an_error_survives_pickle_with_all_that_it_holds(error: RlframeError, protocol: int) -> None:
+def test_error_pickles_with_its_attributes(error: RlframeError, protocol: int) -> None:
     again = pickle.loads(pickle.dumps(error, protocol))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -1,4 +1,4 @@
-"""The example pages, as a reader would run them: each learns, and leaves nothing behind."""
+"""The example scripts, run like a reader would: each learns and leaves no process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# CartPole's limit is 500, and random actions return about 22. All seeds of these presets end near 500 (their tables
-# say which were tried), so what falls back, as IMPALA did without Adam's epsilon (168.9), is below this.
+# CartPole's maximum return is 500, and random actions have about 22. All tested seeds of these presets end near 500. A
+# run whose return drops again, like IMPALA without its Adam epsilon (168.9), ends below this limit.
 LEARNED = 400.0
 
 
@@ -37,7 +37,7 @@ def launchpad() -> None:
 
 
 def run(*command: str, returncode: int = 0, cwd: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
-    # What learns for long is compiled as a reader's is.
+    # Long training needs XLA's optimizations, as in a reader's process.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == returncode, done.stdout + done.stderr
@@ -46,51 +46,51 @@ def run(*command: str, returncode: int = 0, cwd: pathlib.Path = ROOT) -> subproc
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", ["single_process", "async_env"])
-def test_a_script_of_one_process_learns(page: str):
+def test_single_process_script_learns(page: str):
     done = run(f"examples/{page}.py")
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env", "light_env"])
-def test_a_callback_stops_a_solved_run_whose_policy_is_loaded_in_every_topology(tmp_path: pathlib.Path, topology: str):
+def test_callback_stops_a_solved_run_in_every_topology(tmp_path: pathlib.Path, topology: str):
     done = run(str(ROOT / "examples/stop_when_solved.py"), topology, cwd=tmp_path)
     assert re.findall(r"^stopped by (\w+) after", done.stdout, re.MULTILINE) == ["callback"]
     assert "first action: True" in done.stdout
-    # In programs of several processes the learner went on while the policy that reached 475 was evaluated.
+    # With several processes, the learner continues during the evaluation that reaches 475, so the final return differs.
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
 
 
 @pytest.mark.system
-def test_a_replay_store_of_ones_own_keeps_its_promises_and_an_agent_learns_from_it():
+def test_custom_replay_store_passes_its_checks_and_an_agent_learns():
     done = run("examples/custom_replay_store.py")
     assert "ListReplay passed all checks" in done.stdout
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= 100  # 22 untrained
 
 
 @pytest.mark.system
-def test_the_agent_in_one_file_learns(tmp_path: pathlib.Path):
+def test_agent_in_one_file_learns(tmp_path: pathlib.Path):
     page = (ROOT / "examples/custom_agent.py").read_text()
     command = re.findall(r"^rlframe (train .*)$", page, re.MULTILINE)[0].split()
     run("-m", "rlframe", *command, "--eval-every", "25000", "--quiet", "--run-dir", str(tmp_path / "run"))
     rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    # Not the last one: a policy gradient may fall back after it has solved the task.
+    # The maximum, because the return of a policy gradient may drop after it has solved the task.
     assert max(row["return_mean"] for row in rows if "return_mean" in row) >= LEARNED
 
 
 @pytest.mark.system
 @pytest.mark.usefixtures("launchpad")
 @pytest.mark.parametrize("page", ["heavy_env", "light_env", "distributed"])
-def test_a_topology_learns_under_plain_launchpad_and_stops_cleanly(page: str):
+def test_plain_launchpad_program_learns_and_stops_cleanly(page: str):
     done = run(f"examples/{page}.py")
     returns = [float(value) for value in re.findall(r"return +([\d.]+) after", done.stdout + done.stderr)]
     assert returns[-1] >= LEARNED, done.stdout + done.stderr
-    assert "Killing" not in done.stdout + done.stderr  # which is how Launchpad ends nodes that do not stop
+    assert "Killing" not in done.stdout + done.stderr  # Launchpad prints this for nodes that do not stop
 
 
 @pytest.mark.system
 @pytest.mark.usefixtures("launchpad")
-def test_a_coordinator_made_by_hand_learns_and_leaves_no_process():
+def test_example_coordinator_learns_and_leaves_no_process():
     done = run("examples/elastic.py")
     assert "RUNNING → DRAINING" in done.stdout
     returns = re.findall(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)
@@ -99,7 +99,7 @@ def test_a_coordinator_made_by_hand_learns_and_leaves_no_process():
 
 @pytest.mark.system
 @pytest.mark.usefixtures("launchpad")
-def test_a_commander_of_ones_own_gives_each_collector_its_exploration_and_makes_the_environment_harder():
+def test_custom_commander_sets_exploration_and_environment_difficulty():
     done = run("examples/elastic_curriculum.py")
     told = re.findall(
         r"^collector/(\d) is assigned (collect/\d+), attempt 0 with gravity (\S+), epsilon (\S+)\.$", done.stdout, re.M
@@ -117,7 +117,7 @@ def test_a_commander_of_ones_own_gives_each_collector_its_exploration_and_makes_
 
 @pytest.mark.system
 @pytest.mark.usefixtures("launchpad")
-def test_a_coordinator_made_by_hand_says_why_its_job_failed(tmp_path: pathlib.Path):
+def test_example_coordinator_reports_why_its_job_failed(tmp_path: pathlib.Path):
     code = (
         "import dataclasses, sys; sys.path.insert(0, 'examples'); import elastic; preset = elastic.preset; "
         "diverges = dataclasses.replace(preset.agent_config, learning_rate=1e38); "
@@ -131,12 +131,12 @@ def test_a_coordinator_made_by_hand_says_why_its_job_failed(tmp_path: pathlib.Pa
 @pytest.mark.system
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("launchpad")
-def test_a_language_model_learns_from_services_started_by_hand(tmp_path: pathlib.Path):
+def test_language_model_learns_with_separately_started_services(tmp_path: pathlib.Path):
     llm, folder = ROOT / "examples/llm", tmp_path / "by-hand"
     service, learner, policy = (free_port() for _ in range(3))
     page = (llm / "learner.py").read_text()
     own = {"localhost:8000": f"localhost:{service}", "7000": str(learner), "runs/by-hand": str(folder), "500": "100"}
-    for there, here in own.items():  # ports and a folder of this test, and fewer updates
+    for there, here in own.items():  # use this test's ports and folder, and fewer updates
         assert page.count(there) >= 1
         page = page.replace(there, here)
     (tmp_path / "learner.py").write_text(page)
@@ -169,7 +169,8 @@ def test_a_language_model_learns_from_services_started_by_hand(tmp_path: pathlib
         row["reward"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "reward" in row
     ]
     assert len(rewards) == 100
-    # Single updates differ by 0.05, means of 20 by 0.01, and 200 updates gain 0.12 to 0.31 (docs/results.md).
+    # Noise: 0.05 between single updates, 0.01 between means of 20. In 200 updates, the reward increases by 0.12 to 0.31
+    # (docs/results.md).
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.03, rewards
 
 

@@ -1,4 +1,4 @@
-"""What is said where a package of an extra is missing, or broken; and which extra each import is of."""
+"""Errors for missing and broken optional packages, and the extra of each import."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from rlframe.errors import UsageError
 from tests import hiding
 from tests.extras import needs
 
-NOT_IMPORTED = {"all", "cuda", "gpu", "lint", "test"}  # extras of which the package itself imports nothing
+NOT_IMPORTED = {"all", "cuda", "gpu", "lint", "test"}  # extras whose packages rlframe does not import
 PACKAGE = pathlib.Path(rlframe.__file__).parent
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Writes a package `rlframe_broken`, of an extra `fake`: its `__init__.py`, or None for a folder without one."""
+    """Return a function that writes the package `rlframe_broken` of an extra `fake`.
+
+    The argument is the text of its `__init__.py`, or None for a folder without this file.
+    """
     monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_broken", "rlframe_absent"))
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -33,7 +36,7 @@ def package(tmp_path, monkeypatch):
     sys.modules.pop("rlframe_broken", None)
 
 
-def test_what_is_missing_is_said_with_who_asked_and_how_to_get_it(monkeypatch):
+def test_missing_extra_error_has_the_option_and_the_install_command(monkeypatch):
     monkeypatch.setattr(extras, "_MINOR", 10)
     assert str(extras.missing_extra_error("--topology heavy_env", "launchpad")) == (
         "--topology heavy_env needs the extra 'launchpad': pip install 'rlframe[launchpad]'"
@@ -45,20 +48,20 @@ def test_what_is_missing_is_said_with_who_asked_and_how_to_get_it(monkeypatch):
     assert extras.missing_extra_error("x", "wandb").exit_code == 2
 
 
-def test_an_extra_without_a_wheel_for_this_python_names_what_does_its_work(monkeypatch):
+def test_extra_without_a_wheel_names_an_alternative(monkeypatch):
     monkeypatch.setattr(extras, "_MINOR", 13)
     assert str(extras.missing_extra_error("--engine launchpad", "launchpad", "trajectories")) == (
         "--engine launchpad needs the extra 'launchpad', which has no wheel for Python 3.13: use "
-        "Python 3.10, or in its place --engine local, on one machine"
+        "Python 3.10, or instead --engine local, on one machine"
     )
     assert str(extras.missing_extra_error("--env dm_control:x", "dm_control")) == (
         "--env dm_control:x needs the extra 'dm_control', which has no wheel for Python 3.13: use "
-        "Python 3.12, or in its place an EnvPool task such as CartpoleSwingup-v1"
+        "Python 3.12, or instead an EnvPool task such as CartpoleSwingup-v1"
     )
     assert str(extras.missing_extra_error("--wandb", "wandb")).endswith("pip install 'rlframe[wandb]'")
 
 
-def test_what_does_without_is_said_where_only_the_last_is_missing(monkeypatch):
+def test_alternative_is_named_only_if_the_last_extra_is_missing(monkeypatch):
     monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_absent",))
     monkeypatch.setitem(extras.MODULES, "there", ("json",))
     with pytest.raises(UsageError, match=r"^It needs the extra 'fake': pip install 'rlframe\[fake\]', or not$"):
@@ -67,7 +70,7 @@ def test_what_does_without_is_said_where_only_the_last_is_missing(monkeypatch):
         extras.require("It", "fake", "there", otherwise="or not")
 
 
-def test_a_module_that_is_not_there_is_missing(package):
+def test_missing_module_is_reported_with_its_extra(package):
     with (
         pytest.raises(UsageError, match="^Something needs the extra 'fake': pip install"),
         extras.explain_import_error("Something", "fake"),
@@ -75,7 +78,7 @@ def test_a_module_that_is_not_there_is_missing(package):
         import rlframe_absent  # noqa: F401
 
 
-def test_a_folder_that_has_the_name_of_a_package_is_no_package(package):
+def test_folder_without_init_is_not_a_package(package):
     package(None)
     assert not extras.has("rlframe_broken")
 
@@ -88,7 +91,7 @@ def test_a_folder_that_has_the_name_of_a_package_is_no_package(package):
         ("import a_dependency_of_it", "ModuleNotFoundError: No module named 'a_dependency_of_it'"),
     ],
 )
-def test_a_package_that_is_there_and_does_not_import_is_broken_and_not_missing(package, text, reason):
+def test_package_that_fails_to_import_is_reported_as_broken(package, text, reason):
     package(text)
     with pytest.raises(UsageError) as raised, extras.explain_import_error("Something", "fake"):
         import rlframe_broken  # noqa: F401
@@ -96,7 +99,7 @@ def test_a_package_that_is_there_and_does_not_import_is_broken_and_not_missing(p
     assert str(raised.value).startswith(begins + reason)
 
 
-def test_a_part_that_a_package_lacks_makes_it_broken(package):
+def test_missing_submodule_is_reported_as_broken_package(package):
     package("")
     with (
         pytest.raises(UsageError, match="rlframe_broken, which is installed but cannot be imported"),
@@ -105,7 +108,7 @@ def test_a_part_that_a_package_lacks_makes_it_broken(package):
         import rlframe_broken.part  # noqa: F401
 
 
-def test_a_mistake_of_our_own_is_raised_as_it_is(package):
+def test_import_error_of_another_module_is_raised_unchanged(package):
     with (
         pytest.raises(ModuleNotFoundError, match="no_module_of_ours"),
         extras.explain_import_error("Something", "fake"),
@@ -115,7 +118,7 @@ def test_a_mistake_of_our_own_is_raised_as_it_is(package):
         _ = 1 / 0
 
 
-def test_tests_skip_what_is_missing_and_fail_with_what_is_broken(package, monkeypatch):
+def test_needs_skips_for_missing_and_not_for_broken_packages(package, monkeypatch):
     package("raise AttributeError('damaged')")
     with pytest.raises(pytest.skip.Exception, match="This test needs the extra 'fake': pip install 'rlframe"):
         needs("fake")
@@ -125,7 +128,7 @@ def test_tests_skip_what_is_missing_and_fail_with_what_is_broken(package, monkey
         import rlframe_broken  # noqa: F401
 
 
-def test_every_extra_of_setup_py_is_known_with_modules_that_it_brings():
+def test_extras_table_matches_setup_py():
     of_setup = hiding.setup_arguments()["extras_require"]
     assert set(extras.MODULES) == set(of_setup) - NOT_IMPORTED
     for extra, modules in extras.MODULES.items():
@@ -135,20 +138,20 @@ def test_every_extra_of_setup_py_is_known_with_modules_that_it_brings():
         assert set(modules) <= hiding.visible((extra,)), extra
 
 
-def test_every_import_of_the_package_is_of_the_core_or_of_an_extra():
+def test_every_import_belongs_to_the_core_or_an_extra():
     known = {
         *sys.stdlib_module_names,
         *hiding.visible(()),
         *(name for names in extras.MODULES.values() for name in names),
     }
-    known |= {"rlframe", "ale_py"}  # `--video` of an Atari game says itself where ale_py comes from
-    known.add("gym_notices")  # of the old gym, with which EnvPool's last version for Python 3.10 comes
+    known |= {"rlframe", "ale_py"}  # `--video` has a separate error for a missing ale_py
+    known.add("gym_notices")  # dependency of the old gym, which EnvPool's last version for Python 3.10 needs
     unknown = {(name, str(path)) for path in PACKAGE.rglob("*.py") for name in imported(path) - known}
     assert unknown == set()
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """The top-level modules that a file imports, wherever in it."""
+    """Return the top-level modules that a file imports anywhere."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Every command, topology and replay with the core and each extra alone: it works, or says which extra is missing."""
+"""Every command, topology and replay with only the core or one extra: it works, or names the missing extra."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ GRPO = f"train --quiet --agent grpo --env {hiding.ROOT}/examples/llm/reverse.py:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A command line, and what it needs.
+    """A command line and the extras that it needs.
 
     Attributes:
-        line: without the word `rlframe`; or `import MODULE NAME`.
-        by: what asks for the extras, in the message.
-        needs: extras.
-        otherwise: the end of the message, where only the last of them is missing.
+        line: the command without the word `rlframe`, or `import MODULE NAME`.
+        by: option or feature that needs the extras, in the message.
+        needs: the required extras.
+        otherwise: end of the message if only the last extra is missing.
     """
 
     line: str
@@ -141,7 +141,7 @@ AVAILABLE = [extra for extra in extras.MODULES if extras.has_wheel(extra)]
 
 
 def expected(call: Call, installed: set[str]) -> str | None:
-    """The sentence that says what is missing, None where nothing is."""
+    """Return the error message for missing extras, or None if all are installed."""
     absent = [extra for extra in call.needs if extra not in installed]
     if not absent:
         return None
@@ -150,13 +150,13 @@ def expected(call: Call, installed: set[str]) -> str | None:
 
 
 def installed_with(*names: str) -> set[str]:
-    """The extras all of whose packages are there with the core and these ones: some bring those of others."""
+    """Return the extras that are complete if these extras are installed. An extra may contain packages of others."""
     there = hiding.visible(names)
     return {extra for extra, modules in extras.MODULES.items() if there.issuperset(modules)}
 
 
 def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]]]:
-    """Makes the calls of each extra ("": of the core) in a process that has no other."""
+    """Run the calls of each extra in a process with only this extra ("" means only the core)."""
     asked = {
         extra: {
             "hidden": hiding.environment(*filter(None, [extra]))["RLFRAME_HIDDEN"].split(),
@@ -176,20 +176,20 @@ def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_topology_and_every_replay_of_one_is_tried():
+def test_every_topology_and_replay_has_a_test_case():
     tried = {call.by for call in TOPOLOGIES}
     for topology, replay in itertools.product(registry.TOPOLOGIES["steps"], ("auto", *registry.REPLAYS)):
-        if topology == "single_process":  # of the core
+        if topology == "single_process":  # part of the core
             continue
         try:
             make_experiment(topology=topology, replay=replay)
-        except UsageError:  # it does not keep its experience there
+        except UsageError:  # the topology does not support this replay
             continue
         assert f"--topology {topology}{' --replay reverb' if replay == 'reverb' else ''}" in tried
 
 
 @pytest.mark.system
-def test_the_core_alone_runs_what_needs_no_more_and_says_what_the_rest_needs(tmp_path):
+def test_core_runs_its_commands_and_names_missing_extras_for_others(tmp_path):
     calls = [*CORE, *REFUSED]
     results = made({"": calls}, tmp_path)[""]
     for call, (code, said) in zip(calls, results):
@@ -198,11 +198,11 @@ def test_the_core_alone_runs_what_needs_no_more_and_says_what_the_rest_needs(tmp
             assert (call.line, code) == (call.line, 0), said
         else:
             assert (call.line, code, said) == (call.line, 2, f"rlframe: {sentence}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN"]  # nothing was made for what was refused
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN"]  # refused commands created no files
 
 
 @pytest.mark.system
-def test_with_each_extra_alone_what_needs_others_says_which(tmp_path):
+def test_missing_extras_are_named_with_one_required_extra_installed(tmp_path):
     calls = {
         extra: [call for call in REFUSED if extra in call.needs and expected(call, installed_with(extra))]
         for extra in AVAILABLE
@@ -211,7 +211,7 @@ def test_with_each_extra_alone_what_needs_others_says_which(tmp_path):
 
 
 @pytest.mark.system
-def test_with_each_extra_alone_what_needs_none_of_it_says_what_it_needs(tmp_path):
+def test_missing_extras_are_named_with_an_unrelated_extra_installed(tmp_path):
     calls = {
         extra: [call for call in REFUSED if extra not in call.needs and expected(call, installed_with(extra))]
         for extra in AVAILABLE
@@ -220,7 +220,7 @@ def test_with_each_extra_alone_what_needs_none_of_it_says_what_it_needs(tmp_path
 
 
 def check_refusals(calls: dict[str, list[Call]], folder) -> None:
-    """Every call ends with the sentence that names what it needs beside the extra, and leaves nothing."""
+    """Check that each call fails with the message for its missing extras, and creates no files."""
     for extra, results in made(calls, folder).items():
         for call, (code, said) in zip(calls[extra], results):
             assert (extra, call.line, code, said) == (
@@ -238,7 +238,7 @@ def check_refusals(calls: dict[str, list[Call]], folder) -> None:
         ("reverb", "distributed", "--replay reverb"),
     ],
 )
-def test_a_damaged_install_is_not_called_a_missing_one_and_leaves_no_run_directory(tmp_path, package, topology, by):
+def test_damaged_package_is_reported_before_the_run_directory_is_created(tmp_path, package, topology, by):
     needs("launchpad", "reverb")
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise AttributeError('module tensorflow has no attribute X')\n")
@@ -260,7 +260,7 @@ def test_a_damaged_install_is_not_called_a_missing_one_and_leaves_no_run_directo
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run directory."""
+    """The directory of a finished run."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     run_for_real(
         "train --quiet --steps 64 --num-envs 2 --unroll-length 8 --eval-episodes 1 --run-dir run", folder.parent
@@ -269,7 +269,7 @@ def trained(tmp_path_factory):
 
 
 def run_for_real(line: str, folder, *names: str) -> None:
-    """Runs a command with the core and these extras alone, which has to end well."""
+    """Run a command with only the core and these extras. It must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", "rlframe", *line.split()],
         env={**hiding.environment(*names), "WANDB_MODE": "offline"},
@@ -281,7 +281,7 @@ def run_for_real(line: str, folder, *names: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# With the extras that the sentence names and no other: what is here is what README's table promises.
+# Commands that must work with exactly their named extras, as in README's table.
 WORKS = [
     *(call for call in TOPOLOGIES if "--replay reverb" not in call.line or "heavy_env" in call.line),
     training("--topology light_env --engine threads"),
@@ -296,6 +296,6 @@ WORKS = [
 
 @pytest.mark.system
 @pytest.mark.parametrize("call", WORKS, ids=str)
-def test_what_is_said_to_be_needed_is_enough(tmp_path, trained, call):
+def test_named_extras_are_sufficient(tmp_path, trained, call):
     needs(*call.needs)
     run_for_real(call.line.replace("RUN", str(trained)), tmp_path, *call.needs)

@@ -1,4 +1,4 @@
-"""Handles: who is called, how long for, and what is said where nobody answers; the same by every transport."""
+"""Handles: the called peer, retries, deadlines and errors, with each transport."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.extras import needs
 from tests.in_process import InProcess
 from tests.waiting import wait_until
 
-NUMBERS = itertools.count()  # of addresses
+NUMBERS = itertools.count()  # numbers for unique addresses
 
 
 class Node:
-    """Counts its calls, and refuses the first ones if told to."""
+    """A node that counts its calls, and refuses the first `refuses` calls."""
 
     def __init__(self, name: str = "node", refuses: int = 0) -> None:
         self._name, self._refuses, self._calls = name, refuses, 0
@@ -51,7 +51,7 @@ class Node:
 
 
 class ByCourier:
-    """Nodes as Launchpad has them."""
+    """Nodes of Launchpad."""
 
     transport = DEFAULT
 
@@ -72,7 +72,7 @@ class ByCourier:
 
 
 class ByQueues:
-    """The same by the shortest transport."""
+    """Nodes of the minimal transport, which uses queues in this process."""
 
     transport: Any = InProcess()
 
@@ -93,7 +93,7 @@ class ByQueues:
 
 
 class BySockets(ByQueues):
-    """Nodes as the engine local has them."""
+    """Nodes of the engine local."""
 
     transport: Any = SocketTransport()
 
@@ -106,7 +106,7 @@ class BySockets(ByQueues):
 
 @pytest.fixture(params=[ByCourier, ByQueues, BySockets])
 def by(request) -> Iterator[Any]:
-    """What carries the calls."""
+    """A transport for the calls."""
     if request.param is ByCourier:
         needs("launchpad")
     made = request.param()
@@ -116,18 +116,18 @@ def by(request) -> Iterator[Any]:
 
 
 class HasEverything:
-    """Answers hasattr for every name, as a Courier client does."""
+    """An object that has every attribute, like a Courier client."""
 
     def __getattr__(self, name):
         return name
 
 
 @pytest.mark.parametrize("target", [Node(), HasEverything(), None])
-def test_an_object_is_returned_as_it_is(target):
+def test_plain_object_is_returned_unchanged(target):
     assert resolve(target, "learner") is target
 
 
-def test_a_client_is_called_and_arrays_come_back(by):
+def test_client_call_returns_arrays(by):
     address = by.address()
     with by.serving(Node(), address):
         remote = resolve(by.client(address), "learner")
@@ -138,7 +138,7 @@ def test_a_client_is_called_and_arrays_come_back(by):
         assert call.done()
 
 
-def test_a_launchpad_handle_that_was_not_dereferenced_is_resolved_by_its_type():
+def test_resolve_dereferences_a_launchpad_handle():
     needs("launchpad")
     import launchpad as lp
     from launchpad.launch.test_multi_threading import address_builder
@@ -150,7 +150,7 @@ def test_a_launchpad_handle_that_was_not_dereferenced_is_resolved_by_its_type():
         assert resolve(handle, "learner").name() == "node"
 
 
-def test_a_remote_pickles_as_its_addresses(by):
+def test_remote_can_be_pickled(by):
     address = by.address()
     with by.serving(Node(), address):
         remote = pickle.loads(pickle.dumps(resolve(by.client(address), "learner", deadline=1.0)))
@@ -159,7 +159,7 @@ def test_a_remote_pickles_as_its_addresses(by):
         remote.name()
 
 
-def test_a_remote_error_of_ours_keeps_its_type_and_any_other_its_traceback(by):
+def test_rlframe_error_keeps_its_type_and_other_errors_their_traceback(by):
     address = by.address()
     with by.serving(Node(), address):
         remote = resolve(by.client(address), "learner")
@@ -172,7 +172,7 @@ def test_a_remote_error_of_ours_keeps_its_type_and_any_other_its_traceback(by):
             remote.nosuch()
 
 
-def test_a_refusal_that_may_pass_is_called_again(by):
+def test_unavailable_error_is_retried(by):
     address = by.address()
     with by.serving(Node(refuses=2), address):
         remote = resolve(by.client(address), "inferencer")
@@ -181,7 +181,7 @@ def test_a_refusal_that_may_pass_is_called_again(by):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(by, asynchronous):
+def test_dead_peer_raises_peer_error_at_the_deadline(by, asynchronous):
     address = by.address()
     remote = resolve(by.client(address), "inferencer", deadline=0.5)
     began = time.monotonic()
@@ -191,7 +191,7 @@ def test_a_peer_that_is_dead_is_an_error_that_names_it_within_the_deadline(by, a
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_peer_that_comes_back_at_its_address_is_found_again(by, asynchronous):
+def test_restarted_peer_is_found_at_its_address(by, asynchronous):
     address = by.address()
     remote = resolve(by.client(address), "learner")
     with by.serving(Node("first"), address):
@@ -199,7 +199,7 @@ def test_a_peer_that_comes_back_at_its_address_is_found_again(by, asynchronous):
     done = threading.Event()
 
     def come_back() -> None:
-        done.wait(0.5)  # it is down for as long as this
+        done.wait(0.5)  # downtime of the peer
         with by.serving(Node("second"), address):
             done.wait(60.0)
 
@@ -212,9 +212,7 @@ def test_a_peer_that_comes_back_at_its_address_is_found_again(by, asynchronous):
         thread.join()
 
 
-def test_a_peer_that_has_not_answered_yet_may_take_its_time_to_start_and_only_a_silent_one_is_warned_of(
-    by, monkeypatch, caplog
-):
+def test_only_a_peer_that_answered_before_is_warned_about(by, monkeypatch, caplog):
     monkeypatch.setattr(handles, "_WARN_AFTER", 0.0)
     looks, is_reachable, address = [], by.transport.is_reachable, by.address()
 
@@ -240,11 +238,11 @@ def test_a_peer_that_has_not_answered_yet_may_take_its_time_to_start_and_only_a_
     assert f"The learner at {address} does not answer name()" in caplog.text
 
 
-def test_of_several_the_preferred_one_is_called_and_the_others_while_it_is_dead(by):
+def test_preferred_peer_is_called_and_others_if_it_is_dead(by):
     addresses = [by.address() for _ in range(3)]
     clients = [by.client(address) for address in addresses]
     with by.serving(Node("0"), addresses[0]):
-        remote = resolve(clients, "inferencer", first=5)  # 5 % 3: the last
+        remote = resolve(clients, "inferencer", first=5)  # 5 % 3 is the index of the last address
         with by.serving(Node("2"), addresses[2]):
             assert remote.name() == "2"
         assert remote.name() == "0"
@@ -253,16 +251,16 @@ def test_of_several_the_preferred_one_is_called_and_the_others_while_it_is_dead(
         resolve([clients[0], 3], "inferencer")
 
 
-def test_handles_of_two_transports_are_no_list_of_peers():
+def test_handles_of_two_transports_are_refused_in_one_list():
     peers = [Remote(["a:1"], "client"), Remote(["a:1"], "client", transport=InProcess())]
     with pytest.raises(UsageError, match="nodes of one program, or objects, not both: Remote, Remote"):
         resolve(peers, "inferencer")
 
 
-def test_a_poll_waits_for_nobody_and_has_each_answer_once(by):
+def test_poller_does_not_wait_and_returns_each_answer_once(by):
     address = by.address()
     poll = Poller(resolve(by.client(address), "learner"), "name")
-    assert poll() is None  # nobody is there
+    assert poll() is None  # no server is running
     with by.serving(Node("here"), address):
         deadline = time.monotonic() + 60.0
         while (answer := poll()) is None and time.monotonic() < deadline:
@@ -270,11 +268,11 @@ def test_a_poll_waits_for_nobody_and_has_each_answer_once(by):
         assert answer == "here"
 
 
-def test_a_stop_ends_the_waiting(by):
+def test_stop_event_ends_the_wait(by):
     stop = threading.Event()
     remote = resolve(by.client(by.address()), "learner", stop=stop)
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
-    with pytest.raises(StoppedError, match="Told to stop"):
+    with pytest.raises(StoppedError, match="Stopped while"):
         remote.name()
     assert time.monotonic() - began < 60.0

@@ -1,4 +1,4 @@
-"""`import rlframe` is quick and light; what is heavy comes with the file that is about it."""
+"""`import rlframe` is fast, and large libraries are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PUBLIC = (
 
 
 def modules_after(statement: str) -> tuple[set[str], float]:
-    """Top-level modules that a fresh process holds after `statement`, and the seconds of a processor that it took."""
+    """Run `statement` in a new process. Return the imported top-level modules and the processor seconds."""
     program = (
         f"import time; start = time.process_time(); {statement}; seconds = time.process_time() - start\n"
         "import sys; print(seconds, *{name.partition('.')[0] for name in sys.modules})"
@@ -26,13 +26,13 @@ def modules_after(statement: str) -> tuple[set[str], float]:
     return set(names), float(seconds)
 
 
-def test_import_rlframe_is_quick_and_pulls_in_no_engine():
+def test_import_rlframe_is_fast_and_imports_no_engine():
     loaded, seconds = modules_after("import rlframe")
     assert seconds < 2.0
     assert loaded.isdisjoint({*ENGINES, "jax", "numpy", "matplotlib", "rich"})
 
 
-def test_no_package_pulls_in_an_engine_or_an_environment_library():
+def test_public_packages_import_no_engine_or_environment_library():
     loaded, _ = modules_after(f"import {', '.join(PUBLIC.split())}")
     assert loaded.isdisjoint({*ENGINES, "envpool", "gymnasium", "dm_control", "matplotlib", "tensorboardX", "rich"})
 

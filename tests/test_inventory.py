@@ -1,6 +1,6 @@
-"""All that a user finds: commands and flags, endpoints, names, and the files of a run, as `inventory.txt` lists them.
+"""The public interface is as in `inventory.txt`: commands and flags, endpoints, names, and the files of a run.
 
-A diff of that file shows what a change takes away and adds. Write it anew: `python -m tests.test_inventory`.
+A diff of this file shows what a change adds and removes. To update it, run `python -m tests.test_inventory`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMANDS = (
     "stop",
     "bench",
 )
-# Modules that users import from; every other one is free to move.
+# Modules that users import from. All other modules are internal.
 MODULES = (
     "rlframe",
     "rlframe.actors",
@@ -64,11 +64,11 @@ TINY = "--env-type loop --num-envs 2 --steps 64 --unroll-length 16 --num-epochs 
 TINY += " --network mlp --network.hidden 8 --seed 5 --quiet --json"
 
 
-# --- what there is
+# --- the current inventory
 
 
 def commands() -> Inventory:
-    """The commands, and the flags of each; where a flag names what may be chosen, that as well."""
+    """Return the commands and their flags, with the choices of a flag."""
     scripts = metadata.entry_points(group="console_scripts")
     found = {
         "programs": [each.name for each in scripts if each.value.startswith("rlframe.")],
@@ -78,7 +78,7 @@ def commands() -> Inventory:
     by_flag: dict[str, list[str]] = collections.defaultdict(list)
     for agent in agents():
         for flag in flags(shown("train", "--agent", agent, "--help")):
-            if not flag.startswith("--network."):  # of the network of its preset
+            if not flag.startswith("--network."):  # flags of the network in the agent's preset
                 by_flag[flag].append(agent)
     for flag, of in by_flag.items():
         found.setdefault(f"rlframe train --agent {'|'.join(of)}", []).append(flag)
@@ -86,7 +86,7 @@ def commands() -> Inventory:
         of_network = flags(shown("train", "--network", network, "--help"))
         found[f"rlframe train --network {network}"] = [each for each in of_network if each.startswith("--network.")]
     of_train = {flag for flags_of in found.values() for flag in flags_of}
-    found["rlframe sweep, beside those of train"] = [
+    found["rlframe sweep, in addition to those of train"] = [
         flag for flag in flags(shown("sweep", "--agent", "ppo", "--help")) if flag not in of_train
     ]
     for command in COMMANDS:
@@ -97,7 +97,7 @@ def commands() -> Inventory:
 
 
 def of_environments() -> list[str]:
-    """The command line of a language model's environment."""
+    """Return the commands and flags of a language model's environment."""
     from rlframe.language import BaseEnv
 
     with mock.patch.object(sys, "argv", ["my_env.py", "--help"]), printed() as said, contextlib.suppress(SystemExit):
@@ -106,7 +106,7 @@ def of_environments() -> list[str]:
 
 
 def endpoints() -> Inventory:
-    """Of every HTTP service, what it answers, as its own OpenAPI document has it."""
+    """Return the endpoints of each HTTP service, from its OpenAPI document."""
     from rlframe.coordinator.control.app import RUN, make_app
     from rlframe.language import ModelConfig, PolicyServer, PolicyServerConfig
     from rlframe.language.server.app import make_app as make_policy_app
@@ -123,7 +123,7 @@ def endpoints() -> Inventory:
 
 
 def names() -> Inventory:
-    """What can be named or imported."""
+    """Return the names that users can import or give on the command line."""
     from rlframe.programs.presets import PRESETS
 
     found = {module: sorted(importlib.import_module(module).__all__) for module in MODULES}
@@ -140,7 +140,7 @@ def names() -> Inventory:
 
 
 def run_directory(path: pathlib.Path) -> Inventory:
-    """The files of a run, in one process and in several, and what stands in them."""
+    """Return the files of a run, with one process and with several, and the keys of its results and rows."""
     one, several = path / "one", path / "several"
     result = json.loads(shown("train", *TINY.split(), "--run-dir", str(one)).splitlines()[-1])
     shown("train", *TINY.split(), "--run-dir", str(several), "--topology", "heavy_env", "--engine", "threads")
@@ -153,32 +153,32 @@ def run_directory(path: pathlib.Path) -> Inventory:
     }
 
 
-# --- how it is read
+# --- helpers
 
 
 @contextlib.contextmanager
 def printed() -> Iterator[io.StringIO]:
-    """What is printed meanwhile, on lines that are long enough."""
+    """Capture stdout, with a wide terminal so that lines are not wrapped."""
     with mock.patch.dict("os.environ", COLUMNS="400"), contextlib.redirect_stdout(io.StringIO()) as text:
         yield text
 
 
 def shown(*arguments: str) -> str:
-    """What a command prints."""
+    """Run a command that must succeed. Return its output."""
     with printed() as text:
         assert main(list(arguments)) == 0
     return text.getvalue()
 
 
 def refused(*arguments: str) -> str:
-    """What it says when it refuses."""
+    """Run a command that must be refused. Return its error message."""
     with contextlib.redirect_stderr(io.StringIO()) as text:
         assert main(list(arguments)) == 2
     return text.getvalue()
 
 
 def flags(text: str) -> list[str]:
-    """The flags of a help, with what may be chosen where that is a list of words."""
+    """Return the flags in a help text, with their choices if these are a list of words."""
     found = []
     for options in re.findall(r"^  (--\w.*?)(?:  |$)", text, re.MULTILINE):
         chosen = re.search(r"\{(.*?)\}", options)
@@ -197,13 +197,13 @@ def paths(openapi: dict) -> Iterable[str]:
 
 
 def operators() -> list[str]:
-    """The classes, by their text: to import them all takes seconds, and extras."""
+    """Return the operator classes, from their source code. Importing them would take seconds and require extras."""
     texts = [path.read_text() for path in PACKAGE.glob("coordinator/operators/*.py")]
     return sorted(name for text in texts for name in re.findall(r"^class (\w+Operator)\b", text, re.MULTILINE))
 
 
 def files(directory: pathlib.Path) -> list[str]:
-    """Its entries, and theirs; steps and times as N."""
+    """Return the entries of a directory, two levels deep, with numbers replaced by N."""
     found = set()
     for path in [*directory.glob("*"), *directory.glob("*/*")]:
         name = re.sub(r"(events.out.tfevents).*", r"\1", str(path.relative_to(directory)))
@@ -211,11 +211,11 @@ def files(directory: pathlib.Path) -> list[str]:
     return sorted(found)
 
 
-# --- what was written down
+# --- the inventory file
 
 
 def written(group: str) -> Inventory:
-    """The sections of a group in `inventory.txt`."""
+    """Return the sections of a group in `inventory.txt`."""
     sections: Inventory = {}
     lines: list[str] = []
     for line in WRITTEN.read_text().splitlines():
@@ -235,31 +235,31 @@ def to_text(group: str, found: Inventory) -> str:
 
 
 def check(group: str, found: Inventory) -> None:
-    """Fails with each line that is gone, and each that is new."""
+    """Fail if a line is missing or new, and print these lines."""
     before, now = (
         {f"{name}: {line}" for name, lines in inventory.items() for line in lines}
         for inventory in (written(group), found)
     )
     differences = [*(f"- {line}" for line in sorted(before - now)), *(f"+ {line}" for line in sorted(now - before))]
-    assert not differences, "\n".join([f"{WRITTEN.name} has another {group}:", *differences])
+    assert not differences, "\n".join([f"{WRITTEN.name} differs in the group {group}:", *differences])
 
 
-def test_commands_and_flags():
+def test_commands_and_flags_match_the_inventory():
     needs("trajectories", "envs")
     check("command", commands())
 
 
-def test_endpoints():
+def test_endpoints_match_the_inventory():
     needs("trajectories")
     check("endpoint", endpoints())
 
 
-def test_names():
+def test_public_names_match_the_inventory():
     needs("trajectories")
     check("name", names())
 
 
-def test_run_directory(tmp_path):
+def test_run_directory_files_match_the_inventory(tmp_path):
     check("run", run_directory(tmp_path))
 
 

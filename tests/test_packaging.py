@@ -1,4 +1,4 @@
-"""What `pip install` copies: every folder of the package, and the pages beside its code."""
+"""`pip install` copies every folder of the package, and its HTML pages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from setuptools import find_packages
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_every_folder_with_code_is_a_package_that_is_installed():
+def test_every_code_folder_is_an_installed_package():
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "rlframe").rglob("*.py")}
-    installed = find_packages(str(ROOT), include=["rlframe", "rlframe.*"])  # as setup.py has it
+    installed = find_packages(str(ROOT), include=["rlframe", "rlframe.*"])  # the same call as in setup.py
     assert {".".join(folder.parts) for folder in folders} == set(installed)
 
 
-def test_every_page_of_the_package_is_installed():
+def test_every_html_page_is_installed():
     listed = re.search(r'package_data=\{"rlframe": \[([^\]]+)\]', (ROOT / "setup.py").read_text())
     assert listed is not None
     patterns = re.findall(r'"([^"]+)"', listed[1])

@@ -1,4 +1,4 @@
-"""Pages of the docs that a reader follows from top to bottom: all their code runs, in an empty folder, and learns."""
+"""The code of tutorial pages in docs/ runs from top to bottom in an empty folder, and its agents learn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RLFRAME = [sys.executable, "-m", "rlframe"]
 
 
 def follow(page: str, folder: pathlib.Path) -> str:
-    """What the page's code prints: files are written, commands run, and other Python is one script."""
+    """Write the files of a page, run its commands, and run its other Python code as one script. Return the output."""
     script, out = "", ""
     for kind, block in re.findall(
         r"^```(python|console)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
@@ -39,14 +39,14 @@ def run(command: list[str], folder: pathlib.Path) -> str:
 
 
 def evaluated(run_dir: pathlib.Path) -> float:
-    """The return of a run's last evaluation."""
+    """Return the mean return of a run's last evaluation."""
     assert (run_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row["return_mean"] for row in rows if "return_mean" in row][-1]
 
 
 @pytest.mark.system
-def test_the_page_about_python_trains_and_acts(tmp_path):
+def test_code_of_the_python_page_trains_and_acts(tmp_path):
     lines = follow("api.md", tmp_path).splitlines()
     assert float(lines[0].split()[0]) > 150.0 and lines[0].endswith(f"see {tmp_path}/runs/first/learning_curve.png")
     assert evaluated(tmp_path / "runs" / "first") > 150.0
@@ -54,16 +54,16 @@ def test_the_page_about_python_trains_and_acts(tmp_path):
 
 
 @pytest.mark.system
-def test_the_environment_of_its_page_is_learned(tmp_path):
+def test_environment_of_the_custom_environment_page_is_learned(tmp_path):
     follow("own-environment.md", tmp_path)
-    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # by chance 1 / 7; by standing still as well
+    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # random actions and standing still have 1 / 7
     rows = [json.loads(line) for line in (tmp_path / "runs" / "catch" / "metrics.jsonl").read_text().splitlines()]
     assert any("env/caught" in row for row in rows)
     assert (tmp_path / "curves.png").exists()
 
 
 @pytest.mark.system
-def test_the_network_of_its_page_learns(tmp_path):
+def test_network_of_the_custom_network_page_learns(tmp_path):
     follow("own-network.md", tmp_path)
     assert evaluated(tmp_path / "runs" / "residual") > 150.0
     assert (tmp_path / "curves.png").exists()

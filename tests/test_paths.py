@@ -1,4 +1,4 @@
-"""Runs whose directory, files and working directory are not UTF-8, also where Python takes paths for ASCII."""
+"""Runs with paths that are not UTF-8, also if Python's encoding of paths is ASCII."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Env(gymnasium.Env):
     def render(self):
         return np.zeros((32, 32, 3), np.uint8)
 """
-# The script is in that directory, too: JAX puts its path into what it compiles.
+# The script is in this directory too, because JAX writes source paths into compiled code.
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     command("status", run)
     assert rlframe.load(run).act(np.zeros(2, np.float32)) in (0, 1)
 """
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Python takes all paths for ASCII
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Python's encoding of paths is ASCII
 PPO = ["--agent", "ppo", "--num-envs", "2", "--unroll-length", "16", "--num-minibatches", "2", "--eval-episodes", "1"]
 DQN = ["--agent", "dqn", "--num-envs", "2", "--min-replay-size", "32", "--batch-size", "8", "--eval-episodes", "1"]
 
@@ -81,7 +81,7 @@ def check_runs(tmp_path, options, variables):
     assert "Traceback" not in said and "UnicodeEncodeError" not in said
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
     assert [result["return_mean"] for result in results] == [15.0] * 2
-    # Python's escapes of these bytes differ by its encoding of paths.
+    # Python's escapes of these bytes depend on its encoding of paths.
     assert results[1]["run_dir"].encode(errors="surrogateescape") == os.fsencode(directory) + b"/run\xfd"
     run_dir = directory / os.fsdecode(b"run\xfd")
     assert {"config.json", "checkpoints", "metrics.jsonl", "learning_curve.png"} <= set(os.listdir(run_dir))
@@ -93,7 +93,7 @@ def check_runs(tmp_path, options, variables):
 
 @pytest.mark.system
 @pytest.mark.parametrize("variables", [ASCII, {}], ids=["ascii", "utf-8"])
-def test_a_run_is_trained_resumed_filmed_and_drawn(variables, tmp_path):
+def test_single_process_run_works_with_non_utf_8_paths(variables, tmp_path):
     needs("gymnasium")
     check_runs(tmp_path, PPO, variables)
 
@@ -101,7 +101,7 @@ def test_a_run_is_trained_resumed_filmed_and_drawn(variables, tmp_path):
 @pytest.mark.system
 @pytest.mark.parametrize("variables", [ASCII, {}], ids=["ascii", "utf-8"])
 @pytest.mark.parametrize("program", [one for one in WITH_ELASTIC if "ray" not in one])
-def test_a_run_of_several_processes_is_trained_resumed_filmed_and_drawn(program, variables, tmp_path):
+def test_run_with_several_processes_works_with_non_utf_8_paths(program, variables, tmp_path):
     needs("gymnasium")
     run_dir = check_runs(tmp_path, [*DQN, *options_of(program)], variables)
     logs = b"".join(log.read_bytes() for log in (run_dir / "logs").iterdir())
@@ -109,7 +109,7 @@ def test_a_run_of_several_processes_is_trained_resumed_filmed_and_drawn(program,
 
 
 @pytest.mark.system
-def test_ray_refuses_a_directory_that_is_not_utf_8_in_one_sentence(tmp_path):
+def test_ray_refuses_a_non_utf_8_directory(tmp_path):
     needs("ray")
     (directory := pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))).mkdir()
     command = [sys.executable, "-m", "rlframe", "train", "--env", "CartPole-v1", "--topology", "heavy_env"]
@@ -119,19 +119,19 @@ def test_ray_refuses_a_directory_that_is_not_utf_8_in_one_sentence(tmp_path):
     assert "Ray supports only directories with a UTF-8 path: got" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_file_is_loaded(tmp_path):
+def test_file_in_a_directory_with_non_utf_8_path_is_loaded(tmp_path):
     (directory := pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))).mkdir()
     (directory / "own.py").write_text("VALUE = 7\n")
     assert load_object(f"{directory}/own.py:VALUE", "thing") == 7
 
 
-def test_other_bytes_are_printed_as_escapes():
+def test_non_utf_8_bytes_are_printed_as_escapes():
     assert printable(os.fsdecode(b"a\xff\xc3\xa9")) == r"a\xffé"
     assert printable("aé") == "aé"
 
 
 @pytest.mark.parametrize("name", [b"a\xff", "é".encode(), b"plain"])
-def test_a_native_path_is_ascii_and_leads_to_the_directory_until_it_is_closed(name, tmp_path):
+def test_native_path_is_ascii_and_valid_until_closed(name, tmp_path):
     directory = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
     os.mkdir(directory)
     before = len(os.listdir("/proc/self/fd"))

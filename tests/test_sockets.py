@@ -1,4 +1,4 @@
-"""Calls over Unix sockets: who may call, what travels how, and what is left."""
+"""Calls over Unix sockets: permissions, messages, timeouts, and cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOBODY = 65534  # a user that every system has
+NOBODY = 65534  # the user `nobody`, which all systems have
 
 TRANSPORT = SocketTransport()
 
@@ -40,7 +40,7 @@ def server():
 
 
 def as_nobody(code: str) -> list[str]:
-    """The command of a process of another user's that runs this code."""
+    """Return a command that runs this code as another user."""
     return [
         sys.executable,
         "-c",
@@ -49,13 +49,13 @@ def as_nobody(code: str) -> list[str]:
 
 
 def run_as_nobody(code: str, *arguments: str) -> str:
-    """What this code prints, run by another user's process."""
+    """Run code as another user. Return its output."""
     return subprocess.run([*as_nobody(code), *arguments], capture_output=True, text=True).stdout
 
 
 @pytest.fixture
 def open_directory():
-    """A directory that every user may write to."""
+    """A directory that all users can write to."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.chmod(directory, 0o777)
         yield pathlib.Path(directory)
@@ -85,7 +85,7 @@ print(len(connection.recv(1000)), "bytes", flush=True)
 
 
 def request(method: str, *args: object) -> str:
-    """A call as it travels, in hexadecimal."""
+    """Return the bytes of a call, in hexadecimal."""
     left, right = socket.socketpair()
     with left, right:
         messages.send(left, messages.pack((method, args, {})))
@@ -93,13 +93,13 @@ def request(method: str, *args: object) -> str:
 
 
 @as_another
-def test_another_user_cannot_enter_the_directory(server):
+def test_another_user_cannot_enter_the_socket_directory(server):
     assert os.stat(pathlib.Path(server.address).parent).st_mode & 0o777 == 0o700
     assert run_as_nobody(CALL, server.address, request("echo", 1)).strip() == "PermissionError"
 
 
 class Loud:
-    """Says where it is unpickled."""
+    """Appends an item to `unpickled` when it is unpickled."""
 
     def __reduce__(self):
         return unpickled.append, ("somebody",)
@@ -109,7 +109,7 @@ unpickled: list[str] = []
 
 
 @as_another
-def test_nothing_of_another_user_is_read_even_where_the_socket_can_be_reached(open_directory):
+def test_server_reads_nothing_from_another_user(open_directory):
     server = TRANSPORT.serve({"echo": echo}, str(open_directory / "s"))
     os.chmod(server.address, 0o777)
     loud = request("echo", Loud())
@@ -121,7 +121,7 @@ def test_nothing_of_another_user_is_read_even_where_the_socket_can_be_reached(op
 
 
 @as_another
-def test_nothing_is_sent_to_another_user_s_server(open_directory):
+def test_client_sends_nothing_to_another_users_server(open_directory):
     path = str(open_directory / "s")
     with subprocess.Popen([*as_nobody(SERVE), path], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "listens\n"
@@ -131,7 +131,7 @@ def test_nothing_is_sent_to_another_user_s_server(open_directory):
     assert not TRANSPORT.is_reachable(path)
 
 
-def test_large_arrays_lie_behind_the_pickle_and_arrive_as_they_were():
+def test_large_arrays_are_sent_outside_the_pickle():
     large = {
         "params": np.arange(100_000, dtype=np.float32),
         "rows": [np.full((300, 64), i % 256, np.uint8) for i in range(700)],
@@ -147,15 +147,15 @@ def test_large_arrays_lie_behind_the_pickle_and_arrive_as_they_were():
     assert small == "small"
     np.testing.assert_array_equal(received["params"], large["params"])
     np.testing.assert_array_equal(received["rows"], large["rows"])
-    received["params"][0] = 7.0  # its own memory, which may be written to
+    received["params"][0] = 7.0  # the received array is writable
 
 
-def test_what_a_file_of_the_user_s_own_defines_travels_whole(server, tmp_path):
+def test_object_of_a_user_file_is_sent_by_value(server, tmp_path):
     path = tmp_path / "own.py"
     path.write_text("class Own:\n    def __init__(self, value):\n        self.value = value\n")
     own = load_object(f"{path}:Own", "thing")
     assert TRANSPORT.connect(server.address).call("echo", own(5)).value == 5
-    # And to a process that has not loaded the file.
+    # The object also arrives in a process that has not loaded the file.
     reader = """
 import sys
 from rlframe.transport.sockets import SocketTransport
@@ -167,7 +167,7 @@ print(SocketTransport().connect(sys.argv[1]).call("get").value)
     assert done.stdout == "6\n", done.stderr
 
 
-def test_a_call_that_is_not_answered_in_time_fails_and_its_late_answer_is_nobody_s(monkeypatch):
+def test_late_answer_is_dropped_after_a_call_timeout(monkeypatch):
     monkeypatch.setattr(sockets, "CALL_TIMEOUT", 0.2)
     goes_on = threading.Event()
     server = TRANSPORT.serve({"wait": lambda: goes_on.wait(20.0), "echo": echo})
@@ -175,7 +175,7 @@ def test_a_call_that_is_not_answered_in_time_fails_and_its_late_answer_is_nobody
     with pytest.raises(UnavailableError, match="no answer within"):
         client.call("wait")
     future = client.submit("wait")
-    wait_until(future.done, "A call does not end at its timeout.")
+    wait_until(future.done, "the call did not end at its timeout")
     with pytest.raises(UnavailableError, match="no answer within"):
         future.result()
     goes_on.set()
@@ -183,7 +183,7 @@ def test_a_call_that_is_not_answered_in_time_fails_and_its_late_answer_is_nobody
     server.stop()
 
 
-def test_a_server_in_the_place_of_one_that_ended_is_found_without_a_pause():
+def test_replaced_server_is_reached_at_once():
     directory = SocketDirectory()
     address = f"{directory.path}/s"
     first = TRANSPORT.serve({"echo": echo}, address)
@@ -197,7 +197,7 @@ def test_a_server_in_the_place_of_one_that_ended_is_found_without_a_pause():
     assert not os.path.exists(directory.path)
 
 
-def test_paths_are_short_however_long_that_of_temporary_files_is(monkeypatch, tmp_path):
+def test_socket_paths_are_short_with_a_long_temporary_directory(monkeypatch, tmp_path):
     long = tmp_path / ("x" * 150)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
@@ -207,7 +207,7 @@ def test_paths_are_short_however_long_that_of_temporary_files_is(monkeypatch, tm
     assert not os.path.exists(server.address)
 
 
-def test_nothing_is_left_of_the_directory_of_a_process_that_is_killed(open_directory):
+def test_socket_directory_of_a_killed_process_is_removed(open_directory):
     code = """
 import os, time
 from rlframe.transport.sockets import SocketTransport
@@ -221,4 +221,4 @@ time.sleep(600)
     assert address.is_socket() and address.is_relative_to(open_directory)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    wait_until(lambda: not list(open_directory.iterdir()), f"{list(open_directory.iterdir())} is left.")
+    wait_until(lambda: not list(open_directory.iterdir()), f"{list(open_directory.iterdir())} was not removed")

@@ -1,4 +1,4 @@
-"""The command line with closed standard streams, where Python takes text for ASCII."""
+"""The command line with closed standard streams and an ASCII locale."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def shell(command, cwd):
 @pytest.mark.parametrize(
     "closed", ["2>&-", *(pytest.param(one, marks=pytest.mark.system) for one in (">&-", ">&- 2>&-", "<&- >&- 2>&-"))]
 )
-def test_a_command_works_with_closed_streams(closed, tmp_path):
+def test_command_works_with_closed_streams(closed, tmp_path):
     assert shell(f"envs CartPole {closed}", tmp_path).returncode == 0
     wrong = shell(f"nothing {closed}", tmp_path)
     assert wrong.returncode == 2 and wrong.stdout == b""
 
 
-def test_a_run_works_with_closed_streams_where_text_is_ascii(tmp_path):
-    assert shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0  # it prints "±"
+def test_run_works_with_closed_streams_in_ascii_locale(tmp_path):
+    assert shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0  # the output contains "±"
     assert (tmp_path / "run" / "result.json").exists()

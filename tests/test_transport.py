@@ -1,4 +1,4 @@
-"""Transports: what their servers and clients promise beyond what handles and links ask of them."""
+"""Servers and clients of all transports: errors, addresses, and concurrent calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add(left: int, right: int = 1) -> int:
 METHODS = {each.__name__: each for each in (add, misuse, refuse, fail)}
 
 
-def test_errors_of_ours_keep_their_type_and_what_is_wrong_otherwise_has_its_traceback(transport):
+def test_transport_keeps_rlframe_error_types_and_other_tracebacks(transport):
     server = transport.serve(METHODS)
     client = transport.connect(server.address)
     assert client.call("add", 1, right=3) == 4
@@ -68,7 +68,7 @@ def test_errors_of_ours_keep_their_type_and_what_is_wrong_otherwise_has_its_trac
     server.stop()
 
 
-def test_nobody_is_reached_before_a_node_serves_nor_after(transport):
+def test_address_is_reachable_only_while_a_node_serves(transport):
     server = transport.serve(METHODS)
     address, client = server.address, transport.connect(server.address)
     assert transport.is_reachable(address) and client.call("add", 1) == 2
@@ -78,7 +78,7 @@ def test_nobody_is_reached_before_a_node_serves_nor_after(transport):
         client.call("add", 1)
     with pytest.raises(UnavailableError):
         client.submit("add", 1).result()
-    if pathlib.Path(address).is_absolute():  # a directory of the server's own went with it
+    if pathlib.Path(address).is_absolute():  # the server has removed its directory
         pathlib.Path(address).parent.mkdir(mode=0o700)
     again = transport.serve(METHODS, address)
     assert again.address == address and transport.is_reachable(address)
@@ -87,7 +87,7 @@ def test_nobody_is_reached_before_a_node_serves_nor_after(transport):
         pathlib.Path(address).parent.rmdir()
 
 
-def test_servers_that_start_at_once_have_addresses_of_their_own(transport):
+def test_concurrent_servers_have_distinct_addresses(transport):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         servers = list(pool.map(lambda number: transport.serve({"number": lambda: number}), range(24)))
     assert [transport.connect(server.address).call("number") for server in servers] == list(range(24))
@@ -95,7 +95,7 @@ def test_servers_that_start_at_once_have_addresses_of_their_own(transport):
         server.stop()
 
 
-def test_a_client_may_be_dropped_while_its_call_is_under_way(transport):
+def test_client_can_be_deleted_during_its_call(transport):
     called, goes_on = threading.Event(), threading.Event()
 
     def wait() -> int:

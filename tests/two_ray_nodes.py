@@ -1,4 +1,4 @@
-"""The transport of the engine ray without Ray: nodes on one "Ray node", callers on another, and a relay between."""
+"""The transport of the ray engine without Ray: servers on one simulated Ray node, clients on another, and a relay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.transport.sockets import SocketClient, SocketServer, SocketTranspor
 
 @dataclasses.dataclass(frozen=True)
 class TwoRayNodes(RayTransport):
-    """Serves there, and calls from here."""
+    """A transport whose servers are on the Ray node `there` and whose clients are on the Ray node `here`."""
 
     there: RaySockets
     here: RaySockets
@@ -31,7 +31,7 @@ class TwoRayNodes(RayTransport):
 
 @contextlib.contextmanager
 def two_ray_nodes(directory: pathlib.Path) -> Iterator[TwoRayNodes]:
-    """Both, with their sockets below `directory`, whose path is short."""
+    """Create both Ray nodes. Their sockets are in `directory`, which must have a short path."""
     there, here = RaySockets(f"{directory}/there", "relay"), RaySockets(f"{directory}/here", "relay")
 
     def relay(node: str, packed: Parts) -> Parts:

@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do."""
+"""Wait for other threads and processes."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ import psutil
 
 T = TypeVar("T")
 
-LIMIT = 120.0  # seconds; only a test that fails waits for so long, however busy the machine is
+LIMIT = 120.0  # seconds; long enough for a busy machine, so only failing tests wait this long
 
 
 def wait_until(
-    condition: Callable[[], T], what: str | Callable[[], str] = "it did not come about", seconds: float = LIMIT
+    condition: Callable[[], T],
+    message: str | Callable[[], str] = "condition is false",
+    seconds: float = LIMIT,
 ) -> T:
-    """Returns what `condition()` gives once that is true.
+    """Wait until `condition()` returns a true value. Return the value.
 
     Args:
-        condition: called again and again.
-        what: the error says, where that takes longer than `seconds`.
-        seconds: after which it is an error.
+        condition: called repeatedly.
+        message: error message, or a function that returns it.
+        seconds: maximum seconds to wait.
     """
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, f"Waited {seconds:g} s: {what() if callable(what) else what}"
+        assert time.monotonic() < deadline, f"Waited {seconds:g} s: {message() if callable(message) else message}"
         time.sleep(0.01)
     return found
 
 
 def is_process_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; one that nobody has waited for yet has."""
+    """Return True if a process is running. A zombie process counts as ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two questions
+    except psutil.NoSuchProcess:  # the process ended between the two calls
         return False

@@ -1,4 +1,4 @@
-"""`rlframe evaluate`, `rlframe plot` and `rlframe bench`: how good finished runs are, and how fast runs are."""
+"""`rlframe evaluate`, `rlframe plot` and `rlframe bench`: evaluate policies, draw learning curves, measure speed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
 
-_EVALUATE = "Play episodes greedily with the latest checkpoint of a run."
+_EVALUATE = "Play episodes with the latest checkpoint of a run, without exploration."
 _PLOT = (
-    "Draw the learning curves of runs, one panel per environment. Runs that differ by their seed alone become one "
-    "line, their interquartile mean, in the band that holds it with 95% confidence (bootstrap over the seeds); of two "
-    "or three seeds their mean, in a band from the lowest to the highest."
+    "Draw the learning curves of runs, one panel per environment. Runs that differ only by their seed become one line. "
+    "With four or more seeds, the line is the interquartile mean and the band is its 95% confidence interval "
+    "(bootstrap over the seeds). With two or three seeds, the line is the mean and the band goes from the lowest to "
+    "the highest value."
 )
 
 
@@ -30,13 +31,14 @@ _PLOT = (
 class EvaluateOptions(CommandOptions):
     """Options of `rlframe evaluate`."""
 
-    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # the run's directory
-    episodes: int = 20
-    num_envs: Union[int, None] = None  # environments to build; None: as the run's own evaluations do
-    max_episode_length: Union[int, None] = None  # most steps of an episode, more are an error; None: the run's limit
-    seed: Union[int, None] = None  # of the environments; None: the run's, which repeats its own evaluation
-    video: Union[str, None] = None  # write a video of one episode as well (.mp4, .mkv, .webm)
-    json: bool = False  # print the result as one JSON object, the last line of stdout
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # directory of the run
+    episodes: int = 20  # number of episodes to play
+    num_envs: Union[int, None] = None  # number of environments; None means as many as in the run's own evaluations
+    # maximum steps of an episode; a longer episode is an error; None means the run's limit
+    max_episode_length: Union[int, None] = None
+    seed: Union[int, None] = None  # seed of the environments; None means the run's seed, as in its own evaluations
+    video: Union[str, None] = None  # also write a video of one episode to this file (.mp4, .mkv, .webm)
+    json: bool = False  # print the result as one JSON object in the last line of stdout
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -46,7 +48,7 @@ def evaluate(arguments: list[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
-    # Before any code of the user's, which may change the directory.
+    # User code may change the working directory, so make the paths absolute first.
     options = dataclasses.replace(options, run_dir=os.path.abspath(options.run_dir))
     if options.video is not None:
         extras.require("--video", "gymnasium")
@@ -89,16 +91,17 @@ class PlotOptions(CommandOptions):
     run_dirs: Annotated[
         tuple[str, ...],
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN_DIR...", help="directories of runs, of several seeds, or of sweeps"),
+        tyro.conf.arg(metavar="RUN_DIR...", help="directories of runs, of `train --seeds`, or of sweeps"),
     ]
-    out: Union[str, None] = None  # .png, .svg or .pdf; None: learning_curve.png, in RUN_DIR where one is named
+    # output file (.png, .svg or .pdf); None means learning_curve.png, inside RUN_DIR if only one is given
+    out: Union[str, None] = None
 
 
 def plot(arguments: list[str]) -> int:
     """Run `rlframe plot` and return its exit code."""
     options = parse(PlotOptions, arguments, "rlframe plot", _PLOT)
     if not options.run_dirs:
-        raise UsageError("Name one run directory or several. See `rlframe plot --help`.")
+        raise UsageError("Name one or more run directories. See `rlframe plot --help`.")
     from rlframe.metrics import plot_learning_curve
     from rlframe.programs.run_dir.directory import RunDir
 
@@ -114,9 +117,9 @@ def plot(arguments: list[str]) -> int:
 
 
 def bench(arguments: list[str]) -> int:
-    """Run `rlframe bench`: the benchmarks of the checkout that rlframe is installed from, and return the exit code."""
+    """Run `rlframe bench` and return its exit code. The benchmarks are in the source checkout of rlframe."""
     root = pathlib.Path(rlframe.__file__).parent.parent
     if not (root / "benchmarks" / "runner.py").is_file():
-        raise UsageError("`rlframe bench` needs a checkout of rlframe: the benchmarks are no part of the package.")
+        raise UsageError("`rlframe bench` needs a checkout of rlframe: the package does not contain the benchmarks.")
     sys.path.insert(0, str(root))
     return importlib.import_module("benchmarks.runner").main(arguments) or 0

@@ -1,4 +1,4 @@
-"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` takes, and the tables of presets."""
+"""`rlframe envs` and `rlframe agents`: the names that `rlframe train` accepts, and the tables of presets."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from rlframe.programs.options.make_experiment import option_value
 from rlframe.programs.presets import PRESETS, Preset
 
 _ENVS = (
-    "List the environments that can be named. A name is an id that you registered, else an EnvPool task, else a "
-    "Gymnasium id; "
-    "`gymnasium:NAME`, `envpool:NAME` and `dm_control:NAME` decide. An environment of your own is file.py:make_env."
+    "List the names of available environments. A name is looked up in this order: ids that you registered, EnvPool "
+    "tasks, Gymnasium ids. "
+    "A prefix selects the library: `gymnasium:NAME`, `envpool:NAME`, `dm_control:NAME`. To use your own environment, "
+    "write file.py:make_env."
 )
-_AGENTS = "List the agents with their options and presets. An agent of your own is file.py:Class."
+_AGENTS = "List the agents with their options and presets. To use your own agent, write file.py:Class."
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvsOptions(CommandOptions):
     """Options of `rlframe envs`."""
 
-    pattern: Annotated[str, tyro.conf.Positional] = ""  # only names that contain this, in any case
+    pattern: Annotated[str, tyro.conf.Positional] = ""  # only names that contain this text, ignoring case
     json: bool = False  # print a JSON list of {"name", "backend"}
 
 
@@ -39,7 +40,7 @@ def envs(arguments: list[str]) -> int:
     options = parse(EnvsOptions, arguments, "rlframe envs", _ENVS)
     from rlframe.envs import list_envs
 
-    with warnings.catch_warnings():  # dm_control's, of a machine without a screen
+    with warnings.catch_warnings():  # dm_control warns on machines without a display
         warnings.simplefilter("ignore")
         every = list_envs()
     rows = [(name, backend) for name, backend in every if options.pattern.lower() in name.lower()]
@@ -59,8 +60,8 @@ def envs(arguments: list[str]) -> int:
 class AgentsOptions(CommandOptions):
     """Options of `rlframe agents`."""
 
-    agent: Annotated[str, tyro.conf.Positional] = ""  # only this one, with every option and preset
-    json: bool = False  # print a JSON object: name -> its options' defaults and its presets
+    agent: Annotated[str, tyro.conf.Positional] = ""  # show only this agent, with all its options and presets
+    json: bool = False  # print a JSON object: agent name -> defaults of its options, and its presets
 
 
 def agents(arguments: list[str]) -> int:
@@ -95,7 +96,7 @@ def _print_agent(name: str, *, every: bool) -> None:
         print(f"  `rlframe agents {name}` shows its options\n")
         return
     config = agent_cls.config_cls()
-    print("\noptions of `rlframe train`, with the class's defaults:")
+    print("\noptions of `rlframe train`, with the defaults of the agent's config:")
     for name, value in option_values(config).items():
         print(f"  --{name.replace('_', '-'):26} {getattr(value, 'name', value)}")
     for preset in presets:
@@ -104,14 +105,14 @@ def _print_agent(name: str, *, every: bool) -> None:
 
 
 def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
-    """Print a preset's values with their sources; what the command line changed is marked.
+    """Print a preset's values and their sources. Mark values that the command line changed.
 
-    Where it chose another network, the options of the preset's are left out: they are not used.
+    If the experiment has another network than the preset, leave out the preset's network options: they are not used.
 
     Args:
-        preset: the table.
-        experiment: what runs; None where nothing does.
-        file: where to.
+        preset: the preset.
+        experiment: the experiment to run; None if the preset is only listed.
+        file: the output stream.
     """
     rows = []
     network = preset.fields.get("network")

@@ -1,4 +1,4 @@
-"""Run the command that was asked for, and print its errors in one sentence."""
+"""Run the given command, and print errors as one sentence."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from rlframe.errors import RlframeError, UsageError, suggest
 
 
 class Command(NamedTuple):
-    """A command: its function `(arguments) -> exit code` as `module:function`, and what the help says."""
+    """A command of `rlframe`."""
 
-    function: str
+    function: str  # `module:function`, called as function(arguments) -> exit code
     help: str
 
 
 COMMANDS = {
     "train": Command("train:run", "train an agent on an environment"),
-    "sweep": Command("sweep:run", "search the options of train for values that learn best"),
-    "evaluate": Command("finished_runs:evaluate", "play episodes with a trained agent, or write a video of one"),
+    "sweep": Command("sweep:run", "search for the best values of train's options"),
+    "evaluate": Command("finished_runs:evaluate", "play episodes with a trained agent, and optionally record a video"),
     "plot": Command("finished_runs:plot", "draw the learning curves of runs"),
-    "envs": Command("listings:envs", "list the environments that can be named"),
+    "envs": Command("listings:envs", "list the names of available environments"),
     "agents": Command("listings:agents", "list the agents, their options and their presets"),
-    "serve": Command("serve:run", "serve trajectories, or a language model that learns, over HTTP"),
-    "status": Command("status:run", "show how a run is"),
-    "scale": Command("run_control:scale", "change how many collectors a run of the topology elastic has"),
-    "pause": Command("run_control:pause", "pause such a run"),
-    "unpause": Command("run_control:unpause", "end the pause of such a run"),
-    "stop": Command("run_control:stop", "end a run in good order"),
-    "bench": Command("finished_runs:bench", "measure this project and its peers, side by side in one run"),
+    "serve": Command("serve:run", "serve trajectories, or a language model in training, over HTTP"),
+    "status": Command("status:run", "show the state and progress of a run"),
+    "scale": Command("run_control:scale", "set the number of collectors of a run with the elastic topology"),
+    "pause": Command("run_control:pause", "pause a run with the elastic topology"),
+    "unpause": Command("run_control:unpause", "continue a paused run"),
+    "stop": Command("run_control:stop", "save and end a run"),
+    "bench": Command("finished_runs:bench", "compare the speed of rlframe and other libraries"),
 }
 
-INTERRUPTED = 130  # what a shell gives for a program that SIGINT ended: 128 + the signal's number
+INTERRUPTED = 130  # exit code after SIGINT, as in a shell: 128 + the signal's number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0: done. 1: a run failed, or its evaluation after training did. 2: the input was wrong. 130: Ctrl-C (143: SIGTERM,
-    129: SIGHUP), with everything saved where a run had begun; 1 where it is not.
+    - 0: success.
+    - 1: a run failed, its evaluation after training failed, or it was interrupted before it saved.
+    - 2: wrong input.
+    - 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP): stopped by a signal. The run's progress is saved.
     """
     streams.prepare()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -61,7 +63,7 @@ def _run(arguments: list[str]) -> int:
             return _dispatch(arguments)
     except KeyboardInterrupt:
         return _failed("interrupted.", INTERRUPTED)
-    except SystemExit as stop:  # tyro's --help, or a user's code
+    except SystemExit as stop:  # raised by tyro's --help or by user code
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
         return _failed(str(stop.code), 1)
@@ -74,7 +76,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _failed(sentence: str, code: int) -> int:
-    """Print why, where anybody reads it, and return the exit code."""
+    """Print the error, unless the reader of stderr has exited. Return the exit code."""
     with contextlib.suppress(BrokenPipeError):
         print(f"rlframe: {sentence}", file=sys.stderr)
     return code
@@ -82,7 +84,7 @@ def _failed(sentence: str, code: int) -> int:
 
 @contextlib.contextmanager
 def _warnings_shown() -> Iterator[None]:
-    """Print the package's warnings to stderr, in the form of the command's errors."""
+    """Print rlframe's warnings to stderr, in the same format as errors."""
     logger, handler = logging.getLogger("rlframe"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("rlframe: %(message)s"))
     logger.addHandler(handler)
@@ -112,7 +114,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _help() -> str:
     lines = ["usage: rlframe COMMAND [OPTIONS]", ""]
     lines += [f"  rlframe {name:9} {each.help}" for name, each in COMMANDS.items()]
-    lines += ["", "`rlframe COMMAND --help` lists its options. `rlframe --version` is the version."]
+    lines += ["", "`rlframe COMMAND --help` lists a command's options. `rlframe --version` prints the version."]
     return "\n".join(lines)
 
 
@@ -122,4 +124,4 @@ def _one_sentence(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(where[-1].filename)}, line {where[-1].lineno})" if where else ""
     message = str(error).strip().split("\n")[0] or "no message"
-    return f"{type(error).__name__}: {message}{place}. --traceback shows where it came from."
+    return f"{type(error).__name__}: {message}{place}. Add --traceback to print the traceback."

@@ -1,9 +1,9 @@
-"""Runs that differ by their seed, each a process: for `rlframe train --seeds` and `rlframe sweep`.
+"""Runs that differ only by their seed, each in its own process, for `rlframe train --seeds` and `rlframe sweep`.
 
-A command of several runs calls, in this order:
+A command with several runs calls, in this order:
 
-    check_multi_run_options(experiment, options, "--seeds")       # raises for options of a single run
-    with lock_multi_run(directory, experiment, options):             # no other process writes to the directory
+    check_multi_run_options(experiment, options, "--seeds")             # raises for options of a single run
+    with lock_multi_run(directory, experiment, options):                # no other process writes to the directory
         run_all(next_run, ended, at_once)                               # `next_run` returns a `SeedRun`, or None
 
 Each `SeedRun` is a process `rlframe train --config DIRECTORY/config.json --seed N --run-dir DIRECTORY/seed-N`.
@@ -29,69 +29,75 @@ from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
 
-MAX_RUNS = 1_000  # far more than anybody has the time for: such a range is a slip
+MAX_RUNS = 1_000  # a larger range of seeds is probably a typing error
 _POLL = 0.1  # seconds between two checks of the runs
 
 
 def parse_seeds(text: str) -> list[int]:
-    """`1-5`, `1,2,7` or `1-3,10`. Raises UsageError for others, for a seed named twice, and for more than MAX_RUNS."""
+    """Parse `1-5`, `1,2,7` or `1-3,10`.
+
+    Raises:
+        UsageError: another format, a repeated seed, or more than MAX_RUNS seeds.
+    """
     parts: list[range] = []
     try:
         for part in text.split(","):
             first, dash, last = part.strip().partition("-")
             parts.append(range(int(first), int(last if dash else first) + 1))
     except ValueError:
-        raise UsageError(f"--seeds is 1-5, or 1,2,7, got {text!r}.") from None
+        raise UsageError(f"--seeds must look like 1-5 or 1,2,7, got {text!r}.") from None
     if (largest := max(part.stop for part in parts) - 1) > MAX_SEED:
-        raise UsageError(f"--seeds {text}: a seed is at most {MAX_SEED}, got {largest}.")
+        raise UsageError(f"--seeds {text}: a seed must be at most {MAX_SEED}, got {largest}.")
     if (count := sum(map(len, parts))) > MAX_RUNS:
-        raise UsageError(f"--seeds {text} names {count:,} seeds: each is one run, of which {MAX_RUNS:,} may be.")
+        raise UsageError(f"--seeds {text} contains {count:,} seeds, but at most {MAX_RUNS:,} are allowed.")
     seeds = [seed for part in parts for seed in part]
     if len(set(seeds)) < len(seeds) or not all(parts):
-        raise UsageError(f"--seeds {text} names {'a seed twice' if all(parts) else 'none'}: each is one run.")
+        raise UsageError(f"--seeds {text} contains {'a seed twice' if all(parts) else 'an empty range'}.")
     return seeds
 
 
 def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: str) -> None:
-    """Raise UsageError for options that several runs cannot share. `by` names the option or command of several runs."""
+    """Raise UsageError for options that several runs cannot use. `by` is the option or command, for messages."""
     for field in dataclasses.fields(TrainOptions):
         if "multi_run" not in field.metadata and getattr(options, field.name) != field.default:
-            raise UsageError(f"--{field.name.replace('_', '-')} is of one run; {by} makes several.")
+            raise UsageError(f"--{field.name.replace('_', '-')} is only for a single run, but {by} starts several.")
     if options.take_over and not options.resume:
-        raise UsageError("--take-over continues runs: it needs --resume.")
+        raise UsageError("--take-over needs --resume.")
     if isinstance(options.http, int) and options.http:
         raise UsageError(
-            f"--http {options.http} is a port for one run, and {by} makes several: --http 0 finds each one."
+            f"--http {options.http} is a port for a single run, but {by} starts several. Use --http 0: each run gets a "
+            "free port."
         )
     if options.at_once < 1:
         raise UsageError(f"--at-once must be at least 1, got {options.at_once}.")
     if experiment.topology_config.learns_from != "steps":
-        raise UsageError(f"{by} compares returns, and a run of --agent {experiment.agent} has none.")
+        raise UsageError(f"{by} compares returns, but runs of --agent {experiment.agent} have none.")
     if not experiment.topology_config.evaluates:
-        raise UsageError(f"{by} compares the returns of evaluations, and --eval-episodes 0 turns them off.")
+        raise UsageError(f"{by} compares evaluation returns, but --eval-episodes 0 turns evaluations off.")
 
 
 @contextlib.contextmanager
 def lock_multi_run(directory: RunDir, experiment: Experiment, options: TrainOptions) -> Iterator[None]:
-    """Hold the lock of a directory of several runs. Unless they are resumed, create it, with their config.
+    """Hold the lock of a directory of several runs. For new runs, create the directory and write the config.
 
-    The process that holds the lock waits until its runs have saved.
+    If another process takes over, this process has the grace period of a run plus 30 seconds to let its runs save.
     """
     if not options.resume:
         directory.create()
     with RunLock(directory.path, options.take_over, ends_within=experiment.topology_config.grace_seconds + 30.0):
         if not options.resume:
-            directory.create()  # check again: another process may have used it before the lock
+            directory.create()  # check again: another process may have written to it before the lock
             save_experiment(experiment, directory.config, {})
         yield
 
 
 def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:
-    """Run up to `at_once` runs at a time, until none is left.
+    """Run all runs, up to `at_once` at a time.
 
     Args:
-        next_run: returns the next run, or None if there is none now.
+        next_run: returns the next run, or None if no run can be started now.
         ended: called with each run that has ended. If it raises, the other runs save and end.
+        at_once: maximum number of runs at a time.
 
     Returns:
         The number of the signal that stopped them, or None.
@@ -114,7 +120,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                     has_stopped_them = True
                     for run in running:
                         run.stop()
-        finally:  # a second signal makes them leave at once
+        finally:  # on an error; a run that is already stopping gets its second signal, and ends without saving
             for run in running:
                 run.stop()
             for run in running:
@@ -125,14 +131,14 @@ class SeedRun:
     """The run of one seed, in `DIRECTORY/seed-N`, with the config of the directory.
 
     Attributes:
-        log: the file of its output, `DIRECTORY/logs/seed-N.log`.
-        code: exit code of its process; None while it runs.
-        was_stopped: whether `stop` was called.
+        log: the output file of the run, `DIRECTORY/logs/seed-N.log`.
+        code: exit code of the run's process; None while it is running.
+        was_stopped: True once `stop` was called.
     """
 
     def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
-        self.log = directory / "logs" / f"seed-{seed}.log"  # not beside the run: `rlframe plot DIRECTORY/seed-*`
+        self.log = directory / "logs" / f"seed-{seed}.log"  # must not match `rlframe plot DIRECTORY/seed-*`
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
@@ -140,13 +146,13 @@ class SeedRun:
 
     @property
     def result(self) -> Result | None:
-        """The result of a finished run, else None."""
+        """The result of the run; None if it has not finished."""
         path = RunDir(self.path).result
         result = Result.read(path) if path.exists() else None
         return result if result is not None and result.return_mean is not None else None
 
     def start(self) -> None:
-        """Start the run. With `--resume`, continue one that was started before."""
+        """Start the run. With `--resume`, continue a run that was started earlier."""
         command = [sys.executable, "-m", "rlframe", "train", "--run-dir", str(self.path), "--quiet"]
         if self._options.resume and (self.path / "config.json").exists():
             command += ["--resume", *["--take-over"] * self._options.take_over]
@@ -159,41 +165,40 @@ class SeedRun:
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)
         with open(self.log, "ab") as log:
-            # A new session: Ctrl-C at a terminal reaches only this process, which tells each run once. A second signal
-            # would make it leave without saving.
+            # In a new session, Ctrl-C at a terminal does not reach the run: this process sends exactly one signal to
+            # each run. A second signal would end the run without saving.
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
     def has_ended(self) -> bool:
-        """Return True once its process has ended."""
+        """Return True if the run's process has ended."""
         assert self._process is not None
         self.code = self._process.poll()
         return self.code is not None
 
     def stop(self) -> None:
-        """Make a started run save and end, as Ctrl-C does."""
+        """Send SIGINT to a started run: it saves and ends, as after Ctrl-C."""
         if self._process is not None:
             self.was_stopped = True
             self._process.send_signal(signal.SIGINT)
 
     def wait(self) -> None:
-        """Wait for the end of its process."""
+        """Wait until the run's process has ended."""
         assert self._process is not None
         self.code = self._process.wait()
 
     def outcome(self) -> str:
-        """Return how it ended, for a person."""
+        """Describe how the run ended, for users."""
         result = self.result
-        # A run that has just begun does not catch the signal yet, which then kills it.
+        # A run that has just started has no signal handler yet, so the signal kills it.
         if self.was_stopped and self.code in (128 + signal.SIGINT, -signal.SIGINT):
             return "stopped"
         if self.code or result is None:
-            return f"ended with exit code {self.code}; see {self.log}: {self._last_words()}"
+            return f"ended with exit code {self.code}; see {self.log}: {self._last_output_line()}"
         spread = plus_minus(result.return_std, result.episodes)
         return f"return {result.return_mean:.1f}{spread}, {result.wall_seconds:.0f} s"
 
-    def _last_words(self) -> str:
-        """Return the last line of its output."""
+    def _last_output_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="backslashreplace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")

@@ -1,4 +1,4 @@
-"""Parse arguments to dataclasses by tyro, with errors of one sentence."""
+"""Parse arguments to dataclasses with tyro. Errors are one sentence."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ HelpFormat = Callable[[Sequence[OptionField], str, str, int], str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """The option of every command. `main.py` finds it in the arguments: an error may come before they are parsed."""
+    """The option that all commands have.
 
-    traceback: bool = option(False, multi_run="each")  # show where an error came from
+    `main.py` searches the raw arguments for it, because an error may occur before they are parsed.
+    """
+
+    traceback: bool = option(False, multi_run="each")  # print the traceback of an error
 
 
 def parse(
@@ -40,21 +43,21 @@ def parse(
     describe_owner: Callable[[str], str] = lambda name: "",
     help_format: HelpFormat = format_help,
 ) -> T:
-    """Build `options` from the command line.
+    """Parse the command line to an instance of `options`.
 
     Args:
-        options: a dataclass, as tyro takes it.
-        arguments: without the program and the command.
-        prog: what help and errors call the command.
-        description: the first lines of its help.
-        default: an instance of `options` that gives every default.
-        elsewhere: a sentence on who has an option (`--x`) that is unknown here; "" where nobody has.
+        options: a dataclass for tyro.
+        arguments: arguments after the name of the command.
+        prog: name of the command in help and errors.
+        description: first lines of the help.
+        default: an instance of `options` with all defaults.
+        describe_owner: returns a sentence about the owner of an unknown option (`--x`), or "" if there is none.
 
         help_format: how the text of `--help` is written.
 
     Raises:
-        UsageError: an option is unknown or its value does not fit.
-        SystemExit: `--help` was given, and printed.
+        UsageError: an option is unknown or its value is invalid.
+        SystemExit: `--help` was given, and the help is printed.
     """
     fields = list(option_fields(options if default is None else default))
     if {"-h", "--help"} & {*arguments}:
@@ -82,10 +85,10 @@ def parse(
 
 
 def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the text after each option that is given, by the option's name in Python; "" for a switch.
+    """Return the text of each given option, by the option's name in Python. A switch has the text "".
 
-    `--agent dqn --head.num-atoms=21 --quiet` are `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. This needs no
-    knowledge of the options. Of several words it returns the first, and of an option given twice the last.
+    `--agent dqn --head.num-atoms=21 --quiet` becomes `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. It does
+    not check names. Of several words after an option, it returns the first. Of an option given twice, the last.
     """
     texts: dict[str, str] = {}
     for argument, following in zip(arguments, [*arguments[1:], "--"]):
@@ -97,11 +100,11 @@ def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def make_options(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
-    """Make a dataclass at run time, for options that depend on others, and return its instance: a `default` of `parse`.
+    """Create a dataclass for options that are only known at run time. Return an instance with the defaults.
 
     Args:
-        name: of the dataclass.
-        fields: by name, the annotation, as tyro takes it, and the default.
+        name: name of the dataclass.
+        fields: name -> (annotation for tyro, default).
     """
     made = dataclasses.make_dataclass(name, [(field, hint) for field, (hint, _) in fields.items()], frozen=True)
     return made(**{field: default for field, (_, default) in fields.items()})
@@ -110,29 +113,29 @@ def make_options(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
 def _unknown(unknown: list[str], known: list[str], prog: str, describe_owner: Callable[[str], str]) -> str:
     options = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
     if not options:
-        hint = " A switch takes no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
+        hint = " A switch has no value: --no-NAME turns it off." if unknown[0].lower() in ("true", "false") else ""
         return f"Unexpected argument {unknown[0]!r}.{hint} See `{prog} --help`."
     name = options[0]
     if owner := describe_owner(name):
         return f"There is no option {name}.{owner}"
     chooser, dot, _ = name.partition(".")
     if dot and chooser in known and not any(option.startswith(f"{chooser}.") for option in known):
-        return f"{name} is an option of what {chooser} chooses: give {chooser} as well. See `{prog} --help`."
+        return f"{name} depends on the value of {chooser}: give {chooser} too. See `{prog} --help`."
     nearest = suggest(name.replace("_", "-"), known)
     return f"There is no option {name}.{nearest or f' See `{prog} --help`.'}"
 
 
 def _sentence(box: str) -> str:
-    # tyro draws a box: its title, the message, a rule, then help that `--help` gives as well.
+    # tyro prints a box with a title, the message, a horizontal line, and help text that `--help` shows too.
     message: list[str] = []
     for line in box.splitlines()[1:]:
-        rule = "───" in line or "---" in line  # the latter where the terminal has no such characters
+        rule = "───" in line or "---" in line  # a horizontal line, in Unicode or ASCII
         if message and rule:
             break
         if not rule:
             message.append(line.strip("│ "))
     text = re.sub(r"\s+", " ", " ".join(message)).strip().rstrip(".") + "."
-    return re.sub(r"^Error parsing \w+: ", "", text)  # before what a config raised
+    return re.sub(r"^Error parsing \w+: ", "", text)  # tyro's prefix of errors from a config
 
 
 def _registry() -> Any:
@@ -159,5 +162,5 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{text!r} is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ValueError(f'{text!r} is not an object, as {{"frame_skip": 4}} is')
+        raise ValueError(f'{text!r} is not a JSON object such as {{"frame_skip": 4}}')
     return value

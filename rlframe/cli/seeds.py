@@ -1,12 +1,12 @@
-"""`rlframe train --seeds`: one run for each seed, a table and a plot of all.
+"""`rlframe train --seeds`: one run for each seed, and a table and a plot of all runs.
 
-`rlframe train --seeds 1-3 --run-dir runs/x` is `run_seeds`:
+`rlframe train --seeds 1-3 --run-dir runs/x` calls `run_seeds`:
 
     seeds = parse_seeds("1-3")                                          # [1, 2, 3]
-    with lock_multi_run(directory, experiment, options):             # no other process writes to runs/x
+    with lock_multi_run(directory, experiment, options):                # no other process writes to runs/x
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
-        _run_unfinished(runs, options)                                  # by `run_all`, options.at_once at a time
-        _report(directory.path, runs, options)                          # the table, the plot
+        _run_unfinished(runs, options)                                  # calls `run_all`: options.at_once at a time
+        _report(directory.path, runs, options)                          # prints the table, draws the plot
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rlframe.programs.run_dir.lock import holder_of
 
 
 def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
-    """Train once for each seed, each in a process. Print a table and draw a plot of all runs. Return the exit code.
+    """Train once for each seed, each in its own process. Print a table and draw a plot of all runs.
 
-    The runs are RUN_DIR/seed-1 and so on; RUN_DIR/logs has their output. `--resume` leaves finished runs alone and
-    continues the others. At Ctrl-C the runs save and end. SIGKILL does not reach them: `--resume --take-over` ends them
-    and continues.
+    The runs are RUN_DIR/seed-1 and so on. Their output is in RUN_DIR/logs. `--resume` skips finished runs and continues
+    the others. On Ctrl-C, the runs save and end. If this process is killed by SIGKILL, its runs keep running:
+    `--resume --take-over` ends and continues them.
 
     Returns:
-        0 if all runs ended well; else 128 + the signal that ended them, or the exit code of the first that failed.
+        The exit code: 0 if all runs succeeded; 128 + the signal that stopped them; or the code of the first failed run.
     """
     assert options.seeds is not None
     seeds = parse_seeds(options.seeds)
@@ -53,29 +53,30 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
         directory.check_kind(SEEDS)
         if experiment != load_experiment(directory.config):
             raise UsageError(
-                f"Continued runs keep their options: leave out of rlframe train --seeds {options.seeds} "
-                f"--resume --run-dir {directory.path} those of the experiment, or begin other runs."
+                f"Resumed runs keep their options: use rlframe train --seeds {options.seeds} "
+                f"--resume --run-dir {directory.path} without options of the experiment, or start new runs."
             )
     else:
-        _check_begins(experiment, options)
+        _check_can_start(experiment, options)
     with lock_multi_run(directory, experiment, options):
         _write_seeds(directory, options.seeds, seeds)
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
-        _check_free(runs, options)
+        _check_not_in_use(runs, options)
         stopped_by = _run_unfinished(runs, options)
         code = _report(directory.path, runs, options)
     if stopped_by is None:
         return code
-    over = sum(run.result is not None for run in runs)
+    finished = sum(run.result is not None for run in runs)
     print(
-        f"{over} of {len(runs)} runs are over; the progress of the others is saved. Go on: {directory.resume_command}",
+        f"{finished} of {len(runs)} runs are finished. The progress of the others is saved. "
+        f"Resume with: {directory.resume_command}",
         file=sys.stderr,
     )
     return 128 + stopped_by
 
 
-def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
-    """Raise what a run would raise before its first step."""
+def _check_can_start(experiment: Experiment, options: TrainOptions) -> None:
+    """Raise the errors that each run would raise before its first step."""
     import jax
 
     from rlframe.programs.api import check_trackers, make_control_address
@@ -85,12 +86,12 @@ def _check_begins(experiment: Experiment, options: TrainOptions) -> None:
 
     check_trackers(options)
     check_extras(experiment, with_control=make_control_address(experiment, options) is not None)
-    jax.config.update("jax_platforms", "cpu")  # the accelerator's memory is for the runs
+    jax.config.update("jax_platforms", "cpu")  # leave the accelerator's memory to the runs
     check_updates(experiment, make_agent(experiment))
 
 
 def _write_seeds(directory: RunDir, text: str, seeds: list[int]) -> None:
-    """Write the seeds of all runs to `seeds.json`: these and earlier ones."""
+    """Write the seeds of all runs to `seeds.json`, including those of earlier sessions."""
     path = directory.path / SEEDS
     before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
     if not set(before) <= set(seeds):
@@ -98,31 +99,31 @@ def _write_seeds(directory: RunDir, text: str, seeds: list[int]) -> None:
     write_atomically(path, json.dumps({"seeds": text.replace(" ", "")}), "\n")
 
 
-def _check_free(runs: list[SeedRun], options: TrainOptions) -> None:
+def _check_not_in_use(runs: list[SeedRun], options: TrainOptions) -> None:
     """Raise UsageError if another process writes to one of the runs."""
     for run in runs:
         if not options.take_over and (holder := holder_of(run.path)) is not None:
             raise UsageError(
-                f"{run.path} is in use by {holder}: wait for its end, stop it (rlframe stop {run.path}), or have it "
-                "ended and continued by --resume --take-over."
+                f"{run.path} is in use by {holder}. Wait for its end, stop it (rlframe stop {run.path}), or take over "
+                "with --resume --take-over."
             )
 
 
 def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
-    """Run those that are not finished. Return the number of the signal that ended them, or None."""
+    """Run the unfinished runs. Return the number of the signal that stopped them, or None."""
     waiting = [run for run in runs if run.result is None]
 
-    def say(run: SeedRun, text: str) -> None:
+    def print_progress(run: SeedRun, text: str) -> None:
         if not options.quiet:
             print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
 
     def next_run() -> SeedRun | None:
         if not waiting:
             return None
-        say(waiting[0], f"began, in {waiting[0].path}")
+        print_progress(waiting[0], f"started in {waiting[0].path}")
         return waiting.pop(0)
 
-    return run_all(next_run, lambda run: say(run, run.outcome()), options.at_once)
+    return run_all(next_run, lambda run: print_progress(run, run.outcome()), options.at_once)
 
 
 def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions) -> int:

@@ -14,30 +14,30 @@ from rlframe.errors import UsageError, suggest
 from rlframe.http.config import ServiceConfig
 from rlframe.trajectories.config import Settings
 
-# Services, with the sentence that the help has about each.
+# Service -> its description in the help.
 SERVICES = {
     "trajectories": "groups of sequences from environments, in batches for trainers",
-    "policy": "a language model behind the OpenAI API, with its learner's newest weights",
+    "policy": "a language model behind the OpenAI API, with the latest weights of its learner",
 }
 _TRAJECTORIES = (
-    "Serve trajectories: environments send groups of sequences over HTTP, trainers pull batches of them. "
-    "The endpoints are described at /docs."
+    "Serve trajectories: environments send groups of sequences over HTTP, and trainers pull batches of them. "
+    "See /docs for the endpoints."
 )
 _POLICY = (
-    "Serve a language model behind the OpenAI API (/v1/completions, /v1/chat/completions), with the newest weights of "
-    "whoever learns it. The model is a folder in the published format (config.json, model.safetensors, "
-    "tokenizer.json), or that of a run (--run-dir), whose newest checkpoint answers. With --learner its newer weights "
-    "come from a learner that runs. The endpoints are described at /docs."
+    "Serve a language model behind the OpenAI API (/v1/completions, /v1/chat/completions). The model is either a "
+    "folder in the published format (config.json, model.safetensors, tokenizer.json), or the model of a run "
+    "(--run-dir) with its latest checkpoint. With --learner, the service also takes new weights from a running "
+    "learner. See /docs for the endpoints."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class ServiceOptions(CommandOptions, ServiceConfig):
-    """Options of both services, in the forms of the command line."""
+    """Options of both services."""
 
-    # answer other machines without a token: whoever reaches the service can do all that it offers
+    # allow requests from other machines without a token: anybody who can reach the service has full access
     no_token: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    # a name that the service is reached under, beside localhost and IP addresses; only without a token
+    # host name that clients use for the service, in addition to localhost and IP addresses; only without a token
     allowed_hosts: Annotated[tuple[str, ...], tyro.conf.arg(name="allowed-host"), tyro.conf.UseAppendAction] = ()
 
 
@@ -45,7 +45,7 @@ class ServiceOptions(CommandOptions, ServiceConfig):
 class TrajectoryOptions(ServiceOptions, Settings):
     """Options of `rlframe serve trajectories`."""
 
-    # clear the store: drop all registrations, environments and groups in it
+    # clear the store at the start: delete all its registrations, environments and groups
     fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
@@ -54,20 +54,21 @@ class PolicyOptions(ServiceOptions):
     """Options of `rlframe serve policy`."""
 
     model: Annotated[
-        Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]", help="in the published format")
+        Union[str, None], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_FOLDER]", help="folder of the model")
     ] = None
-    run_dir: Union[str, None] = None  # directory of a run in place of a folder; its checkpoints are followed
-    learner: Union[str, None] = None  # HOST:PORT of a learner's node (trust it), which newer weights come from
-    tokenizer: Union[str, None] = None  # byte, or a folder with a tokenizer.json; none: the model's own, else byte
-    port: int = 8001  # 0: one that is free
-    model_name: str = "policy"  # that requests have to ask for
-    dtype: Union[str, None] = None  # float32 or bfloat16; none: what the model's config.json says
-    slots: int = 32  # answers that are decoded at once
-    length: Union[int, None] = None  # tokens of a prompt and its answer; none: as many as the model takes
-    steps: int = 8  # tokens that an answer gets between two chances of others to join
-    max_waiting: int = 1024  # answers that wait for a slot; more are refused (429)
-    request_timeout: float = 600.0  # seconds for an answer
-    seed: int = 0  # of the requests that name none
+    run_dir: Union[str, None] = None  # directory of a run to serve instead of MODEL_FOLDER; follows new checkpoints
+    learner: Union[str, None] = None  # HOST:PORT of a learner node that provides new weights; it must be trusted
+    # "byte", or a folder with a tokenizer.json; None means the model's tokenizer, or "byte" without one
+    tokenizer: Union[str, None] = None
+    port: int = 8001  # port of the service; 0 means a free port
+    model_name: str = "policy"  # model name that requests must contain
+    dtype: Union[str, None] = None  # float32 or bfloat16; None means the dtype in the model's config.json
+    slots: int = 32  # maximum number of answers that are decoded at the same time
+    length: Union[int, None] = None  # maximum tokens of a prompt and its answer; None means the model's limit
+    steps: int = 8  # tokens decoded in one batch before waiting requests can join it
+    max_waiting: int = 1024  # maximum number of requests that wait for a slot; more are refused (HTTP 429)
+    request_timeout: float = 600.0  # seconds until an unanswered request fails
+    seed: int = 0  # seed of requests without a seed
 
 
 def run(arguments: list[str]) -> int:
@@ -78,11 +79,11 @@ def run(arguments: list[str]) -> int:
         return 0
     if arguments and arguments[0] in ("-h", "--help"):
         lines = [f"usage: rlframe serve {{{','.join(SERVICES)}}} [OPTIONS]", ""]
-        print("\n".join([*lines, *(f"  {name:14} {what}" for name, what in SERVICES.items())]))
+        print("\n".join([*lines, *(f"  {name:14} {text}" for name, text in SERVICES.items())]))
         return 0
-    asked = f"{arguments[0]!r} is no service" if arguments else "Name a service"
+    problem = f"{arguments[0]!r} is not a service" if arguments else "Name a service"
     hint = suggest(arguments[0], SERVICES) if arguments else ""
-    raise UsageError(f"{asked}; there are {', '.join(SERVICES)}.{hint}")
+    raise UsageError(f"{problem}; services are {', '.join(SERVICES)}.{hint}")
 
 
 def _serve_trajectories(arguments: list[str]) -> None:
@@ -100,9 +101,9 @@ def _serve_policy(arguments: list[str]) -> None:
     prog = "rlframe serve policy"
     options = parse(PolicyOptions, arguments, prog, _POLICY)
     if (options.model is None) == (options.run_dir is None):
-        raise UsageError("Name the folder of a model, or a run by --run-dir: one of the two.")
+        raise UsageError("Name one model: give either MODEL_FOLDER or --run-dir.")
     if options.run_dir is not None and options.dtype is not None:
-        raise UsageError("--dtype is for a MODEL_FOLDER: a run's checkpoints have their own.")
+        raise UsageError("--dtype is only for a MODEL_FOLDER: the checkpoints of --run-dir have a fixed dtype.")
     extras.require(prog, "trajectories", *(["lm"] if options.model is not None else []))
     if options.learner is not None:
         transport.DEFAULT.check("--learner")
@@ -125,6 +126,6 @@ def _serve_policy(arguments: list[str]) -> None:
 
 def _run(server: Any) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # having drained is a success
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server finishes its requests, then exits with code 0
         signal.signal(number, lambda *_: server.stop())
     server.run()

@@ -1,4 +1,4 @@
-"""`rlframe status`."""
+"""The command `rlframe status`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.metrics.terminal import console, table
 
 PROG = "rlframe status"
-DESCRIPTION = "Show how a run is: its state, its progress, and every process."
+DESCRIPTION = "Show the state, progress and processes of a run."
 _OVER = ("CLOSED", "FAILED")
-_STATES = {  # as a person reads them
+_STATES = {  # texts for users
     "INIT": "starting",
     "CONNECTING": "starting",
-    "WAITING": "starting (waits for a learner)",
+    "WAITING": "starting (waiting for a learner)",
     "RUNNING": "running",
     "DEGRADED": "running (the learner is being replaced)",
     "PAUSED": "paused",
@@ -36,17 +36,17 @@ _STATES = {  # as a person reads them
     "CLOSED": "over",
     "FAILED": "failed",
 }
-Look = Callable[[], dict[str, Any]]
+ReadStatus = Callable[[], dict[str, Any]]
 
-_AWAY = 60.0  # seconds for which --watch waits for a control that does not answer
+_AWAY = 60.0  # seconds that --watch waits for an HTTP service that does not answer
 
 
 @dataclasses.dataclass(frozen=True)
 class StatusOptions(RunOptions):
     """Options of `rlframe status`."""
 
-    watch: bool = False  # show it again and again, until the run is over
-    interval: float = 1.0  # seconds between two looks, with --watch
+    watch: bool = False  # refresh the status until the run ends
+    interval: float = 1.0  # seconds between refreshes with --watch
 
 
 def run(arguments: list[str]) -> int:
@@ -57,19 +57,19 @@ def run(arguments: list[str]) -> int:
     check_one_run_is_named(options)
     with contextlib.ExitStack() as opened:
         if options.run_dir is None:
-            look = opened.enter_context(connect(options, PROG)).status
+            read_status = opened.enter_context(connect(options, PROG)).status
         else:
-            look = _look_at(options, options.run_dir, opened)
+            read_status = _status_reader(options, options.run_dir, opened)
         if options.watch:
-            _watch(look, options)
+            _watch(read_status, options)
         elif options.json:
-            print(json.dumps(look()))
+            print(json.dumps(read_status()))
         else:
-            console(sys.stdout).print(_shown(look()))
+            console(sys.stdout).print(_shown(read_status()))
     return 0
 
 
-def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack) -> Look:
+def _status_reader(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack) -> ReadStatus:
     """Return a function that reads the status of the run in a directory, from its coordinator or from its files."""
     from rlframe.programs.run_dir.lock import holder_of
 
@@ -78,7 +78,7 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
         return file_status_reader(run_dir)
     client = opened.enter_context(connect(options, PROG))
 
-    def look() -> dict[str, Any]:
+    def read_status() -> dict[str, Any]:
         try:
             return client.status()
         except (UnavailableError, PeerError):
@@ -86,11 +86,11 @@ def _look_at(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack)
                 raise
             return file_status_reader(run_dir)()  # the run has ended
 
-    return look
+    return read_status
 
 
-def _watch(look: Look, options: StatusOptions) -> None:
-    """Show the status until the run is over. Wait for a control that does not answer: it may be restarting."""
+def _watch(read_status: ReadStatus, options: StatusOptions) -> None:
+    """Show the status until the run ends. If the HTTP service does not answer, retry: it may be restarting."""
     from rich.live import Live
 
     screen = console(sys.stdout)
@@ -102,7 +102,7 @@ def _watch(look: Look, options: StatusOptions) -> None:
             live.start()
         while True:
             try:
-                status = look()
+                status = read_status()
             except (UnavailableError, PeerError) as error:
                 away_since = away_since or time.monotonic()
                 if not seen or time.monotonic() - away_since > _AWAY:
@@ -125,7 +125,7 @@ def _watch(look: Look, options: StatusOptions) -> None:
 
 
 def _shown(status: dict[str, Any]) -> Any:
-    """Format a status for a person."""
+    """Format a status for users."""
     from rich.console import Group
 
     parts = _lines(status, status["job"])
@@ -140,7 +140,7 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
     waits, unit = job.get("waits_for"), job.get("unit") or "env steps"
     state = _STATES.get(job["state"], job["state"]) + (f": {job['reason']}" if job.get("reason") else "")
     if waits and job["state"] == "RUNNING":
-        state += f" (waits for {waits})"
+        state += f" (waiting for {waits})"
     lines = [f"{job.get('agent')} on {job.get('env')}   {state}"]
     if job.get("until"):
         left = ""
@@ -170,12 +170,12 @@ def _lines(status: dict[str, Any], job: dict[str, Any]) -> list[Any]:
     if operator.get("connected") is False:
         lines.append(f"operator       {operator.get('kind')} cannot be reached: {operator.get('problem')}")
     lines.append(f"run            {job.get('run_dir')}")
-    # As text: a reason may hold what rich takes for markup.
+    # Text objects, because a reason may contain characters that rich would interpret as markup.
     return [Text(line) for line in lines]
 
 
 def _workers(workers: list[dict[str, Any]]) -> Any:
-    """Make a table with a column for each field that any worker has."""
+    """Return a table of the workers. Leave out columns that are empty for all workers."""
     shown = {name: [read(one) for one in workers] for name, read in _COLUMNS.items()}
     shown = {name: cells for name, cells in shown.items() if name == "worker" or any(cell != "-" for cell in cells)}
     return table(shown, zip(*shown.values()))

@@ -1,7 +1,7 @@
-"""`rlframe sweep`: which values of the options of `rlframe train` learn best, by Optuna.
+"""`rlframe sweep`: search for the best values of `rlframe train`'s options, with Optuna.
 
-`sweep_options.py` reads the options, `trials.py` makes the trials by `multi_run.py: run_all`, and `_report` here
-draws the plot and prints the best trial.
+`sweep_options.py` parses the options, `trials.py` runs the trials with `multi_run.py: run_all`, and `_report` in this
+file draws the plot and prints the best trial.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rlframe.cli.listings import print_preset
 from rlframe.cli.multi_run import check_multi_run_options, lock_multi_run, parse_seeds, run_all
 from rlframe.cli.sweep_options import (
     DESCRIPTION,
-    KEPT,
     PROG,
+    SAVED_OPTIONS,
     SweepOptions,
     VariedOption,
-    completed,
     experiment_with,
     read_varied_options,
+    with_defaults,
 )
 from rlframe.cli.train_options import read_arguments
-from rlframe.cli.trials import Study, Trials, short
+from rlframe.cli.trials import Study, Trials, format_value
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import run_name
 from rlframe.metrics.plots import plot_options
@@ -46,13 +46,13 @@ def run(arguments: list[str]) -> int:
     check_multi_run_options(experiment, options, PROG)
     path = default_path(experiment)
     directory = RunDir(options.run_dir if options.run_dir is not None else path.with_name(f"sweep-{path.name}"))
-    options = completed(experiment, options, directory)
+    options = with_defaults(experiment, options, directory)
     varied = read_varied_options(arguments, experiment, options)
     setproctitle.setproctitle("rlframe: sweep")
     if preset is not None and not options.quiet:
         print_preset(preset, experiment, sys.stderr)
     with lock_multi_run(directory, experiment, options):
-        kept = {name: getattr(options, name) for name in KEPT}
+        kept = {name: getattr(options, name) for name in SAVED_OPTIONS}
         write_atomically(directory.path / SWEEP, json.dumps(kept), "\n")
         study = Study(directory.path, varied, options, experiment.seed)
         trials = Trials(study, functools.partial(experiment_with, arguments), options, directory.path)
@@ -60,12 +60,12 @@ def run(arguments: list[str]) -> int:
     _report(experiment, options, study, directory.path)
     if stopped_by is None:
         return 0
-    print(f"Everything is saved. Go on: {directory.resume_command}", file=sys.stderr)
+    print(f"Everything is saved. Resume with: {directory.resume_command}", file=sys.stderr)
     return 128 + stopped_by
 
 
 def _report(experiment: Experiment, options: SweepOptions, study: Study, directory: pathlib.Path) -> None:
-    """Draw sweep.png. Print the trials by their value, and the command that repeats the best."""
+    """Draw sweep.png. Print the trials, best first, and a command that repeats the best trial with new seeds."""
     done = sorted(study.trials("COMPLETE"), key=lambda trial: trial.value, reverse=True)
     if not done:
         return
@@ -75,15 +75,15 @@ def _report(experiment: Experiment, options: SweepOptions, study: Study, directo
         [each.panel([trial.params[each.name] for trial in (*done, *failed)]) for each in study.varied],
         [*(trial.value for trial in done), *[None] * len(failed)],
         directory / "sweep.png",
-        title + f", and {len(failed)} that failed (x)" * bool(failed),
+        title + f", and {len(failed)} failed ones (x)" * bool(failed),
     )
     rows = [_row(trial, directory) for trial in (*done, *failed)]
     fresh = max(parse_seeds(options.seeds or "")) + 1
     command = f"rlframe train --config {rows[0]['run_dir']}/config.json --seeds {fresh}-{fresh + 4}"
     if not options.quiet:
         _print_table(study.varied, rows)
-        said = f"The best of {len(done)} trials on the seeds that chose it; see {directory / 'sweep.png'}."
-        print(f"{said} Try it on others: {command}", file=sys.stderr)
+        text = f"This is the best of {len(done)} trials on the seeds of the sweep; see {directory / 'sweep.png'}."
+        print(f"{text} Test it on other seeds: {command}", file=sys.stderr)
     if options.json:
         best = {**rows[0], "command": command}
         print(json.dumps({"best": best, "trials": rows, "run_dir": str(directory)}), flush=True)
@@ -110,5 +110,5 @@ def _print_table(varied: list[VariedOption], rows: list[dict[str, Any]]) -> None
         if row["returns"]:
             several = len(row["returns"]) > 1
             value = [f"{row['value']:.1f}", f"{np.std(row['returns']):.1f}" if several else ""]
-        lines.append((str(row["trial"]), *value, *(short(row["options"].get(name)) for name in names)))
+        lines.append((str(row["trial"]), *value, *(format_value(row["options"].get(name)) for name in names)))
     console(sys.stderr).print(table(("trial", "return", "± over seeds", *names), lines, right=True))

@@ -1,12 +1,13 @@
-"""The options of `rlframe sweep`: those of `rlframe train`, and which of them differ between trials.
+"""The options of `rlframe sweep`: the options of `rlframe train`, and the options that vary between trials.
 
 `rlframe sweep --vary learning-rate=1e-4..1e-2:log --vary num-envs=8,16 --trials 20 --agent dqn`, step by step:
 
-1. `train_options.py: read_arguments` makes the experiment that the trials share, and the `SweepOptions`.
-2. `completed` fills in defaults; with `--resume`, the options with which the sweep began.
-3. `read_varied_options` makes a `VariedOption` of each `--vary`: `VariedOption("num-envs", ("8", "16"))`. It makes the experiments with the
-   first values, the second ones and so on, and so raises errors before any run.
-4. Each trial chooses values, as `{"learning-rate": "0.0003", "num-envs": "8"}`. `experiment_with` makes its experiment.
+1. `train_options.py: read_arguments` returns the experiment that all trials share, and the `SweepOptions`.
+2. `with_defaults` fills in defaults, or with `--resume` the saved options of the sweep.
+3. `read_varied_options` parses each `--vary` to a `VariedOption`: `VariedOption("num-envs", ("8", "16"))`. To raise
+   errors before any run, it also creates an experiment with the first value of each option, then with the second, ...
+4. Each trial chooses values, such as `{"learning-rate": "0.0003", "num-envs": "8"}`. `experiment_with` creates its
+   experiment.
 """
 
 from __future__ import annotations
@@ -29,66 +30,66 @@ from rlframe.programs.run_dir.directory import SWEEP, RunDir
 
 PROG = "rlframe sweep"
 DESCRIPTION = (
-    "Search for values of `rlframe train`'s options that learn best, with Optuna. --vary names an option and its "
-    "values, --trials says how many choices to try; every other option is as in `rlframe train`. A trial is one run "
-    "for each of --seeds; its value is the interquartile mean of their final returns (of fewer than four seeds the "
-    "mean). The best of many trials was partly lucky: report it on other seeds, by the command that is printed at the "
-    "end. Ctrl-C saves everything and exits with 130; --resume goes on."
+    "Search for the best values of `rlframe train`'s options, with Optuna. --vary gives an option and its values, and "
+    "--trials the number of combinations to try. All other options are the options of `rlframe train`. A trial is one "
+    "run for each of --seeds. The value of a trial is the interquartile mean of its final returns, or the mean with "
+    "fewer than four seeds. The best of many trials is partly luck: test it on other seeds with the command that is "
+    "printed at the end. Ctrl-C saves everything and exits with 130; --resume continues the sweep."
 )
 
-KEPT = ("vary", "seeds", "sampler", "trials")  # in sweep.json
-_FIXED = ("agent", "env", "seed")  # of the experiment, and not to be varied
+SAVED_OPTIONS = ("vary", "seeds", "sampler", "trials")  # saved in sweep.json
+_FIXED = ("agent", "env", "seed")  # options of an experiment that cannot vary
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(:log)?")
-_ALMOST = re.compile(rf"(?:{_NUMBER})?\.\.(?:{_NUMBER})?(?::\w*)?|{_NUMBER}:\w*")  # a range that went wrong
+_MALFORMED_RANGE = re.compile(rf"(?:{_NUMBER})?\.\.(?:{_NUMBER})?(?::\w*)?|{_NUMBER}:\w*")
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepOptions(TrainOptions):
-    """Options of `rlframe sweep` beside those of an experiment."""
+    """Options of `rlframe sweep`, except those of the experiment."""
 
-    seeds: Union[str, None] = None  # 1-3 or 1,2,7: each trial is a run for each; None: one run, of --seed
-    at_once: int = 1  # how many runs at a time
+    seeds: Union[str, None] = None  # seeds of each trial, such as 1-3 or 1,2,7; None means only the seed of --seed
+    at_once: int = 1  # number of runs at a time
     resume: bool = False  # continue the sweep in --run-dir; only --trials, --sampler and --at-once may change
-    take_over: bool = False  # with --resume: end the sweep that still runs in --run-dir, and continue it here
-    # an option of `rlframe train`, and its values; give --vary once for each option. num-epochs=1..8: from this range;
-    # learning-rate=1e-4..1e-2:log: the same, drawn by its logarithm; gae-lambda=0.9,0.95,0.98: one of these;
-    # "network.hidden=64,64 64": the same, of an option that takes several words (here with --network mlp)
+    take_over: bool = False  # with --resume: end the process that runs the sweep in --run-dir, and continue it here
+    # an option of `rlframe train` and its values; repeat --vary for more options. num-epochs=1..8: a range;
+    # learning-rate=1e-4..1e-2:log: a range with log-uniform sampling; gae-lambda=0.9,0.95,0.98: a list;
+    # "network.hidden=64,64 64": a list for an option of several words (with --network mlp)
     vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUES")] = ()
-    trials: Union[int, None] = None  # how many in all; None: every combination, where nothing has a range
-    # how values are chosen. tpe: near those of good trials, after ten at random; random: all at random; grid: every
-    # combination; auto: grid without --trials, else tpe
+    trials: Union[int, None] = None  # total number of trials; None means all combinations, if no option has a range
+    # how to choose values. tpe: near good trials, after ten random ones; random: at random; grid: all combinations;
+    # auto: grid without --trials, otherwise tpe
     sampler: Literal["auto", "tpe", "random", "grid"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class VariedOption:
-    """An option and its values, as texts that the command line takes."""
+    """An option and its values, as text for the command line."""
 
-    name: str  # as `learning-rate`, without dashes before it
-    values: tuple[str, ...]  # of a range its lowest and highest
+    name: str  # such as `learning-rate`, without leading dashes
+    values: tuple[str, ...]  # the list of values, or the lowest and highest value of a range
     is_range: bool = False
-    log: bool = False  # drawn by its logarithm
-    whole: bool = False  # of whole numbers, see `typed`
+    log: bool = False  # log-uniform sampling
+    whole: bool = False  # a range of integers; see `with_range_type`
 
-    def typed(self, experiment: Experiment) -> VariedOption:
-        """Return the same, with a range of whole numbers if the option is an int in `experiment`.
+    def with_range_type(self, experiment: Experiment) -> VariedOption:
+        """Return a copy whose range has only integers if the option is an int in `experiment`.
 
         Raises:
-            UsageError: it has a range, and is no number; or it is a switch, and has other values than True and False.
+            UsageError: a range for an option that is not a number, or a value other than True and False for a switch.
         """
         value = option_value(experiment, self.name)
         if isinstance(value, bool) and not {text.lower() for text in self.values} <= {"true", "false"}:
-            raise UsageError(f"--vary {self.name} is a switch: its values are True,False.")
+            raise UsageError(f"--vary {self.name} is a switch: its values must be True,False.")
         if not self.is_range or value is None:
             return self
         if not isinstance(value, (int, float)):
-            raise UsageError(f"--vary {self.name} has a range, and is no number: list its values, A,B,C.")
+            raise UsageError(f"--vary {self.name} has a range but is not a number. List its values: A,B,C.")
         return dataclasses.replace(self, whole=isinstance(value, int))
 
     def suggest(self, trial: Any) -> str:
-        """Return the value of an Optuna trial, which may choose it now."""
+        """Return the option's value in an Optuna trial. The trial chooses it in the first call."""
         if not self.is_range:
             return trial.suggest_categorical(self.name, self.values)
         suggest, number = (trial.suggest_int, int) if self.whole else (trial.suggest_float, float)
@@ -96,78 +97,84 @@ class VariedOption:
         return str(suggest(self.name, low, high, log=self.log))
 
     def panel(self, values: list[Any]) -> OptionPanel:
-        """Return the panel of a plot that shows its values in all trials."""
+        """Return a plot panel with the option's values in all trials."""
         if not self.is_range:
             return OptionPanel(self.name, values, self.values)
         return OptionPanel(self.name, values, bounds=(float(self.values[0]), float(self.values[1])), log=self.log)
 
 
 def parse_varied_option(text: str) -> VariedOption:
-    """`learning-rate=1e-4..1e-2:log`, `num-epochs=1..8` or `gae-lambda=0.9,0.95`. Raises UsageError for others."""
+    """Parse `learning-rate=1e-4..1e-2:log`, `num-epochs=1..8` or `gae-lambda=0.9,0.95`.
+
+    Raises:
+        UsageError: another format, or a range whose first number is not below its second.
+    """
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
     found, listed = _RANGE.fullmatch(values.strip()), [value.strip() for value in values.split(",")]
-    if not name or not equals or not all(listed) or (found is None and any(map(_ALMOST.fullmatch, listed))):
-        raise UsageError(f"--vary is NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A,B,C, got {text!r}.")
+    if not name or not equals or not all(listed) or (found is None and any(map(_MALFORMED_RANGE.fullmatch, listed))):
+        raise UsageError(f"--vary must look like NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A,B,C, got {text!r}.")
     if found is None:
         return VariedOption(name, tuple(listed))
     low, high, log = found.groups()
     if not float(low) < float(high) or (log and float(low) <= 0):
-        least = ", above 0 for a logarithm," if log else ""
-        raise UsageError(f"--vary {text}: a range goes from a number{least} to a higher one.")
+        least = " (above 0 with :log)" if log else ""
+        raise UsageError(f"--vary {text}: a range must go from a number{least} to a higher number.")
     return VariedOption(name, (low, high), is_range=True, log=log is not None)
 
 
-def completed(experiment: Experiment, options: SweepOptions, directory: RunDir) -> SweepOptions:
-    """Return the options with their defaults. A resumed sweep keeps the options that it began with.
+def with_defaults(experiment: Experiment, options: SweepOptions, directory: RunDir) -> SweepOptions:
+    """Return the options with defaults filled in. A resumed sweep keeps its saved options.
 
     Raises:
-        UsageError: the options are of another sweep, or there is none in the directory.
+        UsageError: the directory contains no sweep, or a sweep with other options.
     """
     if not options.resume:
         return dataclasses.replace(options, seeds=options.seeds or str(experiment.seed))
     directory.check_kind(SWEEP)
     kept = json.loads((directory.path / SWEEP).read_text())
     kept["vary"] = tuple(kept["vary"])
-    given = {name: getattr(options, name) for name in KEPT if getattr(options, name) != getattr(SweepOptions, name)}
-    changed = [name for name in KEPT[:2] if given.get(name, kept[name]) != kept[name]]
+    given = {
+        name: getattr(options, name) for name in SAVED_OPTIONS if getattr(options, name) != getattr(SweepOptions, name)
+    }
+    changed = [name for name in SAVED_OPTIONS[:2] if given.get(name, kept[name]) != kept[name]]
     if changed or experiment != load_experiment(directory.config):
         raise UsageError(
-            f"A resumed sweep keeps its options: leave out of {PROG} --resume --run-dir {directory.path} all but "
-            "--trials, --sampler and --at-once, or begin another sweep."
+            f"A resumed sweep keeps its options: use {PROG} --resume --run-dir {directory.path} with no other options "
+            "than --trials, --sampler and --at-once, or start a new sweep."
         )
     return dataclasses.replace(options, **{**kept, **given})
 
 
 def read_varied_options(arguments: list[str], experiment: Experiment, options: SweepOptions) -> list[VariedOption]:
-    """Return the options to vary. Raise UsageError unless `rlframe train` takes all of their values."""
+    """Return the options to vary. Raise UsageError if `rlframe train` does not accept one of their values."""
     parse_seeds(options.seeds or "")
-    varied = [parse_varied_option(text).typed(experiment) for text in options.vary]
+    varied = [parse_varied_option(text).with_range_type(experiment) for text in options.vary]
     if not varied:
-        raise UsageError(f"Name what to vary: --vary learning-rate=1e-4..1e-2:log. See `{PROG} --help`.")
+        raise UsageError(f"Name an option to vary: --vary learning-rate=1e-4..1e-2:log. See `{PROG} --help`.")
     names = [each.name for each in varied]
     for i, name in enumerate(names):
         if name.replace("-", "_") in (*_FIXED, *(field.name for field in dataclasses.fields(SweepOptions))):
-            raise UsageError(f"--vary {name}: all trials have the same one; give it by --{name}.")
+            raise UsageError(f"--vary {name}: this option must be the same in all trials. Set it with --{name}.")
         if name in names[:i]:
-            raise UsageError(f"--vary names {name} twice: give all its values at once.")
+            raise UsageError(f"--vary {name} is given twice: give all its values in one --vary.")
     rows = range(max(len(each.values) for each in varied))
     read = [experiment_with(arguments, {each.name: (each.values * len(rows))[i] for each in varied}) for i in rows]
     ranges = [each.name for each in varied if each.is_range]
     if options.sampler == "grid" or (options.sampler == "auto" and options.trials is None):
         if ranges:
             raise UsageError(
-                f"{ranges[0]} has a range, and a grid has none: say how many --trials, or list its values."
+                f"{ranges[0]} has a range, but a grid needs lists. Give the number of --trials, or list the values."
             )
         if options.trials is not None:
-            raise UsageError("--sampler grid makes every combination: leave --trials out.")
+            raise UsageError("--sampler grid tries all combinations: leave --trials out.")
     elif options.trials is None or options.trials < 1:
         raise UsageError(f"--sampler {options.sampler} needs --trials, at least 1, got {options.trials}.")
-    return [each.typed(read[0]) for each in varied]
+    return [each.with_range_type(read[0]) for each in varied]
 
 
 def experiment_with(arguments: list[str], options: dict[str, str]) -> Experiment:
-    """Make the experiment of the command line with these options changed, by reading them behind its arguments."""
+    """Append these options to the arguments of the command line, and parse all of them to an experiment."""
     changed = [argument for name, value in options.items() for argument in _as_arguments(name, value)]
     return read_arguments([*arguments, *changed], SweepOptions, PROG, DESCRIPTION)[0]
 
@@ -176,5 +183,5 @@ def _as_arguments(name: str, value: str) -> list[str]:
     group, dot, own = name.rpartition(".")
     if value.lower() in ("true", "false"):
         return [f"--{group}{dot}{'no-' * (value.lower() == 'false')}{own}"]
-    words = value.split()  # `network.hidden=64 64,256` has two of one option, and one
+    words = value.split()  # the values of `network.hidden=64 64,256` have two words and one word
     return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]

@@ -1,4 +1,4 @@
-"""`rlframe train`: one run, or one for each of `--seeds`."""
+"""`rlframe train`: one run, or one run for each of `--seeds`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def run(arguments: list[str]) -> int:
     if options.seeds is None:
         return _train_and_print(experiment, options, preset)
     if "seed" in raw_option_values(arguments):
-        raise UsageError(f"--seeds {options.seeds} makes a run for each of them: leave --seed out.")
+        raise UsageError(f"--seeds {options.seeds} starts one run for each seed: leave --seed out.")
     return run_seeds(experiment, options)
 
 
 def _train_and_print(experiment: Experiment, options: TrainOptions, preset: Preset | None) -> int:
-    """Train, draw the learning curve and print the result. Return the exit code."""
+    """Train, draw the learning curve, and print the result. Return the exit code."""
     import jax
 
     from rlframe.programs import api
 
     if not experiment.topology_config.engine_class.in_process:
-        # Leave the accelerator's memory to the learner: this process only looks at what the agent is made of.
+        # Leave the accelerator's memory to the learner: this process only inspects the agent.
         jax.config.update("jax_platforms", "cpu")
     result = api.run_with_options(experiment, options, preset)
     if not options.quiet:
@@ -65,7 +65,7 @@ def _print_result(experiment: Experiment, result: Result) -> None:
         )
     elif result.return_mean is None:
         text = (
-            f"stopped at {result.env_steps:,} steps; everything is saved. Go on: "
+            f"stopped at {result.env_steps:,} steps; everything is saved. Resume with: "
             f"rlframe train --resume --run-dir {directory.path}"
         )
     else:

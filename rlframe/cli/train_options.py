@@ -1,15 +1,15 @@
-"""The options of `rlframe train`: those of a session, an experiment, its agent and its network, as one command line.
+"""The options of `rlframe train`: options of the session, the experiment, the agent's config and the network's config.
 
-Which options there are depends on a few of them. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
+A few options determine the other options. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
 
-1. `EarlyOptions.read` finds `--agent`, `--env`, `--network`, `--head` and a few others in the arguments.
-2. `_defaults` returns the experiment that these name, with the values of its preset.
-3. `_tyro_defaults` makes a dataclass for tyro, whose fields are the groups of options: the experiment, the session,
-   the agent's config (with `head`, now a categorical one) and the network's config. `_flat_options_class` joins the
-   options of the experiment and of every topology, so that `--num-actors` is known whatever the topology is.
-4. tyro parses all arguments, with these defaults: `head.num_atoms` is 21.
-5. `_given_options` returns the options that the arguments change: `{"head.num_atoms": 21}`. `change_options` puts them
-   into the experiment, as it does for a script.
+1. `EarlyOptions.read` finds `--agent`, `--env`, `--network`, `--head` and a few others in the raw arguments.
+2. `_defaults` returns the experiment of these names, with the values of its preset.
+3. `_tyro_defaults` creates a dataclass for tyro. Its fields are the groups of options: the experiment, the session, the
+   agent's config (here with a categorical `head`) and the network's config. `_flat_options_class` joins the options of
+   the experiment and of all topologies, so `--num-actors` exists for every topology.
+4. tyro parses all arguments with these defaults: `head.num_atoms` is 21.
+5. `_given_options` returns the options that the arguments change: `{"head.num_atoms": 21}`. `change_options` applies
+   them to the experiment. Scripts use the same function.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from rlframe.programs.options.make_experiment import (
 from rlframe.programs.presets import Preset
 
 PROG = "rlframe train"
-_HIDDEN = {"name", "topology_config"}  # fields of which `topology` is the option
+_HIDDEN = {"name", "topology_config"}  # fields without an option: `--topology` sets them
 DESCRIPTION = (
-    "Train an agent on an environment. The defaults below are those of the agent and environment given, with their "
-    "preset. Ctrl-C saves everything and exits with 130; --resume goes on."
+    "Train an agent on an environment. The defaults below are for the given agent and environment, with their preset. "
+    "Ctrl-C saves everything and exits with 130; --resume continues the run."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(CommandOptions, SessionOptions):
-    """Options of a session. Those below exist only on the command line."""
+    """Options of a session, and options that only the command line has."""
 
-    # 1-5 or 1,2,7: a run for each, in RUN_DIR/seed-1 and so on; one table and one plot
+    # seeds such as 1-5 or 1,2,7: one run for each seed, in RUN_DIR/seed-N, with a table and a plot of all runs
     seeds: Union[str, None] = option(None, multi_run="command")
-    at_once: int = option(1, multi_run="command")  # with --seeds: how many runs at a time
-    # print the result as one JSON object, the last line of stdout
+    at_once: int = option(1, multi_run="command")  # with --seeds: number of runs at a time
+    # print the result as one JSON object in the last line of stdout
     json: bool = option(False, multi_run="command")
 
 
@@ -87,24 +87,24 @@ HELP_GROUPS = {
 
 @dataclasses.dataclass(frozen=True)
 class TopologyOption:
-    """The option `--topology`: the first one in the help, since the fields of the last base come first."""
+    """The option `--topology`. As the last base class, its field comes first in the help."""
 
-    topology: str = ""  # which processes there are: docs/programs.md
+    topology: str = ""  # how the run is divided into processes: see docs/programs.md
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyOptions:
-    """The options that decide which others there are, as texts: they are read before the arguments are parsed."""
+    """The options that determine the other options. They are read before the arguments are parsed."""
 
     agent: Union[str, None]
     env: Union[str, None]
     network: Union[str, None]
-    session: SessionOptions  # of which preset, config, run_dir and resume are read
-    texts: dict[str, str]  # of all options that are given, by name, see `raw_option_values`
+    session: SessionOptions  # only with preset, config, run_dir and resume
+    texts: dict[str, str]  # all given options, from `raw_option_values`
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> EarlyOptions:
-        """Find them in the arguments."""
+        """Find the options in the raw arguments."""
         texts = raw_option_values(arguments)
         run_dir = texts.get("run_dir") or None
         session = SessionOptions(
@@ -123,16 +123,17 @@ def read_arguments(
     prog: str = PROG,
     description: str = DESCRIPTION,
 ) -> tuple[Experiment, TrainOptions, Preset | None]:
-    """Parse the command line to an experiment, the options of a session, and the preset that it is based on.
+    """Parse the command line to an experiment, the options of a session, and the preset in use, if any.
 
-    The options depend on the agent and network, and their defaults on the preset: those few are read first.
+    The available options depend on the agent and the network, and their defaults on the preset. So these few options
+    are read first.
 
     Args:
-        arguments: without the program and the command.
-        options_cls: the class of the options beside those of an experiment.
-        prog, description: of the command, as `parse` takes them.
+        arguments: arguments after the name of the command.
+        options_cls: class of the options that do not belong to the experiment.
+        prog, description: name and description of the command, as for `parse`.
     """
-    here = pathlib.Path.cwd()  # before any code of the user's, which may change the directory
+    here = pathlib.Path.cwd()  # user code, which runs later, may change the working directory
     early = EarlyOptions.read(arguments)
     defaults, preset = _defaults(early)
     tyro_defaults = _tyro_defaults(defaults, early, options_cls)
@@ -148,7 +149,7 @@ def read_arguments(
     )
     experiment = change_options(defaults, _given_options(tyro_defaults, parsed, early))
     if parsed.session.resume and parsed.session.run_dir is None:
-        raise UsageError("--resume needs --run-dir: the directory of the run to go on with.")
+        raise UsageError("--resume needs --run-dir: the directory of the run to continue.")
     return experiment, with_absolute_paths(parsed.session, here), preset
 
 
@@ -171,9 +172,10 @@ def _field_name(field: OptionField) -> str:
 
 
 def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
-    """Return the defaults of the command line: a saved experiment, or those of its agent and environment.
+    """Return the defaults of the command line, from a saved experiment or from the given agent and environment.
 
-    They have the network that is given and the choices of the agent's config, as a head: these have options too.
+    The given network and the given choices in the agent's config (such as a head) are applied, because they have
+    options too.
     """
     defaults, preset = base_experiment(early.agent, early.env, early.session, early.network)
     choosers = [name for name, hint in hints_of(type(defaults.agent_config)).items() if choices_of(hint)]
@@ -184,10 +186,10 @@ def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
 
 
 def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict[str, Any]:
-    """Return the options of an experiment that the arguments give, by name, as `change_options` takes them.
+    """Return the experiment's options in the arguments, by name, for `change_options`. Leave out the agent.
 
-    One that is given at its default counts too: `--num-actors 2` asks for two actors, however few environments there
-    are. The agent is settled already.
+    An option that is given with its default value counts as given: `--num-actors 2` requires two actors, even if there
+    are too few environments.
     """
     before, now = _options_of_experiment(tyro_defaults), _options_of_experiment(parsed)
     given = {name: value for name, value in now.items() if value != before[name] or name in early.texts}
@@ -196,17 +198,17 @@ def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict
 
 
 def _options_of_experiment(options: Any) -> dict[str, Any]:
-    """Return the values of all options but those of the session, by name."""
+    """Return the values of all options by name, except those of the session."""
     return all_option_values(vars(options.experiment), options.agent_config, getattr(options, "network_config", None))
 
 
 def _where_is(agent: str, option: str) -> str:
-    """Call `describe_option_owner` for an option as the command line has it: `--x-y`."""
+    """Call `describe_option_owner` for an option in the format of the command line: `--x-y`."""
     return describe_option_owner(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 
 def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[TrainOptions]) -> Any:
-    """Return all options with their defaults, in a dataclass for tyro. For `--agent dqn --head categorical`:
+    """Return a dataclass for tyro that contains all options with their defaults. For `--agent dqn --head categorical`:
 
     Train(
         experiment=FlatOptions(topology="single_process", agent="dqn", ...),           # --topology, --agent
@@ -218,7 +220,7 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
     """
     config, values = defaults.agent_config, to_flat(defaults)
     network = values.get("network_config")
-    values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # they have parts of their own
+    values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # separate parts, see below
     experiment, session = _flat_options_class(defaults, early)(**values), options_cls()
     _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(session)} - _HIDDEN)
     choosers: dict[str, tuple[Any, Any]] = {
@@ -241,18 +243,18 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
 
 
 def _flat_options_class(defaults: Experiment, early: EarlyOptions) -> Any:
-    """Make the class of the options of an experiment and of every topology of its agent. For `--agent dqn`:
+    """Create a class with the options of an experiment and of all topologies of its agent. For `--agent dqn`:
 
         @dataclasses.dataclass(frozen=True)
         class FlatOptions(SingleProcess, HeavyEnv, Distributed, Elastic, ..., Experiment, TopologyOption):
             async_envs: Annotated[bool, tyro.conf.arg(name="async")] = False  # `async` is a keyword
-            name: Annotated[Any, tyro.conf.Suppress] = ""   # no option; nor are topology_config and agent_config
+            name: Annotated[Any, tyro.conf.Suppress] = ""   # not an option, like topology_config and agent_config
             topology: Literal["single_process", "heavy_env", ...] = "single_process"
-            replay: Literal["auto", "shared_memory", ..., "file.py:Name"] = "auto"  # the last if the user names it
+            replay: Literal["auto", "shared_memory", ..., "file.py:Name"] = "auto"  # "file.py:Name" only if given
 
-    All other fields are those of the bases. Values are checked when the experiment is made, not here. The class has the
-    name and module of `Experiment`: tyro reads the help of options in the source that it finds by these, and then in
-    that of the bases.
+    All other fields are inherited. Values are checked later, when the experiment is created. The class has the name and
+    module of `Experiment`, because tyro uses these to find the source code, and reads the help texts there and in the
+    source of the base classes.
     """
     classes = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
     every = dict.fromkeys(classes.values())
@@ -285,5 +287,6 @@ def _check_no_clash(config_cls: type, agent: str, taken: set[str]) -> None:
     for name in field_names(config_cls):
         if name in taken:
             raise UsageError(
-                f"The config of {agent} has a field {name!r}, which is an option of `{PROG}` already: rename it."
+                f"The config of {agent} has a field {name!r}, but `{PROG}` already has an option of this name. Rename "
+                "the field."
             )

@@ -1,13 +1,13 @@
-"""The trials of `rlframe sweep`: a `Study` chooses the values of each, and `Trials` makes a run for each of its seeds.
+"""The trials of `rlframe sweep`: a `Study` chooses the values of a trial, and `Trials` runs each trial on all seeds.
 
 With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `multi_run.py: run_all` calls:
 
     next_run()              # `Study.begin` chooses the learning rate of trial 0; the run of seed 1
     next_run()              # the run of seed 2
-    ended(first), ended(second)     # both have ended: `Study.complete` gets their returns, trial 0 is over
+    ended(first), ended(second)     # both have ended: `Study.complete` records their returns, trial 0 is done
     next_run()              # begins trial 1
     ...
-    next_run()              # None: no trial is left
+    next_run()              # None: no trials are left
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from rlframe.programs.run_dir.directory import SEEDS
 
 
 class Study:
-    """The trials of a sweep, and the next one: an Optuna study, kept in `study.journal`.
+    """The Optuna study of a sweep, stored in `study.journal`. It chooses the values of each trial.
 
     Args:
-        directory: of the sweep.
-        varied: the options that differ between trials.
-        options: of the sweep, completed.
-        seed: of the sampler.
+        directory: directory of the sweep.
+        varied: the options that vary between trials.
+        options: options of the sweep, with defaults filled in.
+        seed: seed of the sampler.
     """
 
     def __init__(self, directory: pathlib.Path, varied: list[VariedOption], options: SweepOptions, seed: int) -> None:
@@ -52,7 +52,8 @@ class Study:
             from optuna.storages.journal import JournalFileBackend
         self._optuna = optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # Absolute: its lock is a link to it, and one that a killed process left is known by the file that it leads to.
+        # The path must be absolute: Optuna's lock is a symbolic link to the journal, and Optuna recognizes the lock of
+        # a killed process by the link's target.
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(directory.resolve() / "study.journal")))
         self._study = optuna.create_study(
             storage=storage, study_name="sweep", direction="maximize", load_if_exists=True
@@ -67,9 +68,10 @@ class Study:
         return [trial for trial in self._study.trials if trial.state.name == state]
 
     def begin(self) -> Any:
-        """Return a trial that a killed sweep left unfinished, else a new one; None if none is left."""
+        """Return an unfinished trial of a killed sweep, or else a new trial. Return None if no trials are left."""
         count = len(self._study.trials)
-        # One sampler a trial, so that a resumed sweep draws as one that was not interrupted, and not the same again.
+        # One sampler per trial, seeded by the number of trials: a resumed sweep draws the same values as an
+        # uninterrupted one, instead of repeating the first values.
         seed = int(np.random.SeedSequence([self._seed, count]).generate_state(1)[0])
         samplers = self._optuna.samplers
         is_random = self._options.sampler == "random"
@@ -81,27 +83,27 @@ class Study:
         return None
 
     def complete(self, trial: Any, returns: list[float], value: float) -> Any:
-        """Give Optuna the value of a trial, and return the best trial so far."""
+        """Report the value of a trial to Optuna. Return the best trial so far."""
         trial.set_user_attr("returns", returns)
         self._study.tell(trial, value)
         return self._study.best_trial
 
     def fail(self, trial: Any, why: str) -> None:
-        """Tell Optuna that a trial failed. Raise RlframeError if none has ended well so far."""
+        """Report a failed trial to Optuna. Raise RlframeError if no trial has succeeded so far."""
         trial.set_user_attr("failed", why)
         self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         if not self.trials("COMPLETE"):
-            raise RlframeError(f"No trial has ended well, and trial {trial.number} failed: {why}")
+            raise RlframeError(f"Trial {trial.number} failed, and no trial has succeeded before: {why}")
 
 
 @dataclasses.dataclass
 class _Trial:
-    """One choice of values, under way."""
+    """A trial in progress."""
 
     optuna_trial: Any
     runs: list[SeedRun]
-    waiting: list[SeedRun]  # those that have not begun
-    going: list[SeedRun] = dataclasses.field(default_factory=list)  # those that have begun and not ended
+    waiting: list[SeedRun]  # runs that have not started
+    active: list[SeedRun] = dataclasses.field(default_factory=list)  # runs that have started but not ended
 
     @property
     def name(self) -> str:
@@ -109,13 +111,13 @@ class _Trial:
 
 
 class Trials:
-    """Makes the runs of each trial, one after another, and the value of a trial from their returns.
+    """The runs of all trials of a sweep. Computes the value of each trial from the returns of its runs.
 
     Args:
-        study: chooses the values.
-        experiment_of: returns the experiment of a trial for its options. Raises UsageError if they do not fit.
-        options: the options of the sweep, completed.
-        directory: of the sweep.
+        study: chooses the values of each trial.
+        experiment_of: returns the experiment for the options of a trial. Raises UsageError if they are invalid.
+        options: options of the sweep, with defaults filled in.
+        directory: directory of the sweep.
     """
 
     def __init__(
@@ -126,33 +128,33 @@ class Trials:
         directory: pathlib.Path,
     ) -> None:
         self._study, self._experiment_of, self._directory = study, experiment_of, directory
-        # The runs of a killed sweep are still running: a resumed one ends them and continues them.
+        # The runs of a killed sweep are still running: a resumed sweep ends and continues them.
         self._options = dataclasses.replace(options, take_over=options.resume)
-        self._under_way: list[_Trial] = []
+        self._in_progress: list[_Trial] = []
 
     def next_run(self) -> SeedRun | None:
-        """Return the next run of a trial under way, or of a new one; None once the last trial has begun."""
+        """Return the next run, of a trial in progress or of a new one. Return None if no runs are left."""
         while True:
-            for trial in self._under_way:
+            for trial in self._in_progress:
                 if trial.waiting:
-                    trial.going.append(trial.waiting.pop(0))
-                    return trial.going[-1]
+                    trial.active.append(trial.waiting.pop(0))
+                    return trial.active[-1]
             if not self._begin():
                 return None
 
     def ended(self, run: SeedRun) -> None:
-        """Take the end of a run. Raise RlframeError if it failed and no trial has ended well."""
-        trial = next((each for each in self._under_way if run in each.runs), None)
-        if trial is None:  # another run of it failed
+        """Record the end of a run. Raise RlframeError if the run failed and no trial has succeeded so far."""
+        trial = next((each for each in self._in_progress if run in each.runs), None)
+        if trial is None:  # the trial has already failed because of another run
             return
-        trial.going.remove(run)
-        self._say(f"{trial.name}, seed {run.seed}: {run.outcome()}")
+        trial.active.remove(run)
+        self._print_progress(f"{trial.name}, seed {run.seed}: {run.outcome()}")
         if run.result is None and not run.was_stopped:
             self._fail(trial, f"seed {run.seed} {run.outcome()}")
-        self._settle(trial)
+        self._finish_if_done(trial)
 
     def _begin(self) -> bool:
-        """Begin a trial, or continue one. Return False if none is left."""
+        """Begin or continue a trial. Return False if no trials are left."""
         optuna_trial = self._study.begin()
         if optuna_trial is None:
             return False
@@ -160,9 +162,9 @@ class Trials:
         path = self._directory / f"trial-{optuna_trial.number}"
         runs = [SeedRun(path, seed, self._options) for seed in parse_seeds(self._options.seeds or "")]
         trial = _Trial(optuna_trial, runs, [run for run in runs if run.result is None])
-        self._under_way.append(trial)
-        values = [f"{name} {short(value)}" for name, value in optuna_trial.params.items()]
-        self._say(f"{trial.name}: {', '.join(values)}")
+        self._in_progress.append(trial)
+        values = [f"{name} {format_value(value)}" for name, value in optuna_trial.params.items()]
+        self._print_progress(f"{trial.name}: {', '.join(values)}")
         try:
             experiment = self._experiment_of(options)
         except UsageError as error:
@@ -171,35 +173,35 @@ class Trials:
         path.mkdir(exist_ok=True)
         save_experiment(experiment, path / "config.json", {})
         write_atomically(path / SEEDS, json.dumps({"seeds": self._options.seeds}), "\n")
-        self._settle(trial)  # of one that was under way all runs may be over
+        self._finish_if_done(trial)  # the runs of a continued trial may all have finished
         return True
 
-    def _settle(self, trial: _Trial) -> None:
-        """Tell Optuna the value of a trial once all its runs are finished."""
+    def _finish_if_done(self, trial: _Trial) -> None:
+        """If all runs of a trial have finished, report its value."""
         results = [run.result for run in trial.runs]
         returns = [result.return_mean for result in results if result is not None and result.return_mean is not None]
-        if trial not in self._under_way or len(returns) < len(results) or trial.going:
+        if trial not in self._in_progress or len(returns) < len(results) or trial.active:
             return
         value = float(interquartile_mean(returns))
         if not math.isfinite(value):
             self._fail(trial, f"the returns are {returns}")
             return
         best = self._study.complete(trial.optuna_trial, returns, value)
-        self._under_way.remove(trial)
-        self._say(f"{trial.name}: return {value:.1f}; the best is {best.value:.1f}, of trial {best.number}")
+        self._in_progress.remove(trial)
+        self._print_progress(f"{trial.name}: return {value:.1f}; the best is {best.value:.1f}, of trial {best.number}")
 
     def _fail(self, trial: _Trial, why: str) -> None:
-        self._under_way.remove(trial)
+        self._in_progress.remove(trial)
         for run in trial.runs:
             run.stop()
         self._study.fail(trial.optuna_trial, why)
-        self._say(f"{trial.name} failed: {why}")
+        self._print_progress(f"{trial.name} failed: {why}")
 
-    def _say(self, text: str) -> None:
+    def _print_progress(self, text: str) -> None:
         if not self._options.quiet:
             print(text, file=sys.stderr, flush=True)
 
 
-def short(value: Any) -> str:
-    """Return a value of an option in a few characters."""
+def format_value(value: Any) -> str:
+    """Format a value of an option in a few characters."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -258,7 +258,7 @@ def test_unknown_task_or_seed_is_rejected(temporary_results, monkeypatch, capsys
     with pytest.raises(SystemExit):
         run_command(monkeypatch, *arguments)
     output = capsys.readouterr().err
-    assert "no task 'tooy'" in output or "toy has the seeds 1, 2, 3, none of 7" in output or "--seeds is 1-5" in output
+    assert "no task 'tooy'" in output or "toy has the seeds 1, 2, 3, none of 7" in output or "like 1-5" in output
 
 
 @pytest.mark.parametrize("arguments", [("--at-once", "0"), ("--threads", "0"), ("--threads", "-1")])

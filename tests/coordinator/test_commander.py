@@ -29,12 +29,12 @@ def test_one_learner_and_all_collectors_get_tasks() -> None:
     [
         ({"env_steps": 1000}, {"env_steps": 999}, {"env_steps": 1000}, "1,000 of 1,000 environment steps were taken"),
         ({"learner_steps": 50}, {"learner_steps": 49}, {"learner_steps": 53}, "53 of 50 updates were made"),
-        ({"seconds": 20.0}, {"seconds": 19.9}, {"seconds": 20.0}, "20 of 20 s are over"),
+        ({"seconds": 20.0}, {"seconds": 19.9}, {"seconds": 20.0}, "20 of 20 s have passed"),
         (
             {"eval_return": 475.0},
             {"eval_return": 474.9},
             {"eval_return": 475.0},
-            "an evaluation reached 475, and 475 was wanted",
+            "an evaluation reached a return of 475 (limit: 475)",
         ),
     ],
 )
@@ -47,7 +47,7 @@ def test_job_is_over_when_a_limit_is_reached(limits: Any, before: Any, reached: 
 
 def test_first_reached_limit_is_the_reason() -> None:
     commander = TrainOne(env_steps=100, seconds=5.0)
-    assert commander.stop(view(env_steps=99, seconds=5.5)) == StopReason("until_seconds", "6 of 5 s are over")
+    assert commander.stop(view(env_steps=99, seconds=5.5)) == StopReason("until_seconds", "6 of 5 s have passed")
     reason = StopReason("steps", "100 of 100 environment steps were taken")
     assert commander.stop(view(env_steps=100, seconds=1.0)) == reason
 

@@ -203,7 +203,7 @@ def test_module_in_the_working_directory_can_register_ids(tmp_path):
 
 @pytest.mark.parametrize("name", [":Mine-v0", ".mine:Mine-v0", "mine..envs:Mine-v0", "gymnasium::Mine-v0"])
 def test_module_name_with_an_empty_part_is_refused(name):
-    with pytest.raises(UsageError, match="should read module:Id or file.py:NAME, and '.*' is not the name of a module"):
+    with pytest.raises(UsageError, match="must have the form module:Id or file.py:NAME, but '.*' is not a module name"):
         SyncEnv(name, 1)
 
 

@@ -141,8 +141,8 @@ def test_policy_actions_are_valid_for_many_random_spaces(tmp_path_factory, **cas
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        (g.Dict(a=g.Dict({1: g.Discrete(2)})), "has the key 1, and the keys in an exported file are text"),
-        (g.Dict({("a", 1): g.Discrete(2)}), r"has the key \('a', 1\), and the keys"),
+        (g.Dict(a=g.Dict({1: g.Discrete(2)})), "has the key 1, but keys in an exported file must be strings"),
+        (g.Dict({("a", 1): g.Discrete(2)}), r"has the key \('a', 1\), but keys"),
         (g.Discrete(3, start=2**31 - 2), "'observation' starts at 2147483646"),
     ],
 )

@@ -112,7 +112,7 @@ def test_invalid_names_of_custom_parts_raise_clear_errors(custom):
         make_experiment("impala", topology=f"{custom}:thrice")
     with pytest.raises(UsageError, match="There is no engine 'thread'.*Did you mean 'threads'"):
         make_experiment("impala", topology="heavy_env", engine="thread")
-    with pytest.raises(UsageError, match="is no rlframe.engines.Engine"):
+    with pytest.raises(UsageError, match="An engine needs the methods of rlframe.engines.Engine"):
         make_experiment("impala", topology="heavy_env", engine=f"{custom}:Store")
     with pytest.raises(UsageError, match="for agents that learn from steps. This agent learns from trajectories"):
         make_experiment("grpo", topology=f"{custom}:twice")

@@ -65,7 +65,7 @@ class Diverges(IMPALA):
         assert time.monotonic() - began < 30.0
     assert code == 1 and result is None
     assert "NonFiniteLossError: The loss of learner step" in program.errors(), program.errors()
-    assert f"What was saved last is {tmp_path}/run/checkpoints/{checkpoints.steps()[-1]}" in program.errors()
+    assert f"The last checkpoint is {tmp_path}/run/checkpoints/{checkpoints.steps()[-1]}" in program.errors()
     assert last_status(program.run_dir)["job"]["state"] == "FAILED"
 
 

@@ -48,7 +48,7 @@ def test_config_json_stores_absolute_paths(tmp_path, monkeypatch):
     ("content", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "is no config of a run"),
+        ("[]", "is not the config of a run"),
         ('{"experiment": {"sead": 1}}', "Did you mean 'seed'"),
         ('{"experiment": {"agent_config": {"learning_rat": 1}}}', "Did you mean 'learning_rate'"),
         ('{"experiment": {"steps": "many"}}', "experiment.steps: expected int, got 'many'"),

@@ -140,7 +140,7 @@ class Slow(IMPALA):
         code, result = program.finish()
     assert code == 1 and result is None
     assert "The node learner was killed by SIGKILL while the program ended: its unsaved work" in program.errors()
-    assert f"What was saved last is {tmp_path}/run/checkpoints/{newest}. Go on from there" in program.errors()
+    assert f"The last checkpoint is {tmp_path}/run/checkpoints/{newest}. Resume with: " in program.errors()
     assert "everything is saved" not in program.errors()
 
 

@@ -48,7 +48,7 @@ def test_failed_last_checkpoint_raises_and_names_the_previous_one(make, small_di
     with pytest.raises(CheckpointError) as caught:
         run_experiment(experiment, run_dir=run_dir, callbacks=[on_row])
     newest = Checkpointer(run_dir / "checkpoints").steps()[-1]
-    text = f"What was saved last is {run_dir}/checkpoints/{newest}. Go on from there: rlframe train --resume"
+    text = f"The last checkpoint is {run_dir}/checkpoints/{newest}. Resume with: rlframe train --resume"
     assert text in str(caught.value) and caught.value.exit_code == 1
     small_disk.free()
     assert run_experiment(experiment, run_dir=run_dir, resume=True).env_steps >= 400

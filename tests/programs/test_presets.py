@@ -26,15 +26,15 @@ def test_every_preset_sets_its_values_and_names_its_sources(preset):
 @pytest.mark.parametrize(
     ("name", "field", "value", "text"),
     [
-        ("ppo/mujoco", "normalize_rewards", True, "there the statistics change with every step, here with every"),
-        ("ppo/acrobot", "agent.unroll_length", 256, "without its normalized observations and rewards"),
-        ("ppo/mountain_car", "agent.unroll_length", 16, "without its normalized observations and rewards"),
-        ("ppo/pendulum", "steps", 300_000, "which explores by gSDE"),
-        *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("cartpole", "acrobot")),
-        *((f"ppo/{env}", "agent.value_cost", 0.5, "weighs twice as much") for env in ("mountain_car", "pendulum")),
-        ("dqn/atari", "agent.head.huber_threshold", 1.0, "CleanRL squares all of them"),
-        ("dqn/atari", "agent.epsilon_decay_steps", 1_000_000, "from the first update on"),
-        ("sac/mujoco", "agent.min_log_std", -5.0, "which scales a tanh to these bounds; here they clip"),
+        ("ppo/mujoco", "normalize_rewards", True, "which updates the statistics in each step; here"),
+        ("ppo/acrobot", "agent.unroll_length", 256, "without its normalization of observations and rewards"),
+        ("ppo/mountain_car", "agent.unroll_length", 16, "without its normalization of observations and rewards"),
+        ("ppo/pendulum", "steps", 300_000, "which uses gSDE exploration"),
+        *((f"ppo/{env}", "agent.value_cost", 0.5, "0.5 is for the full") for env in ("cartpole", "acrobot")),
+        *((f"ppo/{env}", "agent.value_cost", 0.5, "0.5 is for the full") for env in ("mountain_car", "pendulum")),
+        ("dqn/atari", "agent.head.huber_threshold", 1.0, "CleanRL does not clip them"),
+        ("dqn/atari", "agent.epsilon_decay_steps", 1_000_000, "which counts from the start of the run"),
+        ("sac/mujoco", "agent.min_log_std", -5.0, "which scales a tanh to these bounds; here the value is clipped"),
     ],
 )
 def test_preset_documents_differences_from_its_source(name, field, value, text):

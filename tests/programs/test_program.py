@@ -98,7 +98,7 @@ def test_stopped_program_reports_a_failed_save(tmp_path, monkeypatch):
     newest = Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
     # On a busy machine, a periodic save may also fail between the signal and the end.
     ended = "The node learner failed(?: while the program ended)?: CheckpointError: the disk is full"
-    with pytest.raises(ProgramError, match=rf"{ended}\nWhat was saved last is .*run/checkpoints/{newest}. Go on from"):
+    with pytest.raises(ProgramError, match=rf"{ended}\nThe last checkpoint is .*run/checkpoints/{newest}. Resume with"):
         session(resume=True, learned=first.learner_steps)
 
 

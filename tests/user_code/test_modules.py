@@ -122,7 +122,7 @@ def test_resumed_run_refuses_another_environment_of_the_same_id(tmp_path, capsys
         gymnasium.register("Acrobot-v1", other)
         for resume in (lambda: rlframe.train(run_dir=run_dir, resume=True), lambda: rlframe.evaluate(run_dir)):
             with pytest.raises(
-                UsageError, match=r"Acrobot-v1 was made by Gymnasium \(.*Nine\)\. Here Acrobot-v1 is made by"
+                UsageError, match=r"Acrobot-v1 was created by .*Nine\)\. In this process, Acrobot-v1 is created by"
             ):
                 resume()
     del gymnasium.registry["Acrobot-v1"]

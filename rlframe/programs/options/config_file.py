@@ -1,4 +1,4 @@
-"""`config.json` of a run directory: the experiment as JSON, with notes for a reader and for later sessions."""
+"""`config.json` of a run directory: the experiment as JSON, with notes for readers and for later sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlframe.user_code.files import module_directories, restore_module_directori
 
 
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
-    """Write `config.json` atomically: the experiment, and `notes` for a reader (versions, preset)."""
+    """Write `config.json` atomically: the experiment, and `notes` such as package versions and the preset."""
     values = experiment_values(experiment)
     topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
     values, topology = name_objects(values), name_objects(topology)
@@ -37,7 +37,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
 
 
 def experiment_values(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment as what `json.dumps` takes. The config of its topology is `topology`."""
+    """Return an experiment as JSON-compatible values. The topology's config has the key `topology`."""
     values = to_jsonable(experiment)
     return {"topology": values.pop("topology_config"), **values}
 
@@ -48,12 +48,13 @@ def load_experiment(
     """Read `config.json` of a run directory.
 
     Args:
-        path: of the directory or the file.
-        given: by option, names, classes and functions in place of those that no file defines.
-        replace: whether they take the place of others as well.
+        path: path of the directory or the file.
+        given: option -> name, class or function that replaces a saved name. By default, only live names (which no file
+            defines) are replaced.
+        replace: replace other names too.
 
     Raises:
-        UsageError: there is no such file, it is no JSON, or a field in it is unknown or of a wrong type.
+        UsageError: the file does not exist or is not JSON, or a field is unknown or has the wrong type.
     """
     path = pathlib.Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -64,7 +65,7 @@ def load_experiment(
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):
-        raise UsageError(f'{path} is no config of a run: it must hold {{"experiment": {{...}}}}.')
+        raise UsageError(f'{path} is not the config of a run: it must contain {{"experiment": {{...}}}}.')
     modules = content.get("modules")
     restore_module_directories(modules if isinstance(modules, dict) else {})
     values = replace_names(content["experiment"], path, given or {}, replace)

@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: by their names in Python, checked against annotations, to JSON and back."""
+"""Options as fields of dataclasses: resolve their names, check their values, and convert them to and from JSON."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
-# A keyword of Python cannot be written as `async=True`.
+# `async` is a keyword of Python, so `async=True` is a syntax error.
 _KEYWORDS = {"async": "async_envs", "async_": "async_envs"}
-_LONGEST = 80  # characters of a received value in a message
+_LONGEST = 80  # maximum characters of a value in an error message
 
 
 def number(default: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
-    """Make a field with a limit, which `check_numbers` checks: `frame_stack: int = number(1, at_least=1)`.
+    """Return a dataclass field with a lower limit for `check_numbers`: `frame_stack: int = number(1, at_least=1)`.
 
     Args:
-        default: of the field. A value None is not checked.
-        at_least: the least value.
-        above: a bound that is too small itself.
+        default: default of the field. None is never checked.
+        at_least: inclusive lower limit.
+        above: exclusive lower limit.
     """
     return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above})
 
 
 def option(default: Any, *, multi_run: Literal["each", "command"]) -> Any:
-    """Make a field of an option that commands of several runs take, as `rlframe train --seeds`. They refuse any other.
+    """Return a dataclass field for an option that can be used with several runs, such as `rlframe train --seeds`.
+
+    Commands with several runs refuse all other options of a session.
 
     Args:
-        default: of the field.
-        multi_run: "each": each of the runs gets the option; "command": the command reads it, and the runs do not.
+        default: default of the field.
+        multi_run: "each" passes the option to each run; "command" means that only the command uses it.
     """
     return dataclasses.field(default=default, metadata={"multi_run": multi_run})
 
 
 def check_numbers(config: Any) -> None:
-    """Raise UsageError for a number of a config that is too small for its field."""
+    """Raise UsageError if a number in a config is below the limit of its field."""
     for field in dataclasses.fields(config):
         if (least := field.metadata.get("at_least")) is not None:
             check_at_least(config, least, field.name)
@@ -54,12 +56,12 @@ def field_names(cls: Any) -> list[str]:
 
 
 def flat_fields(config: Any) -> dict[str, Any]:
-    """Return the values of a dataclass's fields that its constructor takes, by name."""
+    """Return the values of a dataclass's `init` fields, by name."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
 
 
 def option_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a config's options by name, those of the configs in it with a dot: `head` and `head.num_atoms`."""
+    """Return a config's options by name. Names in a nested config have a dot: `head` and `head.num_atoms`."""
     values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
@@ -70,19 +72,19 @@ def option_values(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def resolve_names(
-    options: Mapping[str, Any], known: Iterable[str], of: str, describe_owner: Any = None, others: Iterable[str] = ()
+    options: Mapping[str, Any], known: Iterable[str], owner: str, describe_owner: Any = None, others: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The options by their own names: `network_hidden` is `network.hidden`, `async_` is `async_envs`.
+    """Return options under their full names: `network_hidden` becomes `network.hidden`, `async_` becomes `async_envs`.
 
     Args:
-        options: as they were given.
-        known: the names of all that there are.
-        of: what has these options, for messages.
-        others: names that are suggested as well.
-        elsewhere: gives a sentence on who has an option that is unknown here; "" if nobody has it.
+        options: the given options.
+        known: names of all existing options.
+        owner: description of the object that has these options, for messages.
+        describe_owner: returns a sentence about the owner of an unknown option, or "" if there is none.
+        others: more names to suggest for an unknown option.
 
     Raises:
-        UsageError: an option is unknown, or given twice by two of its names.
+        UsageError: an option is unknown, or given twice under different names.
     """
     names = dict.fromkeys(known)
     by_word = {name.replace(".", "_"): name for name in reversed(names)} | {name: name for name in names}
@@ -91,7 +93,7 @@ def resolve_names(
         name = by_word.get(_KEYWORDS.get(given, given).replace("-", "_"))
         if name is None:
             raise UsageError(
-                f"There is no option {given!r} of {of}.{_hint(given, [*by_word, *others], describe_owner)}"
+                f"There is no option {given!r} of {owner}.{_hint(given, [*by_word, *others], describe_owner)}"
             )
         if name in found:
             raise UsageError(f"The option {name} is given twice, once as {given}: give it once.")
@@ -102,17 +104,17 @@ def resolve_names(
 def _hint(given: str, known: Sequence[str], describe_owner: Any) -> str:
     switch = _KEYWORDS.get(given[3:], given[3:])
     if given.startswith("no_") and switch in known:
-        return f" Turn a switch off by {switch}=False."
+        return f" To turn off a switch, use {switch}=False."
     has_network = any(name.startswith("network.") for name in known)
     if given.startswith(("network.", "network_")) and "network" in known and not has_network:
-        return " It is an option of some networks: name one that has it by network, as network='mlp'."
+        return " Only some networks have this option: choose one of them, such as network='mlp'."
     return (describe_owner(given) if describe_owner else "") or suggest(given, known)
 
 
 def choices_of(hint: Any) -> dict[str, Any]:
-    """The dataclasses of a union by their `name`: a field with this annotation is chosen by name, as `head`.
+    """Return the dataclasses of a union by their `name`. Users choose one by name, such as head="categorical".
 
-    Every member must be a dataclass with a `name` that is not one of its fields. Another union has no choices.
+    Each member must be a dataclass with a class attribute `name` that is not a field. Otherwise return no choices.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
     choices = {name: each for each in members if (name := _choice_name(each)) is not None}
@@ -120,7 +122,7 @@ def choices_of(hint: Any) -> dict[str, Any]:
 
 
 def _choice_name(cls: Any) -> str | None:
-    """Return the `name` of a dataclass whose name is not a field; None if there is none."""
+    """Return the class attribute `name` of a dataclass; None if there is none, or if it is a field."""
     if not dataclasses.is_dataclass(cls) or "name" in {field.name for field in dataclasses.fields(cls)}:
         return None
     name = getattr(cls, "name", None)
@@ -128,7 +130,7 @@ def _choice_name(cls: Any) -> str | None:
 
 
 def with_choices(config: Any, names: Mapping[str, Any]) -> Any:
-    """The config with the choices that are given (`head="categorical"`). What it has by this name already, it keeps."""
+    """Return a config with the given choices (`head="categorical"`). Keep the current value if it has this name."""
     changes = {}
     for field, hint in hints_of(type(config)).items():
         given = names.get(field)
@@ -138,15 +140,15 @@ def with_choices(config: Any, names: Mapping[str, Any]) -> Any:
 
 
 def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> Any:
-    """The config with other values of some of its fields, and of those of the configs in it.
+    """Return a config with new values for some fields, including fields of nested configs.
 
     Args:
         config: a dataclass.
-        options: by name, as `option_values` has them.
-        prefix: of the names in messages.
+        options: new values by name, with the names of `option_values`.
+        prefix: prefix of the names in error messages.
 
     Raises:
-        UsageError: a value does not fit the annotation of its field.
+        UsageError: a value does not match the annotation of its field.
     """
     config = with_choices(config, options)
     hints = hints_of(type(config))
@@ -169,10 +171,10 @@ def with_options(config: Any, options: Mapping[str, Any], prefix: str = "") -> A
 
 
 def to_jsonable(value: Any) -> Any:
-    """`value` as what `json.dumps` takes: dataclasses become dicts, tuples and arrays lists.
+    """Convert `value` to JSON-compatible values: dataclasses become dicts, tuples and arrays become lists.
 
     Raises:
-        UsageError: it holds something that JSON cannot.
+        UsageError: JSON cannot represent the value.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -186,19 +188,19 @@ def to_jsonable(value: Any) -> Any:
         return value
     if _is_array(value):
         return to_jsonable(value.tolist())
-    raise UsageError(f"{value!r} ({type(value).__name__}) does not go into config.json: use numbers, strings, lists.")
+    raise UsageError(f"config.json cannot contain {value!r} ({type(value).__name__}): use numbers, strings and lists.")
 
 
 def from_jsonable(cls: type, values: Any, where: str) -> Any:
-    """The inverse of `to_jsonable` for a dataclass.
+    """Build a dataclass from JSON values: the inverse of `to_jsonable`.
 
     Args:
         cls: the dataclass to build.
-        values: what JSON held.
-        where: named in errors, e.g. `config.json: agent_config`.
+        values: the JSON values.
+        where: location for error messages, such as `config.json: agent_config`.
 
     Raises:
-        UsageError: a field is unknown, or a value does not fit its annotation.
+        UsageError: a field is unknown, or a value does not match its annotation.
     """
     if not isinstance(values, dict):
         raise UsageError(f"{where}: expected an object with the fields of {cls.__name__}, got {_received(values)}.")
@@ -212,19 +214,19 @@ def from_jsonable(cls: type, values: Any, where: str) -> Any:
 
 
 def hints_of(cls: type) -> dict[str, Any]:
-    """The annotation of each field that the constructor of a dataclass takes."""
+    """Return the annotation of each `init` field of a dataclass. Unreadable annotations become `Any`."""
     try:
         every = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # it names something local to a function, or of a newer Python
+    except (NameError, TypeError):  # an annotation uses a local name, or syntax of a later Python
         every = {}
     return {field.name: every.get(field.name, Any) for field in dataclasses.fields(cls) if field.init}
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """Return a value as the annotation `hint` has it: lists become tuples, NumPy's numbers Python's, paths strings.
+    """Convert a value to the type of an annotation: lists to tuples, NumPy scalars to Python numbers, paths to strings.
 
     Raises:
-        UsageError: it does not fit; the sentence begins with `where`.
+        UsageError: the value does not match the annotation. The message begins with `where`.
     """
     if hint is Any:
         return value
@@ -260,7 +262,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _convert_choice(choices: Mapping[str, Any], value: Any, where: str) -> Any:
-    """One of the choices: itself, its name, or a dict with its name and its options."""
+    """Convert a choice that is given as an instance, as a name, or as a dict with a name and options."""
     if isinstance(value, tuple(choices.values())):
         return value
     options = dict(value) if isinstance(value, dict) else {"name": value}
@@ -280,7 +282,7 @@ def _convert_union(hint: Any, value: Any, where: str) -> Any:
 
 
 def describe_hint(hint: Any) -> str:
-    """An annotation in words: `int or None`, `tuple of int`, `'a' or 'b'`."""
+    """Describe an annotation in words: `int or None`, `tuple of int`, `'a' or 'b'`."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in (None, type(None)):
         return "None"
@@ -295,7 +297,7 @@ def describe_hint(hint: Any) -> str:
 
 
 def _received(value: Any) -> str:
-    """A value and its type, in one line."""
+    """Describe a value and its type in one line."""
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         return f"the {'class' if isinstance(value, type) else type(value).__name__} {value.__qualname__}"
     shown = " ".join(repr(value).split())
@@ -304,5 +306,5 @@ def _received(value: Any) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array, or a scalar, of NumPy or JAX."""
+    """Return True for an array or scalar of NumPy or JAX."""
     return hasattr(value, "dtype") and hasattr(value, "tolist") and not isinstance(value, type)

@@ -1,9 +1,9 @@
 """Names of classes and functions: `file.py:NAME`, `module:NAME`, or a live name.
 
-`object_name` names an object. `config.json` keeps the name, and `load_object` finds the object by it, in this process
-or in another one. A live name stands for an object that no file defines: `__main__:NAME` is defined in a notebook or
-another interactive session, `__live__:NAME` is a lambda, a local class, a partial or another object that only its own
-process has.
+`object_name` returns the name of an object. The name is saved in `config.json`, and `load_object` loads the object by
+its name, in this process or in another one. A live name represents an object that no file defines. Only its own process
+can find it. `__main__:NAME` is defined in a notebook or another interactive session. `__live__:NAME` is a lambda, a
+local class, a partial or a similar object.
 
 >>> object_name(Maze)  # a class of my_env.py
 '/home/me/my_env.py:Maze'
@@ -31,19 +31,19 @@ from rlframe.errors import UsageError, suggest
 from rlframe.user_code.directories import INSTALLED
 from rlframe.user_code.files import import_module, is_guard, load_file, pickle_by_value
 
-MAIN, LIVE = "__main__", "__live__"  # the places of live names
+MAIN, LIVE = "__main__", "__live__"  # prefixes of live names
 
-# By the path of a run's config.json, the live objects of runs in this process, by option.
+# Path of a run's config.json -> option -> live object. Only runs of this process.
 _of_runs: dict[str, dict[str, ObjectName]] = {}
 
 
 class ObjectName(str):
-    """A name together with its object: this process uses the object, another process loads it by the name."""
+    """A name together with its object. It pickles as a plain string: another process loads the object by its name."""
 
     target: Any
 
     def __new__(cls, name: str, target: Any) -> ObjectName:
-        """Make the name of `target`."""
+        """Create the name of `target`."""
         made = super().__new__(cls, name)
         made.target = target
         return made
@@ -58,24 +58,24 @@ class ObjectName(str):
 # --- from a name to its object
 
 
-def load_object(name: str, what: str) -> Any:
-    """Load the object of a name: `file.py:Name` or `package.module:Name`, or a live name.
+def load_object(name: str, kind: str) -> Any:
+    """Load an object by its name.
 
     Args:
-        name: the file (relative to the working directory) or module, a colon, and a name in it.
-        what: named in errors: agent, network, environment.
+        name: `file.py:Name` (relative to the working directory), `package.module:Name`, or a live name.
+        kind: kind of the object, for messages: agent, network, environment.
 
     Raises:
-        UsageError: no such file or name, or the file does not import.
+        UsageError: the file or name does not exist, or the file cannot be imported.
     """
     if isinstance(name, ObjectName):
         return name.target
     if is_live(name):
-        return find_live(name, what)
+        return find_live(name, kind)
     source, _, attribute = name.rpartition(":")
     if not is_file_name(name) and not (source and attribute):
-        raise UsageError(f"The {what} {name!r} should read file.py:Name.")
-    module = load_file(pathlib.Path(source), what) if source.endswith(".py") else load_module(source, name)
+        raise UsageError(f"The {kind} {name!r} must have the form file.py:Name.")
+    module = load_file(pathlib.Path(source), kind) if source.endswith(".py") else load_module(source, name)
     try:
         return attribute_of(module, attribute)
     except AttributeError:
@@ -87,12 +87,12 @@ def is_file_name(name: str) -> bool:
     """Return True if a name is `file.py:NAME`. Raise UsageError for a file without :NAME."""
     source, _, attribute = name.rpartition(":")
     if name.endswith(".py") or (source.endswith(".py") and not attribute):
-        raise UsageError(f"{name!r} names a file, but nothing in it: write {_example(name.rstrip(':'))}.")
+        raise UsageError(f"{name!r} names a file without a class or function: write {_example(name.rstrip(':'))}.")
     return source.endswith(".py")
 
 
 def _example(file: str) -> str:
-    """Return `file.py:NAME`, with the names that the file defines, if it can be read."""
+    """Return an example of `file.py:NAME`, with names that the file defines, if it can be read."""
     with contextlib.suppress(OSError, ValueError, SyntaxError):
         defined = (ast.ClassDef, ast.FunctionDef)
         tree = ast.parse(pathlib.Path(file).read_bytes())
@@ -103,7 +103,7 @@ def _example(file: str) -> str:
 
 
 def absolute_name(name: str) -> str:
-    """Return a `file.py:Name` with the absolute path of the file: it means the same in every directory. Else `name`."""
+    """Make the file path in `file.py:Name` absolute, so the name is valid in every directory. Keep other names."""
     source, colon, attribute = name.rpartition(":")
     return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
 
@@ -111,12 +111,12 @@ def absolute_name(name: str) -> str:
 def load_module(module: str, name: str) -> types.ModuleType:
     main = sys.modules["__main__"]
     if getattr(getattr(main, "__spec__", None), "name", None) == module:
-        return main  # as `load_file`, of `python -m package.module`
+        return main  # started with `python -m package.module`; `load_file` does the same for scripts
     return import_module(module, name)
 
 
 def attribute_of(module: Any, attribute: str) -> Any:
-    """Get `Name` or `Outer.Inner` of a module. Raises AttributeError if there is none."""
+    """Return `Name` or `Outer.Inner` of a module. Raise AttributeError if it does not exist."""
     return functools.reduce(getattr, attribute.split("."), module)
 
 
@@ -124,19 +124,20 @@ def attribute_of(module: Any, attribute: str) -> Any:
 
 
 def object_name(target: Any) -> ObjectName:
-    """Name a class, function or other callable: `file.py:NAME` or `module:NAME` if that finds it again, else live."""
+    """Return the name of a callable: `file.py:NAME` or `module:NAME` if it can be loaded again, else a live name."""
     module_name, attribute = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     module_name = module_name if isinstance(module_name, str) else ""
     module = sys.modules.get(module_name)
     if module is None or attribute is None or not _is_at(module, attribute, target):
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     file = getattr(module, "__file__", None)
-    if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:  # made by hand
+    if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:  # created in code
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     if module_name == MAIN:
         if file is None or not _is_defined_in(pathlib.Path(file), attribute, target):
             return ObjectName(f"{MAIN}:{attribute}", target)
-        module_name = str(getattr(getattr(module, "__spec__", None), "name", MAIN))  # of `python -m package.module`
+        # With `python -m package.module`, the module's name is in `__spec__`.
+        module_name = str(getattr(getattr(module, "__spec__", None), "name", MAIN))
     if file is not None and file.endswith(".py") and not _is_in_package(module, module_name, file):
         if module_name != MAIN and not snapshot.is_importable(module):
             pickle_by_value(module)
@@ -145,7 +146,7 @@ def object_name(target: Any) -> ObjectName:
 
 
 def _label(target: Any) -> str:
-    """A short name for a reader, which may also be part of a path."""
+    """Return a short readable name, which can be part of a path."""
     while isinstance(target, functools.partial):
         target = target.func
     name = getattr(target, "__qualname__", None) or type(target).__qualname__
@@ -157,30 +158,33 @@ def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
         found = attribute_of(module, attribute)
     except AttributeError:
         return False
-    return found is target or (inspect.ismethod(target) and found == target)  # a method is made anew each time
+    return found is target or (inspect.ismethod(target) and found == target)  # each access creates a new method object
 
 
 def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:
-    """Whether a module is part of a package or installed, so that its name is better than its file's."""
+    """Return True if a module belongs to a package or is installed: its module name is better than its file name."""
     if "." in name or hasattr(module, "__path__") or name in sys.stdlib_module_names:
         return True
     return bool(INSTALLED & set(pathlib.Path(file).parts))
 
 
 def _is_defined_in(file: pathlib.Path, attribute: str, target: Any) -> bool:
-    """Whether loading the file of `__main__` in another process defines the object: not a cell, not under its guard."""
+    """Return True if another process that loads the file of `__main__` gets the object.
+
+    Cells of a notebook and code under `if __name__ == "__main__"` are not in the loaded file.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
     if attribute.partition(".")[0] not in _defined(tree.body):
         return False
-    files = {code.co_filename for code in _codes(target)} - {"<string>"}  # that of generated methods
+    files = {code.co_filename for code in _codes(target)} - {"<string>"}  # file name of generated methods
     return not files or any(os.path.abspath(each) == os.path.abspath(file) for each in files)
 
 
 def _defined(statements: list[ast.stmt]) -> Iterator[str]:
-    """The names of classes, functions and variables that statements define if their file is not `__main__`."""
+    """Yield the names of classes, functions and variables that statements define if their file is not `__main__`."""
     for node in statements:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield node.name
@@ -194,7 +198,7 @@ def _defined(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _codes(target: Any) -> Iterator[types.CodeType]:
-    """The code of a function, or of a class's methods."""
+    """Yield the code objects of a function, or of a class's methods."""
     members: list[Callable[..., Any]] = list(vars(target).values()) if isinstance(target, type) else [target]
     for member in members:
         with contextlib.suppress(ValueError):
@@ -207,54 +211,58 @@ def _codes(target: Any) -> Iterator[types.CodeType]:
 
 
 def is_live(name: Any) -> bool:
-    """Return True for a live name: only its own process has the object."""
+    """Return True for a live name, whose object exists only in its own process."""
     return isinstance(name, str) and name.partition(":")[0] in (MAIN, LIVE)
 
 
-def find_live(name: str, what: str) -> Any:
-    """Find what a live name means in this process; `what` (agent, network, environment) is named in the error.
+def find_live(name: str, kind: str) -> Any:
+    """Find the object of a live name in this process.
+
+    Args:
+        name: the live name.
+        kind: kind of the object, for messages: agent, network, environment.
 
     Raises:
-        UsageError: this process has no such object.
+        UsageError: this process does not have the object.
     """
     place, _, label = name.partition(":")
     if place == MAIN:
         with contextlib.suppress(AttributeError):
             return attribute_of(sys.modules[MAIN], label)
-    option = "env" if what == "environment" else what
+    option = "env" if kind == "environment" else kind
     where, again = "the Python process that used it", "Pass"
     if place == MAIN:
         where, again = "a notebook or another interactive session", "Define it in this session, or pass"
     raise UsageError(
-        f"The {what} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
-        f'For the command line move it to a file, and put "{option}": "/path/to/file.py:{label}" into the config.json '
-        "of the run."
+        f"The {kind} {label} was defined in {where}, not in a file. {again} the class or function as {option}=... . "
+        f'To use the command line, move it to a file, and write "{option}": "/path/to/file.py:{label}" into the '
+        "config.json of the run."
     )
 
 
 def check_no_live_objects(names: Mapping[str, Any], topology: str) -> None:
-    """Raise UsageError if an object is live: a topology of several processes cannot send it by its name."""
+    """Raise UsageError if an object has a live name: the other processes of a topology cannot load it."""
     for option, name in names.items():
         if not is_live(name):
             continue
         label = name.partition(":")[2].rpartition(".")[2]
         raise UsageError(
             f"{option}={label} is defined in a notebook, in an interactive session or inside a function, and the "
-            f"processes of the topology {topology} cannot import it from there. Move it to a file, as in "
-            f"my_{option}.py, and give {option}='my_{option}.py:{label}'; or use the topology single_process."
+            f"processes of the topology {topology} cannot import it from there. Move it to a file such as "
+            f"my_{option}.py, and pass {option}='my_{option}.py:{label}'; or use the topology single_process."
         )
 
 
 def remember_live_objects(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
-    """Remember the live objects of a run, by option, as long as this process runs."""
+    """Store the live objects of a run, by option, for the lifetime of this process."""
     live = {option: name for option, name in names.items() if is_live(name) and isinstance(name, ObjectName)}
     _of_runs[os.path.abspath(config)] = live
 
 
 def recall_live_object(config: str | os.PathLike[str], option: str, name: str) -> str:
-    """Return a saved live name with its object, if the run was in this process; else the name alone.
+    """Return a saved live name with its object if the run was in this process, or else the plain name.
 
-    What a notebook defines now comes first: a cell may have been run again.
+    The current definition in a notebook has priority, because the user may have run its cell again.
     """
     with contextlib.suppress(UsageError):
         find_live(name, option)

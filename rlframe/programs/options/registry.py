@@ -1,7 +1,7 @@
-"""Options that name a class or function: the names of ours, how each is found, and the name of what a user gives.
+"""Options that name a class or function: tables of built-in names, and conversion between names and objects.
 
-`agent_class("ppo")` finds `PPO` in the table `AGENTS`, `agent_class("my_agent.py:Mine")` loads a file. `name_of` is the
-inverse: `name_of("agent", PPO)` is "ppo", and `name_of("agent", Mine)` is "/home/me/my_agent.py:Mine".
+`agent_class("ppo")` looks up `PPO` in the table `AGENTS`, and `agent_class("my_agent.py:Mine")` loads a file. `name_of`
+is the inverse: `name_of("agent", PPO)` is "ppo", and `name_of("agent", Mine)` is "/home/me/my_agent.py:Mine".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlframe.agents import Agent
     from rlframe.engines import Engine
 
-# Name -> where its class or function is, as `load_object` takes it. A user's own is named by its file: it has no entry.
+# Built-in name -> name for `load_object`. User-defined agents have no entry: their name is `file.py:Class`.
 AGENTS = {
     "dqn": "rlframe.agents.dqn:DQN",
     "grpo": "rlframe.agents.grpo:GRPO",
@@ -54,13 +54,13 @@ NETWORKS = {
     "lstm": "rlframe.agents.recurrent:LSTMConfig",
     "gru": "rlframe.agents.recurrent:GRUConfig",
 }
-# Made by `add_replay` in `rlframe/programs/topologies/makers.py`; for elastic by `add_elastic_replay`.
+# Created by `add_replay` in `rlframe/programs/topologies/makers.py`, or by `add_elastic_replay` for elastic.
 REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
     "ray": "rlframe.coordinator.operators.ray:RayOperator",
 }
-# By `Agent.learns_from`; the first one is the default.
+# Keys are the values of `Agent.learns_from`. The first topology is the default.
 TOPOLOGIES = {
     "steps": {
         "single_process": "rlframe.programs.topologies.single_process:single_process",
@@ -69,15 +69,15 @@ TOPOLOGIES = {
         "distributed": "rlframe.programs.topologies.light_env:distributed",
         "elastic": "rlframe.programs.topologies.elastic:elastic",
     },
-    # Named light_env, since a policy server infers for many environments. Its nodes are those of `language.py`.
+    # Named light_env, because a policy server infers for many environments. `language.py` adds its nodes.
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
 
-# Options that name a class or function. The first three also take the class or function itself.
+# Options that name a class or function. The first three also accept the class or function itself.
 OPTIONS = ("agent", "env", "network", "topology", "engine", "operator", "replay")
 _WANTED = {
     "agent": "a subclass of rlframe.Agent",
-    "env": "a class of environments, or a function that makes one",
+    "env": "a class of environments, a function that creates one",
     "network": "a function make_net(observation_spec, action_spec)",
 }
 
@@ -85,30 +85,30 @@ _WANTED = {
 # --- from a name to its object
 
 
-def find(name: str, table: Mapping[str, str], what: str, form: str = "file.py:Class") -> Any:
-    """Return the class or function of a name: a name of `table`, or one of the user's own.
+def find(name: str, table: Mapping[str, str], kind: str, form: str = "file.py:Class") -> Any:
+    """Return the class or function of a built-in name in `table`, or of a user-defined name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the name does not exist.
     """
     if name not in table and not is_file_name(name) and ":" not in name:
         raise UsageError(
-            f"There is no {what} {name!r}; there are {', '.join(sorted(table))}, or one of your own as {form}."
+            f"There is no {kind} {name!r}; there are {', '.join(sorted(table))}, or your own as {form}."
             f"{suggest(name, table)}"
         )
-    return load_object(table.get(name, name), what)
+    return load_object(table.get(name, name), kind)
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the `rlframe.engines.Engine` of a name or `file.py:Class`. Raise UsageError if there is none."""
+    """Return the `rlframe.engines.Engine` of a name or `file.py:Class`. Raise UsageError if it does not exist."""
     found = find(name, ENGINES, "engine")
     if not (isinstance(found, type) and hasattr(found, "add") and hasattr(found, "run")):
-        raise UsageError(f"{name} is {found!r}, which is no rlframe.engines.Engine: that has add(), run() and others.")
+        raise UsageError(f"{name} is {found!r}. An engine needs the methods of rlframe.engines.Engine, such as run().")
     return found
 
 
 def operator_class(name: str) -> Any:
-    """Return the coordinator's operator of a name or `file.py:Class`. Raise UsageError if there is none."""
+    """Return the coordinator's operator of a name or `file.py:Class`. Raise UsageError if it does not exist."""
     return find(name, OPERATORS, "operator")
 
 
@@ -116,7 +116,7 @@ def agent_class(name: str) -> type[Agent]:
     """Return the `Agent` subclass of a name or `file.py:Class`.
 
     Raises:
-        UsageError: there is none, or it is no Agent.
+        UsageError: the name does not exist, or is not an Agent.
     """
     found = find(name, AGENTS, "agent")
     from rlframe.agents import Agent
@@ -125,15 +125,17 @@ def agent_class(name: str) -> type[Agent]:
         raise UsageError(f"{name} is {found!r}, which is not a subclass of rlframe.Agent.")
     config_cls = getattr(found, "config_cls", None)
     if not (isinstance(config_cls, type) and dataclasses.is_dataclass(config_cls)):
-        raise UsageError(f"{name}: config_cls must be the dataclass of the agent's config, got {config_cls!r}.")
+        raise UsageError(
+            f"{name}: config_cls must be a dataclass, the class of the agent's config, got {config_cls!r}."
+        )
     return found
 
 
 def network_config_class(name: str | None) -> type | None:
-    """Return the dataclass of a named network's options; None for the agent's own network and for `file.py:make_net`.
+    """Return the config class of a built-in network; None for the agent's default network and for `file.py:make_net`.
 
     Raises:
-        UsageError: there is no network of this name.
+        UsageError: the name does not exist.
     """
     if name is None or is_file_name(name) or ":" in name:
         return None
@@ -142,13 +144,16 @@ def network_config_class(name: str | None) -> type | None:
 
 
 def network_factory(name: str | None, config: Any) -> Any:
-    """Return an agent's `net_factory`: a named network's config, or the `make_net` of a file; None: the agent's own."""
+    """Return an agent's `net_factory`: the config of a built-in network, or the `make_net` of a file.
+
+    None means the agent's default network.
+    """
     if name is None or ":" not in name:
         return config
     found = load_object(name, "network")
     if not takes(found, 2):
         raise UsageError(
-            f"{name} is {found!r}; a network must be a function make_net(observation_spec, action_spec), which returns "
+            f"{name} is {found!r}; a network must be a function make_net(observation_spec, action_spec) that returns "
             "an object with init(rng, observation) and apply(params, observation)."
         )
     return found
@@ -160,7 +165,7 @@ def takes(function: Any, count: int) -> bool:
         return False
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of C: it has none
+    except ValueError:  # a C function has no signature
         return True
     try:
         signature.bind(*[None] * count)
@@ -170,7 +175,7 @@ def takes(function: Any, count: int) -> bool:
 
 
 def env_name_or_builder(name: str) -> str | Callable[..., Any]:
-    """Return a name of `rlframe.envs.names` unchanged, or the class or function that any other name means."""
+    """Return a library environment's name unchanged. For another name, return its class or function."""
     if is_library_env(name):
         return name
     found = load_object(name, "environment")
@@ -178,44 +183,46 @@ def env_name_or_builder(name: str) -> str | Callable[..., Any]:
     if not callable(found) or (isinstance(found, type) and not has_api):
         raise UsageError(
             f"{name} is {found!r}. Expected a class of environments, which has reset() and step(), or a function that "
-            "makes one environment."
+            "creates one environment."
         )
     return found
 
 
 def is_library_env(name: str) -> bool:
-    """Return True for the name of a library's environment, or of one that is registered with Gymnasium."""
+    """Return True for the name of a library's environment, or for an id that is registered with Gymnasium."""
     return not (isinstance(name, ObjectName) or is_file_name(name) or is_live(name) or _is_in_module(name))
 
 
 def _is_in_module(name: str) -> bool:
-    """Return True if an environment's name is `module:NAME` of a class or function, not `module:Id` of Gymnasium."""
+    """Return True if `module:NAME` names a class or function in a module, instead of an id of Gymnasium."""
     module, _, attribute = name.rpartition(":")
     if not module or name.partition(":")[0] in PREFIXES or spec_of(name) is not None:
         return False
     return hasattr(load_module(module, "environment"), attribute.partition(".")[0])
 
 
-# --- from what a user gives to its name
+# --- from an object to its name
 
 
 def name_of(option: str, given: Any) -> Any:
-    """Name what a user gave for one of `OPTIONS`: by a name of ours, `file.py:NAME`, `module:NAME` or a live one.
+    """Return the name of an object that the user gave for one of `OPTIONS`.
 
     Args:
-        option: which.
-        given: for an agent, environment or network a class or function; a name, in which the path of a file is made
-            absolute; None stays None.
+        option: name of the option.
+        given: a name (file paths become absolute) or None. For agent, env and network, also a class or function.
+
+    Returns:
+        A built-in name, `file.py:NAME`, `module:NAME` or a live name.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the object has the wrong type.
     """
     if given is None or is_live(given) or isinstance(given, ObjectName):
         return given
     if isinstance(given, (str, os.PathLike)):
         return absolute_name(os.fspath(given))
     if option not in _WANTED:
-        return given  # refused with its type, as any other option
+        return given  # refused later, when all options are checked
     if not callable(given) or (option == "env" and _is_one_environment(given)):
         raise _not_nameable(option, given)
     name = object_name(given)
@@ -230,41 +237,43 @@ def _is_one_environment(given: Any) -> bool:
 
 def _not_nameable(option: str, given: Any) -> UsageError:
     kind = type(given).__name__
-    wanted = f"{option} takes {_WANTED[option]}, or its name, as file.py:NAME"
+    wanted = f"{option} must be {_WANTED[option]}, or a name such as file.py:NAME"
     if option == "env" and _is_one_environment(given):
         spec = getattr(given, "spec", None)
         instead = kind if spec is None else repr(spec.id)
         return UsageError(
-            f"{wanted}; got one environment, of {kind}. A run makes several of them: give env={instead}, or a function "
-            "that makes one, as in env=lambda: ..."
+            f"{wanted}; got an instance of {kind}. A run creates several environments: pass env={instead}, or a "
+            "function that creates one, such as env=lambda: ..."
         )
     if option == "agent" and hasattr(given, "config_cls"):
-        return UsageError(f"{wanted}; got one agent. Give agent={kind}, and the fields of its config as options.")
+        return UsageError(f"{wanted}; got an instance. Pass agent={kind}, and the fields of its config as options.")
     if option == "network" and hasattr(given, "init") and hasattr(given, "apply"):
         return UsageError(
-            f"{wanted}; got a network, of {kind}. Give a function that returns it: network=lambda observation_spec, "
-            "action_spec: ..."
+            f"{wanted}; got a network, an instance of {kind}. Pass a function that returns it: network=lambda "
+            "observation_spec, action_spec: ..."
         )
     if option == "network" and hasattr(given, "build"):
-        return UsageError(f"{wanted}; got the config of one. Give its name, as in network='mlp', network_config=...")
+        return UsageError(
+            f"{wanted}; got a network's config. Pass its name, such as network='mlp', and network_config=..."
+        )
     return UsageError(f"{wanted}; got {given!r}.")
 
 
 def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with names in place of classes and functions."""
+    """Return the options, with classes and functions replaced by their names."""
     return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 
 
 def replace_names(
     saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool
 ) -> dict[str, Any]:
-    """Return the fields of a saved config with names that hold objects: those given, or those of a run in this process.
+    """Return the fields of a saved config, with names replaced by given objects or by live objects of this process.
 
     Args:
-        saved: by field.
-        config: the path of the config.
-        given: by option, as for `name_of`; in place of live names.
-        replace: whether in place of others as well.
+        saved: fields of the config.
+        config: path of the config.
+        given: option -> object or name, as for `name_of`. By default, only live names are replaced.
+        replace: replace other names too.
     """
     values = dict(saved)
     for field, name in saved.items():

@@ -1,4 +1,4 @@
-"""Resuming: which options a later session may change, and whether its environment is still the one of the run."""
+"""Resumed runs: the options that a later session may change, and a check that the environment is still the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.programs.options.make_experiment import to_flat, with_fields
 from rlframe.programs.options.registry import OPTIONS, name_of
 from rlframe.programs.topologies.config import AgentOptions
 
-# Options that a resumed run may change: they do not change the numbers, except `steps`, whose schedules are kept.
+# Options that a resumed run may change. They do not affect learning, except `steps`; its schedules stay the same.
 _CHANGEABLE = {
     *("steps", "schedule_steps", "num_workers", "eval_every", "log_every"),
     *("eval_episodes", "eval_num_envs", "eval_max_episode_length"),
@@ -29,7 +29,7 @@ def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
     """Return the experiment of a resumed run: `wanted`, with the schedules of `saved`.
 
     Raises:
-        UsageError: they differ in an option that a resumed run cannot change.
+        UsageError: `wanted` changes an option that a resumed run cannot change.
     """
     now_all = to_flat(wanted)
     for name, before in to_flat(saved).items():
@@ -42,7 +42,7 @@ def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
             name, before, now = _first_difference(name, before, now)
             raise UsageError(
                 f"The run was started with {name} = {before!r}; a resumed run cannot change it to {now!r}. "
-                "Start a new run, with --config RUN_DIR/config.json for the rest."
+                "To change it, start a new run with --config RUN_DIR/config.json."
             )
     if "schedule_steps" not in now_all:
         return wanted
@@ -58,29 +58,32 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
     return name, before, now
 
 
-# --- the library that makes the environment: noted in the config, and checked by later sessions
+# --- the library that creates the environment: saved in the notes of the config, and checked by later sessions
 
 
 def import_env(experiment: Experiment) -> None:
-    """Import the module of an environment `module:Id` before the run, which would keep an older module of this name."""
+    """Import the module of an environment named `module:Id` before the run starts.
+
+    Otherwise the run might use an outdated version of the module that is still loaded.
+    """
     is_game = experiment.topology_config.learns_from == "steps"
     if is_game and registry.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
         registration(experiment.env)
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
-    """Return the note for the config that names the library which makes the environment; {} for a file's."""
+    """Return the config's note about the library that creates the environment; {} if a file defines it."""
     if experiment.topology_config.learns_from != "steps" or not registry.is_library_env(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
 
 
 def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
-    """Raise UsageError if the id of a run's environment, which the user registered, means another now, or nothing.
+    """Raise UsageError if a user-registered environment id is missing now, or registered for another environment.
 
     Args:
-        notes: of the run's config.
-        experiment: of the run.
+        notes: notes of the run's config.
+        experiment: experiment of the run.
     """
     import_env(experiment)
     noted = notes.get("env_backend")
@@ -89,21 +92,24 @@ def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
     except UsageError as error:
         now, problem = None, str(error)
     else:
-        problem = f"Here {experiment.env} is made by {now}."
+        problem = f"In this process, {experiment.env} is created by {now}."
     if noted is not None and is_different_backend(noted, now):
         raise UsageError(
-            f"The run's environment {experiment.env} was made by {noted}. {problem} Before you resume or "
-            "evaluate the run, register the id as it was: import its module, from Python. A run imports the module by "
-            "itself if its environment is named module:Id."
+            f"The run's environment {experiment.env} was created by {noted}. {problem} Before you resume or "
+            "evaluate the run, register the same environment under this id: import its module in Python. A run "
+            "imports the module automatically if its environment is named module:Id."
         )
 
 
 def is_different_backend(noted: str, now: str | None) -> bool:
-    """Return True if the user registered either, and they are not the same. EnvPool's and Gymnasium's own are alike."""
+    """Return True if the user registered one of two backends and they differ.
+
+    Built-in environments of EnvPool and Gymnasium count as the same.
+    """
     if not (_is_users(noted) or _is_users(now)):
         return False
     if now is not None and "Gymnasium (__main__" in (noted.partition(":")[0], now.partition(":")[0]):
-        # The module of a script has another name where the script is imported.
+        # `__main__` and the imported script are the same module under two names: compare the rest.
         return noted.partition(":")[2] != now.partition(":")[2]
     return noted != now
 

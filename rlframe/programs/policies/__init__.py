@@ -1,9 +1,10 @@
-"""Policies: what a run has learned, read from its checkpoints.
+"""Policies: trained parameters from the checkpoints of a run.
 
-`saved.read_policy` reads the parameters of a checkpoint. With them
+`saved.read_policy` reads the parameters of a checkpoint. They are used by:
 
-- `evaluation.Evaluations` plays episodes, during a run and after it (`rlframe.evaluate`), and `video.VideoRecorder` films them;
-- `trained.TrainedPolicy` acts on single observations or batches (`rlframe.load`);
-- `exported.export` writes a function for JAX without rlframe (`rlframe.export`);
-- `served` gives a language model to the policy server (`rlframe serve policy --run-dir`).
+- `evaluation.Evaluations`, which plays episodes during a run and after it (`rlframe.evaluate`), and
+  `video.VideoRecorder`, which records them
+- `trained.TrainedPolicy`, which acts on single observations or batches (`rlframe.load`)
+- `exported.export`, which writes a function for JAX without rlframe (`rlframe.export`)
+- `served`, which passes a language model to the policy server (`rlframe serve policy --run-dir`)
 """

@@ -1,4 +1,4 @@
-"""Evaluations: episodes played with what a run has learned, during the run and after it."""
+"""Evaluations: play episodes with the policy of a run, during training and after it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """A run's evaluations: greedy, in environments whose seeds training never used, and the same each time.
+    """The evaluations of a run: without exploration, and with the same environment seeds each time.
 
-    The inferencer is compiled once. The environments are built for each evaluation and closed after it. Where not all
-    of them can be built or reset, those that can play all episodes.
+    Training never uses these seeds. The inferencer is compiled once. Each evaluation builds its environments and closes
+    them at the end. If some of them cannot be built or reset, the others play all episodes.
 
     Args:
-        experiment: the run's; its topology's `eval_episodes`, `eval_num_envs` and `eval_max_episode_length` count.
+        experiment: experiment of the run. The options `eval_episodes`, `eval_num_envs` and `eval_max_episode_length`
+            configure the evaluation.
         agent: the agent.
-        learner: where the parameters come from.
-        seed: of the environments; None: the run's.
+        learner: source of the parameters.
+        seed: seed of the environments. None means the run's seed.
     """
 
     def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
@@ -52,11 +53,11 @@ class Evaluations:
         self._stopped = False
 
     def evaluate(self, free_envs: Callable[[], Any] | None = None) -> Logs:
-        """Evaluate the newest parameters, as `Evaluator.evaluate` does.
+        """Evaluate the newest parameters. Return the result of `Evaluator.evaluate`.
 
         Args:
-            free_envs: closes the environments of training, if they are not needed any more. It is called if no
-                environment can be built beside them.
+            free_envs: closes the training environments. It is called if no environment can be built while they are
+                open. None means that they are still needed.
         """
         self._inferencer.set_state(self._begin)
         wanted = self._num_envs
@@ -71,7 +72,7 @@ class Evaluations:
             if problem is not None:
                 self._num_envs = evaluator.num_envs
                 _log.warning(
-                    "The evaluation plays all its episodes in %d of %d environments; more did not start: %s",
+                    "The evaluation uses only %d of %d environments, because more could not be started: %s",
                     self._num_envs,
                     wanted,
                     problem,
@@ -80,19 +81,19 @@ class Evaluations:
 
     @property
     def steps(self) -> int:
-        """Environment steps of the evaluation under way, or of the last one."""
+        """Environment steps of the current evaluation, or of the last one."""
         return self._evaluator.steps if self._evaluator is not None else 0
 
     def stop(self) -> None:
-        """End this evaluation and all later ones with StoppedError. Any thread may call it."""
+        """End this evaluation and all later ones with StoppedError. Thread-safe."""
         self._stopped = True
         if self._evaluator is not None:
             self._evaluator.stop()
 
     def _ready(self, num_envs: int) -> Evaluator:
-        """Make an evaluator whose environments have begun their first episodes."""
+        """Create an evaluator and reset its environments."""
         config = EvaluationOptions.of(self._experiment)
-        with STARTING:  # with seeds that training never uses
+        with STARTING:  # training never uses the rank EVALUATOR_RANK, so it never uses these seeds
             seed = env_seed(self._seed, EVALUATOR_RANK)
             pool = make_pool(self._experiment, num_envs, self._experiment.env_kwargs, seed)
         try:
@@ -113,12 +114,12 @@ class Evaluations:
 
 
 def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
-    """Return `make(count)`, or that of the largest smaller count that does not fail, and the error of the first try.
+    """Return `make(n)` for the largest n up to `count` that does not fail, and the error of `make(count)`, if any.
 
-    What `make` returns has a `close()`.
+    A binary search finds n. The results of `make` must have a `close()`.
 
     Raises:
-        EnvError, UsageError: what `make(count)` raised; `make(1)` fails too.
+        EnvError, UsageError: the error of `make(count)`, if `make(1)` fails too.
     """
     try:
         return make(count), None
@@ -139,7 +140,7 @@ def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception
 
 
 def num_eval_envs(experiment: Experiment) -> int:
-    """Return the number of environments that an evaluation builds: at most one for each episode."""
+    """Return the number of environments of an evaluation: at most one for each episode."""
     config = EvaluationOptions.of(experiment)
     return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
 
@@ -157,27 +158,27 @@ def describe_evaluation(experiment: Experiment) -> str:
 
 
 def explain(error: BaseException | str) -> str:
-    """Return the reason why an evaluation failed, as a sentence."""
+    """Return the cause of a failed evaluation, as a sentence."""
     is_sentence = isinstance(error, (RlframeError, str))
     text = str(error).strip() if is_sentence else f"{type(error).__name__}: {error}".strip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 class EvaluationOutcome(NamedTuple):
-    """The values of an evaluation, or the reason why it failed; neither if it was not made."""
+    """The values of an evaluation, or its problem if it failed. Both are None if there was no evaluation."""
 
-    step: int  # at which it began
+    step: int  # step at which the evaluation began
     values: Logs | None = None
     problem: str | None = None  # a sentence
 
 
 def try_evaluation(evaluate: Callable[[], Logs], step: int, *, final: bool) -> EvaluationOutcome:
-    """Evaluate. A failure does not end the run.
+    """Evaluate, and return a failure as an outcome, so it does not end the run.
 
     Args:
-        evaluate: returns the values. What it raises is the problem of the outcome, unless it is a StoppedError.
-        step: at which the evaluation begins.
-        final: after training. A failure during training is warned of.
+        evaluate: returns the values. An error becomes the problem of the outcome, except StoppedError, which is raised.
+        step: step at which the evaluation begins.
+        final: True after training. During training, a failure also logs a warning.
     """
     try:
         return EvaluationOutcome(step, evaluate())
@@ -201,25 +202,25 @@ def evaluate(
     agent: Any = None,
     network: Any = None,
 ) -> Logs:
-    """Play episodes greedily with the latest checkpoint of a run, and write nothing.
+    """Play episodes with the latest checkpoint of a run, without exploration. Write no files.
 
     Args:
-        run_dir: the run's directory.
-        episodes: how many to play.
-        seed: of the environments; None: the run's own, whose evaluation this repeats.
-        num_envs: environments to build; None: as the run's own evaluations do.
-        max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
-        env: as for `rlframe.train`, to play in instead of the run's; needed if that was defined in a notebook and is
-            not there any more.
-        agent, network: the same.
+        run_dir: directory of the run.
+        episodes: number of episodes to play.
+        seed: seed of the environments. None means the run's seed, which repeats the run's own evaluation.
+        num_envs: number of environments. None means as many as in the run's own evaluations.
+        max_episode_length: maximum steps of an episode. None means the limit of the run's own evaluations.
+        env: an environment, as for `rlframe.train`, to replace the run's environment. Required if the run's environment
+            was defined in a notebook and does not exist in this process.
+        agent, network: the same for the agent and the network.
 
     Returns:
-        As `Evaluator.evaluate`.
+        The result of `Evaluator.evaluate`.
 
     Raises:
-        UsageError: there is no run in the directory, or a number is too small.
-        CheckpointError: it has no checkpoint, or a damaged one.
-        EnvError: no environment could be built, one failed, or an episode was too long.
+        UsageError: the directory contains no run, or a number is too small.
+        CheckpointError: the run has no checkpoint, or a damaged one.
+        EnvError: no environment could be built, an environment failed, or an episode was too long.
     """
     names = {"env": env, "agent": agent, "network": network}
     limits = {"num_envs": num_envs, "max_episode_length": max_episode_length}
@@ -236,36 +237,36 @@ def record(
     seed: int | None = None,
     max_episode_length: int | None = None,
 ) -> Logs:
-    """Play episodes as `evaluate` does, one after another, and write them as a video.
+    """Record a video of episodes with the latest checkpoint of a run, without exploration.
 
     Args:
-        run_dir: the run's directory.
-        path: the video; its suffix (.mp4, .mkv, .webm) decides the format.
-        episodes: how many to show.
-        seed: of the environment; None: the run's own.
-        max_episode_length: the most steps of an episode; None: as in the run's own evaluations.
+        run_dir: directory of the run.
+        path: video file. Its suffix (.mp4, .mkv, .webm) determines the format.
+        episodes: number of episodes to record.
+        seed: seed of the environment. None means the run's seed.
+        max_episode_length: maximum steps of an episode. None means the limit of the run's own evaluations.
 
     Returns:
-        As `Evaluator.evaluate`, and `frames`.
+        The result of `Evaluator.evaluate`, and the number of `frames`.
 
     Raises:
-        UsageError: the environment does not render, or a package that is needed is missing.
+        UsageError: the environment does not render, or a required package is missing.
         CheckpointError: the run has no checkpoint, or a damaged one.
     """
     directory, experiment, seed = _open(run_dir, {}, episodes, seed, max_episode_length=max_episode_length)
     limit = EvaluationOptions.of(experiment).eval_max_episode_length
-    with VideoRecorder(experiment, path) as film:
-        pool = film.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
+    with VideoRecorder(experiment, path) as recorder:
+        pool = recorder.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
         inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, read_policy(agent, directory))
         result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
-    return {**result, "frames": film.frames}
+    return {**result, "frames": recorder.frames}
 
 
 def _open(
     run_dir: str | os.PathLike, names: dict[str, Any], episodes: int, seed: int | None, **limits: int | None
 ) -> tuple[RunDir, Experiment, int]:
-    """Open a run to evaluate it. Return its directory, the experiment with these limits, and the seed to use."""
+    """Open a run to evaluate it. Return its directory, its experiment with the given limits, and the seed."""
     given = _given(seed=seed, episodes=convert(int, episodes, "episodes"), **limits)
     directory, experiment = open_run(run_dir, names)
     check_backend(directory.notes(), experiment)
@@ -274,7 +275,7 @@ def _open(
 
 
 def _given(**options: Any) -> dict[str, int]:
-    """The options of an evaluation that are not None. Raise UsageError for one of a wrong type, or out of range."""
+    """Return the options that are not None. Raise UsageError if one has the wrong type or is out of range."""
     found = {name: convert(Union[int, None], value, name) for name, value in options.items()}
     found = {name: value for name, value in found.items() if value is not None}
     for name, value in found.items():

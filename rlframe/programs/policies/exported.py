@@ -1,4 +1,4 @@
-"""`rlframe.export`: a policy that was trained, as a file for other tools."""
+"""`rlframe.export`: write a trained policy to a file for other tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.envs.wrappers import merge_stack
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.options.fields import convert
-from rlframe.programs.policies.trained import trained
+from rlframe.programs.policies.trained import load_trained
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.types import FIRST, MID, TimeStep, Tree
 
@@ -29,35 +29,37 @@ def export(
     agent: Any = None,
     network: Any = None,
 ) -> pathlib.Path:
-    """Write a trained policy with its parameters as StableHLO, for JAX without rlframe and for other tools.
+    """Write a trained policy with its parameters as StableHLO. JAX and other tools can use it without rlframe.
 
-    `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` gives (action, state), for any
-    number B of environments. It acts without exploring.
+    `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` returns (action, state), for any
+    number B of environments. The policy acts without exploration.
 
-    observation: [B, ...] as the environments give it, of at most 32 bits, float16 as float32; dicts and tuples as in
-        the space.
-    begins: [B] bool, where an episode begins.
-    state: a list of [B, ...] as the call before gave it, of any values where an episode begins (`[]` for an agent
-        without recurrent state whose frames are not stacked).
-    seed: [] uint32, another in each call, of agents that draw random numbers.
-    action: [B, ...] as the environments take it, of at most 32 bits. Where an observation is not in its space, NaN or
-        the least integer (of an unsigned dtype, the largest): a compiled function raises no error.
+    observation: [B, ...], observations of the environments: dicts and tuples as in the space, dtypes of at most 32
+        bits, float16 as float32.
+    begins: [B] bool, True for environments at the start of an episode.
+    state: list of arrays [B, ...], the state from the previous call. Its values do not matter at the start of an
+        episode. The list is empty for an agent without recurrent state and without frame stacking.
+    seed: [] uint32, seed for agents that draw random numbers. Use a new seed in each call.
+    action: [B, ...], actions for the environments, with dtypes of at most 32 bits. For an observation outside its
+        space, the action is NaN or the smallest integer (unsigned: the largest), because a compiled function cannot
+        raise errors.
 
     Args:
         run_dir, checkpoint, agent, network: as for `load`.
-        file: what is written.
+        file: path of the file to write.
 
     Returns:
         The file's path.
 
     Raises:
-        UsageError, CheckpointError: as `load`; or a space starts beyond int32, or has keys that are not text.
+        UsageError, CheckpointError: as for `load`. UsageError also if a space starts outside the range of int32, or has
+            keys that are not strings.
         RlframeError: the file could not be written.
     """
     from jax import export as jax_export
 
-    path = pathlib.Path(convert(str, file, "file")).absolute()  # before an environment may change the working directory
-    made, codec, source, experiment = trained(run_dir, checkpoint, agent, network)
+    path = pathlib.Path(convert(str, file, "file")).absolute()  # user code, which runs later, may change the directory
+    made, codec, source, experiment = load_trained(run_dir, checkpoint, agent, network)
     _, params = source.get_params()
     config = EnvOptions.of(experiment)
     count, check_finite = config.frame_stack, config.check_finite is not False
@@ -100,19 +102,19 @@ def export(
         write_atomically(path, bytes(exported.serialize()))
     except OSError as error:
         raise RlframeError(
-            f"Could not write {path}: {error.strerror or error}. Name another place, or make this one writable."
+            f"Could not write {path}: {error.strerror or error}. Choose another path, or make this one writable."
         ) from error
     return path
 
 
 def check_codec(codec: Codec) -> None:
-    """Raise UsageError unless a file can hold a function of these observations and actions."""
+    """Raise UsageError if a policy with these observations and actions cannot be exported."""
     paths = jax.tree_util.tree_flatten_with_path(codec.observation_spec)[0]
     for key in (getattr(part, "key", "") for path, _ in paths for part in path):
         if not isinstance(key, str):
             raise UsageError(
-                f"The observation space has the key {key!r}, and the keys in an exported file are text: the policy "
-                "cannot be exported. `rlframe.load` acts in it."
+                f"The policy cannot be exported: the observation space has the key {key!r}, but keys in an exported "
+                "file must be strings. Use `rlframe.load` instead."
             )
     limits = np.iinfo(np.int32)
     leaves: list[Any] = [*codec.leaves, codec.action]
@@ -120,13 +122,13 @@ def check_codec(codec: Codec) -> None:
         start, count = np.asarray(leaf.start), np.asarray(getattr(leaf.spec, "num_values", 1))
         if np.any(start < limits.min) or np.any(start + (count - 1) > limits.max):
             raise UsageError(
-                f"The space of {leaf.spec.name!r} starts at {start}, and JAX computes with int32: the policy cannot be "
-                "exported. `rlframe.load` acts in it."
+                f"The policy cannot be exported: the space of {leaf.spec.name!r} starts at {start}, which does not fit "
+                "JAX's int32. Use `rlframe.load` instead."
             )
 
 
 def _encode(leaf: ObservationLeaf, value: jax.Array, check_finite: bool) -> tuple[jax.Array, jax.Array]:
-    """As `ObservationLeaf.encode` of a batch: (the encoded values, [B] whether they are in the space)."""
+    """Encode a batch like `ObservationLeaf.encode`. Return the encoded values and [B] bool: True if in the space."""
     fits = jnp.isfinite(value) if check_finite else jnp.ones_like(value, bool)
     if not leaf.is_plain:
         value = value - leaf.first.astype(np.int32)
@@ -135,7 +137,10 @@ def _encode(leaf: ObservationLeaf, value: jax.Array, check_finite: bool) -> tupl
 
 
 def _decode(leaf: ActionLeaf, action: jax.Array, fits: jax.Array) -> jax.Array:
-    """As `ActionLeaf.decode`, in at most 32 bits. Without `fits`, NaN or the least integer (unsigned: the largest)."""
+    """Decode actions like `ActionLeaf.decode`, with at most 32 bits.
+
+    Where `fits` is False, return NaN or the smallest integer (unsigned: the largest).
+    """
     spec: Any = leaf.spec
     dtype: Any = np.dtype(np.float16) if leaf.dtype == np.float16 else canonical_dtype(leaf.dtype)
     if leaf.bounds is not None:

@@ -1,4 +1,4 @@
-"""The policy in a run's checkpoints: read by evaluations, which wait until the policy to evaluate is saved."""
+"""Read policies from the checkpoints of a run. Evaluations first wait until the policy is saved."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
 
-NEVER_SYNC = 2**62  # calls after which an Inferencer takes newer parameters: it keeps its version
+NEVER_SYNC = 2**62  # a `sync_interval` with which an Inferencer never takes newer parameters
 
-_LOOK_EVERY = 0.1  # seconds between two looks at the directory
-_ASK_EVERY = 5.0  # seconds between two requests: a learner that was restarted has forgotten the first
-_SAVE_WITHIN = 120.0  # seconds: the disk may be full
+_POLL = 0.1  # seconds between two checks of the directory
+_REQUEST_EVERY = 5.0  # seconds between two requests to save: a restarted learner has lost earlier requests
+_SAVE_WITHIN = 120.0  # seconds to wait for the checkpoint: saving may fail, for example on a full disk
 
 
 def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> LocalParams:
-    """Read the parameters for acting from a run's checkpoint. Nothing is written: the run may be active.
+    """Read the parameters for acting from a checkpoint. This writes nothing, so the run may be active.
 
     Args:
-        agent: of the run.
-        directory: of the run.
-        checkpoint: by its name; None: the newest one.
+        agent: agent of the run.
+        directory: directory of the run.
+        checkpoint: name of the checkpoint. None means the newest one.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: the checkpoint does not exist or is damaged.
     """
     params = agent.initial_params(jax.random.PRNGKey(0))
     template = params, agent.initial_learner_state(params)
@@ -50,41 +50,44 @@ def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) 
 
 
 def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Event) -> None:
-    """Ask a learner to save the policy that it has now, and wait for the checkpoint. Warn if it does not come in time.
+    """Request a checkpoint of the learner's current policy, and wait for it. Log a warning if it is late.
 
     Args:
-        learner: a Learner, or what `handles.resolve` gave for one.
-        checkpoints: the directory of its checkpoints.
-        stop: ends the wait.
+        learner: a Learner, or the result of `handles.resolve` for a learner.
+        checkpoints: directory of the checkpoints.
+        stop: event that ends the wait.
 
     Raises:
-        StoppedError: `stop` was set first.
+        StoppedError: `stop` was set before the checkpoint was written.
         PeerError: the learner does not answer.
     """
-    ask_to_save, checkpointer = handles.Poller(learner, "save_soon"), Checkpointer(checkpoints)
-    wanted, asked_at, until = math.inf, -math.inf, time.monotonic() + _SAVE_WITHIN
+    request_save, checkpointer = handles.Poller(learner, "save_soon"), Checkpointer(checkpoints)
+    wanted, requested_at, until = math.inf, -math.inf, time.monotonic() + _SAVE_WITHIN
     while True:
-        wanted = min(wanted, learner.stats()["learner_steps"])  # fewer than before: it went back to a checkpoint
+        wanted = min(wanted, learner.stats()["learner_steps"])  # may decrease if the learner restarts
         steps, now = checkpointer.steps(), time.monotonic()
         if steps and steps[-1] >= wanted:
             return
         if now > until:
-            _log.warning("An evaluation is logged before its checkpoint: none was written in %g s.", _SAVE_WITHIN)
+            _log.warning(
+                "The checkpoint for an evaluation was not written within %g s. The evaluation continues without it.",
+                _SAVE_WITHIN,
+            )
             return
-        if now > asked_at + _ASK_EVERY:
-            asked_at = now
-            ask_to_save()
-        if stop.wait(_LOOK_EVERY):
-            raise StoppedError("Told to stop before the policy to evaluate was saved.")
+        if now > requested_at + _REQUEST_EVERY:
+            requested_at = now
+            request_save()
+        if stop.wait(_POLL):
+            raise StoppedError("Stopped before the policy to evaluate was saved.")
 
 
 class SavedPolicy(LocalParams):
-    """Parameters of the newest checkpoint, for evaluations: the evaluated policy is in a checkpoint.
+    """Parameters of the newest checkpoint, for evaluations. So each evaluated policy is also saved.
 
     Args:
-        agent: the run's.
-        directory: of the run.
-        learner: whose checkpoints they are: a Learner, or what `handles.resolve` gave for one.
+        agent: agent of the run.
+        directory: directory of the run.
+        learner: the Learner that writes the checkpoints, or the result of `handles.resolve` for it.
     """
 
     def __init__(self, agent: Agent, directory: RunDir, learner: Any) -> None:
@@ -92,26 +95,26 @@ class SavedPolicy(LocalParams):
         self._agent, self._directory, self._learner = agent, directory, learner
 
     def update(self, stop: threading.Event) -> None:
-        """Ask the learner for a checkpoint, wait for it and take its parameters.
+        """Request a checkpoint from the learner, wait for it, and load its parameters.
 
-        If it cannot save (the disk is full, say), take the newest parameters from the learner itself.
+        If no checkpoint can be read (for example, because the disk is full), get the newest parameters from the learner.
 
         Raises:
-            StoppedError: `stop` was set first.
+            StoppedError: `stop` was set before the checkpoint was written.
             PeerError: the learner does not answer.
         """
         wait_until_saved(self._learner, self._directory.checkpoints, stop)
         newest = self._read() or self._learner
-        self.publish(*newest.get_packed(-1))  # a learner has one from its start
+        self.publish(*newest.get_packed(-1))  # a learner always has parameters
 
     def _read(self) -> LocalParams | None:
-        """Return the newest checkpoint's; None if there is none that can be read."""
+        """Return the parameters of the newest checkpoint; None if it does not exist or cannot be read."""
         checkpointer = Checkpointer(self._directory.checkpoints)
         while steps := checkpointer.steps():
             try:
                 return read_policy(self._agent, self._directory, steps[-1])
             except CheckpointError as error:
-                if checkpointer.steps()[-1:] == steps[-1:]:  # else a newer one has replaced it
+                if checkpointer.steps()[-1:] == steps[-1:]:  # otherwise a newer checkpoint has replaced it: retry
                     _log.warning("The newest checkpoint cannot be evaluated. %s", error)
                     return None
         return None

@@ -1,4 +1,4 @@
-"""The parts of `rlframe serve policy`: a model, and where its newer weights come from."""
+"""The model of `rlframe serve policy`, and the source of its newer weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rlframe.programs.topologies.language import Language
 from rlframe.programs.topologies.makers import make_agent
 from rlframe.types import Params, Tree
 
-_BYTES = 512  # tokens of a model that may be one of bytes
-_LOOK_EVERY = 1.0  # seconds between two looks at the directory
+_BYTES = 512  # maximum vocabulary size of a model that may use the byte tokenizer
+_POLL = 1.0  # seconds between two checks of the directory
 
 
 class ServedPolicy(NamedTuple):
@@ -34,10 +34,11 @@ class ServedPolicy(NamedTuple):
 
 
 def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> ServedPolicy:
-    """Serve a published model: as version 0, until the learner at the address, if any, has a newer one.
+    """Load a published model as version 0. If `learner` (HOST:PORT) is given, newer versions come from it.
 
     Raises:
-        UsageError, CheckpointError: as `weights.load`; the address cannot be; the tokenizer is not known.
+        UsageError, CheckpointError: as for `weights.load`. UsageError also if the address is invalid or the tokenizer
+            is unknown.
     """
     source = _at(learner)
     model_config, params = weights.load(folder, dtype=dtype)
@@ -45,10 +46,10 @@ def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dt
 
 
 def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> ServedPolicy:
-    """Serve the model of a run: the newest checkpoint, or the parameters of the learner at the address.
+    """Load the model of a run. Its weights come from `learner` (HOST:PORT), or else from the newest checkpoint.
 
     Raises:
-        UsageError: there is no run, or it learns no language model; the address cannot be.
+        UsageError: the directory contains no run of a language model, or the address is invalid.
     """
     source = _at(learner)
     directory = RunDir(path)
@@ -56,7 +57,7 @@ def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: 
     experiment = load_experiment(directory.config)
     config = experiment.topology_config
     if not isinstance(config, Language):
-        raise UsageError(f"The run in {path} learns no language model: its agent is {experiment.agent}.")
+        raise UsageError(f"The run in {path} does not train a language model: its agent is {experiment.agent}.")
     agent: Any = make_agent(experiment)
     source = source or NewestCheckpoint(agent, directory)
     return ServedPolicy(
@@ -68,27 +69,27 @@ def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: 
 
 
 class NewestCheckpoint:
-    """A run's newest checkpoint, whenever it is asked for. Its version is that of the saved parameters.
+    """A source of parameters that follows the newest checkpoint of a run.
 
     Args:
-        agent: of the run.
-        directory: of the run.
+        agent: agent of the run.
+        directory: directory of the run.
     """
 
     def __init__(self, agent: Agent, directory: RunDir) -> None:
         self._agent, self._directory = agent, directory
-        self._steps: list[int] | None = None  # of the checkpoints at the last look
+        self._steps: list[int] | None = None  # steps of the checkpoints when the newest one was read
         self._newest: LocalParams | None = None
         self._looked = 0.0
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """As `Learner.get_params`.
+        """Return (version, parameters) like `Learner.get_params`.
 
         Raises:
-            PeerError: the newest one cannot be read, or there is none yet.
+            PeerError: the newest checkpoint cannot be read or does not exist yet.
         """
         now = time.monotonic()
-        if self._newest is None or now > self._looked + _LOOK_EVERY:
+        if self._newest is None or now > self._looked + _POLL:
             self._looked = now
             steps = Checkpointer(self._directory.checkpoints).steps()
             if self._newest is None or (steps and steps != self._steps):
@@ -105,7 +106,7 @@ def _at(address: str | None) -> Any:
         return None
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise UsageError(f"A learner is at HOST:PORT, got {address!r}.")
+        raise UsageError(f"The address of a learner must be HOST:PORT, got {address!r}.")
     return handles.Remote([address], "learner")
 
 
@@ -114,7 +115,7 @@ def _tokenizer_of(folder: str, model_config: ModelConfig) -> str:
         return folder
     if model_config.vocab_size > _BYTES:
         raise UsageError(
-            f"The folder {folder} has no tokenizer.json, and its model {model_config.vocab_size} tokens, more than "
-            "bytes need. Say by --tokenizer which folder has the tokenizer."
+            f"The folder {folder} has no tokenizer.json, and its model has {model_config.vocab_size} tokens, too many "
+            "for the byte tokenizer. Give the folder of the tokenizer with --tokenizer."
         )
     return "byte"

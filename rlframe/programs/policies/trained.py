@@ -1,4 +1,4 @@
-"""A policy that was trained: it acts without environment, replay or learner."""
+"""A trained policy, which acts without an environment, a replay buffer or a learner."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from rlframe.types import FIRST, MID, AgentState, TimeStep, Tree, global_env_ids
 
 
 class TrainedPolicy:
-    """One version of what an agent has learned. It remembers the episodes that it acts in, so give each thread its own.
+    """A trained policy. It keeps the state of its episodes, so each thread needs a separate instance.
 
     Args:
         agent: the agent.
-        codec: of the environments that it was trained in, one by one.
-        params: the parameters that act.
-        seed: of the random numbers of an agent that draws any.
-        frame_stack: how many observations the agent sees as one; the policy stacks them.
-        check_finite: whether NaN and infinity in an observation are refused.
+        codec: codec of a single training environment.
+        params: parameters for acting.
+        seed: seed for agents that draw random numbers.
+        frame_stack: number of observations that the policy stacks to one.
+        check_finite: True refuses observations that contain NaN or infinity.
 
     Attributes:
-        agent, codec: see above.
-        version: of the parameters.
-        state: recurrent state after the last call, a tree of [B, ...]; `()` for an agent without one.
+        agent, codec: see Args.
+        version: version of the parameters.
+        state: recurrent state after the last call, a tree of arrays [B, ...]; `()` for an agent without one.
     """
 
     def __init__(
@@ -63,38 +63,38 @@ class TrainedPolicy:
             greedy: Inferencer(InferencerConfig(sync_interval=NEVER_SYNC, greedy=greedy, seed=seed), agent, params)
             for greedy in (True, False)
         }
-        self._begins = np.zeros(0, bool)  # which of the environments of the last batch begin an episode
+        self._begins = np.zeros(0, bool)  # True for environments that begin an episode in the next call
         self.reset()
 
     def reset(self, ended: np.ndarray | None = None) -> None:
         """Begin new episodes.
 
         Args:
-            ended: [B] bool, which environments of the last batch begin one; None: all, of which there may be another
-                number.
+            ended: [B] bool, True for environments of the last batch that begin a new episode. None means all
+                environments. Their number may change after that.
         """
         if ended is None:
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(0))
         elif np.shape(ended) != np.shape(self._env_ids):
-            raise UsageError(f"reset takes a bool for each of {len(self._env_ids)} environments, got {ended!r}.")
+            raise UsageError(f"reset needs a bool for each of {len(self._env_ids)} environments, got {ended!r}.")
         else:
             self._begins = self._begins | np.asarray(ended, bool)
 
     def act(self, observation: Tree, *, state: AgentState = None, greedy: bool = True) -> Tree:
-        """Act on one observation, or on a batch of them: one of each environment.
+        """Act on one observation, or on a batch with one observation of each environment.
 
         Args:
-            observation: as the environment gives it, [...], or [B, ...] of B environments that are in step. Or a
-                `TimeStep` of a dm_env environment, or of a pool of rlframe's, which says which episodes begin.
-            state: recurrent state to act in, [B, ...]; None: what the call before led to.
-            greedy: whether to act without exploring.
+            observation: observation of an environment, [...], or of B environments, [B, ...]. Or a `TimeStep` of a
+                dm_env environment or of an rlframe pool; its `step_type` marks the start of episodes.
+            state: recurrent state to use, [B, ...]. None means the state after the previous call.
+            greedy: True acts without exploration.
 
         Returns:
-            The action, [...] or [B, ...], as the environment takes it; of a pool's TimeStep, as the pool takes it.
+            The action for the environment, [...] or [B, ...]. For a pool's TimeStep, the action for the pool.
 
         Raises:
-            UsageError: the observation is not in the space that the agent was trained in, or of another number of
-                environments.
+            UsageError: the observation is outside the observation space of training, or the number of environments has
+                changed without a `reset`.
         """
         codec, begins = self.codec, None
         if isinstance(observation, dm_env.TimeStep):
@@ -125,11 +125,11 @@ class TrainedPolicy:
         return action[0] if is_single else action
 
     def _encoded(self, codec: Codec, observation: Tree) -> tuple[list[np.ndarray], bool]:
-        """(the leaves of an observation as [B, ...], whether it was a single one)."""
+        """Return the leaves of an observation as arrays [B, ...], and True if it was a single observation."""
         is_single = True
         try:
             first, leaf = codec.layout.flatten(observation)[0], codec.leaves[0]
-            with contextlib.suppress(ValueError):  # of a list whose rows differ, which `encode` refuses
+            with contextlib.suppress(ValueError):  # a ragged list; `encode` raises a better error
                 is_single = np.ndim(first) <= len(leaf.spec.shape)
             encoded = codec.encode(observation, is_batch=not is_single)
             leaves = [np.asarray(value, leaf.spec.dtype) for value, leaf in zip(encoded, codec.leaves, strict=True)]
@@ -140,14 +140,14 @@ class TrainedPolicy:
             if error.place is not None:
                 raise
             raise UsageError(
-                f"{error} The policy takes one observation of its environment, or a batch of them."
+                f"{error} The policy needs one observation of its environment, or a batch of them."
             ) from error
         if is_single:
             return [leaf[None] for leaf in leaves], True
         if len({len(leaf) for leaf in leaves}) > 1 or not len(leaves[0]):
             raise UsageError(
-                f"The leaves of the observation are batches of {[len(leaf) for leaf in leaves]}: "
-                "expected the same number of environments, at least 1."
+                f"The leaves of the observation have batch sizes {[len(leaf) for leaf in leaves]}: "
+                "expected the same size for all leaves, at least 1."
             )
         return leaves, False
 
@@ -155,29 +155,29 @@ class TrainedPolicy:
 def load(
     run_dir: str | os.PathLike[str], checkpoint: int | None = None, *, agent: Any = None, network: Any = None
 ) -> TrainedPolicy:
-    """Load the trained policy of a run. No environment is opened, and nothing is written.
+    """Load the trained policy of a run. This creates no environments and writes no files.
 
     Args:
-        run_dir: the run's directory. The run may go on.
-        checkpoint: one of RUN_DIR/checkpoints, by its name; None: the newest.
-        agent, network: as for `rlframe.train`, in place of the run's; needed if these were defined in a notebook and
-            are not there any more.
+        run_dir: directory of the run. The run may be active.
+        checkpoint: name of a checkpoint in RUN_DIR/checkpoints. None means the newest one.
+        agent, network: as for `rlframe.train`, to replace the run's agent and network. Required if they were defined in
+            a notebook and do not exist in this process.
 
     Raises:
-        UsageError: there is no run in the directory, or it is of a language model; or its agent's file has gone.
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        UsageError: the directory contains no run, the run trains a language model, or the agent's file is missing.
+        CheckpointError: the checkpoint does not exist or is damaged.
     """
-    made, codec, params, experiment = trained(run_dir, checkpoint, agent, network)
+    made, codec, params, experiment = load_trained(run_dir, checkpoint, agent, network)
     config = EnvOptions.of(experiment)
     return TrainedPolicy(
         made, codec, params, experiment.seed, config.frame_stack, check_finite=config.check_finite is not False
     )
 
 
-def trained(
+def load_trained(
     run_dir: str | os.PathLike[str], checkpoint: int | None, agent: Any, network: Any
 ) -> tuple[Agent, Codec, LocalParams, Experiment]:
-    """Read an agent, the codec of its environments and its parameters from a checkpoint; arguments as for `load`."""
+    """Load an agent, its environments' codec, its parameters and its experiment. Arguments are as for `load`."""
     checkpoint = convert(Union[int, None], checkpoint, "checkpoint")
     directory, experiment = open_run(run_dir, {"agent": agent, "network": network})
     with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
@@ -185,8 +185,8 @@ def trained(
     if codec is None:
         raise CheckpointError(
             f"The checkpoint {'' if checkpoint is None else f'{checkpoint} '}in {directory.checkpoints} was written by "
-            "an earlier version of rlframe: it lacks the codec of its environments, by which a policy acts. Load it "
-            f"with that version, or train again: rlframe train --config {directory.config}"
+            "an earlier version of rlframe. It does not contain the environments' codec, which a policy needs to act. "
+            f"Load it with that version, or train again: rlframe train --config {directory.config}"
         )
     made = make_agent(experiment, codec)
     return made, codec, read_policy(made, directory, checkpoint), experiment

@@ -1,4 +1,4 @@
-"""Filming an environment while it is played."""
+"""Record videos of an environment."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DEFAULT_FPS = 30
 
 
 class VideoRecorder(Closeable):
-    """A video file, and a pool of one environment whose every step becomes a frame in it.
+    """A video file, and a pool of one environment. Each step of the environment adds a frame to the video.
 
     Args:
-        experiment: whose environment to film.
-        path: the file to write.
+        experiment: experiment with the environment to record.
+        path: video file to write.
 
     Raises:
         UsageError: the format is unknown, or imageio-ffmpeg is not installed.
@@ -42,40 +42,40 @@ class VideoRecorder(Closeable):
         self._writer: Any = None
         self._pool: Any = None
         if self._path.suffix not in _FORMATS:
-            raise UsageError(f"A video is one of {', '.join(_FORMATS)}, not {self._path.name!r}.")
+            raise UsageError(f"The format of a video must be {', '.join(_FORMATS)}, got {self._path.name!r}.")
         with extras.explain_import_error("A video", "gymnasium"):
             import gymnasium  # noqa: F401
             import imageio_ffmpeg  # noqa: F401
 
-        # Pygame draws without a screen, but complains of there being none unless it is told so.
+        # Without a display, pygame needs this variable to render off-screen without a warning.
         if "DISPLAY" not in os.environ:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
     def close(self) -> None:
-        """Close the pool, and end the file."""
+        """Close the pool and the video file."""
         if self._pool is not None:
             self._pool.close()
         if self._writer is not None:
             self._writer.close()
 
     def make_pool(self, seed: int) -> SyncEnv:
-        """The pool to play in.
+        """Create the pool of one environment.
 
         Raises:
             UsageError: the environment does not render.
         """
         config = EnvOptions.of(self._experiment)
-        filmed = lambda: _Filmed(_rendering_env(self._experiment, seed), self)  # noqa: E731
+        make_env = lambda: _RecordedEnv(_rendering_env(self._experiment, seed), self)  # noqa: E731
         self._pool = SyncEnv(
-            filmed, 1, "loop", seed=seed, frame_stack=config.frame_stack, action_repeat=config.action_repeat
+            make_env, 1, "loop", seed=seed, frame_stack=config.frame_stack, action_repeat=config.action_repeat
         )
         return self._pool
 
     def add(self, frame: Any, fps: float) -> None:
-        """Appends one frame, uint8 [H, W, 3]."""
+        """Add one frame, uint8 [H, W, 3], to the video."""
         if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3):
             raise UsageError(f"{self._experiment.env} does not render to an RGB array, but to {type(frame).__name__}.")
-        # Video codecs halve the resolution of color: both sides have to be even.
+        # Video codecs store colors at half the resolution, so width and height must be even.
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
             self._writer = self._open(width, height, fps)
@@ -94,7 +94,7 @@ class VideoRecorder(Closeable):
                 str(self._path), (width, height), fps=fps, macro_block_size=2, ffmpeg_log_level="error"
             )
             with warnings.catch_warnings():
-                # JAX warns of every fork, also of one that becomes another program at once.
+                # JAX warns about each fork, even if the child starts another program at once.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 writer.send(None)
         except OSError as error:
@@ -102,23 +102,23 @@ class VideoRecorder(Closeable):
         return writer
 
 
-class _Filmed:
-    """A gymnasium environment that hands each of its frames to a film."""
+class _RecordedEnv:
+    """A gymnasium environment that adds a frame to the video after each reset and step."""
 
-    def __init__(self, env: Any, film: VideoRecorder) -> None:
+    def __init__(self, env: Any, recorder: VideoRecorder) -> None:
         self._env = env
-        self._film = film
+        self._recorder = recorder
         self._fps = float(env.metadata.get("render_fps") or _DEFAULT_FPS)
         self.observation_space, self.action_space = env.observation_space, env.action_space
 
     def reset(self, **kwargs: Any) -> Any:
         result = self._env.reset(**kwargs)
-        self._film.add(self._env.render(), self._fps)
+        self._recorder.add(self._env.render(), self._fps)
         return result
 
     def step(self, action: Any) -> Any:
         result = self._env.step(action)
-        self._film.add(self._env.render(), self._fps)
+        self._recorder.add(self._env.render(), self._fps)
         return result
 
     def close(self) -> None:
@@ -126,17 +126,17 @@ class _Filmed:
 
 
 def _rendering_env(experiment: Experiment, seed: int) -> Any:
-    """One gymnasium environment that renders: the one trained on, or the twin of an EnvPool task."""
+    """Return a gymnasium environment that renders: the run's environment, or Gymnasium's version of an EnvPool task."""
     target = registry.env_name_or_builder(experiment.env)
     if not isinstance(target, str):
         return _from_builder(target, experiment, seed)
     where = backend(target)
     if where == "dm_control":
-        raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control's are not filmed.")
+        raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control is not supported.")
     name = split(target)[1]
-    # The twin of an EnvPool task takes none of EnvPool's options.
+    # Gymnasium's version of an EnvPool task has other options than EnvPool, so leave out `env_kwargs`.
     if where == "envpool" and EnvOptions.of(experiment).env_type in ("auto", "envpool"):
-        return _twin(plain_name(name))
+        return _gymnasium_version(plain_name(name))
     return gymnasium_registry.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})
 
 
@@ -146,32 +146,32 @@ def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
         env = builder(render_mode="rgb_array", **experiment.env_kwargs, **seeds)
     except TypeError as error:
         raise UsageError(
-            f"{experiment.env} cannot be filmed: it should take render_mode='rgb_array' and give a gymnasium "
+            f"{experiment.env} cannot be recorded: it must accept render_mode='rgb_array' and return a gymnasium "
             f"environment ({error})."
         ) from error
     if not hasattr(env, "render"):
-        raise UsageError(f"{experiment.env} cannot be filmed: {type(env).__name__} has no render().")
+        raise UsageError(f"{experiment.env} cannot be recorded: {type(env).__name__} has no render().")
     return env
 
 
-def _twin(task: str) -> Any:
-    """Gymnasium's environment with the observations of an EnvPool task."""
+def _gymnasium_version(task: str) -> Any:
+    """Return Gymnasium's environment with the same observations as an EnvPool task."""
     import gymnasium
 
     if task in gymnasium_ids():
         return gymnasium.make(task, render_mode="rgb_array")
     if not extras.has("ale_py"):
         raise UsageError(
-            f"EnvPool's {task} does not render, and its twin in Gymnasium is not installed here. "
+            f"EnvPool's {task} does not render, and Gymnasium's version of it is not installed. "
             "For an Atari game: pip install 'gymnasium[atari]'."
         )
     import ale_py
 
     gymnasium.register_envs(ale_py)
     if f"ALE/{task}" not in gymnasium.registry:
-        raise UsageError(f"EnvPool's {task} does not render, and Gymnasium has no twin of it.")
+        raise UsageError(f"EnvPool's {task} does not render, and Gymnasium has no version of it.")
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-    # What EnvPool does by default: 84 x 84 gray, every 4th frame, 4 frames stacked, up to 30 no-ops.
+    # EnvPool's defaults: 84 x 84 grayscale, every 4th frame, 4 stacked frames, up to 30 no-op actions at the start.
     env = gymnasium.make(f"ALE/{task}", render_mode="rgb_array", frameskip=1, repeat_action_probability=0.0)
     return FrameStackObservation(AtariPreprocessing(env), 4)

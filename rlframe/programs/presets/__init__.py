@@ -1,7 +1,7 @@
-"""Presets: what makes an agent learn a family of environments quickly, each value with its source.
+"""Presets: tuned hyperparameters for an agent on a family of environments, each with its source.
 
-A class's defaults are its paper's; a preset is applied on top, printed when it is, and switched off by
-`--preset none`. One file holds the tables of an agent, or of agents of a kind.
+The defaults of a config class come from its paper. A preset replaces some of them. `rlframe train` prints the preset
+that it applies; `--preset none` turns presets off. Each file contains the presets of similar agents.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
     """Return the preset to apply.
 
     Args:
-        name: "auto" for the one that fits `agent` and `env` (None if there is none), "none", or a
-            preset's name, which must be of this agent or of one that it is a subclass of.
-        agent: the agent's name, or `file.py:Class`.
-        env: the environment's name, with or without a prefix such as `envpool:`.
+        name: "auto" for the preset that matches `agent` and `env` (None if there is none), "none", or the name of a
+            preset for this agent or one of its base classes.
+        agent: name of the agent, or `file.py:Class`.
+        env: name of the environment, with or without a prefix such as `envpool:`.
 
     Raises:
-        UsageError: there is no preset of this name for this agent.
+        UsageError: the agent has no preset of this name.
     """
     if name == "none":
         return None
@@ -40,13 +40,13 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
     if name not in known:
         names = ", ".join(["auto", "none", *known])
         raise UsageError(
-            f"There is no preset {name!r} for {agent}; there are {names}.{suggest(name, names.split(', '))}"
+            f"There is no preset {name!r} for {agent}; presets are {names}.{suggest(name, names.split(', '))}"
         )
     return known[name]
 
 
 def _is_kind_of(agent: str, named: str) -> bool:
-    """Return True if an agent is the one of this name, or a user's own subclass of it."""
+    """Return True if the agent has this name, or is a user-defined subclass of the agent with this name."""
     return agent == named or (":" in agent and issubclass(registry.agent_class(agent), registry.agent_class(named)))
 
 

@@ -1,4 +1,4 @@
-"""Presets of PPO and IMPALA. The defaults of their configs are the papers'; these values make them learn fast."""
+"""Presets of PPO and IMPALA. The defaults of their configs come from the papers; these values make them learn fast."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlframe.programs.presets.table import (
 # --- PPO
 
 ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml"
-SB3 = "stable-baselines3, the default of PPO"
+SB3 = "stable-baselines3, default of PPO"
 CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
 CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
-NOT_NORMALIZED = "without its normalized observations and rewards"
+NOT_NORMALIZED = "without its normalization of observations and rewards"
 
 # SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
 ZOO_VALUE = settings(
-    "OpenAI Baselines, ppo2: of half the squared error; the zoo's 0.5 is of all of it, so weighs twice as much",
+    "OpenAI Baselines, ppo2, which also halves the squared error; the zoo's 0.5 is for the full squared error",
     agent__value_cost=0.5,
 )
 
@@ -35,7 +35,7 @@ CARTPOLE = Preset(
             num_envs=8,
             agent__unroll_length=32,
             agent__num_epochs=20,
-            agent__num_minibatches=1,  # of 256
+            agent__num_minibatches=1,  # of 256 steps
             agent__discount=0.98,
             agent__learning_rate=1e-3,
             agent__anneal_learning_rate=True,
@@ -45,7 +45,7 @@ CARTPOLE = Preset(
         ),
         **ZOO_VALUE,
         **settings(
-            "31 of 32 seeds end at 500; with the zoo's 0.8, 15 of 16: benchmarks/notes/classic-control.md",
+            "31 of 32 seeds reach 500; with the zoo's 0.8, 15 of 16: benchmarks/notes/classic-control.md",
             agent__gae_lambda=0.95,
         ),
     },
@@ -55,9 +55,9 @@ POSITION_ONLY_CARTPOLE = Preset(
     name="ppo/position_only_cartpole",
     envs=("PositionOnlyCartPole-v1",),
     fields={
-        **settings("what it takes: a memory", network="gru"),
-        # Returns of a hundred make gradients of the values so large that little of the shared memory is left to the
-        # policy: without normalized rewards 6 of 8 seeds ended below 490.
+        **settings("the task needs memory", network="gru"),
+        # With returns of about 100, the value loss dominates the gradients of the shared recurrent layer. Without
+        # normalized rewards, 6 of 8 seeds ended below 490.
         **settings(
             "rl-baselines3-zoo, hyperparams/ppo_lstm.yml, CartPoleNoVel-v1",
             agent__learning_rate=1e-3,
@@ -66,14 +66,15 @@ POSITION_ONLY_CARTPOLE = Preset(
             normalize_observations=True,
             normalize_rewards=True,
         ),
-        # Once every game lasts, normalized advantages are noise of full size: with them 2 of 8 seeds fell again.
+        # Once all episodes reach the time limit, normalization scales up noise in the advantages. With it, the returns
+        # of 2 of 8 seeds dropped again.
         **settings(
-            "found here: benchmarks/notes/position-only-cartpole.md",
+            "our experiments: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,
             num_envs=16,
             agent__unroll_length=64,
             agent__num_epochs=10,
-            agent__num_minibatches=4,  # of 4 environments' unrolls
+            agent__num_minibatches=4,  # unrolls of 4 environments each
             agent__discount=0.99,
             agent__gae_lambda=0.95,
             agent__normalize_advantages=False,
@@ -96,7 +97,7 @@ ACROBOT = Preset(
         ),
         **settings(SB3, agent__num_minibatches=64, agent__learning_rate=3e-4, agent__clip_epsilon=0.2),
         **ZOO_VALUE,
-        **settings("half of the zoo's million suffices", steps=500_000),
+        **settings("half of the zoo's 1,000,000 is enough", steps=500_000),
     },
 )
 
@@ -136,9 +137,9 @@ PENDULUM = Preset(
         ),
         **settings(SB3, agent__num_minibatches=64),
         **ZOO_VALUE,
-        **settings("three times the zoo's, which explores by gSDE", steps=300_000),
+        **settings("three times the zoo's, which uses gSDE exploration", steps=300_000),
         **settings(
-            "without it one seed of 3 fell from -169 to -250 in its last updates", agent__anneal_learning_rate=True
+            "without it, 1 of 3 seeds dropped from -169 to -250 in its last updates", agent__anneal_learning_rate=True
         ),
     },
 )
@@ -153,7 +154,7 @@ LUNAR_LANDER = Preset(
             num_envs=16,
             agent__unroll_length=1024,
             agent__num_epochs=4,
-            agent__num_minibatches=256,  # of 64
+            agent__num_minibatches=256,  # of 64 steps
             agent__discount=0.999,
             agent__gae_lambda=0.98,
             agent__entropy_cost=0.01,
@@ -187,7 +188,7 @@ ATARI_GAMES = Preset(
             agent__max_grad_norm=0.5,
         ),
         **settings("Mnih et al. 2015: the network", network="nature_cnn"),
-        **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
+        **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),
     },
 )
 
@@ -217,7 +218,7 @@ MUJOCO_TASKS = Preset(
             reward_clip=10.0,
         ),
         **settings(
-            f"{CLEANRL_CONTINUOUS}; there the statistics change with every step, here with every update",
+            f"{CLEANRL_CONTINUOUS}, which updates the statistics in each step; here they are updated with each update",
             normalize_observations=True,
             normalize_rewards=True,
         ),
@@ -247,12 +248,13 @@ IMPALA_CARTPOLE = Preset(
             agent__anneal_learning_rate=True,
             agent__max_grad_norm=40.0,
         ),
-        # With fewer and larger updates (16 unrolls of 32 steps) the values fit too late: 3 of 4 seeds at best.
-        # Once every episode lasts 500 steps, gradients vanish, and the first failure after that comes as one some 1,000
-        # times the recent ones. With Adam's usual epsilon of 1e-8 and no clip, the drift until then and that step are
-        # of full length: 5 of 13 runs under heavy_env ended below 450.
+        # With fewer and larger updates (16 unrolls of 32 steps), the value function learns too slowly: at best, 3 of 4
+        # seeds solved the task.
+        # Once all episodes last 500 steps, gradients are close to 0. The first failure after that has a gradient about
+        # 1,000 times as large. With Adam's usual epsilon of 1e-8 and without clipping, the parameters drift until the
+        # failure, which then causes a full-size step: 5 of 13 runs with heavy_env ended below 450.
         **settings(
-            "found here: benchmarks/notes/impala-cartpole.md",
+            "our experiments: benchmarks/notes/impala-cartpole.md",
             steps=300_000,
             num_envs=16,
             agent__unroll_length=10,
@@ -279,10 +281,10 @@ IMPALA_ATARI_GAMES = Preset(
             agent__anneal_learning_rate=True,
             agent__max_grad_norm=40.0,
         ),
-        # The paper's values are for 200 million frames. With its batches of 32, RMSProp (6e-4, epsilon 0.01) and an
-        # entropy cost of 0.01, Pong's policy was still uniform after 1.8 million steps.
+        # The paper's values are for 200 million frames. With its batch size of 32, RMSProp (6e-4, epsilon 0.01) and an
+        # entropy cost of 0.01, the policy for Pong was still uniform after 1.8 million steps.
         **settings(
-            "found here, on Pong with seed 11: benchmarks/notes/impala-pong.md",
+            "our experiments on Pong with seed 11: benchmarks/notes/impala-pong.md",
             agent__batch_size=8,
             agent__vtrace_lambda=0.95,
             agent__optimizer="adam",
@@ -291,9 +293,9 @@ IMPALA_ATARI_GAMES = Preset(
         ),
         **settings("Mnih et al. 2015: the network", network="nature_cnn"),
         **settings(CLEANRL_ATARI, network__orthogonal=True),
-        **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
-        **settings("our choice: a fifth of the paper's 50 million", steps=10_000_000),
-        **settings("our choice: 16 for each of two actors", num_envs=32),
+        **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),
+        **settings("our choice: a fifth of the paper's 50,000,000", steps=10_000_000),
+        **settings("our choice: 16 for each of 2 actors", num_envs=32),
     },
 )
 
@@ -301,9 +303,9 @@ IMPALA_POSITION_ONLY_CARTPOLE = Preset(
     name="impala/position_only_cartpole",
     envs=("PositionOnlyCartPole-v1",),
     fields={
-        **settings("what it takes: a memory", network="gru"),
+        **settings("the task needs memory", network="gru"),
         **settings(
-            "as impala/cartpole",
+            "same as impala/cartpole",
             agent__discount=0.99,
             agent__entropy_cost=0.01,
             agent__anneal_learning_rate=True,
@@ -311,10 +313,10 @@ IMPALA_POSITION_ONLY_CARTPOLE = Preset(
             agent__vtrace_lambda=0.95,
             agent__optimizer="adam",
         ),
-        # Returns of a hundred make gradients of the values so large that little of the shared memory is left to the
-        # policy: without normalized rewards, at a rate of 2e-3 and an epsilon of 0.1, 4 of 8 seeds ended below 400.
+        # With returns of about 100, the value loss dominates the gradients of the shared recurrent layer. Without
+        # normalized rewards, at a learning rate of 2e-3 and an Adam epsilon of 0.1, 4 of 8 seeds ended below 400.
         **settings(
-            "found here: benchmarks/notes/position-only-cartpole.md",
+            "our experiments: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,
             num_envs=8,
             agent__unroll_length=16,

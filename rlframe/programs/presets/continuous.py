@@ -1,4 +1,4 @@
-"""Presets of SAC and TD3. The defaults of their configs are the papers'; these are what others found to learn fast."""
+"""Presets of SAC and TD3. The defaults of their configs come from the papers; other libraries use these values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAC_PENDULUM = Preset(
     fields={
         **settings("rl-baselines3-zoo, hyperparams/sac.yml, Pendulum-v1", steps=20_000, agent__learning_rate=1e-3),
         **settings(
-            "stable-baselines3, the default of SAC",
+            "stable-baselines3, default of SAC",
             num_envs=1,
             agent__batch_size=256,
             agent__min_replay_size=100,
@@ -37,10 +37,10 @@ SAC_MUJOCO = Preset(
             agent__critic_learning_rate=1e-3,
             agent__target_update_rate=0.005,
         ),
-        # Entropies are of actions scaled to [-1, 1]; CleanRL's are of the actions themselves, which is the
-        # same for ranges of [-1, 1]. It takes two policy updates every second step, for the one here in each.
+        # Here, entropies are for actions scaled to [-1, 1]. CleanRL uses unscaled actions, which is the same if the
+        # action range is [-1, 1]. CleanRL makes two policy updates in every second step; here, one in each step.
         **settings(
-            "CleanRL, sac_continuous_action.py, which scales a tanh to these bounds; here they clip",
+            "CleanRL, sac_continuous_action.py, which scales a tanh to these bounds; here the value is clipped",
             agent__min_log_std=-5.0,
         ),
     },
@@ -61,7 +61,7 @@ TD3_PENDULUM = Preset(
             agent__exploration_noise=0.1,
             agent__learning_rate=1e-3,
         ),
-        **settings("stable-baselines3, the default of TD3", num_envs=1, agent__batch_size=256),
+        **settings("stable-baselines3, default of TD3", num_envs=1, agent__batch_size=256),
     },
 )
 

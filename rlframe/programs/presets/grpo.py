@@ -1,4 +1,4 @@
-"""GRPO's presets. The defaults of `GRPOConfig` are the paper's, for a model of 7 billion parameters."""
+"""Presets of GRPO. The defaults of `GRPOConfig` come from the paper, for a model with 7 billion parameters."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ REVERSE = Preset(
     envs=("Reverse",),
     fields={
         **LOSS,
-        # After this warm-up answers of all lengths are right now and then. With a learning rate of 7e-4 it solves half
-        # of the held-out strings, hardly any of the longest, and GRPO takes several times as long.
+        # After this warm-up, some answers of every length are correct. With a warm-up learning rate of 7e-4, the model
+        # solves half of the held-out strings but almost none of the longest, and GRPO takes several times as long.
         **settings(
-            "found here, with one seed; three others: docs/results.md",
+            "our experiments with one seed; see docs/results.md for three other seeds",
             agent__model=SMALL,
             agent__learning_rate=3e-4,
             agent__learning_rate_rise=20,
@@ -36,7 +36,7 @@ REVERSE = Preset(
             agent__supervised_batch_size=32,
             agent__supervised_learning_rate=1e-3,
         ),
-        **settings("the environment's longest: 6 letters, `>`, 6 letters, the end", agent__max_tokens=16),
+        **settings("longest sequence of the environment: 6 letters, `>`, 6 letters, end token", agent__max_tokens=16),
         **settings("our choice: 32 groups", agent__batch_size=256, env_kwargs={"group_size": 8}),
     },
 )
@@ -47,7 +47,7 @@ GUESS = Preset(
     fields={
         **LOSS,
         **settings(
-            "found here, on seeds that docs/results.md does not show",
+            "our experiments, with other seeds than docs/results.md",
             agent__model=SMALL,
             agent__learning_rate=1e-3,
             agent__learning_rate_rise=20,
@@ -55,7 +55,7 @@ GUESS = Preset(
             agent__supervised_batch_size=32,
             agent__supervised_learning_rate=1e-3,
         ),
-        **settings("the environment's longest: `1-15:` and 6 turns of 4 tokens", agent__max_tokens=32),
+        **settings("longest sequence of the environment: `1-15:` and 6 turns of 4 tokens", agent__max_tokens=32),
         **settings("our choice: 8 groups", agent__batch_size=128, env_kwargs={"group_size": 16}),
     },
 )

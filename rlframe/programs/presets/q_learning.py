@@ -1,4 +1,4 @@
-"""Presets of DQN, R2D2 and PQN. The defaults of their configs are the papers'; these values make them learn fast."""
+"""Presets of DQN, R2D2 and PQN. The configs' defaults come from the papers; these values make them learn fast."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlframe.programs.presets.table import (
 # --- DQN
 
 ZOO = "rl-baselines3-zoo, hyperparams/dqn.yml"
-SB3 = "stable-baselines3, the default of DQN"
+SB3 = "stable-baselines3, default of DQN"
 RAINBOW = "Hessel et al. 2018 (Rainbow), table 1"
 CLEANRL_ATARI = "CleanRL, dqn_atari_jax.py"
 DOPAMINE_CARTPOLE = "Dopamine, jax/agents/dqn/configs/dqn_cartpole.gin"
 
-# The zoo and CleanRL count exploration and target updates in environment steps, and give the former as a share of the
-# run, from its beginning on.
-FROM_FIRST_UPDATE = "; from the first update on, there from the start of the run"
+# The zoo and CleanRL count exploration and target updates in environment steps. They define the length of exploration
+# as a share of the run, and count from the start of the run.
+FROM_FIRST_UPDATE = ", which counts from the start of the run; here from the first update"
 
 CARTPOLE = Preset(
     name="dqn/cartpole",
@@ -35,16 +35,18 @@ CARTPOLE = Preset(
             agent__update_period=2,  # 128 updates every 256 steps
             agent__epsilon_end=0.04,
         ),
-        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),  # 0.16 of 50,000
+        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),  # 0.16 of 50,000 steps
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
-        **settings("without it 3 of 6 seeds solve it, with it 6 of 6", agent__anneal_learning_rate=True),
-        # Once every game lasts, gradients vanish, and with Adam's usual 1e-8 the next failure is a step of full length.
+        **settings("6 of 6 seeds solve the task, without it 3 of 6", agent__anneal_learning_rate=True),
+        # Once all episodes reach the time limit, gradients are close to 0. With Adam's usual epsilon of 1e-8, the next
+        # failure then causes a full-size step.
         **settings(DOPAMINE_CARTPOLE, agent__adam_epsilon=3.125e-4),
-        # With the zoo's rate of 2.3e-3, target period of 128 and norm of 10, returns fell and rose all through a run.
-        # With these the last 5 evaluations have a mean of 450 in 19 of 20 runs by a usual epsilon, in 40 of 40 by this.
+        # With the zoo's learning rate of 2.3e-3, target update period of 128 and gradient norm of 10, returns rose and
+        # fell throughout a run. With the values below, the mean of the last 5 evaluations reached 450 in 19 of 20 runs
+        # with Adam's usual epsilon, and in 40 of 40 runs with this epsilon.
         **settings(
-            "found here, among more than 40 variants: benchmarks/notes/dqn-cartpole.md",
+            "our experiments with more than 40 variants: benchmarks/notes/dqn-cartpole.md",
             agent__discount=0.995,
             agent__learning_rate=1e-3,
             agent__target_update_period=300,
@@ -66,12 +68,12 @@ ACROBOT = Preset(
             agent__batch_size=128,
             agent__replay_capacity=50_000,
             agent__discount=0.99,
-            agent__update_period=1,  # as many updates as steps
+            agent__update_period=1,  # one update per step
             agent__target_update_period=250,
             agent__epsilon_end=0.1,
             network__hidden=(256, 256),
         ),
-        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),  # 0.12 of 100,000
+        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),  # 0.12 of 100,000 steps
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4, network__orthogonal=True),
     },
@@ -81,14 +83,15 @@ MOUNTAIN_CAR = Preset(
     name="dqn/mountain_car",
     envs=("MountainCar-v0",),
     fields={
-        # With the zoo's settings and single random actions, 2 of 3 seeds had not reached the goal in 150,000 steps.
+        # With the zoo's settings and random actions that last one step, 2 of 3 seeds never reached the goal within
+        # 150,000 steps.
         **settings(
             "Dabney et al. 2020, arXiv:2006.01782: repeat random actions",
             agent__exploration_duration_exponent=2.0,
         ),
         **settings(RAINBOW, agent__double=True),
         **settings(
-            "found here, the best of 5 variants, 3 seeds each: benchmarks/notes/classic-control.md",
+            "our experiments, best of 5 variants with 3 seeds each: benchmarks/notes/classic-control.md",
             agent__n_step=5,
             agent__learning_rate=2e-3,
             agent__anneal_learning_rate=True,
@@ -127,10 +130,10 @@ ATARI_GAMES = Preset(
             agent__target_update_period=250,  # 1,000 steps
             agent__epsilon_end=0.01,
         ),
-        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),  # 0.1 of 10,000,000
-        **settings("Mnih et al. 2015: clipped errors; CleanRL squares all of them", agent__head__huber_threshold=1.0),
+        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),  # 0.1 of 10 million
+        **settings("Mnih et al. 2015: clipped errors; CleanRL does not clip them", agent__head__huber_threshold=1.0),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
-        **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
+        **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice", num_envs=8),
     },
 )
@@ -142,12 +145,12 @@ RAINBOW_ATARI = Preset(
     automatic=False,
     fields={
         **settings(
-            f"{RAINBOW}, frames over 4",
+            f"{RAINBOW}, converted from frames to steps of 4 frames",
             agent__min_replay_size=20_000,
             agent__optimizer="adam",
             agent__learning_rate=6.25e-5,
             agent__adam_epsilon=1.5e-4,
-            agent__epsilon_begin=0.0,  # the noise explores
+            agent__epsilon_begin=0.0,  # exploration by the noisy network
             agent__epsilon_end=0.0,
             agent__target_update_period=2_000,  # 8,000 steps
             agent__prioritized=True,
@@ -167,17 +170,17 @@ RAINBOW_ATARI = Preset(
             agent__update_period=4,
             agent__replay_capacity=1_000_000,
         ),
-        **settings("Hessel et al. 2018 (Rainbow): its parts", agent__double=True, network__dueling=True),
+        **settings("Hessel et al. 2018 (Rainbow): components", agent__double=True, network__dueling=True),
         **settings("dqn_zoo, rainbow/run_atari.py", agent__max_grad_norm=10.0),
-        **settings("Hessel et al. 2018 (Rainbow) runs 50,000,000", steps=10_000_000),
-        **settings("Mnih et al. 2015: clipped rewards, a life is an episode", env_kwargs=ATARI_TRAINING),
+        **settings("our choice: a fifth of the paper's 50,000,000", steps=10_000_000),
+        **settings("Mnih et al. 2015: clipped rewards, one life per episode", env_kwargs=ATARI_TRAINING),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
-        **settings("Mnih et al. 2015: whole games, true scores", eval_env_kwargs=ATARI_EVALUATION),
+        **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice", num_envs=8),
     },
 )
 
-# --- R2D2, whose paper has 256 actors on Atari
+# --- R2D2. The paper uses 256 actors on Atari.
 
 POSITION_ONLY_CARTPOLE = Preset(
     name="r2d2/position_only_cartpole",
@@ -195,14 +198,14 @@ POSITION_ONLY_CARTPOLE = Preset(
             network="lstm",
         ),
         **settings(
-            "found here: benchmarks/notes/position-only-cartpole.md",
+            "our experiments: benchmarks/notes/position-only-cartpole.md",
             agent__batch_size=32,
             agent__sequence_length=32,
             agent__burn_in=8,
             agent__period=16,
             agent__replay_capacity=100_000,
             agent__min_replay_size=100,
-            agent__update_period=16,  # each step is learned from 64 times
+            agent__update_period=16,  # on average, each step is sampled 64 times
             agent__target_update_period=300,
             agent__discount=0.99,
             agent__learning_rate=1e-3,
@@ -217,7 +220,7 @@ POSITION_ONLY_CARTPOLE = Preset(
     },
 )
 
-# --- PQN, whose paper is about Atari
+# --- PQN. The paper uses Atari.
 
 PQN_CARTPOLE = Preset(
     name="pqn/cartpole",
@@ -233,7 +236,7 @@ PQN_CARTPOLE = Preset(
             network__layer_norm=True,
         ),
         **settings(
-            "found here, among 18 variants: benchmarks/notes/pqn-cartpole.md",
+            "our experiments with 18 variants: benchmarks/notes/pqn-cartpole.md",
             num_envs=16,
             agent__unroll_length=64,
             agent__num_minibatches=16,
@@ -243,9 +246,10 @@ PQN_CARTPOLE = Preset(
             agent__epsilon_end=0.01,
             agent__epsilon_decay_share=0.3,
         ),
-        # Once every game lasts, gradients vanish, and with Adam's usual 1e-8 the next failure is a step of full length.
+        # Once all episodes reach the time limit, gradients are close to 0. With Adam's usual epsilon of 1e-8, the next
+        # failure then causes a full-size step.
         **settings(
-            "Dopamine, jax/agents/dqn/configs/dqn_cartpole.gin: its DQN's; benchmarks/notes/pqn-cartpole.md",
+            "Dopamine's DQN, jax/agents/dqn/configs/dqn_cartpole.gin; benchmarks/notes/pqn-cartpole.md",
             agent__adam_epsilon=3.125e-4,
         ),
         **settings("our choice", steps=300_000, network__hidden=(128, 128), network__orthogonal=False),

@@ -1,4 +1,4 @@
-"""What a preset is, and families of environments that several of them name."""
+"""The class `Preset`, and families of environments that several presets use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """One value of a preset, and where it is from."""
+    """A value of a preset, and its source."""
 
     value: Any
     source: str
@@ -19,39 +19,39 @@ class Setting(NamedTuple):
 class Preset:
     """A table of settings for one agent on one family of environments.
 
-    The key of a setting is a field of `Experiment` (`num_envs`), of the agent's config
-    (`agent.learning_rate`) or of the network's (`network.hidden`).
+    The keys are fields of `Experiment` (`num_envs`), of the agent's config (`agent.learning_rate`) or of the network's
+    config (`network.hidden`).
     """
 
     name: str  # AGENT/FAMILY
-    envs: tuple[str, ...]  # names or patterns, without prefix
+    envs: tuple[str, ...]  # names or patterns, without prefixes
     fields: Mapping[str, Setting]
-    excluded_envs: tuple[str, ...] = ()
-    automatic: bool = True  # whether `--preset auto` takes it; else it is asked for by its name
+    excluded_envs: tuple[str, ...] = ()  # names or patterns that `envs` matches, but that are not in the family
+    automatic: bool = True  # False: `--preset auto` does not choose this preset; users must name it
 
     @property
     def agent(self) -> str:
-        """The agent that it is for."""
+        """Name of the agent."""
         return self.name.partition("/")[0]
 
     def fits(self, env: str) -> bool:
-        """Whether the environment is of this family."""
+        """Return True if the environment belongs to this family."""
         name = plain_name(env)
         return _matches(name, self.envs) and not _matches(name, self.excluded_envs)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its values by option, as `change_options` takes them."""
+        """The values by option, for `change_options`."""
         return {key.removeprefix("agent."): setting.value for key, setting in self.fields.items()}
 
 
 def plain_name(env: str) -> str:
-    """The environment's name without `gymnasium:`, `envpool:`, `dm_control:` and without a namespace (`ALE/`)."""
+    """Return a name without a prefix (`gymnasium:`, `envpool:`, `dm_control:`) and without a namespace (`ALE/`)."""
     return env.rpartition(":")[2].rpartition("/")[2]
 
 
 def settings(source: str, /, **values: Any) -> dict[str, Setting]:
-    """Settings that share a source; `agent__learning_rate` stands for the key `agent.learning_rate`."""
+    """Return settings with the same source. The argument `agent__learning_rate` sets `agent.learning_rate`."""
     return {key.replace("__", "."): Setting(value, source) for key, value in values.items()}
 
 
@@ -78,9 +78,9 @@ MUJOCO = tuple(
     )
 )
 
-# EnvPool's Atari tasks, and Gymnasium's under `ALE/`, are the only families at v5 besides MuJoCo.
+# Besides MuJoCo, only Atari tasks have version 5: EnvPool's, and Gymnasium's in the namespace `ALE/`.
 ATARI = ("*-v5",)
 
-# Training sees clipped rewards and a life as an episode (Mnih et al. 2015); evaluation plays whole games.
+# Training uses clipped rewards and one life per episode (Mnih et al. 2015). Evaluation plays complete games.
 ATARI_TRAINING = {"episodic_life": True, "reward_clip": True}
 ATARI_EVALUATION = {"episodic_life": False, "reward_clip": False}

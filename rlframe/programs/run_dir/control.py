@@ -22,40 +22,40 @@ class ControlAddress:
     """The address of the HTTP service of a run; see docs/coordinator.md."""
 
     host: str = "127.0.0.1"
-    port: int = 0  # 0: one that is free
-    token_file: str | None = None  # None: one that is made in the run's directory
+    port: int = 0  # 0 means a free port
+    token_file: str | None = None  # None creates a token file in the run's directory
 
 
 class LocalRunTarget:
-    """The status and the commands of a run without a coordinator; it is in the process that runs it.
+    """The status and commands of a run without a coordinator. The run is in this process.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
     """
 
     def __init__(self, run_dir: pathlib.Path) -> None:
         self._run_dir = run_dir
-        self._lock = threading.Lock()  # of the reader
+        self._lock = threading.Lock()  # protects `_reader`
         self._reader: StatusReader | None = None
-        self._is_told = False
+        self._is_stopping = False
 
     def status(self) -> dict[str, Any]:
-        """As `rlframe status` gives it."""
+        """Return the status, as in `rlframe status`."""
         try:
             with self._lock:
                 self._reader = self._reader or StatusReader(self._run_dir)
                 return self._reader()
         except UsageError as error:
-            raise UnavailableError(f"The run begins: {error}") from error
+            raise UnavailableError(f"The run is starting: {error}") from error
 
     def events(self, since: int, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Return none: nothing keeps events."""
+        """Return an empty list: a run without a coordinator records no events."""
         return []
 
     def cancel(self, reason: str = "") -> None:
-        """End the run as Ctrl-C does. Send SIGTERM once: a second one would end the run unsaved."""
-        if not self._is_told and self.status()["job"]["state"] not in OVER:
-            self._is_told = True
+        """End the run as Ctrl-C does. Send SIGTERM only once: a second signal would end the run without saving."""
+        if not self._is_stopping and self.status()["job"]["state"] not in OVER:
+            self._is_stopping = True
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -63,16 +63,16 @@ class LocalRunTarget:
 def serve_run_control(
     run_dir: pathlib.Path, address: ControlAddress | None, coordinator: Any = None, quiet: bool = False
 ) -> Iterator[None]:
-    """Serve the control of a run in this process, and write the address into its directory. Do nothing for None.
+    """Serve the HTTP service of a run in this process, and write its address to the run's directory.
 
     Args:
-        run_dir: of the run.
-        address: where; None: nowhere.
-        coordinator: its coordinator, or a handle to it; None: it has none.
-        quiet: do not print where it is.
+        run_dir: directory of the run.
+        address: address of the service. None means no service.
+        coordinator: the run's coordinator or a handle to it, if it has one.
+        quiet: do not print the address.
 
     Raises:
-        UsageError: it cannot be served there, or a package is missing.
+        UsageError: the address cannot be used, or a package is missing.
     """
     if address is None:
         yield
@@ -86,7 +86,7 @@ def serve_run_control(
     target, kind = (LocalRunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)
     with serve_control(target, address.host, address.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
-        # If it is no terminal, others may read the output.
+        # Print the token only to a terminal: other users may be able to read redirected output.
         link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
         if not quiet:
             print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""The status of a run: `RUN_DIR/status.json`, which the run's process writes, and the rows of its metrics.
+"""The status of a run, from `RUN_DIR/status.json` and the rows of its metrics.
 
-A reader needs only the directory. The run's lock shows whether the run goes on: a killed process wrote no end.
+The run's process writes `status.json`. A reader needs only the directory. A killed process cannot write its end to
+`status.json`, so the reader also checks the run's lock.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from rlframe.programs.run_dir.lock import Holder, holder_of
 
 OVER = (JobState.CLOSED.value, JobState.FAILED.value)
 
-_KEYS = ("learner_steps", "params_version", "staleness")  # of rows, as a status has them
+_KEYS = ("learner_steps", "params_version", "staleness")  # keys of rows that a status contains
 
 
 class StatusFile:
-    """Writes the status of a session that runs in this process.
+    """Writes the status of a session in this process.
 
     Args:
-        directory: of the run.
-        experiment: what runs.
-        until: the step at which the session ends.
+        directory: directory of the run.
+        experiment: experiment of the run.
+        until: step at which the session ends.
     """
 
     def __init__(self, directory: RunDir, experiment: Experiment, until: int) -> None:
@@ -57,28 +58,28 @@ class StatusFile:
         self.write()
 
     def write(self, **changes: Any) -> None:
-        """Write the file in one piece, with these changes. A full disk is ignored."""
+        """Write the file atomically, with these changes. Ignore errors such as a full disk."""
         self._written = {**self._written, **changes, "time": time.time()}
         with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps(self._written), "\n")
 
     def watch(self, stops: bool, nodes: list[NodeStatus]) -> None:
-        """Write the state of a program's processes, from their supervisor: see `Watch`."""
+        """Write the states of a program's processes. The supervisor calls this; see `Watch`."""
         state = JobState.DRAINING if stops else JobState.RUNNING
         self.write(state=state.value, nodes=[_worker_of(node) for node in nodes])
 
     @contextlib.contextmanager
     def record_failure(self) -> Iterator[None]:
-        """Write the error that ends the session in the context, if one does."""
+        """If an error ends the `with` block, write it to the file."""
         try:
             yield
         except BaseException as error:
-            reason = str(error).split("\n")[0] or "it was interrupted"
+            reason = str(error).split("\n")[0] or "interrupted"
             self.write(state=JobState.FAILED.value, reason=reason)
             raise
 
     def end(self, result: Result) -> None:
-        """Write that the session ended without an error."""
+        """Write the end of a session without an error."""
         if result.signal is None:
             is_early = result.stopped_by == "callback" or result.stopped_by.startswith("until_")
             reason = f"{result.env_steps:,} steps" + f", stopped by {result.stopped_by}" * is_early
@@ -88,7 +89,7 @@ class StatusFile:
 
 
 def _worker_of(node: NodeStatus) -> dict[str, Any]:
-    """Return a node as the status of elastic has a worker (`rlframe.coordinator.status`)."""
+    """Return the status of a node in the format of an elastic worker (`rlframe.coordinator.status`)."""
     role, _, index = node.name.partition("/")
     worker = {
         "worker_id": node.name,
@@ -103,7 +104,7 @@ def _worker_of(node: NodeStatus) -> dict[str, Any]:
 
 
 def topology_of(run_dir: str | os.PathLike) -> str | None:
-    """Return the topology of the run in a directory; None if it is not known."""
+    """Return the topology of the run in a directory; None if it is unknown."""
     try:
         return json.loads(RunDir(run_dir).status.read_text())["topology"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -111,13 +112,13 @@ def topology_of(run_dir: str | os.PathLike) -> str | None:
 
 
 class StatusReader:
-    """Reads the status of a run, in the form of `Coordinator.status`. Each call reads it again.
+    """A function that reads the current status of a run, in the format of `Coordinator.status`.
 
     Args:
-        run_dir: of the run, on this machine or a file system that it shares.
+        run_dir: directory of the run, on this machine or on a shared file system.
 
     Raises:
-        UsageError: there is no run in the directory.
+        UsageError: the directory contains no run.
     """
 
     def __init__(self, run_dir: str | os.PathLike) -> None:
@@ -126,12 +127,12 @@ class StatusReader:
         self._rows = _Rows(self._directory.metrics)
 
     def __call__(self) -> dict[str, Any]:
-        """Return the status now."""
-        holder = holder_of(self._directory.path)  # first: a holder may write its end and leave
+        """Read and return the current status."""
+        holder = holder_of(self._directory.path)  # before the file: the holder may write its end and exit in between
         written, last = self._written(), self._rows.read()
         returns, evaluations = self._rows.returns, self._rows.evaluations
         state, reason = self._state(written, holder, bool(last))
-        goes_on = state not in OVER
+        is_active = state not in OVER
         return {
             "job": {
                 "id": self._directory.path.name,
@@ -144,17 +145,17 @@ class StatusReader:
                 "state": state,
                 "reason": reason,
                 "began": written["began"],
-                "seconds": (time.time() if goes_on else written["time"]) - written["began"],
+                "seconds": (time.time() if is_active else written["time"]) - written["began"],
                 "env_steps": int(last.get("step", 0)),
                 **{name: last.get(name) for name in _KEYS},
-                "env_steps_per_second": last.get("steps_per_second") if goes_on else None,
+                "env_steps_per_second": last.get("steps_per_second") if is_active else None,
                 "return_mean": returns[-1][1] if returns else None,
                 "eval_return": evaluations[-1][1] if evaluations else None,
                 "evaluated_version": None,
                 "restarts": sum(node["incarnation"] for node in written["nodes"]),
             },
-            "commands": ["cancel"],  # what its HTTP service offers
-            "workers": written["nodes"] if goes_on else [],
+            "commands": ["cancel"],  # commands of the HTTP service
+            "workers": written["nodes"] if is_active else [],
             "returns": returns,
             "evaluations": evaluations,
         }
@@ -165,26 +166,26 @@ class StatusReader:
             written = json.loads(path.read_text())
             return {**dict.fromkeys(("agent", "env", "topology", "until", "unit")), "nodes": [], **written}
         except FileNotFoundError:
-            raise UsageError(f"There is no {path}: the run in {self._directory.path} has not begun.") from None
+            raise UsageError(f"There is no {path}: the run in {self._directory.path} has not started.") from None
         except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"{path} is not what a run writes there: {error}.") from error
+            raise UsageError(f"{path} is damaged: {error}.") from error
 
     def _state(self, written: dict[str, Any], holder: Holder | None, has_rows: bool) -> tuple[str, str]:
         state = written["state"]
         if state in OVER:
             return state, written["reason"]
-        if holder is None and holder_of(self._directory.path) is None:  # asked again: it may have begun since
-            return JobState.FAILED.value, f"its process {written['pid']} on {written['host']} was killed"
+        if holder is None and holder_of(self._directory.path) is None:  # check again: it may have started in between
+            return JobState.FAILED.value, f"process {written['pid']} on {written['host']} was killed"
         if state == JobState.RUNNING.value and not has_rows:
             return JobState.INIT.value, ""
         return state, written["reason"]
 
 
 class _Rows:
-    """The rows of a metrics file that grows, or is shortened when a run is resumed.
+    """The rows of a metrics file. The file grows, and becomes shorter when a run is resumed.
 
     Attributes:
-        returns, evaluations: curves of (step, mean); see `add_point`.
+        returns, evaluations: curves of [step, mean]; see `add_point`.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -192,7 +193,7 @@ class _Rows:
         self._forget()
 
     def read(self) -> dict[str, Any]:
-        """Return the newest value of each name."""
+        """Read new rows. Return the newest value of each name."""
         try:
             if self._path.stat().st_size < self._at:
                 self._forget()

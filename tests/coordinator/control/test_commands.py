@@ -128,10 +128,10 @@ def test_pause_and_unpause(coordinator, server):
         ("scale collector 9", "The number of workers of the role collector must be between 1 and 8, got 9."),
         (
             "scale colector 2",
-            "'colector' is no role; there are learner, collector, evaluator. Did you mean 'collector'?",
+            "'colector' is not a role; roles are learner, collector, evaluator. Did you mean 'collector'?",
         ),
-        ("scale collector", "Say how many workers: rlframe scale [RUN_DIR] collector N."),
-        ("scale", "Name a role and a number; there are learner, collector, evaluator."),
+        ("scale collector", "Give the number of workers: rlframe scale [RUN_DIR] collector N."),
+        ("scale", "Name a role and a number; roles are learner, collector, evaluator."),
         ("unpause", "The job is not paused."),
         ("status --interval 0", "--interval must be between 0.1 and 3600 seconds, got 0."),
     ],
@@ -143,10 +143,10 @@ def test_wrong_input_prints_one_line_and_exits_with_2(server, capsys, command, m
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("status", "Name one run, by RUN_DIR or by the --url of its control."),
-        ("stop", "Name one run, by RUN_DIR or by the --url of its control."),
-        ("scale collector 4", "Name one run, by RUN_DIR or by the --url of its control."),
-        ("pause nowhere --url http://127.0.0.1:1", "Name one run, by RUN_DIR or by the --url of its control."),
+        ("status", "Name one run: give either RUN_DIR or the --url of its control."),
+        ("stop", "Name one run: give either RUN_DIR or the --url of its control."),
+        ("scale collector 4", "Name one run: give either RUN_DIR or the --url of its control."),
+        ("pause nowhere --url http://127.0.0.1:1", "Name one run: give either RUN_DIR or the --url of its control."),
         ("status --url nonsense", "'nonsense' is not the URL of a control API, such as http://127.0.0.1:8765"),
         ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control API"),
     ],
@@ -286,7 +286,7 @@ def test_loopback_url_of_a_run_on_another_host_is_not_called(coordinator, direct
         assert "dqn on CartPole-v1   starting" in capsys.readouterr().out
         assert "on far" in refused(capsys, "stop", str(directory.path))
         told = refused(capsys, "pause", str(directory.path))
-        assert told.startswith(f"The control of the run in {directory.path} is at {server.url} of another host")
+        assert told.startswith(f"The control of the run in {directory.path} is at {server.url} on another host")
     assert (coordinator.asked, coordinator.calls) == (0, [])
     write_control(directory.path, "http://192.0.2.1:8765", None)  # a public address is the same from any host
     assert has_reachable_coordinator(str(directory.path))
@@ -300,8 +300,8 @@ def test_control_url_of_a_killed_run_is_not_called(coordinator, directory, capsy
         write_control(directory.path, server.url, None)
         told = refused(capsys, command[0], str(directory.path), *command[1:])
     assert (coordinator.asked, coordinator.calls) == (0, [])
-    assert told.startswith(f"The run in {directory.path} is not going (FAILED at 1,234 env steps: its process ")
-    assert told.endswith(f"was killed): `rlframe {command[0]}` has nobody to tell.")
+    assert told.startswith(f"The run in {directory.path} is not active (FAILED at 1,234 env steps: process ")
+    assert told.endswith(f"was killed). `rlframe {command[0]}` needs an active run.")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"version": 2, "url": "http://x", "token_file": null, "pid": 1}'])

@@ -439,7 +439,7 @@ def test_time_limit_ends_a_job_without_workers() -> None:
     sim = Simulation(commander=TrainOne(seconds=20.0))
     sim.operator.is_out = True
     assert sim.run(60.0, lambda: sim.is_over)
-    assert sim.over == [ev.Over(False, "20 of 20 s are over")]
+    assert sim.over == [ev.Over(False, "20 of 20 s have passed")]
 
 
 def test_restored_learner_publishes_above_earlier_versions() -> None:

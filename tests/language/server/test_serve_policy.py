@@ -134,7 +134,7 @@ def test_server_follows_a_learner_by_its_address(folder):
 def test_byte_tokenizer_is_not_the_default_for_large_vocabularies(tmp_path):
     published = dataclasses.replace(TINY, vocab_size=32_000)
     weights.save(tmp_path, published, transformer.init(jax.random.key(0), published))
-    with pytest.raises(UsageError, match="has no tokenizer.json, and its model 32000 tokens"):
+    with pytest.raises(UsageError, match="has no tokenizer.json, and its model has 32000 tokens"):
         policy_of_folder(str(tmp_path), None, None, None)
     assert policy_of_folder(str(tmp_path), "byte", None, None).tokenizer == "byte"
     weights.save(tmp_path, TINY, params_of(0))
@@ -143,9 +143,9 @@ def test_byte_tokenizer_is_not_the_default_for_large_vocabularies(tmp_path):
 
 @pytest.mark.system
 def test_invalid_input_prints_one_line(tmp_path, folder):
-    assert "Name the folder of a model, or a run by --run-dir" in refusal(tmp_path)
+    assert "Name one model: give either MODEL_FOLDER or --run-dir" in refusal(tmp_path)
     assert f"There is no run in {tmp_path / 'nothing'}" in refusal(tmp_path, "--run-dir", "nothing")
-    assert "A learner is at HOST:PORT, got 'here'" in refusal(tmp_path, folder, "--learner", "here")
+    assert "The address of a learner must be HOST:PORT, got 'here'" in refusal(tmp_path, folder, "--learner", "here")
     assert "Did you mean '--model-name'" in refusal(tmp_path, folder, "--model-nam", "x")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

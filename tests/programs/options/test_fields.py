@@ -1,4 +1,4 @@
-"""`rlframe.train` takes the options of `rlframe train`, converts their values, and names those that do not fit."""
+"""`rlframe.train` accepts the options of `rlframe train`, converts their values and refuses invalid ones."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 
 OTHERS = ("dqn", "impala", "pqn", "r2d2", "sac", "td3")
-NETWORKS = {"grpo": []}  # of agents that take no network; all others take mlp
+NETWORKS = {"grpo": []}  # agent -> arguments; other agents get `--network mlp`
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Calls of `runner.run_experiment`, which runs nothing here: (the experiment, the options)."""
+    """Replace `runner.run_experiment`. Return the list of its calls: (experiment, options)."""
     calls = []
 
     def train(experiment, **options):
@@ -52,7 +52,7 @@ def asked(monkeypatch):
 
 
 def flags(capsys, agent: str) -> list[str]:
-    """The options that `rlframe train --help` lists."""
+    """Return the options in `rlframe train --help`."""
     assert main(["train", "--agent", agent, *network(agent), "--help"]) == 0
     lines = re.findall(r"^(?:│ |  )((?:--?[a-z][\w.-]*,? ?)+)", capsys.readouterr().out, re.MULTILINE)
     return re.findall(r"--([\w.-]+)", "\n".join(lines))
@@ -63,7 +63,7 @@ def network(agent: str) -> list[str]:
 
 
 def defaults(agent: str) -> dict[str, object]:
-    """Every option by its flag's name, and its default."""
+    """Return the default of each option, by the name of its flag."""
     experiment, options, _ = read_arguments(["--agent", agent, *network(agent)])
     values = {name: each for cls in config_classes(agent).values() for name, each in flat_fields(cls()).items()}
     values.update(to_flat(experiment))
@@ -79,14 +79,14 @@ def defaults(agent: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("agent", ["ppo", "grpo", *(pytest.param(each, marks=pytest.mark.system) for each in OTHERS)])
-def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(agent, asked, capsys):
+def test_train_function_has_the_options_of_the_command(agent, asked, capsys):
     values = defaults(agent)
     found, given = set(), {}
     for flag in flags(capsys, agent):
         name = flag.replace("-", "_")
         if name in ("help", "agent"):
             continue
-        if name not in values:  # --no-NAME, of a switch NAME, or of one in a group
+        if name not in values:  # --no-NAME or --GROUP.no-NAME of a switch
             name = name.replace("no_", "", 1)
             assert isinstance(values[name], bool), flag
         found.add(name)
@@ -104,7 +104,7 @@ def test_every_option_of_the_command_is_one_of_the_function_or_is_named_as_none(
     assert {"steps", "seeds", "wandb", "profile", "discount" if agent != "grpo" else "model.head_dim"} <= found
 
 
-def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
+def test_command_line_and_script_make_equal_experiments(asked):
     words = "--agent dqn --env Acrobot-v1 --network mlp --network.hidden 32 16 --network.no-orthogonal --seed 3 --async"
     words += ' --env-type process --learning-rate 1 --no-double --eval-env-kwargs {"a":1} --run-dir run --stop-at 5'
     words += " --profile-trace --project mine --take-over --head categorical --head.num-atoms 21"
@@ -120,7 +120,7 @@ def test_what_the_command_line_and_a_script_ask_for_is_the_same(asked):
     assert told["profile"] is not None and told["notes"] == {"preset": "dqn/acrobot"}
 
 
-def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tmp_path):
+def test_head_options_change_and_preset_values_stay(asked, tmp_path):
     assert make_experiment("dqn", head=Categories(5)).agent_config.head == Categories(5)
     rainbow = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="categorical", head_value_max=5)
     assert rainbow.agent_config.head == Categories(51, -10.0, 5.0)
@@ -146,13 +146,13 @@ def test_a_choice_has_options_of_its_own_and_keeps_those_of_the_preset(asked, tm
             rlframe.train("dqn", **{option.replace("-", "_"): 3})
 
 
-def test_a_word_of_python_is_written_with_an_underscore_or_in_a_dict(asked):
+def test_async_option_has_aliases_in_python(asked):
     for spelled in ("async_envs", "async_", "async"):
         rlframe.train("dqn", **{spelled: True})
     assert [experiment.topology_config.async_envs for experiment, _ in asked] == [True] * 3
 
 
-def test_a_saved_config_is_run_again_with_other_options(asked, tmp_path):
+def test_saved_config_runs_with_changed_options(asked, tmp_path):
     (tmp_path / "run").mkdir()
     saved = make_experiment("dqn", "Acrobot-v1", seed=7, learning_rate=0.5)
     save_experiment(saved, tmp_path / "run" / "config.json", {})
@@ -186,7 +186,7 @@ def wire(engine, run):
 """
 
 
-def test_the_next_run_uses_the_new_version_of_an_agents_a_networks_and_a_topologys_file(asked, tmp_path):
+def test_next_run_reloads_changed_user_files(asked, tmp_path):
     files = {name: tmp_path / f"{name}.py" for name in ("agent", "network", "topology")}
     for value in (0.25, 0.0625):
         for file in files.values():
@@ -199,7 +199,7 @@ def test_the_next_run_uses_the_new_version_of_an_agents_a_networks_and_a_topolog
         assert find_topology(experiment.topology_config.name)(None, None) == value
 
 
-def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
+def test_resumed_run_keeps_its_options(tmp_path):
     small = {"num_envs": 2, "steps": 64, "unroll_length": 16, "num_minibatches": 2, "eval_episodes": 0, "quiet": True}
     rlframe.train("ppo", "gymnasium:CartPole-v1", run_dir=tmp_path / "run", learning_rate=0.5, network="mlp",
                   network_hidden=(8,), preset="none", **small)  # fmt: skip
@@ -247,25 +247,25 @@ def test_a_resumed_run_takes_the_options_that_it_began_with(tmp_path):
          "several seeds, with `rlframe train --seeds`."),
         ({"network": "mlp", "network.hiden": (8,)}, "There is no option 'network.hiden' of an experiment with ppo. Did "
          "you mean 'network.hidden'?"),
-        ({"no_async": True}, "There is no option 'no_async' of an experiment with ppo. Turn a switch off by "
+        ({"no_async": True}, "There is no option 'no_async' of an experiment with ppo. To turn off a switch, use "
          "async_envs=False."),
-        ({"double": True}, "There is no option 'double' of an experiment with ppo. Agents that have it: dqn."),
-        ({"network_hidden": (8,)}, "There is no option 'network_hidden' of an experiment with ppo. It is an option of "
-         "some networks: name one that has it by network, as network='mlp'."),
+        ({"double": True}, "There is no option 'double' of an experiment with ppo. Agents with this option: dqn."),
+        ({"network_hidden": (8,)}, "There is no option 'network_hidden' of an experiment with ppo. Only some networks "
+         "have this option: choose one of them, such as network='mlp'."),
         ({"async_": True, "async_envs": True}, "The option async_envs is given twice, once as async_envs: give it "
          "once."),
         ({"profile": True, "quiet": True}, "profile prints a table, but quiet=True allows no output. Leave one of "
          "them out."),
     ],
 )  # fmt: skip
-def test_an_option_that_does_not_fit_is_named_with_what_is_expected_and_what_came(options, message, asked):
+def test_invalid_option_message_has_expected_and_received_values(options, message, asked):
     with pytest.raises(UsageError) as raised:
         rlframe.train("ppo", **options)
     assert str(raised.value) == message
     assert not asked
 
 
-def test_values_of_numpy_and_paths_are_taken(asked, tmp_path):
+def test_numpy_values_and_paths_are_converted(asked, tmp_path):
     rlframe.train(
         env=pathlib.Path("CartPole-v1"), run_dir=tmp_path / "run", num_envs=np.int64(4), learning_rate=np.float32(0.5),
         steps=np.int32(500), normalize_rewards=np.bool_(True), network="mlp", network_hidden=np.array([8, 8]),
@@ -281,7 +281,7 @@ def test_values_of_numpy_and_paths_are_taken(asked, tmp_path):
     assert pathlib.Path(told["run_dir"]) == tmp_path / "run"
 
 
-def test_the_values_of_a_whole_config_are_checked_too():
+def test_values_in_complete_configs_are_checked():
     with pytest.raises(UsageError, match=r"^agent_config\.gae_lambda: expected float, got 'high' \(str\)\.$"):
         make_experiment("ppo", agent_config={"gae_lambda": "high"})
     with pytest.raises(UsageError, match=r"PPOConfig\.num_epochs must be a number, got '8'"):
@@ -291,7 +291,7 @@ def test_the_values_of_a_whole_config_are_checked_too():
     assert make_experiment("ppo", agent_config={"num_epochs": 2}).agent_config == PPOConfig(num_epochs=2)
 
 
-def test_options_of_several_runs_are_the_commands_alone():
+def test_command_only_options_match_train_options():
     assert set(field_names(TrainOptions)) - set(field_names(SessionOptions)) == set(api.COMMAND_LINE_ONLY)
 
 
@@ -315,7 +315,7 @@ class Outer:
     inner: Inner = dataclasses.field(default_factory=Inner)
 
 
-def test_a_dataclass_survives_the_round_trip_through_json():
+def test_dataclass_round_trips_through_json():
     value = Outer(1e-4, 0.2, None, "y", False, {"a": [1, "b"]}, Inner((1, 2, 3), "b"))
     assert from_jsonable(Outer, json.loads(json.dumps(to_jsonable(value))), "here") == value
 
@@ -328,7 +328,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """A config whose name is no field, with unions that offer no choice by name."""
+    """A config with a class attribute `name`, and with unions without named choices."""
 
     name: ClassVar[str] = "own"
     model: Union[Model, None] = None
@@ -336,18 +336,18 @@ class Own:
 
 
 @pytest.mark.parametrize("own", [Own(), Own(Model("large", 3), Categories(num_atoms=5)), Own(Model())])
-def test_names_of_a_users_config_survive_the_round_trip_through_json(own):
+def test_user_config_with_name_fields_round_trips_through_json(own):
     assert from_jsonable(Own, json.loads(json.dumps(to_jsonable(own))), "own") == own
     assert with_choices(own, {"model": "large", "head": "quantiles"}) == own
 
 
-def test_a_choice_may_be_given_whole_beside_its_options():
+def test_complete_choice_combines_with_its_options():
     for head in (Quantiles(5), {"name": "quantiles", "num_quantiles": 5}):
         made = make_experiment("dqn", preset="none", head=head, head_huber_threshold=2.0)
         assert made.agent_config.head == Quantiles(5, 2.0)
 
 
-def test_a_whole_number_is_taken_for_a_float_field():
+def test_int_is_converted_for_float_field():
     rate = from_jsonable(Outer, {"rate": 1, "limit": 2}, "here")
     assert (rate.rate, rate.limit) == (1.0, 2.0)
     assert type(rate.rate) is float and type(rate.limit) is float
@@ -357,7 +357,7 @@ def test_arrays_are_written_as_lists():
     assert to_jsonable({"goal": np.array([[1, 2], [3, 4]]), "x": np.array(0.5)}) == {"goal": [[1, 2], [3, 4]], "x": 0.5}
 
 
-def test_annotations_that_mean_nothing_here_take_any_value():
+def test_unreadable_annotations_accept_any_value():
     @dataclasses.dataclass
     class Local:
         pass
@@ -370,7 +370,7 @@ def test_annotations_that_mean_nothing_here_take_any_value():
     assert from_jsonable(Holder, {"local": 3, "rate": "x"}, "here") == Holder(3, "x")  # type: ignore[arg-type]
 
 
-def test_fields_that_are_left_out_keep_their_defaults():
+def test_missing_fields_have_their_defaults():
     assert from_jsonable(Outer, {}, "here") == Outer()
 
 
@@ -390,14 +390,14 @@ def test_numpy_scalars_are_written_as_numbers():
         ([], "here: expected an object with the fields of Outer, got [] (list)."),
     ],
 )
-def test_what_does_not_fit_is_named(values, message):
+def test_invalid_json_value_is_refused(values, message):
     with pytest.raises(UsageError) as raised:
         from_jsonable(Outer, values, "here")
     assert str(raised.value) == message
 
 
-def test_what_json_cannot_hold_is_refused():
-    with pytest.raises(UsageError, match=r"does not go into config\.json"):
+def test_object_without_json_form_is_refused():
+    with pytest.raises(UsageError, match=r"^config\.json cannot contain <object"):
         to_jsonable({"f": object()})
 
 
@@ -408,7 +408,7 @@ class Numbers:
     free: float = -1.0
 
 
-def test_a_number_too_small_for_its_field_is_refused():
+def test_number_below_its_limit_is_refused():
     check_numbers(Numbers())
     check_numbers(Numbers(least=2, bound=0.5))
     with pytest.raises(UsageError, match=r"Numbers\.least must be at least 1, got 0"):

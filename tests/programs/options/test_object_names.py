@@ -1,4 +1,4 @@
-"""Names of classes and functions that a user gives, and runs with what a notebook, a script or a function defines."""
+"""Names of users' classes and functions, and runs with classes from notebooks, scripts and functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def maze(tmp_path, monkeypatch):
     sys.modules.pop("own_maze", None)
 
 
-def test_what_a_file_defines_is_named_by_the_file_and_keeps_its_object(maze, tmp_path):
+def test_object_of_a_file_is_named_by_its_file(maze, tmp_path):
     for target, name in [
         (maze.Maze, "Maze"),
         (maze.Maze.Inner, "Maze.Inner"),
@@ -60,29 +60,29 @@ def test_what_a_file_defines_is_named_by_the_file_and_keeps_its_object(maze, tmp
         named = object_name(target)
         assert named == f"{tmp_path}/own_maze.py:{name}" and not is_live(named)
         assert load_object(named, "environment") is target
-        assert load_object(str(named), "environment").__qualname__ == name  # as another process does
+        assert load_object(str(named), "environment").__qualname__ == name  # loaded by name, as in another process
 
 
-def test_what_a_file_loaded_by_its_name_defines_has_that_name(tmp_path):
+def test_loaded_object_has_the_name_it_was_loaded_by(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     name = f"{tmp_path}/own.py:Maze"
     assert object_name(load_object(name, "environment")) == name
 
 
-def test_what_a_package_defines_is_named_by_its_module():
+def test_object_of_a_package_is_named_by_its_module():
     assert object_name(gymnasium.Wrapper) == "gymnasium.core:Wrapper"
     assert object_name(functools.partial) == "functools:partial"
     assert object_name(len) == "builtins:len"
     assert object_name(ObjectName) == "rlframe.programs.options.object_names:ObjectName"
 
 
-def test_what_no_file_defines_is_live(maze):
+def test_object_without_a_file_has_a_live_name(maze):
     class Local: ...
 
     old = maze.Maze
     importlib.reload(maze)
-    made_by_hand = types.ModuleType("made_by_hand")
-    exec("class Maze: ...", vars(made_by_hand))
+    made_in_code = types.ModuleType("made_in_code")
+    exec("class Maze: ...", vars(made_in_code))
     for target, label in [
         (Local, "Local"),
         (lambda: 0, "lambda"),
@@ -90,7 +90,7 @@ def test_what_no_file_defines_is_live(maze):
         (maze.Maze().small.__func__, "small"),
         (functools.partial(functools.partial(len)), "len"),
         (old, "Maze"),
-        (made_by_hand.Maze, "Maze"),
+        (made_in_code.Maze, "Maze"),
     ]:
         named = object_name(target)
         assert is_live(named) and load_object(named, "environment") is target
@@ -107,7 +107,7 @@ def script(monkeypatch, tmp_path, name="__main__", spec=None):
     return main
 
 
-def test_what_a_script_defines_is_named_by_its_file_unless_its_guard_or_a_prompt_defines_it(monkeypatch, tmp_path):
+def test_object_of_a_script_is_named_by_its_file_except_under_main_guard(monkeypatch, tmp_path):
     main = script(monkeypatch, tmp_path)
     assert object_name(main.Maze) == f"{tmp_path}/script.py:Maze"
     assert object_name(main.make_maze) == f"{tmp_path}/script.py:make_maze"
@@ -117,19 +117,19 @@ def test_what_a_script_defines_is_named_by_its_file_unless_its_guard_or_a_prompt
     assert object_name(main.make_maze) == object_name(main.make_maze) == "__main__:make_maze"
 
 
-def test_what_python_m_runs_is_named_by_its_module(monkeypatch, tmp_path):
+def test_object_of_python_dash_m_is_named_by_its_module(monkeypatch, tmp_path):
     main = script(monkeypatch, tmp_path, spec=types.SimpleNamespace(name="package.script"))
     assert object_name(main.Maze) == "package.script:Maze"
     assert load_object("package.script:Maze", "environment") is main.Maze
 
 
-def test_another_process_gets_the_name_alone(maze):
+def test_object_name_pickles_as_plain_string(maze):
     named = object_name(maze.Maze)
     assert type(pickle.loads(pickle.dumps(named))) is str
     assert copy.deepcopy(named) is named
 
 
-def test_an_environment_of_a_module_is_found_by_its_name_and_a_registered_id_comes_first(maze, monkeypatch):
+def test_registered_id_has_priority_over_module_name(maze, monkeypatch):
     assert registry.env_name_or_builder("gymnasium.envs.classic_control:CartPoleEnv").__name__ == "CartPoleEnv"
     assert registry.is_library_env("gymnasium:CartPole-v1") and not registry.is_library_env("__main__:Maze")
     maze.Maze.reset = maze.Maze.step = None
@@ -153,7 +153,7 @@ def names_in(run_dir):
     return [experiment["agent"], experiment["env"], experiment["topology"]["network"]]
 
 
-def test_classes_of_cells_train_and_a_cell_that_is_run_again_counts_from_then_on(notebook):
+def test_classes_of_notebook_cells_train_and_can_be_redefined(notebook):
     notebook.run(ENV, AGENT, NETWORK)
     given = {"agent": notebook["Mine"], "env": notebook["Catch"], "network": notebook["make_net"]}
     first = rlframe.train(**given, **SMALL, bonus=0.25)
@@ -173,7 +173,7 @@ def test_classes_of_cells_train_and_a_cell_that_is_run_again_counts_from_then_on
     notebook.restart()
     run_dir = again.run_dir
     assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 12.0  # this process still has the objects
-    object_names._of_runs.clear()  # as another process
+    object_names._of_runs.clear()  # another process would have none
     with pytest.raises(UsageError, match=r"The agent Mine was defined in a notebook .* pass .* as agent=\.\.\."):
         rlframe.load(run_dir)
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_classes_of_cells_train_and_a_cell_that_is_run_again_counts_from_then_on
 
 
 @pytest.mark.system
-def test_a_notebooks_class_that_has_moved_to_a_file_goes_on_with_its_run(notebook, tmp_path):
+def test_run_resumes_after_notebook_class_moved_to_a_file(notebook, tmp_path):
     notebook.run(ENV)
     run_dir = rlframe.train("ppo", notebook["Catch"], **SMALL).run_dir
     notebook.restart()
@@ -203,7 +203,7 @@ def test_a_notebooks_class_that_has_moved_to_a_file_goes_on_with_its_run(noteboo
     assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 8.0
 
 
-def test_lambdas_and_partials_train_and_their_run_is_read_again_in_this_process_alone(notebook):
+def test_run_of_a_lambda_is_loaded_only_in_its_own_process(notebook):
     notebook.run(ENV)
     catch = notebook["Catch"]
     result = rlframe.train(env=lambda: catch(), **SMALL)
@@ -217,7 +217,7 @@ def test_lambdas_and_partials_train_and_their_run_is_read_again_in_this_process_
     assert rlframe.evaluate(result.run_dir, env=lambda: wrapped(), episodes=1)["return_mean"] == 20.0
 
 
-def test_a_resumed_run_refuses_another_environment(notebook, tmp_path):
+def test_resumed_run_refuses_another_environment(notebook, tmp_path):
     (tmp_path / "catch.py").write_text(ENV)
     run_dir = rlframe.train(env="catch.py:Catch", **SMALL).run_dir
     notebook.run(ENV)
@@ -227,13 +227,13 @@ def test_a_resumed_run_refuses_another_environment(notebook, tmp_path):
 
 @pytest.mark.parametrize("topology", ["heavy_env", "light_env", "distributed", "elastic"])
 @pytest.mark.parametrize("option", ["agent", "env", "network"])
-def test_a_topology_of_several_processes_refuses_what_a_notebook_defines(option, topology, notebook):
+def test_topology_with_several_processes_refuses_notebook_objects(option, topology, notebook):
     notebook.run(ENV, AGENT, NETWORK)
     given = {"agent": "Mine", "env": "Catch", "network": "make_net"}[option]
     with pytest.raises(
         UsageError,
         match=rf"{option}={given} is defined in a notebook, .*{topology} cannot import .*"
-        rf"Move it to a file, as in my_{option}.py, and give {option}='my_{option}.py:{given}'",
+        rf"Move it to a file such as my_{option}.py, and pass {option}='my_{option}.py:{given}'",
     ):
         rlframe.train(**{option: notebook[given]}, topology=topology, quiet=True)
     with pytest.raises(UsageError, match="Move it to a file"):
@@ -244,18 +244,18 @@ THREADS = {"topology": "heavy_env", "engine": "threads"}
 
 
 @pytest.mark.parametrize("options", [{"env_type": "process"}, pytest.param(THREADS, marks=pytest.mark.system)], ids=str)
-def test_a_class_of_a_cell_works_in_worker_processes_of_a_pool_and_in_threads(options, notebook):
+def test_notebook_class_works_in_pool_processes_and_in_threads(options, notebook):
     notebook.run(ENV)
     assert rlframe.train("ppo", notebook["Catch"], **SMALL, **options).return_mean == 4.0
 
 
 @pytest.mark.system
-def test_a_cell_of_ipython_trains_on_its_class(tmp_path):
+def test_ipython_cell_trains_on_its_class(tmp_path):
     import_or_skip("IPython", "pip install 'rlframe[test]'")
     train = f"import rlframe; result = rlframe.train('ppo', Catch, run_dir='run', **{SMALL!r})"
     code = (
         "import sys; from IPython.core.interactiveshell import InteractiveShell; shell = InteractiveShell.instance();"
-        "sys.modules['__main__'] = shell.user_module;"  # as `ipython` and its kernels do
+        "sys.modules['__main__'] = shell.user_module;"  # like `ipython` and its kernels
         f"[shell.run_cell(cell).raise_error() for cell in {[ENV, train, 'print(result.return_mean)']!r}]"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -281,7 +281,7 @@ def run_script(tmp_path, last_line):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
 
-def test_classes_of_a_script_are_named_by_its_file(tmp_path):
+def test_classes_of_a_script_are_saved_by_its_file_name(tmp_path):
     out = run_script(tmp_path, "go()")
     assert out.stdout.split() == ["4.0", "4.0"], out.stderr
     assert names_in(tmp_path / "run") == [f"{tmp_path}/script.py:{name}" for name in ("Mine", "Catch", "make_net")]
@@ -292,19 +292,19 @@ def test_classes_of_a_script_are_named_by_its_file(tmp_path):
     assert rlframe.evaluate(tmp_path / "run", episodes=1)["return_mean"] == 4.0
 
 
-def test_a_script_that_would_start_its_run_in_other_processes_again_is_refused(tmp_path):
+def test_script_without_main_guard_is_refused_with_several_processes(tmp_path):
     out = run_script(tmp_path, "go(topology='heavy_env')")
     assert out.returncode != 0 and not (tmp_path / "run").exists()
     assert f"UsageError: {tmp_path}/script.py starts a run when it is loaded" in out.stderr.splitlines()[-1]
 
 
 @pytest.mark.system
-def test_a_script_trains_with_its_classes_in_several_processes(tmp_path):
+def test_script_with_main_guard_trains_in_several_processes(tmp_path):
     out = run_script(tmp_path, f"{GUARD}go(topology='heavy_env')")
     assert out.stdout.split() == ["4.0", "4.0"], out.stderr
 
 
-def test_our_own_classes_and_functions_are_named_as_on_the_command_line():
+def test_builtin_classes_have_their_command_line_names():
     assert name_of("agent", PPO) == "ppo"
     assert name_of("network", MLPConfig) == "mlp"
     assert make_experiment(PPO, "CartPole-v1") == make_experiment("ppo", "CartPole-v1")
@@ -320,13 +320,13 @@ class Reshaped:
         (
             "env",
             3,
-            "env takes a class of environments, or a function that makes one, or its name, as file.py:NAME; got 3",
+            "env must be a class of environments, a function that creates one, or a name such as file.py:NAME; got 3",
         ),
-        ("env", gymnasium.Env(), "got one environment, of Env. .* give env=Env, or"),
+        ("env", gymnasium.Env(), "got an instance of Env. .* pass env=Env, or"),
         (
             "env",
             gymnasium.make("CartPole-v1"),
-            "got one environment, of TimeLimit. .* give env='CartPole-v1', or a fun",
+            "got an instance of TimeLimit. .* pass env='CartPole-v1', or a fun",
         ),
         (
             "env",
@@ -334,17 +334,17 @@ class Reshaped:
             "builtins:dict is <class 'dict'>. Expected a class of environments, which has reset.. and step..",
         ),
         ("env", PPO, "PPO'>. Expected a class of environments"),
-        ("agent", 3, "agent takes a subclass of rlframe.Agent, or its name, as file.py:NAME; got 3"),
+        ("agent", 3, "agent must be a subclass of rlframe.Agent, or a name such as file.py:NAME; got 3"),
         ("agent", dict, "builtins:dict is <class 'dict'>, which is not a subclass of rlframe.Agent"),
         ("agent", len, "is <built-in function len>, which is not a subclass of rlframe.Agent"),
-        ("network", Reshaped(), "got a network, of Reshaped. Give a function that returns it: network=lambda observ"),
-        ("network", MLPConfig(), "got the config of one. Give its name, as in network='mlp', network_config="),
+        ("network", Reshaped(), "got a network, an instance of Reshaped. Pass a function that returns it: network=lam"),
+        ("network", MLPConfig(), "got a network's config. Pass its name, such as network='mlp', and network_config="),
         ("network", lambda observation: None, r"must be a function make_net\(observation_spec, action_spec\)"),
         ("topology", len, "topology: expected str, got the builtin_function_or_method len"),
         ("replay", [], r"replay: expected str, got \[\]"),
     ],
 )
-def test_what_is_no_class_or_function_of_the_kind_is_refused_in_a_sentence(option, given, message, tmp_path):
+def test_object_of_wrong_type_is_refused(option, given, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         rlframe.train(**{option: given}, **{**SMALL, "run_dir": tmp_path / "run"})
     assert not (tmp_path / "run").exists()

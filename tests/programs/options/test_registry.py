@@ -48,29 +48,29 @@ def agent_file(tmp_path):
     return path
 
 
-def test_a_name_means_the_class():
+def test_builtin_name_returns_its_class():
     from rlframe.agents.ppo import PPO
 
     assert agent_class("ppo") is PPO
 
 
-def test_a_class_is_loaded_from_a_file_that_imports_its_neighbor(agent_file):
+def test_class_is_loaded_from_a_file_that_imports_another_file(agent_file):
     cls = agent_class(f"{agent_file}:Mine")
     assert cls.config_cls().rate == 0.25
 
 
-def test_a_file_is_loaded_once(agent_file):
+def test_file_is_loaded_once(agent_file):
     assert agent_class(f"{agent_file}:Mine") is agent_class(f"{agent_file}:Mine")
 
 
-def test_two_files_of_one_name_are_two_modules(agent_file, tmp_path):
+def test_files_with_equal_names_are_separate_modules(agent_file, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "agent.py").write_text(AGENT_FILE)
     assert agent_class(f"{agent_file}:Mine") is not agent_class(f"{other / 'agent.py'}:Mine")
 
 
-def test_a_class_from_a_file_reaches_a_process_that_cannot_import_it(agent_file, tmp_path):
+def test_class_of_a_file_unpickles_in_a_process_that_cannot_import_it(agent_file, tmp_path):
     config = agent_class(f"{agent_file}:Mine").config_cls(0.75)
     pickled = tmp_path / "config.pickle"
     pickled.write_bytes(cloudpickle.dumps(config))
@@ -79,12 +79,12 @@ def test_a_class_from_a_file_reaches_a_process_that_cannot_import_it(agent_file,
     assert out.strip() == "0.75"
 
 
-def test_a_class_from_a_file_is_pickled_here_too(agent_file):
+def test_class_of_a_file_pickles_in_the_same_process(agent_file):
     config = agent_class(f"{agent_file}:Mine").config_cls(0.75)
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_paths_are_made_absolute_and_names_are_not(tmp_path, monkeypatch):
+def test_absolute_name_changes_only_file_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert absolute_name("a.py:B") == f"{tmp_path}/a.py:B"
     assert absolute_name("ppo") == "ppo"
@@ -96,20 +96,20 @@ def test_paths_are_made_absolute_and_names_are_not(tmp_path, monkeypatch):
     [
         (
             "pppo",
-            "There is no agent 'pppo'; there are dqn, grpo, impala, ppo, pqn, r2d2, sac, td3, or one of your own as "
+            "There is no agent 'pppo'; there are dqn, grpo, impala, ppo, pqn, r2d2, sac, td3, or your own as "
             "file.py:Class. Did you mean 'ppo'?",
         ),
         ("{dir}/agnet.py:Mine", "There is no file {dir}/agnet.py for the agent. Did you mean 'agent.py'?"),
         ("{dir}/agent.py:Mien", "{dir}/agent.py defines no 'Mien'. Did you mean 'Mine'?"),
         (
             "{dir}/broken.py:",
-            "'{dir}/broken.py:' names a file, but nothing in it: write {dir}/broken.py:NAME.",
+            "'{dir}/broken.py:' names a file without a class or function: write {dir}/broken.py:NAME.",
         ),
         ("{dir}/broken.py:Mine", "Cannot load {dir}/broken.py for the agent: SyntaxError: invalid syntax (line 1)."),
         ("{dir}/raises.py:Mine", "Cannot load {dir}/raises.py for the agent: ZeroDivisionError: division by zero."),
     ],
 )
-def test_a_name_that_means_nothing_is_explained(agent_file, tmp_path, name, message):
+def test_unknown_agent_name_is_refused(agent_file, tmp_path, name, message):
     (tmp_path / "broken.py").write_text("class class\n")
     (tmp_path / "raises.py").write_text("1 / 0\n")
     with pytest.raises(UsageError) as raised:
@@ -125,7 +125,7 @@ def test_a_name_that_means_nothing_is_explained(agent_file, tmp_path, name, mess
         ("from rlframe import extras\nraise extras.missing_extra_error('A maze', 'box2d')\n", "A maze needs the extra"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_path, monkeypatch, text, message):
+def test_broken_module_is_refused_with_the_import_error(tmp_path, monkeypatch, text, message):
     (tmp_path / "unloadable.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     for load in (
@@ -139,17 +139,17 @@ def test_a_module_that_cannot_be_imported_is_explained_wherever_it_is_named(tmp_
         assert str(raised.value).startswith(message.format(name="unloadable:Own"))
 
 
-def test_a_class_that_is_no_agent_is_refused(agent_file):
+def test_class_that_is_not_an_agent_is_refused(agent_file):
     with pytest.raises(UsageError, match=r"not a subclass of rlframe\.Agent"):
         agent_class(f"{agent_file}:Config")
 
 
-def test_an_agent_without_a_config_is_refused(agent_file):
-    with pytest.raises(UsageError, match="config_cls must be the dataclass"):
+def test_agent_without_config_class_is_refused(agent_file):
+    with pytest.raises(UsageError, match="config_cls must be a dataclass"):
         agent_class(f"{agent_file}:NoConfig")
 
 
-def test_networks_are_named_or_files(agent_file):
+def test_network_is_a_builtin_name_or_a_file(agent_file):
     from rlframe.agents.networks import MLPConfig
 
     assert network_config_class("mlp") is MLPConfig
@@ -160,18 +160,18 @@ def test_networks_are_named_or_files(agent_file):
         network_config_class("mpl")
 
 
-def test_an_environment_is_a_name_or_a_function_in_a_file(tmp_path):
+def test_environment_is_a_library_name_or_a_function_in_a_file(tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    return 7\n")
     assert env_name_or_builder("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
     assert env_name_or_builder(f"{tmp_path}/env.py:make")() == 7
 
 
 @pytest.mark.parametrize("load", [agent_class, env_name_or_builder, find_topology, engine_class])
-def test_a_file_without_a_name_in_it_is_answered_with_the_names_that_it_defines(load, tmp_path):
+def test_file_without_a_name_is_refused_with_suggestions(load, tmp_path):
     (tmp_path / "own.py").write_text("import os\n\ndef _hidden(): ...\n\nclass Maze: ...\n\ndef make_maze(): ...\n")
     with pytest.raises(
-        UsageError, match=r"names a file, but nothing in it: write \S*own.py:Maze or \S*own.py:make_maze"
+        UsageError, match=r"names a file without a class or function: write \S*own.py:Maze or \S*own.py:make_maze"
     ):
         load(f"{tmp_path}/own.py")
-    with pytest.raises(UsageError, match="names a file, but nothing in it: write nowhere.py:NAME"):
+    with pytest.raises(UsageError, match="names a file without a class or function: write nowhere.py:NAME"):
         load("nowhere.py")

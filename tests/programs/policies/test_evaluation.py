@@ -1,4 +1,4 @@
-"""The evaluation after training and during it: how many environments it builds, and what becomes of a failure."""
+"""Evaluations after training and during it: the number of environments, and failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlframe.programs import make_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation, make_largest
 from rlframe.programs.run_dir.directory import Result, RunDir
 
-# An environment of which `most` may be open at a time, as with licenses. With `fails` it does not start in evaluations,
-# and with `endless` its episodes do not end there.
+# An environment of which at most `most` instances may be open, like with licenses. In evaluations, `fails` makes its
+# start fail, and `endless` makes its episodes endless.
 ENV = """
 import pathlib
 
@@ -68,7 +68,7 @@ def env(tmp_path) -> str:
     return f"{tmp_path}/env.py:Licensed"
 
 
-def trained(env: str, tmp_path: pathlib.Path, **options) -> Result:
+def train(env: str, tmp_path: pathlib.Path, **options) -> Result:
     return rlframe.train("ppo", env, run_dir=tmp_path / "run", quiet=True, **{**SMALL, **options})
 
 
@@ -81,12 +81,12 @@ def evaluation_rows(tmp_path: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(("works", "wanted"), [(4, 20), (1, 20), (19, 20), (20, 20), (1, 2), (1, 1)])
-def test_the_most_environments_that_start_are_found(works, wanted):
+def test_make_largest_finds_the_largest_working_count(works, wanted):
     open_now = set()
 
     class Pool:
         def __init__(self, size: int) -> None:
-            assert not open_now, "two at a time"
+            assert not open_now, "two pools are open at the same time"
             if size > works:
                 raise EnvError(f"Building environment {works} failed")
             self.size = size
@@ -99,7 +99,7 @@ def test_the_most_environments_that_start_are_found(works, wanted):
     assert pool.size == min(works, wanted) and (problem is None) == (works >= wanted)
 
 
-def test_where_no_environment_starts_the_first_error_is_raised():
+def test_make_largest_raises_the_first_error_if_nothing_works():
     def fail(size: int) -> None:
         raise EnvError(f"no {size}")
 
@@ -108,44 +108,44 @@ def test_where_no_environment_starts_the_first_error_is_raised():
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
-def test_all_episodes_are_played_in_the_environments_that_can_be_built(env, tmp_path, caplog, topology):
-    result = trained(env, tmp_path, eval_episodes=7, **licensed(tmp_path, 5), **topology)
+def test_evaluation_uses_the_environments_that_can_be_built(env, tmp_path, caplog, topology):
+    result = train(env, tmp_path, eval_episodes=7, **licensed(tmp_path, 5), **topology)
     assert (result.episodes, result.return_mean, result.evaluation_error) == (7, 5.0, None)
     assert result.evaluation == {"return_mean": 5.0, "return_std": 0.0, "length_mean": 5.0, "episodes": 7}
-    assert "plays all its episodes in 3 of 7 environments" in caplog.text
+    assert "The evaluation uses only 3 of 7 environments" in caplog.text
     assert "all 5 licenses are in use" in caplog.text
     again = rlframe.evaluate(tmp_path / "run", episodes=7)
     assert again["episodes"] == 7 and not list(tmp_path.glob("slot-*"))
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
-def test_the_environments_of_training_make_room_for_those_of_the_last_evaluation(env, tmp_path, topology):
-    result = trained(env, tmp_path, eval_episodes=3, **licensed(tmp_path, 2), **topology)
+def test_training_environments_close_for_the_final_evaluation(env, tmp_path, topology):
+    result = train(env, tmp_path, eval_episodes=3, **licensed(tmp_path, 2), **topology)
     assert (result.episodes, result.return_mean) == (3, 5.0)
     assert not list(tmp_path.glob("slot-*"))
 
 
-def test_eval_num_envs_says_how_many_environments_are_built(env, tmp_path, caplog):
+def test_eval_num_envs_limits_the_environments(env, tmp_path, caplog):
     options = {"eval_episodes": 5, "eval_num_envs": 2, **licensed(tmp_path, 4)}
-    assert trained(env, tmp_path, **options).episodes == 5
-    assert "environments; more did not start" not in caplog.text
+    assert train(env, tmp_path, **options).episodes == 5
+    assert "more could not be started" not in caplog.text
 
 
-def test_the_default_is_twenty_episodes_of_at_most_108_000_steps_in_as_many_environments():
-    """As recorded results were evaluated."""
+def test_default_evaluation_has_20_episodes_of_at_most_108_000_steps():
+    """The recorded results were evaluated with these settings."""
     said = "The evaluation after training: 20 episodes, each of at most 108,000 steps, in 20 more environments."
     assert describe_evaluation(make_experiment("ppo", "CartPole-v1")) == said
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
-def test_without_evaluations_none_is_built_and_the_run_ends_well(env, tmp_path, topology):
-    result = trained(env, tmp_path, eval_episodes=0, eval_env_kwargs={"fails": "build"}, **topology)
+def test_run_without_evaluations_builds_no_evaluation_environment(env, tmp_path, topology):
+    result = train(env, tmp_path, eval_episodes=0, eval_env_kwargs={"fails": "build"}, **topology)
     assert (result.return_mean, result.evaluation, result.evaluation_error, result.episodes) == (None, None, None, 0)
     assert result.env_steps >= 64 and not evaluation_rows(tmp_path)
     assert rlframe.load(tmp_path / "run").version > 1
 
 
-def test_evaluations_during_a_run_that_has_none_are_refused():
+def test_eval_every_is_refused_without_eval_episodes():
     with pytest.raises(UsageError, match="eval_every=100 requests evaluations .* eval_episodes=0 turns"):
         rlframe.train("ppo", "CartPole-v1", eval_every=100, eval_episodes=0)
 
@@ -160,10 +160,8 @@ def test_evaluations_during_a_run_that_has_none_are_refused():
         ({"eval_env_kwargs": {"color": "red"}}, "color"),
     ],
 )
-def test_a_failed_evaluation_after_training_is_a_result_that_names_what_was_saved(
-    env, tmp_path, topology, options, why
-):
-    result = trained(env, tmp_path, eval_episodes=2, **options, **topology)
+def test_failed_final_evaluation_gives_a_result_with_the_checkpoint(env, tmp_path, topology, options, why):
+    result = train(env, tmp_path, eval_episodes=2, **options, **topology)
     checkpoint = max(int(path.name) for path in RunDir(tmp_path / "run").checkpoints.iterdir() if path.name.isdigit())
     assert result.env_steps >= 64 and result.return_mean is None and result.evaluation is None
     assert why in result.evaluation_error
@@ -174,24 +172,24 @@ def test_a_failed_evaluation_after_training_is_a_result_that_names_what_was_save
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
-def test_a_failed_evaluation_during_training_does_not_end_the_run(env, tmp_path, caplog, topology):
+def test_failed_evaluation_during_training_does_not_end_the_run(env, tmp_path, caplog, topology):
     options = {"eval_episodes": 1, "eval_every": 64, "steps": 1_024, "eval_env_kwargs": {"fails": "build"}}
-    result = trained(env, tmp_path, **options, **topology)
+    result = train(env, tmp_path, **options, **topology)
     assert result.env_steps >= 1_024 and "port 5000" in result.evaluation_error
     assert "failed; training continues. Building environment 0 failed" in caplog.text
 
 
 @pytest.mark.system
-def test_under_a_coordinator_a_failed_evaluation_is_a_result_too_and_none_can_be_asked_for(env, tmp_path):
+def test_elastic_run_succeeds_without_a_working_evaluation(env, tmp_path):
     common = {"topology": "elastic", "num_actors": 2, "max_actors": 2}
-    result = trained(env, tmp_path, **common, eval_env_kwargs={"fails": "build"})
+    result = train(env, tmp_path, **common, eval_env_kwargs={"fails": "build"})
     assert result.return_mean is None and "port 5000" in result.evaluation_error
     assert "rlframe evaluate" in result.evaluation_error
     other = rlframe.train("ppo", env, run_dir=tmp_path / "other", quiet=True, **SMALL, **common, eval_episodes=0)
     assert (other.return_mean, other.evaluation_error) == (None, None)
 
 
-def test_the_command_ends_with_1_where_only_the_evaluation_failed(env, tmp_path, capsys):
+def test_exit_code_is_1_if_only_the_evaluation_failed(env, tmp_path, capsys):
     arguments = ["train", "--env", env, "--run-dir", f"{tmp_path}/run", "--preset", "none", "--steps", "64"]
     arguments += ["--num-envs", "2", "--env-type", "loop", "--unroll-length", "16", "--eval-episodes", "2"]
     arguments += ["--eval-max-episode-length", "40", "--eval-num-envs", "1", "--json"]
@@ -208,8 +206,8 @@ def test_the_command_ends_with_1_where_only_the_evaluation_failed(env, tmp_path,
     assert "--num-envs must be at least 1" in capsys.readouterr().err
 
 
-def test_several_runs_without_evaluations_cannot_be_compared(tmp_path, capsys):
+def test_seeds_option_is_refused_without_evaluations(tmp_path, capsys):
     assert main(["train", "--eval-episodes", "0", "--seeds", "1,2", "--run-dir", f"{tmp_path}/run"]) == 2
     assert (
-        "--seeds compares the returns of evaluations, and --eval-episodes 0 turns them off" in capsys.readouterr().err
+        "--seeds compares evaluation returns, but --eval-episodes 0 turns evaluations off." in capsys.readouterr().err
     )

@@ -1,4 +1,4 @@
-"""Evaluations during a run are of a checkpoint, which the learner writes for them."""
+"""An evaluation during a run uses a checkpoint, which the learner writes for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def learner(agent, tmp_path):
     made.close()
 
 
-def test_what_is_evaluated_is_the_checkpoint_that_was_written_for_it(agent, learner, tmp_path, monkeypatch):
+def test_evaluated_policy_is_in_a_new_checkpoint(agent, learner, tmp_path, monkeypatch):
     monkeypatch.setattr(learner, "learner_steps", 5)
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
     policy.update(threading.Event())
@@ -43,23 +43,23 @@ def test_what_is_evaluated_is_the_checkpoint_that_was_written_for_it(agent, lear
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_checkpoint_that_is_there_is_not_written_again(agent, learner, tmp_path):
+def test_existing_checkpoint_is_not_written_again(agent, learner, tmp_path):
     learner.save()
     wait_until_saved(learner, tmp_path / "checkpoints", threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
-def test_a_policy_that_has_not_been_updated_yet_is_saved_too(agent, learner, tmp_path, caplog):
+def test_policy_before_the_first_update_is_saved(agent, learner, tmp_path, caplog):
     SavedPolicy(agent, RunDir(tmp_path), learner).update(threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
     assert not caplog.records
 
 
-def test_a_learner_that_went_back_is_held_to_what_it_has(agent, learner, tmp_path, monkeypatch):
+def test_wait_ends_with_the_checkpoint_of_a_restarted_learner(agent, learner, tmp_path, monkeypatch):
     monkeypatch.setattr(learner, "learner_steps", 100)
     requests = []
 
-    def save_soon():  # the request is lost with the learner, which comes back from its checkpoint
+    def save_soon():  # the learner restarts from its checkpoint, and the request is lost
         requests.append(learner.learner_steps)
         learner.learner_steps = 0
         learner.save()
@@ -70,7 +70,7 @@ def test_a_learner_that_went_back_is_held_to_what_it_has(agent, learner, tmp_pat
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
-def test_a_learner_that_cannot_save_is_evaluated_by_its_own_parameters(agent, learner, tmp_path, monkeypatch, caplog):
+def test_unsaved_learner_is_evaluated_with_its_current_parameters(agent, learner, tmp_path, monkeypatch, caplog):
     def fail(*_, **__):
         raise CheckpointError("the disk is full")
 
@@ -80,14 +80,14 @@ def test_a_learner_that_cannot_save_is_evaluated_by_its_own_parameters(agent, le
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
     policy.update(threading.Event())
     assert policy.version == learner.params_version
-    assert any("An evaluation is logged before its checkpoint" in record.getMessage() for record in caplog.records)
+    assert any("The evaluation continues without it" in record.getMessage() for record in caplog.records)
 
 
-def test_a_wait_for_a_checkpoint_ends_when_it_is_told_to(agent, learner, tmp_path, monkeypatch):
+def test_stop_event_ends_the_wait_for_a_checkpoint(agent, learner, tmp_path, monkeypatch):
     monkeypatch.setattr(learner, "save_soon", lambda: None)
     stop = threading.Event()
     stop.set()
     began = time.monotonic()
-    with pytest.raises(StoppedError, match="Told to stop before the policy to evaluate was saved"):
+    with pytest.raises(StoppedError, match="Stopped before the policy to evaluate was saved"):
         SavedPolicy(agent, RunDir(tmp_path), learner).update(stop)
     assert time.monotonic() - began < 60.0

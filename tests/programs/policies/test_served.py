@@ -1,4 +1,4 @@
-"""What `rlframe serve policy` serves: a published folder, or the newest checkpoint of a run."""
+"""`rlframe serve policy` serves a published model, or the newest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 
 def run_of(path, described):
-    """A run directory, without a checkpoint."""
+    """Create a run directory without a checkpoint."""
     directory = RunDir(path)
     directory.create()
     directory.write_config(described, {})
@@ -32,7 +32,7 @@ def equal(tree, other):
     )
 
 
-def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
+def test_newest_checkpoint_of_a_run_is_served(tmp_path):
     cfg = GRPOConfig(model=TINY, max_tokens=16, batch_size=4, learning_rate=1e-2)
     directory = run_of(tmp_path / "run", make_experiment("grpo", preset="none", agent_config=cfg))
     served = policy_of_run(directory.path, None, None)
@@ -47,19 +47,19 @@ def test_a_run_is_served_by_its_newest_checkpoint(tmp_path):
         assert served.learner.get_params(version) == (version, None)
         learner.step(token_batch(TINY.vocab_size, lengths=[9, 4, 6, 7], group=[0, 0, 1, 1]))
         learner.save()
-        wait_until(lambda: served.learner.get_params(version)[0] > version, "the next one is not found")
+        wait_until(lambda: served.learner.get_params(version)[0] > version, "the next checkpoint was not found")
         version, newer = served.learner.get_params(-1)
         assert version == learner.params_version and equal(newer, learner.get_params()[1]) and not equal(newer, params)
     finally:
         learner.close()
 
 
-def test_a_run_of_no_language_model_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="learns no language model: its agent is ppo"):
+def test_run_without_language_model_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="does not train a language model: its agent is ppo"):
         policy_of_run(run_of(tmp_path / "run", make_experiment("ppo")).path, None, None)
 
 
-def test_a_folder_is_served_with_its_own_tokenizer_where_it_has_one(tmp_path):
+def test_tokenizer_in_the_model_folder_is_used(tmp_path):
     from rlframe.language.model.tokenizers import ByteTokenizer
 
     weights.save(tmp_path, TINY, params_of(0))

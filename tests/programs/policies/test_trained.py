@@ -1,4 +1,4 @@
-"""`rlframe.train`, `load` and `export`: a policy acts without its environment, as `rlframe evaluate` has it act."""
+"""`rlframe.train`, `load` and `export`: a loaded policy acts like the policy in `rlframe evaluate`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Config:
 
 
 class Remembers(Agent):
-    '''A simple recurrent network, whose state is a tree of two arrays, and the crudest policy gradient.'''
+    '''A simple recurrent network with a state of two arrays, and a basic policy gradient.'''
 
     config_cls = Config
     replay_spec = ReplaySpec("queue", Sequence(8), batch_size=4, capacity=4000)
@@ -118,7 +118,7 @@ SLOW = [name for name in RUNS if name != "normalized"]
     scope="module", params=[pytest.param(name, marks=[pytest.mark.system] if name in SLOW else []) for name in RUNS]
 )
 def run(request, tmp_path_factory):
-    """A short run of an agent, and its environment's name."""
+    """Train a short run of an agent. Return its directory and its environment's name."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "images.py").write_text(IMAGES)
     (folder / "recurrent.py").write_text(RECURRENT)
@@ -131,8 +131,8 @@ def run(request, tmp_path_factory):
     return folder / "run", env
 
 
-def played(env, act, type="loop", **env_kwargs):
-    """The return of the first episode in each of `EPISODES` environments, which are those of an evaluation."""
+def play_episodes(env, act, type="loop", **env_kwargs):
+    """Play one episode in each of `EPISODES` environments, with the seeds of an evaluation. Return their returns."""
     seed = env_seed(SEED, EVALUATOR_RANK)
     pool = rlframe.SyncEnv(registry.env_name_or_builder(env), EPISODES, type, seed=seed, env_kwargs=env_kwargs)
     timestep, returns, over = pool.reset(), np.zeros(EPISODES), np.zeros(EPISODES, bool)
@@ -144,8 +144,8 @@ def played(env, act, type="loop", **env_kwargs):
     return returns
 
 
-def acting(policy):
-    """As an environment loop acts by it."""
+def act_with_resets(policy):
+    """Return a function that acts with the policy, and resets it for environments at the start of an episode."""
 
     def act(observation, begins):
         if not begins.all():
@@ -155,43 +155,43 @@ def acting(policy):
     return act
 
 
-def test_a_policy_acts_as_evaluate_has_it_act(run):
+def test_loaded_policy_has_the_returns_of_evaluate(run):
     path, env = run
     policy = rlframe.load(path)
     expected = rlframe.evaluate(path, episodes=EPISODES, seed=SEED)
-    np.testing.assert_array_equal(np.sort(played(env, acting(policy))), np.sort(expected["returns"]))
+    np.testing.assert_array_equal(np.sort(play_episodes(env, act_with_resets(policy))), np.sort(expected["returns"]))
     assert policy.version == expected["params_version"] > 1
 
 
 @pytest.mark.system
-def test_a_policy_of_sac_normalizes_as_its_run_did(tmp_path):
+def test_loaded_sac_policy_normalizes_observations(tmp_path):
     options = {"min_replay_size": 100, "batch_size": 16, "network": "mlp", "network_config": MLPConfig((16,))}
     result = rlframe.train("sac", "gymnasium:Pendulum-v1", run_dir=tmp_path / "run", steps=200, num_envs=2, seed=SEED,
                            preset="none", quiet=True, eval_episodes=EPISODES, normalize_observations=True,
                            **options)  # fmt: skip
     policy = rlframe.load(tmp_path / "run")
-    assert played("gymnasium:Pendulum-v1", acting(policy)).mean() == result.return_mean
+    assert play_episodes("gymnasium:Pendulum-v1", act_with_resets(policy)).mean() == result.return_mean
 
 
 @pytest.mark.system
-def test_a_policy_acts_in_atari_as_evaluate_has_it_act(tmp_path):
+def test_loaded_atari_policy_has_the_returns_of_evaluate(tmp_path):
     rlframe.train("dqn", "Pong-v5", run_dir=tmp_path / "run", steps=400, num_envs=4, preset="none", eval_episodes=1,
                   min_replay_size=200, env_kwargs={"max_episode_steps": 60}, network="nature_cnn", quiet=True,
                   network_config=SMALL_CNN)  # fmt: skip
     policy = rlframe.load(tmp_path / "run")
     expected = rlframe.evaluate(tmp_path / "run", episodes=EPISODES, seed=SEED)
-    returns = played("Pong-v5", acting(policy), "envpool", max_episode_steps=60)
+    returns = play_episodes("Pong-v5", act_with_resets(policy), "envpool", max_episode_steps=60)
     np.testing.assert_array_equal(np.sort(returns), np.sort(expected["returns"]))
     assert policy.version == expected["params_version"] > 1 and policy.agent.observation_spec.dtype == np.uint8
 
 
-def test_what_is_exported_acts_as_the_policy(run, tmp_path):
+def test_exported_function_acts_like_the_policy(run, tmp_path):
     path, env = run
     policy = rlframe.load(path)
     file = rlframe.export(path, tmp_path / "policy.stablehlo")
     loaded = jax.export.deserialize(file.read_bytes())
-    ours, steps = acting(policy), 0
-    state = [np.full_like(leaf, 7) for leaf in jax.tree.leaves(policy.agent.initial_state(EPISODES))]  # of any values
+    ours, steps = act_with_resets(policy), 0
+    state = [np.full_like(leaf, 7) for leaf in jax.tree.leaves(policy.agent.initial_state(EPISODES))]  # any values
 
     def act(observation, begins):
         nonlocal state, steps
@@ -200,13 +200,13 @@ def test_what_is_exported_acts_as_the_policy(run, tmp_path):
         steps += 1
         return np.asarray(action)
 
-    played(env, act)
+    play_episodes(env, act)
     assert steps > 8
     for ours_leaf, leaf in zip(jax.tree.leaves(policy.state), state, strict=True):
         np.testing.assert_allclose(ours_leaf, leaf, rtol=1e-5)
 
 
-def test_one_observation_and_a_batch_of_it_give_the_same_action(run):
+def test_single_observation_and_batch_give_equal_actions(run):
     path, _ = run
     policy = rlframe.load(path)
     spec = policy.agent.observation_spec
@@ -226,7 +226,7 @@ def test_one_observation_and_a_batch_of_it_give_the_same_action(run):
         policy.act({"position": observations})
 
 
-def test_exploration_draws_and_its_state_is_kept(tmp_path):
+def test_exploring_policy_keeps_its_state(tmp_path):
     rlframe.train("dqn", CARTPOLE, run_dir=tmp_path / "run", steps=300, num_envs=4, preset="none", quiet=True,
                   min_replay_size=100, epsilon_end=1.0, exploration_duration_exponent=2.0, eval_episodes=1)  # fmt: skip
     policy = rlframe.load(tmp_path / "run")
@@ -236,10 +236,10 @@ def test_exploration_draws_and_its_state_is_kept(tmp_path):
     assert policy.state.action.shape == (64,) and (drawn[1][policy.state.steps_left > 0] >= 0).all()
     kept = policy.state
     again = policy.act(observation, state=kept._replace(steps_left=np.full(64, 9, np.int32)), greedy=False)
-    np.testing.assert_array_equal(again, kept.action)  # it repeats the actions that it is told it took
+    np.testing.assert_array_equal(again, kept.action)  # repeats the last actions in the given state
 
 
-def test_checkpoints_by_name_and_what_is_not_there(tmp_path, monkeypatch):
+def test_checkpoints_load_by_name_and_missing_ones_are_refused(tmp_path, monkeypatch):
     values = []
     result = rlframe.train("ppo", CARTPOLE, run_dir=tmp_path / "run", steps=512, num_envs=4, preset="none",
                            unroll_length=16, checkpoint_every=256, eval_episodes=1, quiet=True,
@@ -253,7 +253,7 @@ def test_checkpoints_by_name_and_what_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="There is no run in"):
         rlframe.load(tmp_path)
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"earlier version.* train --config .*"):
-        patched.setattr(Checkpointer, "extras", lambda self, step: {"counters": {}})  # as before there were codecs
+        patched.setattr(Checkpointer, "extras", lambda self, step: {"counters": {}})  # no codec
         rlframe.load(tmp_path / "run")
     with pytest.raises(RlframeError, match="Could not write /proc/nope/policy: No such file"):
         rlframe.export(tmp_path / "run", "/proc/nope/policy")
@@ -261,8 +261,8 @@ def test_checkpoints_by_name_and_what_is_not_there(tmp_path, monkeypatch):
     assert more.env_steps >= 700 and more.learner_steps > result.learner_steps
 
 
-def test_bad_input_to_train_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"agent takes a subclass of rlframe\.Agent, or its name, .*; got 3\."):
+def test_train_refuses_invalid_input(tmp_path):
+    with pytest.raises(UsageError, match=r"agent must be a subclass of rlframe\.Agent, or a name .*; got 3\."):
         rlframe.train(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="resume needs run_dir"):
         rlframe.train(resume=True)
@@ -288,12 +288,12 @@ def test_bad_input_to_train_is_named(tmp_path):
         ({"run_dir": None}, r"^run_dir: expected str, got None\.$"),
     ],
 )
-def test_bad_input_to_evaluate_is_named(options, why):
+def test_evaluate_refuses_invalid_input(options, why):
     with pytest.raises(UsageError, match=why):
         rlframe.evaluate(**{"run_dir": "nowhere", **options})
 
 
-def test_bad_input_to_load_and_export_is_named():
+def test_load_and_export_refuse_invalid_input():
     with pytest.raises(UsageError, match=r"^checkpoint: expected int or None, got '256' \(str\)\.$"):
         rlframe.load("nowhere", "256")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"^run_dir: expected str, got b'nowhere' \(bytes\)\.$"):

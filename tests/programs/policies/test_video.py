@@ -1,4 +1,4 @@
-"""Filming: the environment on the video is the one that evaluation plays."""
+"""Video recording: the recorded environment has the options of evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = {"env_kwargs": {"reward_clip": True, "lives": 3}, "eval_env_kwargs": {
 
 @pytest.fixture
 def filmed(tmp_path):
-    """Gives the one gymnasium environment that a film of an experiment plays."""
+    """Return a function that makes the gymnasium environment which a `VideoRecorder` records."""
     needs("gymnasium")
     films = []
 
@@ -26,13 +26,13 @@ def filmed(tmp_path):
         film.__exit__(None, None, None)
 
 
-def test_a_film_has_the_options_of_evaluation(filmed):
+def test_recorded_environment_has_the_evaluation_options(filmed):
     name = "sutton_barto_reward"
     env = filmed(env_type="loop", env_kwargs={name: False}, eval_env_kwargs={name: True})
     assert env._sutton_barto_reward is True
 
 
-def test_a_builder_gets_them_too(filmed, tmp_path):
+def test_environment_builder_gets_the_evaluation_options(filmed, tmp_path):
     (tmp_path / "env.py").write_text(
         "import gymnasium\n\ndef make(render_mode=None, **options):\n"
         "    env = gymnasium.make('CartPole-v1', render_mode=render_mode)\n"
@@ -41,5 +41,5 @@ def test_a_builder_gets_them_too(filmed, tmp_path):
     assert filmed(env=f"{tmp_path}/env.py:make", **OPTIONS).options == {"reward_clip": False, "lives": 3}
 
 
-def test_the_twin_of_an_envpool_task_takes_none_of_its_options(filmed):
+def test_gymnasium_version_of_an_envpool_task_gets_no_envpool_options(filmed):
     assert filmed(env_type="envpool", **OPTIONS).spec.kwargs == {"render_mode": "rgb_array"}

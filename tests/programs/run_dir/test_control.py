@@ -1,4 +1,4 @@
-"""The HTTP service of a run without a coordinator: its status, metrics and page, and its stop."""
+"""The HTTP service of a run without a coordinator: status, metrics, live page and stop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 DESCRIBED = make_experiment("dqn", steps=1_000)
 
 
-def test_a_run_has_one_key_however_often_it_is_resumed(tmp_path):
+def test_run_key_stays_the_same(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     key = RunDir(tmp_path / "one").key()
@@ -37,7 +37,7 @@ def test_a_run_has_one_key_however_often_it_is_resumed(tmp_path):
 
 @pytest.fixture
 def directory(tmp_path):
-    """Of a run whose process this one is."""
+    """The directory of a run in this process."""
     directory = RunDir(tmp_path / "run")
     directory.create()
     directory.write_config(DESCRIBED, {})
@@ -56,7 +56,7 @@ def client(run_dir: pathlib.Path) -> httpx.Client:
     return httpx.Client(base_url=known.url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0)
 
 
-def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypatch):
+def test_http_service_shows_the_run_and_can_only_stop_it(directory, monkeypatch):
     killed = []
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
     with serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
@@ -76,13 +76,13 @@ def test_a_run_is_shown_over_http_and_offers_its_stop_alone(directory, monkeypat
             assert line in metrics.splitlines()
         for path in ("/pause", "/scale", "/restore"):
             assert http.post(path, json={}).status_code == 404
-        for _ in range(2):  # a second signal would end it unsaved
+        for _ in range(2):  # only one signal may be sent: a second one would end the run without saving
             assert http.post("/stop", json={"reason": "enough"}).status_code == 200
     assert killed == [signal.SIGTERM]
     assert not (directory.path / "control.json").exists()
 
 
-def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, capsys):
+def test_token_is_printed_only_to_a_terminal(directory, monkeypatch, capsys):
     with serve_run_control(directory.path, ControlAddress()):
         token = (directory.path / "token").read_text().strip()
     assert token not in capsys.readouterr().err
@@ -97,8 +97,8 @@ def test_only_a_terminal_gets_a_link_with_the_token(directory, monkeypatch, caps
 
 
 @pytest.mark.parametrize("has_coordinator", [False, True])
-def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory, monkeypatch, has_coordinator):
-    killed = []  # a stop that is heard would end this process
+def test_http_service_refuses_requests_without_the_right_token(directory, monkeypatch, has_coordinator):
+    killed = []  # without this replacement, an accepted stop would end this process
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
     coordinator = ScriptedCoordinator() if has_coordinator else None
     with serve_run_control(directory.path, ControlAddress(), coordinator):
@@ -114,14 +114,14 @@ def test_the_control_of_a_run_refuses_who_has_no_token_or_a_wrong_one(directory,
     assert killed == [] and (coordinator is None or coordinator.calls == [])
 
 
-def test_a_service_that_is_asked_before_the_run_has_begun_says_so(directory):
+def test_status_request_before_the_start_of_the_run_gets_503(directory):
     directory.status.unlink()
     with serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
         answer = http.get("/status")
-        assert answer.status_code == 503 and "The run begins" in answer.json()["error"]["message"]
+        assert answer.status_code == 503 and "The run is starting" in answer.json()["error"]["message"]
 
 
-def test_those_who_ask_at_the_same_time_see_each_row_once(directory):
+def test_concurrent_status_requests_read_each_row_once(directory):
     rows = [{"step": step, "episode_return": 1.0} for step in range(400)]
     directory.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     target = LocalRunTarget(directory.path)
@@ -138,7 +138,7 @@ def test_those_who_ask_at_the_same_time_see_each_row_once(directory):
     assert [step for step, _ in target.status()["returns"]] == list(range(400))
 
 
-def test_a_single_process_serves_while_it_trains(tmp_path):
+def test_single_process_run_serves_its_status_while_training(tmp_path):
     seen = []
 
     def look(*_):
@@ -156,13 +156,13 @@ def test_a_single_process_serves_while_it_trains(tmp_path):
     assert not (tmp_path / "run/control.json").exists()
 
 
-def test_options_of_a_service_that_there_is_not_are_refused(tmp_path, capsys):
+def test_http_host_is_refused_without_an_http_service(tmp_path, capsys):
     assert main(["train", "--run-dir", str(tmp_path / "run"), "--http-host", "0.0.0.0"]) == 2
     told = "http_host is an option of the HTTP service, but this run has none. Add --http PORT."
     assert capsys.readouterr().err.splitlines()[-1] == f"rlframe: {told}"
 
 
-def test_the_page_shows_what_a_run_has_and_offers_what_it_can(directory):
+def test_live_page_shows_the_run_and_only_its_commands(directory):
     chromium = pytest.importorskip("tests.chromium")
     if chromium.CHROMIUM is None:
         pytest.skip("The page's tests need Chromium: apt-get install chromium, or make chromium")

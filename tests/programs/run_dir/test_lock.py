@@ -1,4 +1,4 @@
-"""Real processes that want the same run directory."""
+"""The lock of a run directory, with real processes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 write = RunLock._write
 if "late" in sys.argv:
     RunLock._write = write_late
-with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "deaf" in sys.argv else 30.0):
-    if "deaf" in sys.argv:
+with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "ignores_sigterm" in sys.argv else 30.0):
+    if "ignores_sigterm" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "forks" in sys.argv:
         context = multiprocessing.get_context("fork")
@@ -55,7 +55,7 @@ with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "deaf" in sys.argv el
 
 @contextlib.contextmanager
 def holder(directory: pathlib.Path, *how: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process, which has the lock."""
+    """Start another process that holds the lock."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory), *how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -74,14 +74,14 @@ def refused(directory: pathlib.Path, take_over: bool = False) -> str:
     return str(caught.value)
 
 
-def test_who_has_the_lock_is_named_to_who_wants_it(tmp_path):
+def test_refusal_names_the_holder_of_the_lock(tmp_path):
     with holder(tmp_path) as process:
         assert f"{tmp_path} is in use by process {process.pid} on " in refused(tmp_path)
         assert "--take-over" in refused(tmp_path)
 
 
 def once_read(monkeypatch, then) -> None:
-    """Calls `then` when who wants the lock has looked for the first time who has it."""
+    """Call `then` once, after `RunLock` has read the holder's record for the first time."""
     read, calls = lock._read, []
 
     def reading(path: pathlib.Path) -> lock.Holder | None:
@@ -94,35 +94,35 @@ def once_read(monkeypatch, then) -> None:
 
 
 @pytest.mark.parametrize("take_over", [False, True])
-def test_a_holder_that_has_not_written_itself_down_yet_is_waited_for(tmp_path, monkeypatch, take_over):
+def test_lock_waits_for_a_holder_without_a_record(tmp_path, monkeypatch, take_over):
     with holder(tmp_path, "late") as process:
         once_read(monkeypatch, lambda: print(file=process.stdin, flush=True))
         if take_over:
             with RunLock(tmp_path, take_over=True):
-                assert process.wait(timeout=60.0) == 0  # it was told to end, and could save
+                assert process.wait(timeout=60.0) == 0  # it got SIGTERM, so it could save
         else:
             assert f"is in use by process {process.pid} on" in refused(tmp_path)
 
 
-def test_who_looks_at_the_lock_of_a_dead_process_does_not_keep_it_from_who_wants_it(tmp_path, monkeypatch):
+def test_reader_of_a_dead_lock_does_not_block_a_new_holder(tmp_path, monkeypatch):
     with holder(tmp_path) as process:
         pass
     assert f'"pid": {process.pid}' in (tmp_path / NAME).read_text()
     with (tmp_path / NAME).open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # as `holder_of` does
+        fcntl.flock(file, fcntl.LOCK_SH)  # like `holder_of`
         once_read(monkeypatch, lambda: fcntl.flock(file, fcntl.LOCK_UN))
         with RunLock(tmp_path):
             pass
 
 
-def test_a_lock_leaves_nothing_behind(tmp_path):
+def test_released_lock_leaves_no_files(tmp_path):
     with RunLock(tmp_path):
         assert f"process {os.getpid()} on" in refused(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [NAME]
     assert not list(tmp_path.iterdir())
 
 
-def test_the_lock_of_a_killed_process_is_free_at_once_though_its_forked_child_lives(tmp_path):
+def test_lock_of_a_killed_process_is_free_while_its_forked_child_lives(tmp_path):
     with holder(tmp_path, "forks") as process:
         assert process.stdout is not None
         child = int(process.stdout.readline().split()[1])
@@ -136,7 +136,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once_though_its_forked_child_li
             os.kill(child, signal.SIGKILL)
 
 
-def test_the_end_of_a_forked_child_does_not_open_the_lock(tmp_path):
+def test_exit_of_a_forked_child_keeps_the_lock(tmp_path):
     with RunLock(tmp_path):
         child = os.fork()
         if child == 0:
@@ -145,19 +145,19 @@ def test_the_end_of_a_forked_child_does_not_open_the_lock(tmp_path):
         assert "is in use by" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["", "deaf"])
-def test_to_take_over_ends_the_holder_and_nothing_else(tmp_path, how):
+@pytest.mark.parametrize("how", ["", "ignores_sigterm"])
+def test_take_over_ends_the_holder(tmp_path, how):
     with holder(tmp_path, how) as process, RunLock(tmp_path, take_over=True):
         assert process.wait(timeout=60.0) == (-signal.SIGKILL if how else 0)
         assert f"process {os.getpid()} on" in refused(tmp_path)
 
 
-def test_a_process_does_not_take_over_from_itself(tmp_path):
+def test_process_cannot_take_over_from_itself(tmp_path):
     with RunLock(tmp_path):
-        assert "cannot take it over from itself" in refused(tmp_path, take_over=True)
+        assert "cannot take over from itself" in refused(tmp_path, take_over=True)
 
 
-def test_of_two_that_want_a_lock_at_once_one_gets_it(tmp_path):
+def test_one_of_two_concurrent_processes_gets_the_lock(tmp_path):
     code = HOLD.replace('print("held", flush=True)\n    time.sleep(600)', "print('held', flush=True); sys.stdin.read()")
     both = [
         subprocess.Popen(
@@ -173,7 +173,7 @@ def test_of_two_that_want_a_lock_at_once_one_gets_it(tmp_path):
         ended = wait_until(lambda: [process for process in both if process.poll() is not None])
         assert len(ended) == 1
         other = both[1 - both.index(ended[0])]
-        # The one that has it may not have written itself down yet.
+        # The holder may not have written its record yet.
         assert re.search(rf"is in use by (process {other.pid} on|another process)", ended[0].communicate()[1])
         assert other.communicate()[0] == "held\n"
     finally:
@@ -182,21 +182,21 @@ def test_of_two_that_want_a_lock_at_once_one_gets_it(tmp_path):
             process.communicate()
 
 
-class Abroad:
-    """A holder on another host, whose beats come here, but not its locks.
+class RemoteHolder:
+    """A holder on another host. Its heartbeats are visible on this host, but not its file lock.
 
     Args:
-        directory: of the run.
-        beats: whether it is alive.
+        directory: directory of the run.
+        is_alive: True if the holder is alive.
     """
 
-    def __init__(self, directory: pathlib.Path, beats: bool) -> None:
+    def __init__(self, directory: pathlib.Path, is_alive: bool) -> None:
         self._path = directory / NAME
         self._path.write_text(self._record(0))
-        self._over, self._beats = threading.Event(), beats
+        self._over, self._is_alive = threading.Event(), is_alive
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> Abroad:
+    def __enter__(self) -> RemoteHolder:
         self._thread.start()
         return self
 
@@ -205,44 +205,44 @@ class Abroad:
         self._thread.join()
 
     def _record(self, beat: int) -> str:
-        # The pid is one that lives here: it must not count.
+        # The pid belongs to a living process on this host, which must not matter.
         holder = {"pid": os.getppid(), "started": 1, "host": "far", "boot": "another kernel's", "since": "noon"}
         return json.dumps({**holder, "ends_within": 30.0, "beat": beat})
 
     def _run(self) -> None:
         beat = 0
         with self._path.open("r+") as file:
-            while self._beats and not self._over.wait(0.1):
+            while self._is_alive and not self._over.wait(0.1):
                 beat += 1
                 file.seek(0)
                 file.write(self._record(beat))
                 file.flush()
 
 
-def test_a_holder_on_another_host_is_alive_if_its_beat_is_seen_to_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    with Abroad(tmp_path, beats=True):
+def test_remote_holder_with_changing_heartbeat_is_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
+    with RemoteHolder(tmp_path, is_alive=True):
         assert f"is in use by process {os.getppid()} on far, since noon" in refused(tmp_path)
         with RunLock(tmp_path, take_over=True):
             assert f"process {os.getpid()} on" in refused(tmp_path)
 
 
-def test_a_holder_on_another_host_whose_beat_stands_still_is_taken_for_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    monkeypatch.setattr(lock, "_STILL", 0.5)
-    with Abroad(tmp_path, beats=False):
+def test_remote_holder_without_heartbeat_counts_as_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
+    monkeypatch.setattr(lock, "_WATCH", 0.5)
+    with RemoteHolder(tmp_path, is_alive=False):
         began = time.monotonic()
         with RunLock(tmp_path):
             assert time.monotonic() - began > 0.5
 
 
-def test_a_holder_on_another_host_that_ends_while_it_is_watched_leaves_the_lock_free(tmp_path, caplog):
+def test_remote_holder_that_ends_while_watched_frees_the_lock(tmp_path, caplog):
     def end() -> None:
         while "watching" not in caplog.text:
             time.sleep(0.01)
         (tmp_path / NAME).unlink()
 
-    with Abroad(tmp_path, beats=False):
+    with RemoteHolder(tmp_path, is_alive=False):
         thread = threading.Thread(target=end)
         thread.start()
         with RunLock(tmp_path):
@@ -250,43 +250,43 @@ def test_a_holder_on_another_host_that_ends_while_it_is_watched_leaves_the_lock_
         thread.join()
 
 
-def test_who_takes_over_at_the_same_time_in_another_container_may_have_our_pid(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
+def test_take_over_works_if_another_container_has_the_same_pid(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     (tmp_path / f"{NAME}.{os.getpid()}").write_text("the other's")
-    with Abroad(tmp_path, beats=False), RunLock(tmp_path, take_over=True):
+    with RemoteHolder(tmp_path, is_alive=False), RunLock(tmp_path, take_over=True):
         assert (tmp_path / f"{NAME}.{os.getpid()}").read_text() == "the other's"
 
 
-def test_a_holder_of_another_kernel_that_has_not_beaten_for_long_is_none(tmp_path):
-    with Abroad(tmp_path, beats=False):
+def test_remote_holder_with_old_heartbeat_is_ignored(tmp_path):
+    with RemoteHolder(tmp_path, is_alive=False):
         found = holder_of(tmp_path)
         assert found is not None and found.host == "far"
         os.utime(tmp_path / NAME, (0, time.time() - 200.0))
         assert holder_of(tmp_path) is None
 
 
-def test_a_holder_that_is_not_ours_to_end_is_said_to_be(tmp_path, monkeypatch):
+def test_holder_of_another_user_or_container_cannot_be_stopped(tmp_path, monkeypatch):
     def kill(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     with RunLock(tmp_path):
         found = holder_of(tmp_path)
     assert found is not None
-    with pytest.raises(UsageError, match="in another container it seems: stop it in there"):
+    with pytest.raises(UsageError, match="probably in another container. Stop it in that container"):
         dataclasses.replace(found, started=found.started - 1).terminate()
     monkeypatch.setattr(os, "kill", kill)
-    with pytest.raises(UsageError, match="another user's: it is not ours to stop"):
+    with pytest.raises(UsageError, match="which another user started. You cannot stop it"):
         found.terminate()
 
 
-SHUT_OUT = "from rlframe.programs.run_dir import lock\nlock._BEAT = 0.1\nlock._boot_id = lambda: 'another'\n"
+OTHER_KERNEL = "from rlframe.programs.run_dir import lock\nlock._HEARTBEAT = 0.1\nlock._boot_id = lambda: 'another'\n"
 
 
-def test_a_holder_that_was_taken_for_dead_ends_when_it_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "_BEAT", 0.1)
-    monkeypatch.setattr(lock, "_STILL", 0.5)
+def test_suspended_holder_exits_after_losing_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
+    monkeypatch.setattr(lock, "_WATCH", 0.5)
     with subprocess.Popen(
-        [sys.executable, "-c", SHUT_OUT + HOLD, str(tmp_path)],
+        [sys.executable, "-c", OTHER_KERNEL + HOLD, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -305,13 +305,13 @@ def test_a_holder_that_was_taken_for_dead_ends_when_it_comes_back(tmp_path, monk
             process.kill()
 
 
-def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+def test_file_system_without_locks_logs_a_warning(tmp_path, monkeypatch, caplog):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock(tmp_path):
         assert f"The file system of {tmp_path} has no locks" in caplog.text
-        monkeypatch.setattr(lock, "_BEAT", 0.1)
-    with RunLock(tmp_path):  # and what beats there is seen all the same
+        monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
+    with RunLock(tmp_path):  # heartbeats still work
         assert "is in use by" in refused(tmp_path)

@@ -1,4 +1,4 @@
-"""`rlframe status` and `rlframe stop` of a run in a directory, by its files and its process."""
+"""`rlframe status` and `rlframe stop` with a run directory: they use its files and its process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def append(directory, **row):
         file.write(json.dumps(row) + "\n")
 
 
-def test_a_status_tells_how_far_a_run_is(directory):
+def test_status_shows_the_progress_of_a_run(directory):
     with RunLock(directory.path):
         status = StatusFile(directory, DESCRIBED, 1_000)
         look = StatusReader(directory.path)
@@ -49,14 +49,14 @@ def test_a_status_tells_how_far_a_run_is(directory):
         assert (found["job"]["state"], found["job"]["env_steps"], found["job"]["until"]) == ("RUNNING", 400, 1_000)
         assert (found["job"]["learner_steps"], found["job"]["params_version"]) == (9, 10)
         assert (found["returns"], found["evaluations"]) == ([[200, 20.0], [400, 20.0]], [[400, 30.0]])
-        directory.metrics.write_text("")  # as a session that is resumed takes rows back
+        directory.metrics.write_text("")  # a resumed session removes rows
         append(directory, step=100, **ROW)
         assert look()["returns"] == [[100, 20.0]]
         status.watch(True, [])
         assert look()["job"]["state"] == "DRAINING"
 
 
-def test_nodes_are_shown_as_workers_of_elastic_are(directory):
+def test_nodes_have_the_status_format_of_elastic_workers(directory):
     with RunLock(directory.path):
         append(directory, step=200, **ROW)
         busy = NodeStatus("actor/1", pid=7, host="here", phase="stepping", silent_for=2)
@@ -82,24 +82,24 @@ def test_nodes_are_shown_as_workers_of_elastic_are(directory):
         assert "phase" not in workers[1]
 
 
-def test_a_status_tells_how_a_run_ended(directory):
+def test_status_shows_how_a_run_ended(directory):
     result = Result(1_000, 9, None, None, 0, 1.0, 1.0, 10, "run", signal=int(signal.SIGTERM))
     status = StatusFile(directory, DESCRIBED, 1_000)
     assert job(directory)["state"] == "FAILED" and job(directory)["reason"].endswith(
         "was killed"
-    )  # nobody has its lock
+    )  # no process has the lock
     status.end(result)
     assert (job(directory)["state"], job(directory)["reason"]) == ("CLOSED", "stopped by SIGTERM")
     with pytest.raises(KeyboardInterrupt), status.record_failure():
         raise KeyboardInterrupt
-    assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "it was interrupted")
+    assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "interrupted")
     with pytest.raises(ProgramError), status.record_failure():
         raise ProgramError("The node actor/0 failed.\nIts last lines")
     assert (job(directory)["state"], job(directory)["reason"]) == ("FAILED", "The node actor/0 failed.")
 
 
 @pytest.mark.parametrize("what", ["begins", "ends"])
-def test_a_run_that_begins_or_ends_while_it_is_looked_at_was_not_killed(directory, monkeypatch, what):
+def test_run_that_starts_or_ends_during_a_read_is_not_reported_as_killed(directory, monkeypatch, what):
     lock, asked = RunLock(directory.path), []
     if what == "ends":
         lock.__enter__()
@@ -124,7 +124,7 @@ def test_a_run_that_begins_or_ends_while_it_is_looked_at_was_not_killed(director
         lock.__exit__(None, None, None)
 
 
-def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys):
+def test_single_process_run_has_a_status_during_and_after_training(tmp_path, capsys):
     seen = []
     described = make_experiment("dqn", steps=300, num_envs=1, log_every=100, eval_episodes=1, min_replay_size=100)
     look = lambda *_: seen.append(StatusReader(tmp_path / "run")())  # noqa: E731
@@ -135,13 +135,13 @@ def test_a_single_process_has_a_status_while_it_runs_and_after(tmp_path, capsys)
     shown = capsys.readouterr().out
     assert "dqn on CartPole-v1   over: 300 steps" in shown and "300 of 300 (100.0 %)" in shown
     assert main(["stop", str(tmp_path / "run")]) == 2
-    assert "is over (CLOSED: 300 steps): there is nothing to stop." in capsys.readouterr().err
+    assert "has already ended (CLOSED: 300 steps)." in capsys.readouterr().err
 
 
-def test_a_stop_of_a_run_that_cannot_save_fails_and_tells_programs_why(directory, capsys):
+def test_stop_fails_if_the_run_cannot_save(directory, capsys):
     status = StatusFile(directory, DESCRIBED, 1_000)
 
-    def end(number, frame):  # as a run whose disk is full
+    def end(number, frame):  # like a run whose disk is full
         status.write(state="FAILED", reason="Cannot write checkpoints/9: No space left on device.")
         lock.__exit__(None, None, None)
 
@@ -155,29 +155,29 @@ def test_a_stop_of_a_run_that_cannot_save_fails_and_tells_programs_why(directory
         signal.signal(signal.SIGTERM, before)
     told, ended = capsys.readouterr().out.splitlines()
     reason = "Cannot write checkpoints/9: No space left on device."
-    assert told == f"It has ended at 0 env steps (FAILED: {reason}). Nothing was saved."
+    assert told == f"The run has ended at 0 env steps (FAILED: {reason}). Nothing was saved."
     values = {"status": "failed", "state": "FAILED", "reason": reason, "saved": "Nothing was saved."}
     assert json.loads(ended) == values
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])
-def test_a_directory_without_a_run_is_refused(tmp_path, capsys, command):
+def test_directory_without_a_run_is_refused(tmp_path, capsys, command):
     assert main([command, str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"rlframe: There is no run in {tmp_path}: it has no config.json.\n"
 
 
 @pytest.mark.parametrize("command", ["pause", "scale {} collector 2"])
-def test_what_only_elastic_runs_do_is_refused_for_others(directory, capsys, command):
+def test_elastic_command_is_refused_for_other_topologies(directory, capsys, command):
     StatusFile(directory, make_experiment("dqn", topology="heavy_env"), 1_000)
     name, *words = (command if "{}" in command else f"{command} {{}}").split()
     assert main([name, *[word.format(directory.path) for word in words]]) == 2
-    told = f"`rlframe {name}` is for the topology elastic: the run in {directory.path} is of heavy_env."
+    told = f"`rlframe {name}` needs the topology elastic, but the run in {directory.path} has the topology heavy_env."
     assert capsys.readouterr().err == f"rlframe: {told}\n"
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
-def test_a_real_run_is_shown_and_stopped_with_all_saved(tmp_path, topology, capsys):
+def test_status_and_stop_work_on_a_real_run(tmp_path, topology, capsys):
     run_dir = tmp_path / "run"
     options = ["--agent", "impala", "--steps", "100000000", "--log-every", "200", "--topology", topology]
     with RunningProgram(run_dir, *options) as program:
@@ -190,14 +190,14 @@ def test_a_real_run_is_shown_and_stopped_with_all_saved(tmp_path, topology, caps
         assert all(one["pid"] for one in status["workers"])
         assert main(["stop", str(run_dir)]) == 0
         told = capsys.readouterr().out
-        assert "CLOSED: stopped by SIGTERM" in told and f"What was saved last is {run_dir}/checkpoints/" in told
+        assert "CLOSED: stopped by SIGTERM" in told and f"The last checkpoint is {run_dir}/checkpoints/" in told
         assert program.finish()[0] == 128 + signal.SIGTERM
         assert main(["status", str(run_dir)]) == 0
         assert "over: stopped by SIGTERM" in capsys.readouterr().out
 
 
 @pytest.mark.system
-def test_an_elastic_run_is_shown_and_stopped_by_its_coordinator(tmp_path, capsys):
+def test_status_and_stop_work_on_an_elastic_run(tmp_path, capsys):
     run_dir = tmp_path / "run"
     options = ["--agent", "dqn", "--steps", "100000000", "--log-every", "200", "--topology", "elastic"]
     with RunningProgram(run_dir, *options, "--num-actors", "1", "--max-actors", "1") as program:
@@ -207,16 +207,16 @@ def test_an_elastic_run_is_shown_and_stopped_by_its_coordinator(tmp_path, capsys
         assert "dqn on CartPole-v1   running" in shown and "learner/0" in shown and "collector/0" in shown
         assert main(["stop", str(run_dir), "--reason", "enough"]) == 0
         told = capsys.readouterr().out
-        assert "(CLOSED: enough). What was saved last is " in told
+        assert "(CLOSED: enough). The last checkpoint is " in told
         assert program.finish()[0] == 0
         assert {"learner-0.log", "collector-0.log"} <= {path.name for path in (run_dir / "logs").iterdir()}
 
 
 @pytest.mark.system
-def test_a_run_that_was_killed_is_told_to_have_failed(tmp_path, capsys):
+def test_killed_run_has_the_status_failed(tmp_path, capsys):
     with RunningProgram(tmp_path / "run", "--agent", "impala", "--steps", "100000000", "--log-every", "200") as program:
         program.wait_for_steps(200)
         program.process.kill()
         program.process.wait()
         assert main(["status", str(tmp_path / "run")]) == 0
-        assert f"failed: its process {program.process.pid} on " in capsys.readouterr().out
+        assert f"failed: process {program.process.pid} on " in capsys.readouterr().out
