@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.processor import Stopwatch
 from benchmarks.replay import steps
 from rlframe.replay.reverb import ReverbReplayBuffer
-from rlframe.replay.reverb.connection import load
+from rlframe.replay.reverb.connection import import_reverb
 from rlframe.replay.reverb.item_bytes import ItemRows
 from rlframe.replay.reverb.server_tables import REPLAY
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence, StepSpec, Transition, specs
@@ -78,7 +78,7 @@ def server(tables: Any) -> Iterator[str]:
 
 
 def _serve(tables: Callable[[], list[Any]], checkpoints: str, connection: Any) -> None:
-    reverb, _ = load()
+    reverb, _ = import_reverb()
     served = reverb.Server(tables(), port=None, checkpointer=reverb.checkpointers.DefaultCheckpointer(checkpoints))
     connection.send(served.port)
     with contextlib.suppress(EOFError):  # its parent has ended
@@ -87,7 +87,7 @@ def _serve(tables: Callable[[], list[Any]], checkpoints: str, connection: Any) -
 
 def bare_table() -> list[Any]:
     """A table of anybody's items, without a limit."""
-    reverb, _ = load()
+    reverb, _ = import_reverb()
     return [
         reverb.Table(REPLAY, reverb.selectors.Uniform(), reverb.selectors.Fifo(), 1000, reverb.rate_limiters.MinSize(1))
     ]
@@ -174,7 +174,7 @@ INSERTS = {
 
 @contextlib.contextmanager
 def _bare_writer(num_keep_alive_refs: int) -> Iterator[Any]:
-    reverb, _ = load()
+    reverb, _ = import_reverb()
     with server(bare_table) as address, reverb.Client(address).trajectory_writer(num_keep_alive_refs) as writer:
         yield writer
 
@@ -255,7 +255,7 @@ def _bare_sampler(address: str, draws: int) -> tuple[Callable[[], np.ndarray], C
 
     It asks for as many ahead as rlframe does: what is ahead of a queue gets older.
     """
-    sampler = load()[0].pybind.Client(address).NewSampler(REPLAY, -1, draws + 1)
+    sampler = import_reverb()[0].pybind.Client(address).NewSampler(REPLAY, -1, draws + 1)
 
     def draw() -> np.ndarray:
         drawn = [sampler.GetNextTrajectory() for _ in range(draws)]

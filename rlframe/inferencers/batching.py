@@ -30,7 +30,7 @@ Answer = tuple[AgentOutput, AgentState]
 
 TIMEOUT = CALL_TIMEOUT - 1.0  # seconds that a call waits for its turn, so that its caller hears why it got none
 _SMALLEST_BUCKET = 8  # rows
-_AT_ONCE = 2  # calls under way: one alone leaves cores idle before and after its jitted call
+_MAX_CONCURRENT_CALLS = 2  # calls under way: one alone leaves cores idle before and after its jitted call
 
 
 class Batcher:
@@ -62,9 +62,11 @@ class Batcher:
         leaf_specs, self._treedef = jax.tree.flatten(self._spec)
         self._leaf_specs = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaf_specs]
         self._changed = threading.Condition()  # guards all that follows
-        self._rounds: collections.deque[_Round] = collections.deque()  # that wait for their turn, the oldest first
-        self._running: list[_Round] = []  # that have had their turn and are not over
-        self._spare: list[list[np.ndarray]] = []  # memory of rounds that are over
+        self._waiting_batches: collections.deque[_Batch] = (
+            collections.deque()
+        )  # that wait for their turn, the oldest first
+        self._running_batches: list[_Batch] = []  # that have had their turn and are not over
+        self._free_arrays: list[list[np.ndarray]] = []  # memory of rounds that are over
         self._stopped = ""  # why
         self.counts = {"requests": 0, "calls": 0, "rows": 0, "padding_rows": 0}
 
@@ -79,46 +81,46 @@ class Batcher:
         with self._changed:
             if self._stopped:
                 raise UnavailableError(self._stopped)
-            round_ = self._round_for(rows)
-            leads, start = not round_.requests, round_.join(rows)
-            if not leads and len(self._rounds) == 1:
+            batch = self._batch_with_room(rows)
+            leads, start = not batch.requests, batch.join(rows)
+            if not leads and len(self._waiting_batches) == 1:
                 self._changed.notify_all()  # it may be large enough now
         if leads:
-            self._lead(round_, env_ids, leaves, rows)
+            self._lead(batch, env_ids, leaves, rows)
         else:
-            round_.write(leaves, start, rows)
+            batch.write(leaves, start, rows)
             with self._changed:
-                round_.unwritten -= 1
-                if not round_.unwritten:
+                batch.unwritten -= 1
+                if not batch.unwritten:
                     self._changed.notify_all()
-            if not round_.over.wait(self._timeout):  # in the call under way, perhaps, which compiles for longer
-                raise UnavailableError(self._too_busy)
-        if round_.error is not None:
-            raise round_.error
-        answer = round_.part(start, rows)
+            if not batch.done.wait(self._timeout):  # in the call under way, perhaps, which compiles for longer
+                raise UnavailableError(self._timeout_message)
+        if batch.error is not None:
+            raise batch.error
+        answer = batch.part(start, rows)
         with self._changed:
-            round_.unread -= 1
-            if not round_.unread and round_.capacity == self._max_rows:
-                self._spare.append(round_.leaves)
+            batch.unread -= 1
+            if not batch.unread and batch.capacity == self._max_rows:
+                self._free_arrays.append(batch.leaves)
         return answer
 
     @property
     def waiting(self) -> int:
         """Calls that wait for their turn."""
         with self._changed:
-            return sum(round_.requests for round_ in self._rounds)
+            return sum(batch.requests for batch in self._waiting_batches)
 
     def stop(self, why: str) -> None:
         """Refuse every call that waits, and all later ones. Those under way are answered."""
         with self._changed:
             self._stopped = why
-            for round_ in self._rounds:
-                round_.fail(UnavailableError(why))
-            self._rounds.clear()
+            for batch in self._waiting_batches:
+                batch.fail(UnavailableError(why))
+            self._waiting_batches.clear()
             self._changed.notify_all()
 
     @property
-    def _too_busy(self) -> str:
+    def _timeout_message(self) -> str:
         return f"The inference service was busy for {self._timeout:g} s. Call again."
 
     def _check(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[list[np.ndarray], int]:
@@ -134,78 +136,80 @@ class Batcher:
             raise UsageError(f"inference() got {rows} env_ids, but arrays of {sizes} rows: one of each is needed.")
         return leaves, rows
 
-    def _round_for(self, rows: int) -> _Round:
+    def _batch_with_room(self, rows: int) -> _Batch:
         """Return the youngest round if it has room for so many rows, else a new one."""
-        if self._rounds and self._rounds[-1].has_room(rows):
-            return self._rounds[-1]
+        if self._waiting_batches and self._waiting_batches[-1].has_room(rows):
+            return self._waiting_batches[-1]
         capacity = max(self._max_rows, bucket_of(rows, self._max_rows))
-        if capacity == self._max_rows and self._spare:
-            leaves = self._spare.pop()
+        if capacity == self._max_rows and self._free_arrays:
+            leaves = self._free_arrays.pop()
         else:
             leaves = [np.zeros((capacity, *shape), dtype) for shape, dtype in self._leaf_specs]
-        if self._rounds:
+        if self._waiting_batches:
             self._changed.notify_all()  # the one before is full: nobody need wait for more
-        self._rounds.append(_Round(leaves, self._max_rows))
-        return self._rounds[-1]
+        self._waiting_batches.append(_Batch(leaves, self._max_rows))
+        return self._waiting_batches[-1]
 
-    def _lead(self, round_: _Round, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
+    def _lead(self, batch: _Batch, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
         """Make the call for a round when its turn comes."""
-        if not self._take_turn(round_):
+        if not self._take_turn(batch):
             return
         try:
-            bucket = bucket_of(round_.rows, self._max_rows)
+            bucket = bucket_of(batch.rows, self._max_rows)
             counts = {
-                "requests": round_.requests,
+                "requests": batch.requests,
                 "calls": 1,
-                "rows": round_.rows,
-                "padding_rows": bucket - round_.rows,
+                "rows": batch.rows,
+                "padding_rows": bucket - batch.rows,
             }
             with self._changed:
                 self.counts = {name: count + counts[name] for name, count in self.counts.items()}
-            if round_.requests > 1 or bucket > rows:
-                round_.write(leaves, 0, rows)
-                leaves = [leaf[:bucket] for leaf in round_.leaves]
+            if batch.requests > 1 or bucket > rows:
+                batch.write(leaves, 0, rows)
+                leaves = [leaf[:bucket] for leaf in batch.leaves]
             with self._changed:
-                self._changed.wait_for(lambda: not round_.unwritten)
-            round_.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
+                self._changed.wait_for(lambda: not batch.unwritten)
+            batch.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
         except BaseException as error:
-            round_.error = error
+            batch.error = error
         finally:
             with self._changed:
-                self._running.remove(round_)
+                self._running_batches.remove(batch)
                 self._changed.notify_all()
-            round_.over.set()
+            batch.done.set()
 
-    def _take_turn(self, round_: _Round) -> bool:
+    def _take_turn(self, batch: _Batch) -> bool:
         """Wait until the round's turn has come. Return False if the round failed meanwhile."""
         with self._changed:
-            came = self._changed.wait_for(lambda: round_.error is not None or self._is_due(round_), self._timeout)
-            if round_.error is None and not came:
-                self._rounds.remove(round_)
-                round_.fail(UnavailableError(self._too_busy))
+            came = self._changed.wait_for(
+                lambda: batch.error is not None or self._is_ready_to_run(batch), self._timeout
+            )
+            if batch.error is None and not came:
+                self._waiting_batches.remove(batch)
+                batch.fail(UnavailableError(self._timeout_message))
                 self._changed.notify_all()
-            if round_.error is not None:
+            if batch.error is not None:
                 return False
             if self._max_wait:
-                self._changed.wait_for(lambda: not round_.has_room(1) or len(self._rounds) != 1, self._max_wait)
-                if round_.error is not None:  # stopped
+                self._changed.wait_for(lambda: not batch.has_room(1) or len(self._waiting_batches) != 1, self._max_wait)
+                if batch.error is not None:  # stopped
                     return False
-            self._rounds.popleft()  # nobody joins it from here on
-            self._running.append(round_)
+            self._waiting_batches.popleft()  # nobody joins it from here on
+            self._running_batches.append(batch)
         return True
 
-    def _is_due(self, round_: _Round) -> bool:
+    def _is_ready_to_run(self, batch: _Batch) -> bool:
         """Return True if it is the oldest round, and there is room for its call.
 
         Beside a running round it must be as large as that one, unless another round waits behind it: callers come back
         together, and the first of them should not go on without the others.
         """
-        if self._rounds[0] is not round_ or len(self._running) >= _AT_ONCE:
+        if self._waiting_batches[0] is not batch or len(self._running_batches) >= _MAX_CONCURRENT_CALLS:
             return False
-        return len(self._rounds) > 1 or all(round_.rows >= other.rows for other in self._running)
+        return len(self._waiting_batches) > 1 or all(batch.rows >= other.rows for other in self._running_batches)
 
 
-class _Round:
+class _Batch:
     """Calls that are answered together, and the memory that their rows are in.
 
     Attributes:
@@ -219,9 +223,9 @@ class _Round:
         "_max_rows",
         "answer",
         "capacity",
+        "done",
         "error",
         "leaves",
-        "over",
         "requests",
         "rows",
         "unread",
@@ -234,7 +238,7 @@ class _Round:
         self.unwritten = -1  # `join` counts the leader's request too
         self.answer: Any = None
         self.error: BaseException | None = None
-        self.over = threading.Event()
+        self.done = threading.Event()
 
     def has_room(self, rows: int) -> bool:
         return self.rows + rows <= self._max_rows
@@ -265,7 +269,7 @@ class _Round:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.over.set()
+        self.done.set()
 
 
 def bucket_of(rows: int, max_rows: int) -> int:

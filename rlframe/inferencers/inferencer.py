@@ -90,7 +90,7 @@ class Inferencer:
         self._learner_or_handle = learner
         self._calls = 0
         # (version, packed parameters): a refresh beside a call replaces both at once.
-        self._acting: tuple[int, list[jax.Array]] = (-1, [])
+        self._active_params: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
         self._output_packings: dict[int, Packing] = {}  # by number of rows; `_jitted_step` adds one when it is traced
         self._lock = threading.Lock()  # of calls that are not a service's
@@ -144,7 +144,7 @@ class Inferencer:
     @property
     def params_version(self) -> int:
         """The version that acted in the last call; -1 before the first."""
-        return self._acting[0]
+        return self._active_params[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
         """Return the agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
@@ -243,7 +243,7 @@ class Inferencer:
         """
         if self._batcher is not None:
             raise UsageError("This Inferencer is a service already, or was one: make another.")
-        self._batcher = Batcher(self.agent, self._act_for_round, self._cfg.max_batch, self._cfg.max_wait)
+        self._batcher = Batcher(self.agent, self._act_for_batch, self._cfg.max_batch, self._cfg.max_wait)
         try:
             with handles.stop_with_program(self.stop):
                 is_on_policy = self.agent.replay_spec.max_staleness is not None
@@ -268,7 +268,7 @@ class Inferencer:
 
     def get_state(self) -> dict[str, Any]:
         """Return what a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
-        version, packed = self._acting
+        version, packed = self._active_params
         # Between two syncs it acts by parameters that the learner no longer has.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
         params = packing.unpack_numpy(packed) if packing is not None else None
@@ -285,11 +285,11 @@ class Inferencer:
             self._params_packing = packed.packing
         acting = version, self._upload(packed.arrays)
         with self._new_version:
-            self._acting = acting
+            self._active_params = acting
             self._new_version.notify_all()
         self._has_params.set()
 
-    def _act_for_round(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
+    def _act_for_batch(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
         known, began = len(self._output_packings), time.perf_counter()
         try:
             answer = self._act(env_ids, timestep, state)
@@ -310,7 +310,7 @@ class Inferencer:
         # far ahead: strides by the golden ratio keep any number of ranks apart.
         ahead = int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
         call = np.uint32((calls + ahead) & 0xFFFFFFFF)
-        version, params = self._acting
+        version, params = self._active_params
         with COMPUTING:
             packed = self._jitted_step(self._rng, call, params, timestep, state)
             output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)

@@ -93,7 +93,7 @@ class _InferencerClient:
             given = result()
             if isinstance(given, str):  # see `Inferencer.answer_inference`
                 raise UnavailableError(given)
-            return self._note(given) if slot is None else slot.read(given)
+            return self._record_shapes(given) if slot is None else slot.read(given)
         except Exception:
             if slot is not None and self._memory is slot.memory:
                 self._memory = None
@@ -128,7 +128,7 @@ class _InferencerClient:
             self._memory = here
         return here.write(leaves, rows)
 
-    def _note(self, answer: Answer) -> Answer:
+    def _record_shapes(self, answer: Answer) -> Answer:
         """Return the answer. Keep its shape: the next call can leave room for its own."""
         if self._answer is None and self._method != "inference":
             output, state = answer

@@ -19,8 +19,10 @@ from rlframe.interprocess.phases import STARTING, ThreadProgress, describe_stall
 
 VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
-_STARTING = 4.0  # times as long for one that starts: libraries that it loads may hold the interpreter for seconds
-_SHARE, _MOST = 0.1, 1.0  # of the timeout from beat to beat and from look to look; seconds at most
+_STARTING_FACTOR = (
+    4.0  # times as long for one that starts: libraries that it loads may hold the interpreter for seconds
+)
+_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0  # of the timeout from beat to beat and from look to look; seconds at most
 _watched = threading.Event()  # set if another process watches this one
 # The number of the beat; of the phase that is nearest to its deadline: seconds without progress and allowed, name.
 _PAGE = struct.Struct("=qdd64s")
@@ -36,10 +38,10 @@ class SuspendAwareClock:
         longest: seconds between two ticks that may pass.
     """
 
-    def __init__(self, longest: float = 2.0) -> None:
-        self._longest = longest
-        self._ticked = time.monotonic()
-        self._offset = time.time() - self._ticked
+    def __init__(self, max_gap: float = 2.0) -> None:
+        self._max_gap = max_gap
+        self._last_tick = time.monotonic()
+        self._offset = time.time() - self._last_tick
 
     def __call__(self) -> float:
         return self._offset + time.monotonic()
@@ -47,14 +49,14 @@ class SuspendAwareClock:
     def tick(self) -> float:
         """Note that this process runs. Return the time."""
         now = time.monotonic()
-        self._offset -= max(now - self._ticked - self._longest, 0.0)
-        self._ticked = now
+        self._offset -= max(now - self._last_tick - self._max_gap, 0.0)
+        self._last_tick = now
         return self._offset + now
 
 
 def heartbeat_interval(timeout: float) -> float:
     """Return the seconds from beat to beat, and from look to look."""
-    return min(timeout * _SHARE, _MOST)
+    return min(timeout * _INTERVAL_FRACTION, _MAX_INTERVAL)
 
 
 class HeartbeatMonitor:
@@ -72,7 +74,7 @@ class HeartbeatMonitor:
     """
 
     def __init__(self, timeout: float, now: float) -> None:
-        self.timeout, self._heard_at, self._beat = timeout, now, 0
+        self.timeout, self._last_beat_at, self._beat = timeout, now, 0
         self.phase, self.silent, self.stuck = STARTING.name, 0.0, 0.0
         self.descriptor = os.memfd_create("rlframe heartbeat")
         weakref.finalize(self, os.close, self.descriptor)
@@ -102,15 +104,15 @@ class HeartbeatMonitor:
         beat, seconds, allowed, raw = _PAGE.unpack(self.page)
         name = raw.rstrip(b"\0").decode(errors="replace")
         if beat != self._beat:
-            self._beat, self._heard_at = beat, now
-        self.phase, self.silent = name, now - self._heard_at
+            self._beat, self._last_beat_at = beat, now
+        self.phase, self.silent = name, now - self._last_beat_at
         self.stuck = seconds + self.silent
-        if self.silent > self.timeout * (_STARTING if name == STARTING.name else 1.0):
+        if self.silent > self.timeout * (_STARTING_FACTOR if name == STARTING.name else 1.0):
             return f"no heartbeat for {self.silent:.0f} s"
         return describe_stall(name, seconds, allowed) if seconds > allowed else ""
 
 
-def patience(seconds: float, watched: float = math.inf) -> float:
+def peer_timeout(seconds: float, watched: float = math.inf) -> float:
     """Return how long this process waits for others: `watched` seconds if a supervisor kills those that hang."""
     return watched if _watched.is_set() else seconds
 
@@ -121,9 +123,9 @@ def begin() -> None:
     if found:
         descriptor, _, interval = found.partition(":")
         os.set_inheritable(int(descriptor), False)
-        heart = HeartbeatSender(int(descriptor), float(interval))
+        sender = HeartbeatSender(int(descriptor), float(interval))
         _watched.set()
-        threading.Thread(target=heart.run, name="rlframe heartbeat", daemon=True).start()
+        threading.Thread(target=sender.run, name="rlframe heartbeat", daemon=True).start()
 
 
 class HeartbeatSender:
@@ -139,7 +141,7 @@ class HeartbeatSender:
         self._clock = SuspendAwareClock(2.0 * interval)  # a process that was stopped was at its work no longer for that
         self._progress = ThreadProgress()
         self._beats = 0
-        self._is_told = False
+        self._has_reported = False
 
     def run(self) -> None:
         """Beat for ever. The thread needs the interpreter: a process that blocks it stops beating."""
@@ -150,13 +152,13 @@ class HeartbeatSender:
     def beat(self, now: float) -> None:
         """Write one beat. Print where the process hangs, before the watcher ends it."""
         self._beats += 1
-        stay = self._progress.look(now)
-        if stay is None:
+        status = self._progress.look(now)
+        if status is None:
             os.pwrite(self._descriptor, _PAGE.pack(self._beats, 0.0, 0.0, b""), 0)
             return
-        name, seconds, allowed = stay.phase.name, stay.seconds, stay.phase.allowed
+        name, seconds, allowed = status.phase.name, status.seconds, status.phase.allowed
         os.pwrite(self._descriptor, _PAGE.pack(self._beats, seconds, allowed, name.encode()), 0)
-        if seconds > allowed and not self._is_told:
-            self._is_told = True
+        if seconds > allowed and not self._has_reported:
+            self._has_reported = True
             print(f"This process hangs: {describe_stall(name, seconds, allowed)}.", file=sys.stderr)
-            print(f"Traceback (most recent call last):\n{stay.where()}", end="", file=sys.stderr, flush=True)
+            print(f"Traceback (most recent call last):\n{status.where()}", end="", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import os
 # <malloc.h>; the values are for mallopt(3).
 _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -8, -1, -2, -4
 _NEVER, _GROWTH = -1, 64 << 20  # bytes
-_KEEPING = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
+_KEEP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def keep_freed_memory() -> bool:
     """
     import jax
 
-    if jax.default_backend() != "cpu" or any(name in os.environ for name in _KEEPING):
+    if jax.default_backend() != "cpu" or any(name in os.environ for name in _KEEP_VARIABLES):
         return False
     return _mallopt((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROWTH))
 

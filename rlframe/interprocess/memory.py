@@ -23,7 +23,7 @@ import numpy as np
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.interprocess.waiting import HAS_FUTEX, NEEDS_FENCE, fence
 
-_AGAIN = 0.002  # seconds between two tries
+_RETRY_INTERVAL = 0.002  # seconds between two tries
 
 # A variable of who may share memory with those alone that have the same: Ray nodes, which may be on one machine today.
 MACHINE = "RLFRAME_MACHINE"
@@ -31,7 +31,7 @@ MACHINE = "RLFRAME_MACHINE"
 SUPPORTED = hasattr(os, "memfd_create") and HAS_FUTEX
 
 _TOKEN, _CLOSED = 0, 1  # words at the start of the memory: which it is; 1 once its creator has closed it
-_LINE = 64  # bytes of a cache line
+_CACHE_LINE = 64  # bytes of a cache line
 
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # an array's name -> its shape and dtype
 
@@ -65,15 +65,15 @@ class SharedArrays:
 
     def __init__(self, descriptor: int, fields: Fields) -> None:
         self._descriptor = descriptor
-        places, size = _lay_out(fields)
+        offsets, size = _lay_out(fields)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
-        self._words = memoryview(mapped)[:_LINE].cast("q")
+        self._words = memoryview(mapped)[:_CACHE_LINE].cast("q")
         # Not `frombuffer` and `reshape`: views of that refer to an array that is not the one in here, so its reference
         # count would not tell of them.
         self.arrays: dict[str, np.ndarray] = {
-            name: np.ndarray(*fields[name], mapped, place) for name, place in places.items()
+            name: np.ndarray(*fields[name], mapped, place) for name, place in offsets.items()
         }
 
     @classmethod
@@ -134,7 +134,7 @@ class SharedArrays:
             self._finalizer()
 
     @contextlib.contextmanager
-    def lock(self, timeout: float, overdue: Exception) -> Iterator[None]:
+    def lock(self, timeout: float, timeout_error: Exception) -> Iterator[None]:
         """Hold the lock of this memory, which one `SharedArrays` of it has at a time. The end of a process frees it.
 
         Args:
@@ -148,8 +148,8 @@ class SharedArrays:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise overdue from None
-                time.sleep(_AGAIN)
+                    raise timeout_error from None
+                time.sleep(_RETRY_INTERVAL)
         try:
             yield
         finally:
@@ -169,13 +169,13 @@ def _close(name: MemoryName, words: memoryview) -> None:
 
 def _lay_out(fields: Fields) -> tuple[dict[str, int], int]:
     """(offset of each array, bytes in all): no two arrays share a cache line, nor two large ones a page."""
-    places, position = {}, _LINE
+    offsets, end = {}, _CACHE_LINE
     for name, (shape, dtype) in fields.items():
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-        unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _LINE
-        places[name] = -(-position // unit) * unit
-        position = places[name] + size
-    return places, position
+        unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _CACHE_LINE
+        offsets[name] = -(-end // unit) * unit
+        end = offsets[name] + size
+    return offsets, end
 
 
 class Seqlock:

@@ -61,7 +61,7 @@ def advance() -> None:
     _threads[get_ident()].advances += 1
 
 
-class _Thread:
+class _ThreadState:
     """The state of one thread."""
 
     __slots__ = ("advances", "within")
@@ -72,7 +72,7 @@ class _Thread:
 
 
 # By their identifiers. A later thread may have that of one that has ended, and was in no phase any more.
-_threads: collections.defaultdict[int, _Thread] = collections.defaultdict(_Thread)
+_threads: collections.defaultdict[int, _ThreadState] = collections.defaultdict(_ThreadState)
 
 
 class PhaseStatus(NamedTuple):
@@ -106,7 +106,7 @@ class ThreadProgress:
             now: in seconds, by a clock of the caller's.
             ident: of the one thread that is meant; None: all are.
         """
-        stays = []
+        found = []
         for thread_id, thread in list(_threads.items()):
             within = thread.within  # once: the thread goes on meanwhile
             ask = within[0].progress if within is not None else None
@@ -116,8 +116,8 @@ class ThreadProgress:
                 since = now
             self._seen[thread_id] = within, at, since
             if within is not None and ident in (None, thread_id):
-                stays.append(PhaseStatus(within[0], now - since, thread_id))
-        return max(stays, key=lambda stay: stay.overdue, default=None)
+                found.append(PhaseStatus(within[0], now - since, thread_id))
+        return max(found, key=lambda status: status.overdue, default=None)
 
 
 def describe_stall(name: str, seconds: float, allowed: float) -> str:

@@ -35,10 +35,10 @@ class ProcessId(NamedTuple):
 
 def this_process() -> ProcessId:
     """Return this process."""
-    return _of_this(os.getpid())
+    return _cached_id(os.getpid())
 
 
-_of_this = functools.lru_cache(maxsize=1)(ProcessId.of)  # by its number: a fork is another
+_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # by its number: a fork is another
 
 
 def _started(pid: int) -> int:
@@ -79,13 +79,13 @@ def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
     """Make a `subprocess.Popen` from a thread that lives as long as this process: its end is the parent's."""
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)
-    made: Future[subprocess.Popen[bytes]] = Future()
-    _starts(os.getpid()).put((made, command, kwargs))
-    return made.result()
+    future: Future[subprocess.Popen[bytes]] = Future()
+    _start_queue(os.getpid()).put((future, command, kwargs))
+    return future.result()
 
 
 @functools.lru_cache(maxsize=1)
-def _starts(pid: int) -> SimpleQueue[Any]:
+def _start_queue(pid: int) -> SimpleQueue[Any]:
     """Return the queue of a daemon thread that starts processes. The interpreter ends an executor too early."""
     # By process: a fork has the queue, but not its thread.
     queue: SimpleQueue[Any] = SimpleQueue()
@@ -95,9 +95,9 @@ def _starts(pid: int) -> SimpleQueue[Any]:
 
 def _start_all(queue: SimpleQueue[Any]) -> None:
     while True:
-        made, command, kwargs = queue.get()
+        future, command, kwargs = queue.get()
         try:
-            made.set_result(subprocess.Popen(command, **kwargs))
+            future.set_result(subprocess.Popen(command, **kwargs))
         except BaseException as error:
-            made.set_exception(error)
-        del made, command, kwargs
+            future.set_exception(error)
+        del future, command, kwargs

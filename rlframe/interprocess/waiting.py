@@ -18,12 +18,12 @@ import threading
 import time
 from typing import Generic, TypeVar
 
-_NUMBERS = {"x86_64": 202, "aarch64": 98}  # of the system call
+_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}  # of the system call
 _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 _ZERO = ctypes.c_int(0)
-HAS_FUTEX = _MACHINE in _NUMBERS
+HAS_FUTEX = _MACHINE in _FUTEX_SYSCALLS
 
 
 class _Timespec(ctypes.Structure):
@@ -43,8 +43,8 @@ class Futex:
     def __init__(self, word: memoryview) -> None:
         self._word = ctypes.c_uint32.from_buffer(word)  # byte order: the systems that are HAS_FUTEX are little-endian
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
-        self._number = ctypes.c_long(_NUMBERS[_MACHINE])
-        self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, _ZERO)
+        self._number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
+        self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_ALL_WAITERS), None, None, _ZERO)
 
     @property
     def value(self) -> int:
@@ -76,14 +76,16 @@ class Futex:
 # x86-64 shows every process the stores of another one in their order, and keeps loads in theirs. Others need a barrier
 # between data and the cursor that says that it is there.
 NEEDS_FENCE = _MACHINE != "x86_64"
-_unused = ctypes.c_uint32()
+_fence_word = ctypes.c_uint32()
 
 
 def fence() -> None:
     """Execute a full memory barrier, if this machine needs one. (A system call that wakes nobody contains one.)"""
     if NEEDS_FENCE:
-        number = ctypes.c_long(_NUMBERS[_MACHINE])
-        _libc.syscall(number, ctypes.byref(_unused), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0))
+        number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
+        _libc.syscall(
+            number, ctypes.byref(_fence_word), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0)
+        )
 
 
 _Item = TypeVar("_Item")
@@ -98,14 +100,14 @@ class Inbox(Generic[_Item]):
 
     def __init__(self) -> None:
         self._items: collections.deque[_Item] = collections.deque()
-        self._news = threading.Lock()  # free: there may be items
-        self._news.acquire()
+        self._has_items = threading.Lock()  # free: there may be items
+        self._has_items.acquire()
 
     def put(self, item: _Item) -> None:
         """Add an item. Threads and signal handlers may call it."""
         self._items.append(item)
         with contextlib.suppress(RuntimeError):  # it is free
-            self._news.release()
+            self._has_items.release()
 
     def get(self, timeout: float) -> _Item:
         """Remove the first item, and wait up to `timeout` seconds for one. Raises `queue.Empty` if none came."""
@@ -113,6 +115,6 @@ class Inbox(Generic[_Item]):
             return self._items.popleft()
         deadline = time.monotonic() + timeout
         while not self._items:
-            if not self._news.acquire(timeout=max(0.0, deadline - time.monotonic())) and not self._items:
+            if not self._has_items.acquire(timeout=max(0.0, deadline - time.monotonic())) and not self._items:
                 raise queue.Empty
         return self._items.popleft()

@@ -7,7 +7,7 @@ nothing.
 How version 7 gets from a `Publication` to a reader that has version 6:
 
 1. `Publication.publish(7, packed)` announces version 7 in memory. If nobody has read version 6, that is all.
-2. The reader sees that 7 is announced, and wakes the publication's thread by `wanted`.
+2. The reader sees that 7 is announced, and wakes the publication's thread by `requested`.
 3. The thread copies the arrays into the slot that does not hold version 6. The slot's version is -1 meanwhile.
 4. It writes the slot's version, 7, and wakes the readers by `changed`.
 5. The reader copies the arrays. If the slot's version changed meanwhile, it begins again with the newest slot.
@@ -33,10 +33,10 @@ from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
 _SLOTS = 2  # one holds the newest version, the next version is written to the other
-_WORDS = 8  # of a row of numbers, whose first words are used: a cache line
-_PATIENCE = 1.0  # seconds that a reader waits for an announced version
-_AGAIN = 0.02  # seconds after which a reader asks again: two that ask at once may undo each other's wake-up
-_LOOK = 0.1  # seconds between two checks whether the publisher is alive
+_ROW_WORDS = 8  # of a row of numbers, whose first words are used: a cache line
+_READ_TIMEOUT = 1.0  # seconds that a reader waits for an announced version
+_WAKE_AGAIN_AFTER = 0.02  # seconds after which a reader asks again: two that ask at once may undo each other's wake-up
+_LIVENESS_INTERVAL = 0.1  # seconds between two checks whether the publisher is alive
 
 
 class LocalParams:
@@ -109,7 +109,7 @@ class Publication(LocalParams):
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
                 self._memory.begin(self.version)
-                self._writer = threading.Thread(target=self._write_wanted, name="rlframe parameters", daemon=True)
+                self._writer = threading.Thread(target=self._write_requested, name="rlframe parameters", daemon=True)
                 self._writer.start()
             if self._memory is None or self._writer is None:
                 return None
@@ -117,16 +117,16 @@ class Publication(LocalParams):
             assert name is not None
             return PublicationReader(name, self._packing)
 
-    def _write_wanted(self) -> None:
+    def _write_requested(self) -> None:
         """Write the versions that readers want, until `close`."""
         memory, answered = self._memory, 0
         assert memory is not None
         while not memory.arrays.closed:
-            wanted = memory.wanted.value
-            if wanted == answered:
-                memory.wanted.wait(wanted, 60.0)
+            requested = memory.requested.value
+            if requested == answered:
+                memory.requested.wait(requested, 60.0)
                 continue
-            answered = wanted
+            answered = requested
             version, packed = self.get_packed()
             if packed is not None and version > memory.newest_written()[0]:
                 memory.write(version, packed.arrays)
@@ -141,7 +141,7 @@ class Publication(LocalParams):
             writer, self._writer = self._writer, None
             self._memory.arrays.close()
             self._memory.changed.wake()
-            self._memory.wanted.wake()
+            self._memory.requested.wake()
             writer.join()
 
 
@@ -154,7 +154,7 @@ class PublicationReader:
     """
 
     def __init__(self, name: MemoryName, packing: Packing) -> None:
-        self._name, self._packing, self._looked_at = name, packing, 0.0
+        self._name, self._packing, self._checked_at = name, packing, 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reader_of, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
@@ -184,9 +184,9 @@ class PublicationReader:
             UsageError: it belongs to another user or Ray node.
         """
         arrays, now = self._memory.arrays, time.monotonic()
-        if arrays.closed or now < self._looked_at + _LOOK:
+        if arrays.closed or now < self._checked_at + _LIVENESS_INTERVAL:
             return arrays.closed
-        self._looked_at = now
+        self._checked_at = now
         return not arrays.creator_is_alive
 
     def read(self, known_version: int = -1) -> tuple[int, PackedParams | None] | None:
@@ -202,19 +202,19 @@ class PublicationReader:
             version, slot = memory.newest_written()
             if version < 0 or version < known_version:
                 return None
-            arrays = memory.copied(slot, version)
+            arrays = memory.copy_version(slot, version)
             if arrays is not None:
-                memory.note_read(version)
+                memory.record_read(version)
                 return version, PackedParams(self._packing, arrays)
 
     def _wait_until_written(self) -> None:
-        memory, deadline = self._memory, time.monotonic() + _PATIENCE
+        memory, deadline = self._memory, time.monotonic() + _READ_TIMEOUT
         while not memory.arrays.closed:
             seen = memory.changed.value
             if memory.newest_written()[0] >= memory.announced or time.monotonic() > deadline:
                 return
-            memory.wanted.wake()
-            memory.changed.wait(seen, _AGAIN)
+            memory.requested.wake()
+            memory.changed.wait(seen, _WAKE_AGAIN_AFTER)
 
 
 class _Memory:
@@ -229,7 +229,7 @@ class _Memory:
 
     def __init__(self, arrays: SharedArrays, packing: Packing) -> None:
         self.arrays = arrays
-        self.changed, self.wanted = (Futex(arrays.rows(name)[0]) for name in ("changed", "wanted"))
+        self.changed, self.requested = (Futex(arrays.rows(name)[0]) for name in ("changed", "requested"))
         self._announced, self._last_read = (arrays.rows(name)[0] for name in ("announced", "last_read"))
         self._versions = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("versions")]  # one of each slot
         count = len(packing.packed_shapes)
@@ -251,9 +251,9 @@ class _Memory:
         was_read = self._last_read[0] == self._announced[0]
         self._announced[0] = version
         if was_read:
-            self.wanted.wake()
+            self.requested.wake()
 
-    def note_read(self, version: int) -> None:
+    def record_read(self, version: int) -> None:
         """Have the version after this one written as soon as it is announced."""
         self._last_read[0] = version
 
@@ -271,7 +271,7 @@ class _Memory:
             target[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
         self._versions[slot].write(version)
 
-    def copied(self, slot: int, version: int) -> list[np.ndarray] | None:
+    def copy_version(self, slot: int, version: int) -> list[np.ndarray] | None:
         """Copy the arrays of `version`; None if the slot was overwritten."""
         lock = self._versions[slot]
         count = lock.count
@@ -290,10 +290,10 @@ def _fields(packing: Packing) -> Fields:
     word = np.dtype(np.int64)
     fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "changed": ((1,), word),
-        "wanted": ((1,), word),
-        "announced": ((_WORDS,), word),
-        "last_read": ((_WORDS,), word),
-        "versions": ((_SLOTS, _WORDS), word),
+        "requested": ((1,), word),
+        "announced": ((_ROW_WORDS,), word),
+        "last_read": ((_ROW_WORDS,), word),
+        "versions": ((_SLOTS, _ROW_WORDS), word),
     }
     for slot in range(_SLOTS):
         fields.update({f"{slot}/{i}": packed for i, packed in enumerate(packing.packed_shapes)})

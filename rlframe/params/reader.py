@@ -19,8 +19,8 @@ from rlframe.types import Tree
 
 _log = logging.getLogger(__name__)
 
-_LOOK = 0.02  # seconds between two calls of a source without `wait_for_version`
-_POLL = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
+_POLL_INTERVAL = 0.02  # seconds between two calls of a source without `wait_for_version`
+_MAX_WAIT = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
 
 
 def as_packed_source(source: Any) -> PackedSource:
@@ -58,7 +58,7 @@ class ParamReader:
         # The first arguments of each call: a store's methods take the policy, a learner has one policy.
         self._policy = (policy_id,) if policy_id is not None else ()
         self._memory: PublicationReader | None = None
-        self._looks_for_memory = isinstance(peer, Remote)
+        self._should_find_memory = isinstance(peer, Remote)
         # A `Remote` has every method until it is called.
         self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
@@ -69,7 +69,7 @@ class ParamReader:
         """See `PackedSource`. Raises as `Remote` does."""
         version, packed = self._read_memory(known_version) or self._call(known_version)
         if version < 0:  # a store shares memory once it has a version
-            self._looks_for_memory = isinstance(self._peer, Remote)
+            self._should_find_memory = isinstance(self._peer, Remote)
         return version, packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
@@ -86,18 +86,18 @@ class ParamReader:
             self._has_wait = False
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
         while (version := self._peer.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         return version
 
     def _read_memory(self, known_version: int) -> tuple[int, PackedParams | None] | None:
         """Return what `get_packed` returns; None if the peer shares no memory, or was restarted."""
-        if self._looks_for_memory:
-            self._memory, self._looks_for_memory = self._find_memory(), False
+        if self._should_find_memory:
+            self._memory, self._should_find_memory = self._find_memory(), False
         if self._memory is None:
             return None
         newest = None if self._memory.is_gone else self._memory.read(known_version)
         if newest is None:
-            self._memory, self._looks_for_memory = None, True
+            self._memory, self._should_find_memory = None, True
         return newest
 
     def _find_memory(self) -> PublicationReader | None:
@@ -185,7 +185,7 @@ class Refresher:
         while not self._stop.is_set():
             try:
                 if waits and self._current_version() >= 0:
-                    self.wait_for_version(self._current_version(), _POLL)
+                    self.wait_for_version(self._current_version(), _MAX_WAIT)
                 self.refresh()
             except StoppedError:
                 return

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from rlframe.errors import RlframeError, StoppedError, UsageError, suggest
-from rlframe.interprocess.heartbeat import patience
+from rlframe.interprocess.heartbeat import peer_timeout
 from rlframe.shutdown import Closeable
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
 WAKE_INTERVAL = 0.2  # seconds between two checks of a dataset whether it was closed; a batch ends the wait sooner
-_LOOK_AGAIN = 0.01  # seconds
+_RETRY_INTERVAL = 0.01  # seconds
 _TIMEOUT = 600.0  # seconds that a dataset waits for a batch before `next` raises
 
 
@@ -127,7 +127,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         """Like `sample`, but wait up to `timeout` seconds for enough items. It may return None earlier."""
         batch = self.sample()
         if batch is None and not self.closed:
-            time.sleep(min(timeout, _LOOK_AGAIN))
+            time.sleep(min(timeout, _RETRY_INTERVAL))
             batch = self.sample()
         return batch
 
@@ -225,7 +225,7 @@ class Dataset(Closeable):
     """
 
     def __init__(self, buffer: BaseReplayBuffer, prefetch: int, timeout: float | None):
-        self._buffer, self._timeout = buffer, patience(_TIMEOUT) if timeout is None else timeout
+        self._buffer, self._timeout = buffer, peer_timeout(_TIMEOUT) if timeout is None else timeout
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe replay dataset", daemon=True)

@@ -14,8 +14,8 @@ import numpy as np
 from rlframe.replay.layout import Allocate, Leaf, OutputArrays
 from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
 
-_TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
-_PROBATION = 256  # rows after which a store that mostly keeps frames aside is given up
+_ROWS_AT_ONCE = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
+_MIN_ROWS = 256  # rows after which a store that mostly keeps frames aside is given up
 
 
 def looks_stacked(leaf: Leaf) -> bool:
@@ -36,9 +36,11 @@ class FrameStore:
         self._rows = timeline.slots + slack
         self._frames = allocate(f"{leaf.name} frames", (self._rows, *leaf.shape[1:]), leaf.dtype)
         self._references = allocate(f"{leaf.name} references", (timeline.slots, self._k), np.dtype(np.int64))
-        self._aside = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0: black, which most first stacks hold
-        self._next_aside, self._sweep_at = 1, 1024
-        self.rows_seen = self.rows_aside = 0
+        self._separate_frames = {
+            0: np.zeros(leaf.shape[1:], leaf.dtype)
+        }  # frame 0: black, which most first stacks hold
+        self._next_separate, self._sweep_at = 1, 1024
+        self.rows_seen = self.rows_stored_separately = 0
 
     @property
     def nbytes(self) -> int:
@@ -46,13 +48,13 @@ class FrameStore:
         return self._frames.nbytes + self._references.nbytes
 
     @property
-    def failing(self) -> bool:
+    def is_wasteful(self) -> bool:
         """Whether so few stacks continue the ones before that whole rows would take less memory."""
-        return self.rows_seen >= _PROBATION and self.rows_aside > self.rows_seen // 2
+        return self.rows_seen >= _MIN_ROWS and self.rows_stored_separately > self.rows_seen // 2
 
     def write(self, first: int, index: Index, values: Any, before: Numbers | None) -> None:
         """Store `values` [B, k, H, W] for the numbers from `first`; `before` are the timesteps they follow, if any."""
-        if len(self._aside) >= self._sweep_at:
+        if len(self._separate_frames) >= self._sweep_at:
             self._sweep()
         values = np.asarray(values)
         count = len(values)
@@ -66,8 +68,8 @@ class FrameStore:
             differ = self._differ(references[:, :-1], values, first)
         if differ is not None:
             for row in differ.nonzero()[0]:
-                references[row] = self._keep_aside(values[row], first + int(row))
-            self.rows_aside += int(np.count_nonzero(differ))
+                references[row] = self._store_separately(values[row], first + int(row))
+            self.rows_stored_separately += int(np.count_nonzero(differ))
         self.rows_seen += count
         self._references[index] = references
 
@@ -89,7 +91,7 @@ class FrameStore:
         differ |= ((references >= 0) & (references < youngest)).any(axis=1)
         return differ if differ.any() else None
 
-    def _keep_aside(self, stack: np.ndarray, number: int) -> list[int]:
+    def _store_separately(self, stack: np.ndarray, number: int) -> list[int]:
         """Return references to the frames of `stack`, all but the newest kept aside; equal neighbors once."""
         references = [number]
         for j in range(self._k - 2, -1, -1):
@@ -98,17 +100,17 @@ class FrameStore:
             elif not stack[j].any():
                 references.append(-1)
             else:
-                self._aside[self._next_aside] = stack[j].copy()
-                references.append(-1 - self._next_aside)
-                self._next_aside += 1
+                self._separate_frames[self._next_separate] = stack[j].copy()
+                references.append(-1 - self._next_separate)
+                self._next_separate += 1
         return references[::-1]
 
     def _sweep(self) -> None:
         """Drop the frames kept aside that no slot refers to any more."""
         references = self._timeline.used(self._references)
         used = set((-1 - references[references < 0]).tolist())
-        self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
-        self._sweep_at = max(1024, 2 * len(self._aside))
+        self._separate_frames = {i: frame for i, frame in self._separate_frames.items() if i in used or i == 0}
+        self._sweep_at = max(1024, 2 * len(self._separate_frames))
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> np.ndarray:
         """Return the stacks in `slots` (any shape), `[*slots.shape, k, H, W]`."""
@@ -125,8 +127,8 @@ class FrameStore:
         shape = (len(slots), *self.leaf.shape)
         a = outputs.empty(shape, self.leaf.dtype)
         b = outputs.empty(shape, self.leaf.dtype)
-        for low in range(0, len(slots), _TOGETHER):
-            rows = slice(low, low + _TOGETHER)
+        for low in range(0, len(slots), _ROWS_AT_ONCE):
+            rows = slice(low, low + _ROWS_AT_ONCE)
             self._frames.take(positions[0][rows], axis=0, mode="wrap", out=a[rows])
             self._frames.take(positions[1][rows], axis=0, mode="wrap", out=b[rows])
         self._patch(a, references[0])
@@ -137,24 +139,30 @@ class FrameStore:
         """Put the frames that are kept aside into `out`."""
         if references.size and references.min() < 0:
             for place in zip(*(references < 0).nonzero()):
-                out[place] = self._aside[-1 - int(references[place])]
+                out[place] = self._separate_frames[-1 - int(references[place])]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold. See `extra`, too."""
+        """Return the arrays that a checkpoint must hold. See `variable_arrays`, too."""
         name, used = self.leaf.name, self._timeline.used
         return {f"{name} frames": used(self._frames), f"{name} references": used(self._references)}
 
-    def extra(self) -> dict[str, np.ndarray]:
+    def variable_arrays(self) -> dict[str, np.ndarray]:
         """Return the frames kept aside."""
-        ids = np.array(list(self._aside), np.int64)
-        frames = np.stack(list(self._aside.values())) if self._aside else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
-        counters = np.array([self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside])
+        ids = np.array(list(self._separate_frames), np.int64)
+        frames = (
+            np.stack(list(self._separate_frames.values()))
+            if self._separate_frames
+            else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
+        )
+        counters = np.array([self._next_separate, self._sweep_at, self.rows_seen, self.rows_stored_separately])
         return {"ids": ids, "frames": frames, "counters": counters}
 
-    def set_extra(self, extra: dict[str, np.ndarray]) -> None:
-        """Restore the result of `extra`."""
-        self._aside = dict(zip(extra["ids"].tolist(), extra["frames"]))
-        self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside = extra["counters"].tolist()
+    def set_variable_arrays(self, variable_arrays: dict[str, np.ndarray]) -> None:
+        """Restore the result of `variable_arrays`."""
+        self._separate_frames = dict(zip(variable_arrays["ids"].tolist(), variable_arrays["frames"]))
+        self._next_separate, self._sweep_at, self.rows_seen, self.rows_stored_separately = variable_arrays[
+            "counters"
+        ].tolist()
 
 
 def _as_strings(frames: np.ndarray) -> np.ndarray:

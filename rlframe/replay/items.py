@@ -37,7 +37,7 @@ class _Items:
         self._columns = {name: allocate(name, (timeline.slots, *d.shape), d.base) for name, d in dtypes.items()}
         layouts = {name: TreeLayout(name, getattr(spec, name)) for name in self.fields}
         self._trees = {name: TreeStore(layout, timeline, allocate) for name, layout in layouts.items()}
-        self._action = self._trees["action"].single  # the usual case, without the way through a tree
+        self._action = self._trees["action"].only_array  # the usual case, without the way through a tree
         self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
         self.params_version = self._columns["params_version"]
 
@@ -99,7 +99,7 @@ class Transitions(_Items):
         self._outcome = self._columns["outcome"]
         self._reward, self._discount = self._outcome[:, 0], self._outcome[:, 1]
         # One-step discounts are multiplied by gamma when they are sampled, which is less often than they are added.
-        self._late_gamma = self._n == 1
+        self._discounts_at_sampling = self._n == 1
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
         """Begin a fragment in the slots `index`: nothing to store."""
@@ -140,7 +140,7 @@ class Transitions(_Items):
         next_types = step.next_timestep.step_type.tobytes()
         if _LAST_BYTE in next_types:  # it completes the shorter items of the episodes that it ends
             ended = np.frombuffer(next_types.translate(_IS_LAST), bool)
-            self._table.append(np.concatenate([_chosen(some, which & ended) for some, which in reversed(shorter)]))
+            self._table.append(np.concatenate([_select(some, which & ended) for some, which in reversed(shorter)]))
 
     def _extend(
         self, k: int, index: Index, spans: Numbers, reward: np.ndarray, discount: np.ndarray, continues: Mask
@@ -163,7 +163,7 @@ class Transitions(_Items):
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
         """Store what a step holds beside observations; return the discount that items multiply."""
         after = step.next_timestep
-        discount = after.discount if self._late_gamma else after.discount * self._gamma
+        discount = after.discount if self._discounts_at_sampling else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
         self._span[index] = span
@@ -181,7 +181,7 @@ class Transitions(_Items):
             observation=observation,
             action=self._trees["action"].read(slots, outputs),
             reward=outcome[:, 0].copy(),
-            discount=outcome[:, 1] * self._gamma if self._late_gamma else outcome[:, 1].copy(),
+            discount=outcome[:, 1] * self._gamma if self._discounts_at_sampling else outcome[:, 1].copy(),
             next_observation=next_observation,
             extras=self._trees["extras"].read(slots, outputs),
         )
@@ -258,5 +258,5 @@ class Sequences(_Items):
         return batch, self.params_version.take(before, mode="wrap").min(axis=1)
 
 
-def _chosen(starts: Numbers, which: np.ndarray) -> np.ndarray:
+def _select(starts: Numbers, which: np.ndarray) -> np.ndarray:
     return starts + which.nonzero()[0] if isinstance(starts, int) else starts[which]

@@ -115,7 +115,7 @@ def _describe(tree: Tree) -> str:
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
 
-def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def process_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Memory of this process, which it takes as the array fills.
 
     Columns of scalars begin at 0, as shared memory does. Larger rows hold anything: for arrays like these NumPy asks
@@ -125,7 +125,7 @@ def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray
     return np.empty(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
 
 
-def no_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def unallocated_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array to measure and not to write to: it has its shape and its `nbytes`, and one value."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 

@@ -18,7 +18,7 @@ from rlframe.replay.steps import StepStore, Writers
 from rlframe.replay.timeline import WriterFragments
 from rlframe.types import Batch, Step, StepSpec
 
-_NOTHING = np.zeros(0, np.int64)
+_NO_STARTS = np.zeros(0, np.int64)
 
 
 class ReplayBuffer(KeyedReplayBuffer):
@@ -45,16 +45,18 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._single_frame = single_frame
         self._lock = threading.RLock()
         self._added = threading.Condition(self._lock)
-        self._waiting = 0
+        self._num_waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
         self._writers = Writers[WriterFragments]()
         self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
-        self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
+        self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
         self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
         self._sampled = self._steps = 0
-        self._held: dict[bytes, Batch] = {}  # batches of a queue that were drawn and are not released, by their keys
-        self._oldest = -1  # version: older items are dropped
+        self._drawn_batches: dict[
+            bytes, Batch
+        ] = {}  # batches of a queue that were drawn and are not released, by their keys
+        self._min_version = -1  # version: older items are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
 
@@ -74,7 +76,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
         with self._lock:
             others = sum(writer.num_envs for writer in self._writers.by_rank.values() if writer.rank != rank)
-            store = self._make_room(num_envs, others + num_envs)
+            store = self._allocate_store(num_envs, others + num_envs)
             incarnation = self._incarnations[rank]
             self._writers.put(store.open(rank, incarnation, num_envs, origin=len(self._origins)))
             self._origins.append((rank, incarnation))
@@ -92,7 +94,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             fragments, envs = self._writers.find(env_ids)
             self._store.add(fragments, envs, step)
             self._steps += len(env_ids)
-            if self._waiting:
+            if self._num_waiting:
                 self._added.notify_all()
 
     # --- reading
@@ -114,10 +116,10 @@ class ReplayBuffer(KeyedReplayBuffer):
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
         """Draw: (the first timesteps of the items, their probabilities); of none while there is too little."""
         count = self._items_to_sample()
-        if count and self._store.forget_before(self._oldest):
+        if count and self._store.forget_before(self._min_version):
             count = self._items_to_sample()
         if not count:
-            return _NOTHING, _NOTHING
+            return _NO_STARTS, _NO_STARTS
         self._sampled += count
         return self._store.table.draw(count, self._rng)
 
@@ -129,7 +131,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 batch = self.sample()
                 if batch is None:
                     return None
-                self._held[batch.keys.tobytes()] = batch
+                self._drawn_batches[batch.keys.tobytes()] = batch
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
             return (
@@ -142,7 +144,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         keys, probabilities = check_keys(keys, probabilities)
         with self._lock:
             if self.spec.kind == "queue":
-                return self._held.get(keys.tobytes())
+                return self._drawn_batches.get(keys.tobytes())
             store = self._store
             if store is None or not replace_evicted(
                 (keys, probabilities), ~store.timeline.holds(self._starts_of(keys))
@@ -153,16 +155,16 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def release(self, keys: np.ndarray) -> None:
         with self._lock:
-            self._held.pop(np.asarray(keys, np.int64).tobytes(), None)
+            self._drawn_batches.pop(np.asarray(keys, np.int64).tobytes(), None)
 
     def _keys_of(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
             return np.concatenate([written_by, starts[:, None]], axis=1)
-        if len(self._one_writer) != len(starts):
-            self._one_writer = np.tile(np.array([*self._origins[0], 0]), (len(starts), 1))
-        keys = self._one_writer.copy()
+        if len(self._single_writer_keys) != len(starts):
+            self._single_writer_keys = np.tile(np.array([*self._origins[0], 0]), (len(starts), 1))
+        keys = self._single_writer_keys.copy()
         keys[:, 2] = starts
         return keys
 
@@ -177,9 +179,9 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def forget_before(self, version: int) -> None:
         with self._lock:
-            self._oldest = max(self._oldest, version)
+            self._min_version = max(self._min_version, version)
             if self._store is not None:
-                self._store.forget_before(self._oldest)
+                self._store.forget_before(self._min_version)
 
     def _items_to_sample(self) -> int:
         """Return how many items a batch would have now; 0 while there is too little."""
@@ -187,15 +189,15 @@ class ReplayBuffer(KeyedReplayBuffer):
             return 0
         table = self._store.table
         counts = ItemCounts(table.size, table.added, self._sampled)
-        return self._limiter.items_to_sample(counts, self._states, self._items_of)
+        return self._limiter.items_to_sample(counts, self._writer_states, self._items_by_rank)
 
-    def _states(self) -> dict[int, WriterState]:
+    def _writer_states(self) -> dict[int, WriterState]:
         return {
             rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
             for rank, writer in self._writers.by_rank.items()
         }
 
-    def _items_of(self) -> dict[int, int]:
+    def _items_by_rank(self) -> dict[int, int]:
         """Return how many items of each rank a queue holds."""
         store = self._store
         starts = store.table.starts()
@@ -210,11 +212,11 @@ class ReplayBuffer(KeyedReplayBuffer):
     def _wait_for_items(self, timeout: float) -> None:
         """Sleep until a step is added, for at most `timeout` seconds; not at all if there is enough for a batch."""
         if timeout > 0 and not self._items_to_sample():
-            self._waiting += 1
+            self._num_waiting += 1
             try:
                 self._added.wait(timeout)
             finally:
-                self._waiting -= 1
+                self._num_waiting -= 1
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         with self._lock:
@@ -250,7 +252,7 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     # --- memory and disk
 
-    def _make_room(self, num_envs: int, all_envs: int) -> StepStore:
+    def _allocate_store(self, num_envs: int, all_envs: int) -> StepStore:
         """Allocate for the first writer; a later one must fit in."""
         spec = self.spec
         if self._store is not None:
@@ -260,7 +262,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 return self._store
         slots, chunk = steps.sizes(spec, num_envs, all_envs)
         self._num_envs = num_envs
-        self._store = StepStore.in_own_memory(spec, self._step_spec, slots, chunk, num_envs, self._single_frame)
+        self._store = StepStore.in_process_memory(spec, self._step_spec, slots, chunk, num_envs, self._single_frame)
         return self._store
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -283,7 +285,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 "head": timeline.head,
                 "floor": timeline.floor,
                 "table": store.table.state(),
-                "framed": observations.framed(),
+                "framed": observations.single_frame_leaves(),
                 "writers": [[w.rank, w.incarnation, w.num_envs, w.origin] for w in writers],
                 "state": {
                     "rng": self._rng.bit_generator.state,
@@ -294,14 +296,14 @@ class ReplayBuffer(KeyedReplayBuffer):
                 },
             }
             arrays = store.arrays()
-            arrays.update({f"extra/{name}": array for name, array in observations.extra().items()})
+            arrays.update({f"extra/{name}": array for name, array in observations.variable_arrays().items()})
             try:
                 for writer in writers:
-                    arrays.update(_named(writer))
+                    arrays.update(_writer_arrays(writer))
                 replay_files.write(path, self.spec, header, arrays)
             finally:
                 for writer in writers:
-                    writer.gather()
+                    writer.enter_lockstep()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Continue from a saved buffer: the same steps then give the very same batches.
@@ -311,7 +313,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         Raises:
             CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
         """
-        with self._lock, replay_files.opened(path, self.spec) as saved:
+        with self._lock, replay_files.open_saved(path, self.spec) as saved:
             header, shapes = saved.header, saved.shapes
             if "slots" not in header:
                 raise CheckpointError(
@@ -319,26 +321,30 @@ class ReplayBuffer(KeyedReplayBuffer):
                 )
             # Allocate a store, and read the file into its arrays.
             sizes = header["slots"], header["chunk"], header["num_envs"]
-            store = StepStore.in_own_memory(self.spec, self._step_spec, *sizes, self._single_frame)
-            store.observations.restore_framed(header["framed"])
+            store = StepStore.in_process_memory(self.spec, self._step_spec, *sizes, self._single_frame)
+            store.observations.restore_single_frame_leaves(header["framed"])
             store.timeline.head, store.timeline.floor = header["head"], header["floor"]
             store.table.set_state(header["table"])
             arrays, writers = store.arrays(), Writers[WriterFragments]()
             for writer in header["writers"]:
                 writers.put(store.open(*writer))
-                arrays.update(_named(writers.by_rank[writer[0]]))
-            extra = {name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")}
-            arrays.update(extra)
+                arrays.update(_writer_arrays(writers.by_rank[writer[0]]))
+            variable_arrays = {
+                name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")
+            }
+            arrays.update(variable_arrays)
             saved.check_shapes(arrays)
             saved.read(arrays)
             # Nothing can fail from here on.
             state = header["state"]
-            store.observations.set_extra({name[len("extra/") :]: array for name, array in extra.items()})
+            store.observations.set_variable_arrays(
+                {name[len("extra/") :]: array for name, array in variable_arrays.items()}
+            )
             for fragments in writers.by_rank.values():
-                fragments.gather()
+                fragments.enter_lockstep()
             self._store, self._writers, self._num_envs = store, writers, header["num_envs"]
-            self._one_writer = np.zeros((0, 3), np.int64)
-            self._held.clear()
+            self._single_writer_keys = np.zeros((0, 3), np.int64)
+            self._drawn_batches.clear()
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]
@@ -347,6 +353,6 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._added.notify_all()
 
 
-def _named(writer: WriterFragments) -> dict[str, np.ndarray]:
+def _writer_arrays(writer: WriterFragments) -> dict[str, np.ndarray]:
     """Return the arrays of a writer that a checkpoint must hold."""
     return {f"writer {writer.rank}/{name}": array for name, array in writer.arrays().items()}

@@ -19,7 +19,9 @@ from rlframe.types import ReplaySpec, Sequence
 _log = logging.getLogger(__name__)
 
 ROUNDS_AHEAD = 2  # rounds that writers in other processes than the reader's may be ahead of it
-_START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
+_STARTUP_FACTOR = (
+    2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
+)
 
 
 class ItemCounts(NamedTuple):
@@ -140,9 +142,9 @@ class WriterQuorum:
         self._lapse_after, self._clock = lapse_after, clock
         self._lapsed: set[int] = set()  # ranks
         self._progress: dict[int, Any] = {}
-        self._moved: dict[int, float] = {}  # when the progress was seen to change
+        self._progress_changed_at: dict[int, float] = {}  # when the progress was seen to change
         self._items: Mapping[int, int] = {}
-        self._came = 0.0  # when the items were seen to change
+        self._items_changed_at = 0.0  # when the items were seen to change
 
     def complete_items(self, writers: Mapping[int, WriterState], items: Mapping[int, int]) -> int:
         """Return how many items the writers whose items are all there have; 0 while another writer is waited for.
@@ -153,30 +155,30 @@ class WriterQuorum:
         """
         now = self._clock()
         if items != self._items:
-            self._items, self._came = dict(items), now
+            self._items, self._items_changed_at = dict(items), now
         whole, missing = 0, []
         for rank, writer in writers.items():
             if self._progress.get(rank) != writer.progress:
-                self._progress[rank], self._moved[rank] = writer.progress, now
+                self._progress[rank], self._progress_changed_at[rank] = writer.progress, now
                 self._lapsed.discard(rank)
-            self._moved.setdefault(rank, now)
+            self._progress_changed_at.setdefault(rank, now)
             if 0 < writer.num_envs <= items.get(rank, 0):
                 whole += writer.num_envs
             elif rank not in self._lapsed:
                 missing.append(rank)
         if not whole:
-            self._came = now  # nobody waits yet
+            self._items_changed_at = now  # nobody waits yet
             return 0
-        waited_for = [rank for rank in missing if not self._lapses(rank, writers[rank], now)]
+        waited_for = [rank for rank in missing if not self._check_lapse(rank, writers[rank], now)]
         return 0 if waited_for else whole
 
     def expected(self, writers: Mapping[int, WriterState]) -> int:
         """Return the number of items of a batch from all writers that have not lapsed."""
         return sum(writer.num_envs for rank, writer in writers.items() if rank not in self._lapsed)
 
-    def _lapses(self, rank: int, writer: WriterState, now: float) -> bool:
-        limit = self._lapse_after * (1 if writer.progress else _START)
-        waited = now - max(self._came, self._moved[rank])
+    def _check_lapse(self, rank: int, writer: WriterState, now: float) -> bool:
+        limit = self._lapse_after * (1 if writer.progress else _STARTUP_FACTOR)
+        waited = now - max(self._items_changed_at, self._progress_changed_at[rank])
         if writer.is_alive():
             if waited <= limit:
                 return False

@@ -29,8 +29,8 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_SHARE = 0.05  # of the time may go into writing large buffers, or those that inserts and samples wait for
-_PIECE = 1 << 24  # bytes that are read, written and checked at once
+_MAX_SAVE_FRACTION = 0.05  # of the time may go into writing large buffers, or those that inserts and samples wait for
+_PIECE_BYTES = 1 << 24  # bytes that are read, written and checked at once
 # A buffer up to this size goes with every checkpoint: a resumed run is then exact, wherever it stopped.
 _SMALL_BYTES = 64 * 2**20
 _AT_END_BYTES = 2**30  # a larger one is not written at the end: a program that stops has only seconds
@@ -87,7 +87,7 @@ class ReplayFiles:
         except OSError as error:
             raise CheckpointError(f"Cannot write to {self._directory}: {error.strerror}.") from error
         replay_buffer.save(self.path(number))
-        self._next_large_save = time.monotonic() + (time.monotonic() - began) / _SHARE
+        self._next_large_save = time.monotonic() + (time.monotonic() - began) / _MAX_SAVE_FRACTION
 
     def prune(self) -> None:
         """Remove files that no checkpoint needs any more, and incomplete ones of writers that were killed."""
@@ -136,7 +136,7 @@ def save_periodically(save: Callable[[], None], stop: threading.Event, seconds: 
         at_end: seconds for the last one, which is left out if the one before took longer.
     """
     took = 0.0
-    while not stop.wait(max(seconds, took / _SHARE)):
+    while not stop.wait(max(seconds, took / _MAX_SAVE_FRACTION)):
         began = time.monotonic()
         save()
         took = time.monotonic() - began
@@ -196,11 +196,11 @@ class SavedReplay(NamedTuple):
             else:
                 size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
                 self.file.seek(size + _CRC.size, os.SEEK_CUR)
-        _check(not self.file.read(1), self.path, "its end")
+        _check_intact(not self.file.read(1), self.path, "its end")
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
+def open_saved(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
     """Open the file `path` of a buffer with this `spec`, and read its header.
 
     Raises:
@@ -211,11 +211,11 @@ def opened(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedRepl
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise CheckpointError(f"{path} is damaged, or not a replay buffer that rlframe saved.")
-            length, crc = _LENGTHS.unpack(_exactly(file, _LENGTHS.size, path))
+            length, crc = _LENGTHS.unpack(_read_exactly(file, _LENGTHS.size, path))
             if length > os.fstat(file.fileno()).st_size:
                 raise CheckpointError(f"{path} is damaged: it is shorter than its header.")
-            text = _exactly(file, length, path)
-            _check(zlib.crc32(text) == crc, path, "its header")
+            text = _read_exactly(file, length, path)
+            _check_intact(zlib.crc32(text) == crc, path, "its header")
             header = json.loads(text)
             shapes = header.pop("arrays")
             if header["spec"] != repr(spec):
@@ -232,8 +232,8 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def _write_array(file: BinaryIO, array: np.ndarray) -> None:
     crc, data = 0, _bytes(array)
-    for low in range(0, len(data), _PIECE):
-        piece = bytes(data[low : low + _PIECE])  # a copy: another process may be writing to the array
+    for low in range(0, len(data), _PIECE_BYTES):
+        piece = bytes(data[low : low + _PIECE_BYTES])  # a copy: another process may be writing to the array
         crc = zlib.crc32(piece, crc)
         file.write(piece)
     file.write(_CRC.pack(crc))
@@ -241,19 +241,19 @@ def _write_array(file: BinaryIO, array: np.ndarray) -> None:
 
 def _read_array(file: BufferedReader, array: np.ndarray, path: Path, name: str) -> None:
     crc, data = 0, _bytes(array)
-    for low in range(0, len(data), _PIECE):
-        piece = data[low : low + _PIECE]
-        _check(file.readinto(piece) == len(piece), path, name)
+    for low in range(0, len(data), _PIECE_BYTES):
+        piece = data[low : low + _PIECE_BYTES]
+        _check_intact(file.readinto(piece) == len(piece), path, name)
         crc = zlib.crc32(piece, crc)
-    _check(_CRC.unpack(_exactly(file, _CRC.size, path))[0] == crc, path, name)
+    _check_intact(_CRC.unpack(_read_exactly(file, _CRC.size, path))[0] == crc, path, name)
 
 
-def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
     data = file.read(count)
-    _check(len(data) == count, path, "its end")
+    _check_intact(len(data) == count, path, "its end")
     return data
 
 
-def _check(good: bool, path: Path, where: str) -> None:
+def _check_intact(good: bool, path: Path, where: str) -> None:
     if not good:
         raise CheckpointError(f"{path} is damaged: {where} is not what was written. Delete it, or restore another.")

@@ -15,15 +15,15 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.replay.items import Sequences, Transitions
-from rlframe.replay.layout import Allocate, OutputArrays, check_step, no_memory, own_memory, step_layouts
+from rlframe.replay.layout import Allocate, OutputArrays, check_step, process_memory, step_layouts, unallocated_array
 from rlframe.replay.tables import ItemTable, PrioritizedTable, QueueTable, UniformTable
 from rlframe.replay.timeline import Index, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
 _CHUNK = 1024  # timesteps that are given up at once
-_IN_TABLE = 1 + 2 * 8  # bytes per slot: whether an item starts there, and the table's entries
-_SLOWER = 8  # an environment may be so many times slower than its actor's others without losing its open items
+_TABLE_BYTES = 1 + 2 * 8  # bytes per slot: whether an item starts there, and the table's entries
+_MAX_SLOWDOWN = 8  # an environment may be so many times slower than its actor's others without losing its open items
 
 
 class StepStore:
@@ -56,7 +56,7 @@ class StepStore:
         table: ItemTable,
         num_envs: int = 1,
         single_frame: bool | None = False,
-        allocate: Allocate = own_memory,
+        allocate: Allocate = process_memory,
     ) -> None:
         self.timeline, self.table = timeline, table
         kind = Transitions if isinstance(spec.item, Transition) else Sequences
@@ -68,7 +68,7 @@ class StepStore:
         self._outputs = OutputArrays()
 
     @classmethod
-    def in_own_memory(
+    def in_process_memory(
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
         """Make a store of `slots` timesteps in this process's memory. Raise `UsageError` if it does not fit."""
@@ -100,8 +100,8 @@ class StepStore:
             and fragments.open_block >= self.timeline.head + fragments.margin
         ):
             next_block, index = self._allocate(fragments.num_envs, fragments)
-            if observations.single is not None:
-                observations.single[index] = after.observation
+            if observations.only_array is not None:
+                observations.only_array[index] = after.observation
             else:
                 observations.write(index, after.observation, next_block, fragments.open_block)
             self.items.put(fragments, None, fragments.open_block, next_block, step)
@@ -112,11 +112,13 @@ class StepStore:
 
     def _add_scattered(self, fragments: WriterFragments, envs: np.ndarray, step: Step) -> None:
         """Add a step of some of a writer's environments, or of all where a fragment begins or is broken."""
-        fragments.scatter()
+        fragments.leave_lockstep()
         before, after, count = step.timestep, step.next_timestep, len(envs)
         numbers = fragments.open[envs]
         # What this call may overwrite (two timesteps for each environment) counts as gone.
-        kept = (numbers >= self.timeline.safe(2 * count)) & (fragments.types[envs] == before.step_type)
+        kept = (numbers >= self.timeline.floor_after_allocating(2 * count)) & (
+            fragments.types[envs] == before.step_type
+        )
         if not kept.all():
             lost = ~kept
             first, index = self._allocate(int(np.count_nonzero(lost)), fragments)
@@ -131,14 +133,14 @@ class StepStore:
         fragments.open[envs], fragments.types[envs] = next_numbers, after.step_type
         fragments.positions[envs] += 1
         if count == fragments.num_envs and (envs == fragments.range).all():
-            fragments.gather()
+            fragments.enter_lockstep()
 
     def _allocate(self, count: int, fragments: WriterFragments) -> tuple[int, Index]:
         """Allocate `count` timesteps, and drop the items that are given up for them."""
         timeline = self.timeline
         first = timeline.head
         if first + count - timeline.floor > timeline.slots:
-            for index in timeline.give_up(count):
+            for index in timeline.raise_floor(count):
                 self.table.evict(index)
         timeline.head = first + count
         index = timeline.index(first, count)
@@ -153,7 +155,7 @@ class StepStore:
     @property
     def nbytes(self) -> int:
         """Bytes that it takes when it is full, with the table."""
-        return self.items.nbytes + self.observations.nbytes + self.origin.nbytes + _IN_TABLE * self.timeline.slots
+        return self.items.nbytes + self.observations.nbytes + self.origin.nbytes + _TABLE_BYTES * self.timeline.slots
 
     def forget_before(self, version: int) -> int:
         """Drop the items of a queue that a version below `version` acted in, and return how many."""
@@ -247,7 +249,7 @@ def bytes_needed(
 ) -> int:
     """Return the bytes that a full buffer takes."""
     table = UniformTable(Timeline(1, 1))
-    return StepStore(spec, step_spec, Timeline(slots, 1), table, num_envs, single_frame, no_memory).nbytes
+    return StepStore(spec, step_spec, Timeline(slots, 1), table, num_envs, single_frame, unallocated_array).nbytes
 
 
 def check_fits(
@@ -288,7 +290,7 @@ class ItemAssembler:
         """Take a writer in, or take it in again: what its predecessor left open is dropped."""
         spec = self._agent.replay_spec
         length = spec.item.length if isinstance(spec.item, Sequence) else spec.item.n_step
-        spec = dataclasses.replace(spec, capacity=_SLOWER * num_envs * (length + 4))
+        spec = dataclasses.replace(spec, capacity=_MAX_SLOWDOWN * num_envs * (length + 4))
         slots, chunk = sizes(spec, num_envs, num_envs)
         timeline = Timeline(slots, chunk)
         table = QueueTable(timeline)

@@ -10,10 +10,12 @@ import numpy as np
 
 from rlframe.replay.timeline import Index
 
-_FAN = 16
-_ROOTS = 8192  # nodes of the top level, whose running sum is searched directly
-_CUMULATE = np.triu(np.ones((_FAN, _FAN)))  # row @ _CUMULATE is its running sum; quicker than cumsum along short rows
-_COUNT = np.ones(_FAN)
+_FANOUT = 16
+_MAX_ROOTS = 8192  # nodes of the top level, whose running sum is searched directly
+_CUMULATE = np.triu(
+    np.ones((_FANOUT, _FANOUT))
+)  # row @ _CUMULATE is its running sum; quicker than cumsum along short rows
+_COUNT = np.ones(_FANOUT)
 
 
 class SumTree:
@@ -26,11 +28,11 @@ class SumTree:
     def __init__(self, size: int):
         self.levels = []
         while True:
-            padded = -(-size // _FAN) * _FAN
+            padded = -(-size // _FANOUT) * _FANOUT
             self.levels.append(np.zeros(padded))
-            if padded <= _ROOTS:
+            if padded <= _MAX_ROOTS:
                 break
-            size = padded // _FAN
+            size = padded // _FANOUT
         self.leaves = self.levels[0]
         self._ranges: list[tuple[int, int]] = []
         self._scattered: list[np.ndarray] = []
@@ -76,17 +78,17 @@ class SumTree:
     def _descend(self, mass: np.ndarray, running: np.ndarray) -> np.ndarray:
         node = running.searchsorted(mass, side="right")
         np.minimum(node, len(running) - 1, out=node)
-        rows = np.arange(0, len(mass) * _FAN, _FAN)
+        rows = np.arange(0, len(mass) * _FANOUT, _FANOUT)
         if len(self.levels) > 1:
             mass = mass - running.take(node) + self.levels[-1].take(node)
         for depth in range(len(self.levels) - 2, -1, -1):
-            values = self.levels[depth].reshape(-1, _FAN).take(node, axis=0)
+            values = self.levels[depth].reshape(-1, _FANOUT).take(node, axis=0)
             sums = values @ _CUMULATE
             child = (sums > mass[:, None]).argmax(axis=1)
             if depth:
                 at = rows + child
                 mass -= sums.ravel().take(at) - values.ravel().take(at)
-            node = node * _FAN + child
+            node = node * _FANOUT + child
         return node
 
     def refresh(self) -> None:
@@ -96,14 +98,17 @@ class SumTree:
             return
         self._ranges, self._scattered = [], []
         if len(ranges) > 8 or len(scattered) > 8:
-            points = [np.arange(low // _FAN, -(-high // _FAN)) * _FAN for low, high in ranges]
-            ranges, scattered = [], [np.unique(np.concatenate(points + [index // _FAN * _FAN for index in scattered]))]
+            points = [np.arange(low // _FANOUT, -(-high // _FANOUT)) * _FANOUT for low, high in ranges]
+            ranges, scattered = (
+                [],
+                [np.unique(np.concatenate(points + [index // _FANOUT * _FANOUT for index in scattered]))],
+            )
         for low, high in ranges:
             for below, above in zip(self.levels, self.levels[1:]):
-                low, high = low // _FAN, -(-high // _FAN)
-                above[low:high] = below[low * _FAN : high * _FAN].reshape(-1, _FAN) @ _COUNT
+                low, high = low // _FANOUT, -(-high // _FANOUT)
+                above[low:high] = below[low * _FANOUT : high * _FANOUT].reshape(-1, _FANOUT) @ _COUNT
         for index in scattered:
             node = index
             for below, above in zip(self.levels, self.levels[1:]):
-                node = node // _FAN
-                above[node] = below.reshape(-1, _FAN).take(node, axis=0) @ _COUNT
+                node = node // _FANOUT
+                above[node] = below.reshape(-1, _FANOUT).take(node, axis=0) @ _COUNT

@@ -14,7 +14,7 @@ from rlframe.replay.base import STATS
 from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of, ring_index
 
-LOWEST = 1e-8  # priority: so that an item with none can still be drawn
+MIN_PRIORITY = 1e-8  # priority: so that an item with none can still be drawn
 
 
 class ItemTable(abc.ABC):
@@ -33,7 +33,7 @@ class ItemTable(abc.ABC):
 
         `shared`: other items of the block may have been noted already.
         """
-        if self._timeline.gone(first):  # a slow writer's: at least some are gone already
+        if self._timeline.is_evicted(first):  # a slow writer's: at least some are gone already
             self.append(numbers_of(first, count, mask))
             return
         if isinstance(mask, bool):
@@ -47,7 +47,7 @@ class ItemTable(abc.ABC):
 
     def append(self, starts: np.ndarray) -> None:
         """Note the items that start at the numbers `starts`, of which some may be gone already."""
-        late = self._timeline.gone(starts)
+        late = self._timeline.is_evicted(starts)
         if late.any():
             gone = int(np.count_nonzero(late))
             self.added += gone
@@ -142,7 +142,7 @@ class Ring(ItemTable):
         self.last = -1
 
     def _push(self, starts: np.ndarray) -> None:
-        self._settle()
+        self._write_pending()
         self.ordered = self.ordered and bool((starts[1:] > starts[:-1]).all())
         self._write(starts)
 
@@ -151,13 +151,13 @@ class Ring(ItemTable):
         if not shared and first == high and low < high:
             self._pending = low, high + count
             return
-        self._settle()
+        self._write_pending()
         if shared:
             self._write(numbers_of(first, count, mask))
         else:
             self._pending = first, first + count
 
-    def _settle(self) -> None:
+    def _write_pending(self) -> None:
         """Write the items of the pending blocks to the ring."""
         low, high = self._pending
         if low == high:
@@ -167,11 +167,11 @@ class Ring(ItemTable):
         self._write(low + self._present[index].nonzero()[0])
 
     def evict(self, index: Index) -> None:
-        self._settle()
+        self._write_pending()
         super().evict(index)
 
     def state(self) -> dict[str, Any]:
-        self._settle()
+        self._write_pending()
         return super().state()
 
     def _write(self, starts: np.ndarray) -> None:
@@ -187,9 +187,9 @@ class Ring(ItemTable):
     def _compact(self) -> None:
         """Drop the dead entries. Needed only if a writer pauses, so that its living items hold the tail."""
         entries = np.arange(self.tail, self.end)
-        living = self._starts[entries[self._living(entries)] % len(self._starts)]
-        self.tail, self.end = 0, len(living)
-        self._starts[: self.end] = living
+        live = self._starts[entries[self._is_live(entries)] % len(self._starts)]
+        self.tail, self.end = 0, len(live)
+        self._starts[: self.end] = live
 
     def _advance(self, gone: int) -> None:
         if self.ordered:
@@ -197,22 +197,22 @@ class Ring(ItemTable):
             return
         while self.tail < self.end:
             window = np.arange(self.tail, min(self.end, self.tail + gone + 64))
-            living = self._living(window)
-            first = int(living.argmax())
-            if living[first]:
+            live = self._is_live(window)
+            first = int(live.argmax())
+            if live[first]:
                 self.tail += first
                 return
             self.tail += len(window)
 
     def starts(self) -> np.ndarray:
         """Return the starts of the items that are there, in order."""
-        self._settle()
+        self._write_pending()
         positions = np.arange(self.tail, self.end)
         starts = self._starts[positions % len(self._starts)]
-        return starts if self.ordered else starts[~self._timeline.gone(starts)]
+        return starts if self.ordered else starts[~self._timeline.is_evicted(starts)]
 
-    def _living(self, positions: np.ndarray) -> np.ndarray:
-        return ~self._timeline.gone(self._starts[positions % len(self._starts)])
+    def _is_live(self, positions: np.ndarray) -> np.ndarray:
+        return ~self._timeline.is_evicted(self._starts[positions % len(self._starts)])
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {**super().arrays(), "starts": self._starts[: self.end]}
@@ -223,15 +223,15 @@ class UniformTable(Ring):
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts [count] int64, probabilities [count] float32)."""
-        self._settle()
-        starts = self._some(count, rng)
+        self._write_pending()
+        starts = self._draw_starts(count, rng)
         if not self.ordered:
             # Dead entries are few: draw again instead of them, so that all living ones keep the same chance.
-            while 1 in (dead := self._timeline.gone(starts)).tobytes():
-                starts[dead] = self._some(int(np.count_nonzero(dead)), rng)
+            while 1 in (evicted_draws := self._timeline.is_evicted(starts)).tobytes():
+                starts[evicted_draws] = self._draw_starts(int(np.count_nonzero(evicted_draws)), rng)
         return starts, _full(count, 1.0 / self.size)
 
-    def _some(self, count: int, rng: np.random.Generator) -> np.ndarray:
+    def _draw_starts(self, count: int, rng: np.random.Generator) -> np.ndarray:
         # A quarter of the time of `rng.integers`, and as even as doubles are: to one part in 2^53 / size.
         draws = rng.random(count)
         draws *= float(self.end - self.tail)
@@ -248,11 +248,11 @@ class QueueTable(Ring):
 
     def draw(self, count: int, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Take `count` items, of which there must be enough, out of the queue."""
-        self._settle()
+        self._write_pending()
         probabilities = _full(count, 1.0 / self.size)
         chosen = np.arange(self.tail, self.tail + count)
         if not self.ordered:
-            chosen = self._first_living(count)
+            chosen = self._first_live(count)
         starts = self._starts[chosen % len(self._starts)]
         self.tail = int(chosen[-1]) + 1
         self._present[self._timeline.slots_of(starts)] = False
@@ -274,15 +274,15 @@ class QueueTable(Ring):
             self.evicted_unsampled += gone
         return gone
 
-    def _first_living(self, count: int) -> np.ndarray:
+    def _first_live(self, count: int) -> np.ndarray:
         """Return the positions of the `count` oldest living entries, of which there must be enough."""
         width = count
         while True:
             width = min(2 * width, self.end - self.tail)
             window = np.arange(self.tail, self.tail + width)
-            living = window[self._living(window)]
-            if len(living) >= count:
-                return living[:count]
+            live = window[self._is_live(window)]
+            if len(live) >= count:
+                return live[:count]
 
     def _advance(self, gone: int) -> None:
         self.evicted_unsampled += gone
@@ -327,7 +327,7 @@ class PrioritizedTable(ItemTable):
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts [count] int64, probabilities [count] float32)."""
         slots, probabilities = self._tree.draw(count, rng)
-        return self._timeline.living(slots), probabilities
+        return self._timeline.numbers_in(slots), probabilities
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
         """Set the priorities of the items `starts`; of one that comes twice, the last counts."""
@@ -338,10 +338,10 @@ class PrioritizedTable(ItemTable):
         if not len(starts):
             return
         self.highest = max(self.highest, float(priorities.max()))
-        self._tree.set(self._timeline.slots_of(starts), np.maximum(priorities, LOWEST) ** self._exponent)
+        self._tree.set(self._timeline.slots_of(starts), np.maximum(priorities, MIN_PRIORITY) ** self._exponent)
 
     def starts(self) -> np.ndarray:
-        return self._timeline.living(self._present.nonzero()[0])
+        return self._timeline.numbers_in(self._present.nonzero()[0])
 
     def leaves(self, starts: np.ndarray) -> np.ndarray:
         """Return the weights of the items `starts`: priority^exponent."""

@@ -55,7 +55,7 @@ class Timeline:
         self.head = 0  # the next number
         self.floor = 0  # the lowest number that is still there
 
-    def give_up(self, count: int) -> list[Index]:
+    def raise_floor(self, count: int) -> list[Index]:
         """Raise the floor so that a block of `count` fits, and return the slots that are given up for it."""
         floor, self.floor = self.floor, self.head + count - self.slots + self.chunk
         low, high = floor % self.slots, self.floor % self.slots
@@ -63,7 +63,7 @@ class Timeline:
             return [slice(low, high)]
         return [slice(low, self.slots), slice(0, high)]
 
-    def safe(self, count: int) -> int:
+    def floor_after_allocating(self, count: int) -> int:
         """Return the lowest number that will still be there when `count` more are allocated."""
         return max(0, self.head + count + self.chunk - self.slots)
 
@@ -84,7 +84,7 @@ class Timeline:
         """Return the slots `spans` numbers further, for `take(mode="wrap")`."""
         return slots + spans
 
-    def gone(self, numbers: Numbers) -> Any:
+    def is_evicted(self, numbers: Numbers) -> Any:
         """Return whether `numbers` were given up."""
         return numbers < self.floor
 
@@ -92,7 +92,7 @@ class Timeline:
         """[B] bool: which of `numbers` (any integers) are there."""
         return (numbers >= self.floor) & (numbers < self.head)
 
-    def living(self, slots: np.ndarray) -> np.ndarray:
+    def numbers_in(self, slots: np.ndarray) -> np.ndarray:
         """Return the numbers that are in `slots` now."""
         numbers = slots + (self.head - self.head % self.slots)
         return np.where(numbers >= self.head, numbers - self.slots, numbers)
@@ -109,7 +109,7 @@ class WriterFragments:
     item may start at every `period`-th step of a fragment. The number of start n, from 0, is kept in row `n % history`.
 
     A writer whose every batch holds all its environments in order is in lockstep. Then its open timesteps are one
-    block, and one integer is enough for all environments. `gather` enters this form, `scatter` leaves it. In the
+    block, and one integer is enough for all environments. `enter_lockstep` enters this form, `leave_lockstep` leaves it. In the
     example above, after 6 steps from number 400 on, with a period of 1 and a history of 3:
 
         fact                             in lockstep                      else, for each environment
@@ -147,7 +147,7 @@ class WriterFragments:
         self.starts = np.full((history, num_envs), -1, np.int64)
         self.ages = np.zeros(num_envs, np.int64)
 
-    def scatter(self) -> None:
+    def leave_lockstep(self) -> None:
         """Leave lockstep."""
         if self.open_block < 0:
             return
@@ -161,12 +161,12 @@ class WriterFragments:
         self.open_block, self.type_bytes = -1, b""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold. Leave lockstep; `gather` returns to it."""
-        self.scatter()
+        """Return the arrays that a checkpoint must hold. Leave lockstep; `enter_lockstep` returns to it."""
+        self.leave_lockstep()
         names = ("open", "types", "positions", "starts", "ages")
         return {name: getattr(self, name) for name in names}
 
-    def gather(self) -> None:
+    def enter_lockstep(self) -> None:
         """Enter lockstep if the open timesteps of all environments lie side by side."""
         if self.open[0] < 0:
             return

@@ -45,22 +45,22 @@ def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Severa
     """
     for kind in kinds:
         for item in items:
-            for scene in SCENARIOS:
-                with _named(f"{kind} replay of {item}, {scene}"):
-                    check_items(factory, kind, item, scene)
-                    check_eviction(factory, kind, item, scene)
+            for scenario in SCENARIOS:
+                with _error_context(f"{kind} replay of {item}, {scenario}"):
+                    check_items(factory, kind, item, scenario)
+                    check_eviction(factory, kind, item, scenario)
         for check in CHECKS[kind]:
-            with _named(f"{kind} replay, {check.__name__}"):
+            with _error_context(f"{kind} replay, {check.__name__}"):
                 check(factory, kind)
         for item in PRIORITY_ITEMS:
             if kind == "prioritized" and any(isinstance(each, type(item)) for each in items):
                 for priority_check in PRIORITY_CHECKS:
-                    with _named(f"{kind} replay of {item}, {priority_check.__name__}"):
+                    with _error_context(f"{kind} replay of {item}, {priority_check.__name__}"):
                         priority_check(factory, item)
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
+def _error_context(what: str) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
@@ -68,7 +68,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def made(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
+def new_replay(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
     """A replay for an agent with `ReplaySpec(*spec, **options)`, closed in the end where it can be."""
     replay = factory(fake_agent(*spec, **options), num_writers)
     try:
@@ -77,79 +77,89 @@ def made(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> 
         getattr(replay, "close", lambda: None)()
 
 
-def writers(scene: str) -> int:
+def writers(scenario: str) -> int:
     """Return how many there are in a scene."""
-    return 2 if scene == "two writers" else 1
+    return 2 if scenario == "two writers" else 1
 
 
-def play(
-    scene: str, replay: Any, twin: ReferenceReplay, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2
+def add_experience(
+    scenario: str,
+    replay: Any,
+    reference: ReferenceReplay,
+    steps: int,
+    num_envs: int = 6,
+    seed: int = 0,
+    end: float = 0.2,
 ) -> Iterator[int]:
     """Feed replay and twin with the same experience; yield after every step."""
     rng = np.random.default_rng(seed)
-    streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scene))]
+    streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scenario))]
     for stream in streams:
         claimed = replay.claim_rank(stream.num_envs, stream.rank)
         assert claimed == (stream.rank, 0), f"claim_rank gave {claimed} to the first writer of rank {stream.rank}"
-        twin.claim_rank(stream.num_envs, stream.rank)
+        reference.claim_rank(stream.num_envs, stream.rank)
     for t in range(steps):
         stream = streams[int(rng.integers(len(streams)))]
         envs = None
-        if scene == "subsets":
+        if scenario == "subsets":
             envs = rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)]
-        elif scene == "broken fragments" and rng.random() < 0.3:
+        elif scenario == "broken fragments" and rng.random() < 0.3:
             stream.restart(rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)], unless_first=True)
-        elif scene == "reclaimed rank" and t % 11 == 10:
+        elif scenario == "reclaimed rank" and t % 11 == 10:
             stream.restart(np.arange(num_envs))
             claimed, incarnation = replay.claim_rank(num_envs, 0), (t + 1) // 11
             assert claimed == (0, incarnation), f"claim_rank gave {claimed} for incarnation {incarnation} of rank 0"
-            twin.claim_rank(num_envs, 0)
-        elif scene == "one slow environment" and t % 9:
+            reference.claim_rank(num_envs, 0)
+        elif scenario == "one slow environment" and t % 9:
             envs = np.arange(1, num_envs)
         ids, step = stream.step(envs)
         replay.add(ids, step)
-        twin.add(ids, step)
+        reference.add(ids, step)
         yield t
 
 
-def check_items(factory: Factory, kind: str, item: Item, scene: str) -> None:
+def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
     """Each item that is sampled is one that was added; a queue gives each once, the others each with its chance."""
-    twin, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
-    with made(factory, kind, item, batch_size, 10_000, num_writers=writers(scene)) as replay:
-        for _ in play(scene, replay, twin, 40):
+    reference, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
+    with new_replay(factory, kind, item, batch_size, 10_000, num_writers=writers(scenario)) as replay:
+        for _ in add_experience(scenario, replay, reference, 40):
             if kind == "queue":
                 while (batch := replay.sample()) is not None:
-                    assert_batch_matches(batch, twin)
+                    assert_batch_matches(batch, reference)
                     seen += first_ids(batch).tolist()
-                    assert len(seen) <= len(twin.items), "a queue gives each item once"
-                assert replay.stats()["items"] == len(twin.items) - len(seen) < 4, "an item is missing, or not taken"
+                    assert len(seen) <= len(reference.items), "a queue gives each item once"
+                assert replay.stats()["items"] == len(reference.items) - len(seen) < 4, (
+                    "an item is missing, or not taken"
+                )
                 continue
-            assert replay.stats()["items"] == len(twin.items), "it does not hold the items that are complete"
+            assert replay.stats()["items"] == len(reference.items), "it does not hold the items that are complete"
             batch = replay.sample()
-            assert (batch is None) == (not twin.items), "sample() gives a batch as soon as there is an item"
+            assert (batch is None) == (not reference.items), "sample() gives a batch as soon as there is an item"
             if batch is not None:
-                assert_batch_matches(batch, twin)
-                np.testing.assert_allclose(batch.probabilities, 1 / len(twin.items), rtol=1e-6)
-    order = {first: i for i, first in enumerate(twin.items)}
+                assert_batch_matches(batch, reference)
+                np.testing.assert_allclose(batch.probabilities, 1 / len(reference.items), rtol=1e-6)
+    order = {first: i for i, first in enumerate(reference.items)}
     assert len(set(seen)) == len(seen) and set(seen) <= set(order), "a queue gives each item once"
     # A call may complete several items, whose order among each other is free.
     out_of_order = max((abs(order[first] - i) for i, first in enumerate(seen)), default=0)
     assert out_of_order <= 6 * 5, f"an item of the queue is {out_of_order} places from where it belongs"
 
 
-def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
+def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> None:
     """A full replay drops the oldest items, counts them, and draws whole ones only."""
-    twin, sampled = ReferenceReplay(item), 0
-    with made(factory, kind, item, 4, 96, num_writers=writers(scene)) as replay:
-        for t in play(scene, replay, twin, 140):
+    reference, sampled = ReferenceReplay(item), 0
+    with new_replay(factory, kind, item, 4, 96, num_writers=writers(scenario)) as replay:
+        for t in add_experience(scenario, replay, reference, 140):
             batch = replay.sample() if t % 30 == 29 else None
             if batch is not None:
-                assert_batch_matches(batch, twin)
+                assert_batch_matches(batch, reference)
                 sampled += 4
         stats = replay.stats()
         # An item whose first step left before its last one came is never there.
-        slow = scene in ("one slow environment", "two writers")
-        assert stats["added"] <= len(twin.items) if slow else stats["added"] == len(twin.items), f"{stats}: added"
+        slow = scenario in ("one slow environment", "two writers")
+        assert stats["added"] <= len(reference.items) if slow else stats["added"] == len(reference.items), (
+            f"{stats}: added"
+        )
         taken = sampled if kind == "queue" else 0
         assert stats["added"] == stats["items"] + stats["evicted"] + taken, f"{stats}: items are lost from the count"
         assert stats["evicted"] > 0, f"{stats}: nothing left a full replay"
@@ -165,7 +175,7 @@ def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
 
 def check_batch_size_none(factory: Factory, kind: str) -> None:
     """`batch_size=None`: a batch is one item of each environment."""
-    with made(factory, kind, Sequence(3), None, 1000) as replay:
+    with new_replay(factory, kind, Sequence(3), None, 1000) as replay:
         replay.claim_rank(5)
         stream = StepStream(5, end=0.0)
         for _ in range(2):
@@ -181,7 +191,7 @@ def check_batch_size_none(factory: Factory, kind: str) -> None:
 
 def check_oldest_version(factory: Factory, kind: str) -> None:
     """`params_version` is that of the oldest parameters which acted in an item."""
-    with made(factory, kind, Sequence(4), 2, 1000) as replay:
+    with new_replay(factory, kind, Sequence(4), 2, 1000) as replay:
         stream = StepStream(2, end=0.0)
         replay.claim_rank(2)
         for version in (5, 6, 4, 7):  # one inferencer answered for another
@@ -192,9 +202,9 @@ def check_oldest_version(factory: Factory, kind: str) -> None:
 
 def check_uniform_sampling(factory: Factory, kind: str) -> None:
     """Each item is drawn with the same chance."""
-    twin = ReferenceReplay(Transition(3))
-    with made(factory, kind, Transition(3), 100, 200) as replay:
-        for _ in play("subsets", replay, twin, 200):
+    reference = ReferenceReplay(Transition(3))
+    with new_replay(factory, kind, Transition(3), 100, 200) as replay:
+        for _ in add_experience("subsets", replay, reference, 200):
             pass
         size = replay.stats()["items"]
         draws = np.concatenate([first_ids(replay.sample()) for _ in range(400)])
@@ -207,7 +217,7 @@ def check_uniform_sampling(factory: Factory, kind: str) -> None:
 
 def check_rate_limiter(factory: Factory, kind: str) -> None:
     """`min_size` and `samples_per_insert` hold sampling back; see `RateLimiter`."""
-    with made(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
+    with new_replay(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
         replay.claim_rank(2)
         stream, given = StepStream(2, end=0.0), []
         for _ in range(12):
@@ -221,7 +231,7 @@ def check_rate_limiter(factory: Factory, kind: str) -> None:
 
 def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
     """A batch is the caller's: what comes later does not change it."""
-    with made(factory, kind, Transition(1), 8, 100) as replay:
+    with new_replay(factory, kind, Transition(1), 8, 100) as replay:
         replay.claim_rank(4)
         stream = StepStream(4)
         for _ in range(30):
@@ -237,7 +247,7 @@ def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
 
 def check_ranks(factory: Factory, kind: str) -> None:
     """Ranks are given in order, and taken again with a new incarnation; steps of others are refused."""
-    with made(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
+    with new_replay(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
         claimed = [replay.claim_rank(4), replay.claim_rank(4), replay.claim_rank(4, rank=0)]
         assert claimed == [(0, 0), (1, 0), (0, 1)], f"claim_rank gave {claimed}"
         ids, step = StepStream(4, rank=3).step()
@@ -251,20 +261,20 @@ def check_ranks(factory: Factory, kind: str) -> None:
 
 def check_dataset(factory: Factory, kind: str) -> None:
     """`make_dataset` gives batches without end."""
-    twin = ReferenceReplay(Transition(1))
-    with made(factory, kind, Transition(1), 4, 1000) as replay:
-        for _ in play("lockstep", replay, twin, 20):
+    reference = ReferenceReplay(Transition(1))
+    with new_replay(factory, kind, Transition(1), 4, 1000) as replay:
+        for _ in add_experience("lockstep", replay, reference, 20):
             pass
         dataset = replay.make_dataset()
         for _ in range(5):
-            assert_batch_matches(next(dataset), twin)
+            assert_batch_matches(next(dataset), reference)
         getattr(dataset, "close", lambda: None)()
 
 
 def check_priorities(factory: Factory, item: Item) -> None:
     """Items are drawn by priority^exponent, and `probabilities` say so."""
-    with made(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
-        for _ in play("subsets", replay, ReferenceReplay(item), 100):
+    with new_replay(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
+        for _ in add_experience("subsets", replay, ReferenceReplay(item), 100):
             pass
         priorities: dict[int, float] = {}
         for _ in range(400):  # every item gets the priority that its observation's number says
@@ -288,7 +298,7 @@ def check_priorities(factory: Factory, item: Item) -> None:
 def check_new_priority(factory: Factory, item: Item) -> None:
     """A new item has the highest priority so far."""
     steps, more = (item.n_step, 1) if isinstance(item, Transition) else (item.length, item.period)
-    with made(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
+    with new_replay(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
         replay.claim_rank(1)
         stream = StepStream(1, end=0.0)
         for _ in range(steps):
@@ -307,7 +317,7 @@ def check_new_priority(factory: Factory, item: Item) -> None:
 def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
     """Priorities of items that are gone are dropped and counted; what is no priority is refused."""
     stream = StepStream(2)
-    with made(factory, "prioritized", item, 8, 50) as replay:
+    with new_replay(factory, "prioritized", item, 8, 50) as replay:
         replay.claim_rank(2)
         for _ in range(10):
             replay.add(*stream.step())

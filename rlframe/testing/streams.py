@@ -209,11 +209,11 @@ def first_ids(batch: Any) -> np.ndarray:
     return ids if ids.ndim == 1 else ids[:, 0]
 
 
-def assert_batch_matches(batch: Any, twin: ReferenceReplay) -> None:
+def assert_batch_matches(batch: Any, reference: ReferenceReplay) -> None:
     """Every item of `batch` is one that the twin completed, with the same arrays, origin and version."""
     for i, (first, item) in enumerate(zip(first_ids(batch).tolist(), batch_items(batch))):
-        assert first in twin.items, f"the buffer made up an item that starts at observation {first}"
-        content, origin, version = twin.items[first]
+        assert first in reference.items, f"the buffer made up an item that starts at observation {first}"
+        content, origin, version = reference.items[first]
         assert item.keys() == content.keys()
         for name, value in content.items():
             if name in ("reward", "discount"):

@@ -33,8 +33,8 @@ class Watched:
 
     def __init__(self, timeout: float = 30.0) -> None:
         self.now = 0.0
-        self.pulse = HeartbeatMonitor(timeout, self.now)
-        self.heart = HeartbeatSender(self.pulse.descriptor, 1.0)
+        self.monitor = HeartbeatMonitor(timeout, self.now)
+        self.sender = HeartbeatSender(self.monitor.descriptor, 1.0)
 
     def pass_by(self, seconds: float, *, beats: bool) -> str:
         """Passes time until there is a problem, which it returns."""
@@ -42,8 +42,8 @@ class Watched:
         while self.now < end:
             self.now += 1.0
             if beats:
-                self.heart.beat(self.now)
-            if problem := self.pulse.problem(self.now):
+                self.sender.beat(self.now)
+            if problem := self.monitor.problem(self.now):
                 return problem
         return ""
 
@@ -91,13 +91,13 @@ def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     watchers, workers = SuspendAwareClock(2.0), SuspendAwareClock(2.0)
-    pulse = HeartbeatMonitor(30.0, watchers())
-    heart = HeartbeatSender(pulse.descriptor, 1.0)
+    monitor = HeartbeatMonitor(30.0, watchers())
+    sender = HeartbeatSender(monitor.descriptor, 1.0)
 
     def look(beats: bool) -> str:
         if beats:
-            heart.beat(workers.tick())
-        return pulse.problem(watchers.tick())
+            sender.beat(workers.tick())
+        return monitor.problem(watchers.tick())
 
     with Phase("stepping", 605.0):
         for _ in range(10):
@@ -115,11 +115,11 @@ def test_who_was_asleep_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_page_is_let_go_of_with_the_pulse():
-    pulse = HeartbeatMonitor(1.0, time.time())
-    descriptor = pulse.descriptor
-    assert pulse.variables == {VARIABLE: f"{descriptor}:0.1"}
+    monitor = HeartbeatMonitor(1.0, time.time())
+    descriptor = monitor.descriptor
+    assert monitor.variables == {VARIABLE: f"{descriptor}:0.1"}
     os.fstat(descriptor)
-    del pulse
+    del monitor
     with pytest.raises(OSError):
         os.fstat(descriptor)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.interprocess.heartbeat import patience as patience_of
+from rlframe.interprocess.heartbeat import peer_timeout
 from rlframe.replay.base import BaseReplayBuffer, Dataset, override
 from rlframe.replay.rate_limiter import WriterQuorum, WriterState, default_run_ahead
 from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection
@@ -34,10 +34,10 @@ from rlframe.replay.reverb.server_tables import (
     may_sample,
 )
 from rlframe.replay.reverb.writer import ReverbWriter
-from rlframe.replay.tables import LOWEST
+from rlframe.replay.tables import MIN_PRIORITY
 from rlframe.types import AgentSpecs, Batch, Step
 
-_DRAW_SECONDS = 10.0  # for what the server said it has: only another reader that was quicker has it wait
+_DRAW_TIMEOUT = 10.0  # for what the server said it has: only another reader that was quicker has it wait
 
 
 class ReverbReplayBuffer(BaseReplayBuffer):
@@ -74,11 +74,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._rows = ItemRows(self._agent)
         address = server if isinstance(server, str) else server.server_address
         self._options: dict[str, Any] = {"timeout": timeout, "patience": patience}
-        timeout = patience_of(120.0, watched=600.0) if timeout is None else timeout
+        timeout = peer_timeout(120.0, watched=600.0) if timeout is None else timeout
         self._connection = ReverbConnection(address, timeout)
         self._registry = RankRegistry(self._connection, timeout)
         self._block = 0  # items per row of the table; 0 before the server was asked
-        patience = patience_of(600.0) if patience is None else patience
+        patience = peer_timeout(600.0) if patience is None else patience
         self._writer = ReverbWriter(self._agent, self._connection, self._registry, self._rows, patience)
         self._read_lock = threading.RLock()
         self._dropped = 0
@@ -154,7 +154,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             if self.spec.kind == "queue":
                 self._draw_queue(count, table.current_size)
             elif self.missing(count) > 0 and may_sample(table, count):
-                self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_SECONDS))
+                self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_TIMEOUT))
             number = self.items_to_take(count)
             return self.take(number) if number else None
 
@@ -162,7 +162,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         # What is missing is taken even if too little is there: a writer that has yet to add the rest must not be held
         # up by a full queue.
         while left > 0 and (missing := self.missing(count)) > 0:
-            drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_SECONDS)
+            drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_TIMEOUT)
             self.keep(drawn)
             left = left - len(drawn) if drawn else 0
 
@@ -184,9 +184,9 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 return count
             if self.spec.kind != "queue" or self.spec.batch_size is not None or self._drawn.size < self.spec.min_size:
                 return 0
-            came = self._drawn.came
-            writers = {rank: WriterState(envs, came[rank], lambda: True) for rank, envs in self._envs.items()}
-            return self._quorum.complete_items(writers, self._drawn.items_of())
+            received = self._drawn.received
+            writers = {rank: WriterState(envs, received[rank], lambda: True) for rank, envs in self._envs.items()}
+            return self._quorum.complete_items(writers, self._drawn.items_by_rank())
 
     def forget_before(self, version: int) -> None:
         if self.spec.kind == "queue":
@@ -235,11 +235,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         with self._read_lock:
             server_keys = self._server_keys.find(keys, floor)
             self._dropped += server_keys.count(None)
-        values = np.maximum(priorities, LOWEST).tolist()
+        values = np.maximum(priorities, MIN_PRIORITY).tolist()
         updates = {key: value for key, value in zip(server_keys, values) if key is not None}
         if updates:
             self._connection.set_priorities(REPLAY, updates)
-            self._registry.raise_highest(max(updates.values()), inserted(info[HIGHEST]))
+            self._registry.raise_highest_priority(max(updates.values()), inserted(info[HIGHEST]))
 
     # --- about the server
 

@@ -24,11 +24,11 @@ from rlframe.replay.base import ReplayClosedError
 
 REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the tables of a server
 
-_ATTEMPT = 1  # seconds that one look at the server may take
-_PAUSE = 0.1  # seconds between two
-_SLICE_MS = 500  # how long is waited for a confirmation before looking around
-_UNCONFIRMED = 32  # items on their way at once; from 50 on, Reverb warns
-_JOIN_WITHIN = 10.0  # seconds; a sampler that is closed lets its thread go at once
+_INFO_TIMEOUT = 1  # seconds that one look at the server may take
+_RETRY_INTERVAL = 0.1  # seconds between two
+_FLUSH_TIMEOUT_MS = 500  # how long is waited for a confirmation before looking around
+_MAX_UNCONFIRMED = 32  # items on their way at once; from 50 on, Reverb warns
+_JOIN_TIMEOUT = 10.0  # seconds; a sampler that is closed lets its thread go at once
 
 
 @functools.cache
@@ -53,15 +53,15 @@ class ReverbConnection:
         self.address, self.timeout = address, timeout
         self.closed = threading.Event()
         self._lock = threading.Lock()
-        self._made: Any = None
+        self._client: Any = None
 
     @property
     def client(self) -> Any:
         """Reverb's own client, made at the first call: a constructor must not wait for TensorFlow."""
         with self._lock:
-            if self._made is None:
-                self._made = import_reverb()[0].pybind.Client(self.address)
-            return self._made
+            if self._client is None:
+                self._client = import_reverb()[0].pybind.Client(self.address)
+            return self._client
 
     def info(self, call: str, stop: threading.Event | None = None) -> dict[str, Any]:
         """Return what the server says of each table, a `TableInfo` message.
@@ -72,20 +72,20 @@ class ReverbConnection:
         """
         began = time.monotonic()
         while True:
-            answer = self.look()
+            answer = self.try_info()
             if answer is not None:
                 return answer
             if stop is not None and stop.is_set():
                 raise StoppedError(f"Told to stop while {call} waited for the Reverb server at {self.address}.")
-            self._again(call, began)
+            self._wait_before_retry(call, began)
 
-    def look(self) -> dict[str, Any] | None:
+    def try_info(self) -> dict[str, Any] | None:
         """Like `info`, but ask once, and return None if there is no answer within a second."""
         client = self.client
         from reverb.cc import schema_pb2
 
         try:
-            answers = client.ServerInfo(_ATTEMPT)
+            answers = client.ServerInfo(_INFO_TIMEOUT)
         except RuntimeError:
             return None
         infos = (schema_pb2.TableInfo.FromString(answer) for answer in answers)
@@ -114,9 +114,9 @@ class ReverbConnection:
                 drawn.append(samplers[0].GetNextTrajectory())
 
         try:
-            self._within(seconds, run)
+            self._run_within(seconds, run)
         except RuntimeError as error:
-            if not self.has_lost(error):
+            if not self.is_connection_error(error):
                 raise
         for sampler in samplers:
             sampler.Close()  # ends the waiting of a thread that is left behind
@@ -127,9 +127,9 @@ class ReverbConnection:
         self.info("sample")  # it would wait without a deadline for a server that is not there
         return self.client.NewSampler(table, -1, ahead)
 
-    def samplers(self, table: str, ahead: int, count: int) -> Samplers:
-        """Return `count` such samplers as one; see `Samplers`. What one alone draws ahead stays with it."""
-        return Samplers([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
+    def samplers(self, table: str, ahead: int, count: int) -> SamplerPool:
+        """Return `count` such samplers as one; see `SamplerPool`. What one alone draws ahead stays with it."""
+        return SamplerPool([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
 
     def set_priorities(self, table: str, priorities: dict[int, float]) -> None:
         """Set the priorities of items by their keys; those that are gone are ignored."""
@@ -145,26 +145,26 @@ class ReverbConnection:
         while True:
             self.info(name)
             try:
-                if self._within(self.timeout, lambda: result.append(function())):
+                if self._run_within(self.timeout, lambda: result.append(function())):
                     return result[0]
             except RuntimeError as error:
-                if not self.has_lost(error):
+                if not self.is_connection_error(error):
                     raise
-            self._again(name, began)
+            self._wait_before_retry(name, began)
 
-    def has_lost(self, error: RuntimeError) -> bool:
+    def is_connection_error(self, error: RuntimeError) -> bool:
         """Return whether an error of Reverb's came of a server that has gone; it may be back already."""
         lost = ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset")
-        return any(text in str(error) for text in lost) or self.look() is None
+        return any(text in str(error) for text in lost) or self.try_info() is None
 
-    def silent(self, call: str, waited: float) -> PeerError:
+    def no_answer_error(self, call: str, waited: float) -> PeerError:
         """Return the error for a server that did not answer `call` for `waited` seconds."""
         return PeerError(
             f"The Reverb server at {self.address} did not answer {call} for {waited:.0f} s. "
             "Look at that node's output: it may have failed, hang, or listen at another address."
         )
 
-    def _within(self, seconds: float, function: Callable[[], Any]) -> bool:
+    def _run_within(self, seconds: float, function: Callable[[], Any]) -> bool:
         """Run `function` in a thread for up to `seconds`, or until the buffer is closed.
 
         Returns True if it ended. Raises its exceptions.
@@ -180,17 +180,17 @@ class ReverbConnection:
         thread, end = threading.Thread(target=run, name="rlframe reverb call", daemon=True), time.monotonic() + seconds
         thread.start()
         while thread.is_alive() and (left := end - time.monotonic()) > 0 and not self.closed.is_set():
-            thread.join(min(left, _PAUSE))
+            thread.join(min(left, _RETRY_INTERVAL))
         if raised:
             raise raised[0]
         return not thread.is_alive()
 
-    def _again(self, call: str, began: float) -> None:
+    def _wait_before_retry(self, call: str, began: float) -> None:
         """Pause before the next attempt. Raise if the time is up."""
         waited = time.monotonic() - began
         if waited >= self.timeout:
-            raise self.silent(call, waited)
-        if self.closed.wait(_PAUSE):
+            raise self.no_answer_error(call, waited)
+        if self.closed.wait(_RETRY_INTERVAL):
             raise ReplayClosedError(f"The replay buffer was closed while {call} waited for {self.address}.")
 
 
@@ -225,8 +225,8 @@ class ReverbInserter:
         """
         for i, array in enumerate(arrays):
             self._writer.CreateItem(self._table, priority, [self._writer.Append([array])], [True])
-            if i % _UNCONFIRMED == _UNCONFIRMED - 1:
-                self._flush(_UNCONFIRMED // 2, stop)
+            if i % _MAX_UNCONFIRMED == _MAX_UNCONFIRMED - 1:
+                self._flush(_MAX_UNCONFIRMED // 2, stop)
         self._flush(0, stop)
 
     def _flush(self, left: int, stop: threading.Event | None) -> None:
@@ -238,9 +238,9 @@ class ReverbInserter:
             if stop is not None and stop.is_set():
                 address = self._connection.address
                 raise StoppedError(f"Told to stop when add had waited {now - began:.1f} s for the server at {address}.")
-            if self._connection.look() is None:
+            if self._connection.try_info() is None:
                 if now - reached >= self._connection.timeout:
-                    raise self._connection.silent("add", now - reached)
+                    raise self._connection.no_answer_error("add", now - reached)
                 continue
             reached = now
             if now - began >= self._patience:
@@ -252,7 +252,7 @@ class ReverbInserter:
 
     def _confirmed(self, left: int) -> bool:
         try:
-            self._writer.Flush(left, _SLICE_MS)
+            self._writer.Flush(left, _FLUSH_TIMEOUT_MS)
         except RuntimeError as error:
             if "Timeout exceeded" not in str(error):
                 raise PeerError(
@@ -263,7 +263,7 @@ class ReverbInserter:
         return True
 
 
-class Samplers:
+class SamplerPool:
     """Draws with several of Reverb's samplers at once, each drained by a thread: one alone waits for its round trips.
 
     No draw lies with a thread or a sampler while others are waited for, so a rate limiter that lets through just enough
@@ -315,7 +315,7 @@ class Samplers:
             sampler.Close()
         # A process that ends while a thread is inside of a sampler is aborted by it.
         for thread in self._threads:
-            thread.join(timeout=_JOIN_WITHIN)
+            thread.join(timeout=_JOIN_TIMEOUT)
 
     def _drain(self, sampler: Any) -> None:
         drawn, draw = self._drawn, sampler.GetNextTrajectory  # raises when the sampler is closed

@@ -17,14 +17,14 @@ import numpy as np
 
 from rlframe.replay.base import WAKE_INTERVAL, Dataset
 from rlframe.replay.layout import TreeLayout
-from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, Samplers
+from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, SamplerPool
 from rlframe.types import AgentSpecs, Batch, Sequence, SequenceBatch, Transition, TransitionBatch, Tree, specs
 
-_REMEMBERED = 1 << 17  # drawn items
+_MAX_SERVER_KEYS = 1 << 17  # drawn items
 _KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # places in what a sampler gives
 _SCALAR = specs.Array((), np.float32)
-_LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
-_LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
+_CHECK_INTERVAL = 2.0  # seconds without a batch between two looks at whether the server is there
+_MIN_AHEAD = 256  # items; below that, round trips decide how fast they come
 
 
 class ItemRows:
@@ -117,7 +117,7 @@ class ServerKeys:
         for key, server_key in zip(map(tuple, keys.tolist()), server_keys):
             self._keys.pop(key, None)
             self._keys[key] = int(server_key)
-        while len(self._keys) > _REMEMBERED:
+        while len(self._keys) > _MAX_SERVER_KEYS:
             del self._keys[next(iter(self._keys))]
 
     def find(self, keys: np.ndarray, floor: int) -> list[int | None]:
@@ -139,7 +139,7 @@ class DrawnItems:
         # As samplers give them: [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self._oldest = -1
-        self.came: collections.Counter[int] = collections.Counter()
+        self.received: collections.Counter[int] = collections.Counter()
         self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
@@ -150,7 +150,7 @@ class DrawnItems:
                 if numbers[-1] < 0:  # padding comes last
                     sample[_ROWS] = sample[_ROWS][numbers >= 0]
             if self._by_rank:
-                self.came.update(self._ranks(sample))
+                self.received.update(self._ranks(sample))
         self._samples.extend(samples)
         self.size += sum([len(sample[_ROWS]) for sample in samples])
         if self._oldest >= 0:
@@ -170,7 +170,7 @@ class DrawnItems:
         self.forgotten += before - self.size
         self._samples = collections.deque(kept)
 
-    def items_of(self) -> dict[int, int]:
+    def items_by_rank(self) -> dict[int, int]:
         """Return how many of each rank there are."""
         counts: collections.Counter[int] = collections.Counter()
         for sample in self._samples:
@@ -210,15 +210,15 @@ class ReverbDataset(Dataset):
         self, buffer: Any, connection: ReverbConnection, prefetch: int, timeout: float | None, threads: int
     ) -> None:
         self._connection, self._num_samplers = connection, threads
-        self._samplers: Samplers | None = None
-        self._looked = time.monotonic()
-        self._gone_since: float | None = None
+        self._samplers: SamplerPool | None = None
+        self._checked_at = time.monotonic()
+        self._unreachable_since: float | None = None
         self._count, self._counted = 0, 0.0
         super().__init__(buffer, prefetch, timeout)
 
     def _draw(self) -> Batch | None:
         # A sampler waits, without a deadline, for a server that is not there: so ask first.
-        if self._samplers is None and self._connection.look() is None:
+        if self._samplers is None and self._connection.try_info() is None:
             return None
         if not self._count or time.monotonic() > self._counted + WAKE_INTERVAL:
             self._count, self._counted = self._buffer.batch_size(), time.monotonic()
@@ -230,7 +230,7 @@ class ReverbDataset(Dataset):
         if self._samplers is None:
             # What is drawn ahead of a queue nobody else can draw, and in any replay it gets older.
             is_queue, blocks = self._buffer.spec.kind == "queue", max(0, missing) + 1
-            ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _LEAST_AHEAD), self._num_samplers)
+            ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _MIN_AHEAD), self._num_samplers)
             self._samplers = self._connection.samplers(REPLAY, ahead, samplers)
         if missing > 0:
             # A batch of one item of each environment need not wait for all of them: each that comes may complete it.
@@ -238,7 +238,7 @@ class ReverbDataset(Dataset):
         number = self._buffer.items_to_take(count)
         return self._buffer.take(number) if number else None
 
-    def _collect(self, samplers: Samplers, least: int, missing: int) -> None:
+    def _collect(self, samplers: SamplerPool, least: int, missing: int) -> None:
         """Wait a while for `least` of the `missing` draws."""
         if self._stop.is_set():  # maybe before there were samplers to close
             return
@@ -249,20 +249,20 @@ class ReverbDataset(Dataset):
                 return
             self._samplers = None
             samplers.Close()
-            if not self._connection.has_lost(error):
+            if not self._connection.is_connection_error(error):
                 raise
 
     def _check(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY:
+        if now - self._checked_at < _CHECK_INTERVAL:
             return
-        self._looked = now
-        if self._connection.look() is not None:
-            self._gone_since = None
+        self._checked_at = now
+        if self._connection.try_info() is not None:
+            self._unreachable_since = None
             return
-        self._gone_since = self._gone_since or now
-        if now - self._gone_since >= self._connection.timeout:
-            raise self._connection.silent("sample", now - self._gone_since)
+        self._unreachable_since = self._unreachable_since or now
+        if now - self._unreachable_since >= self._connection.timeout:
+            raise self._connection.no_answer_error("sample", now - self._unreachable_since)
 
     def close(self) -> None:
         super().close()

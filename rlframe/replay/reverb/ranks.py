@@ -37,8 +37,10 @@ class RankRegistry:
         self._connection, self._patience = connection, patience
         self._random = random.Random()  # tokens must differ between processes, whatever their seeds
         self._lock = threading.RLock()
-        self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
-        self._begun: dict[int | None, tuple[tuple[int, int], int]] = {}  # rank asked for -> what was claimed, its token
+        self._own_entries: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
+        self._pending_claims: dict[
+            int | None, tuple[tuple[int, int], int]
+        ] = {}  # rank asked for -> what was claimed, its token
         self._counters: list[int] = []
         self._envs: tuple[int, dict[int, int]] = (-1, {})  # (entries that had been written, rank -> environments)
         self._highest = (-1, 1.0)  # (values that had been written, the last one)
@@ -51,20 +53,20 @@ class RankRegistry:
         pauses = retry.backoff(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
         with self._lock:
             while True:
-                claims = self._claims()
-                if rank not in self._begun:
+                claims = self._valid_claims()
+                if rank not in self._pending_claims:
                     if rank is None:
                         held = {r for (r, _), tokens in claims.items() if tokens}
                         chosen = next(r for r in range(len(held) + 1) if r not in held), 0
                     else:
                         chosen = rank, 1 + max((i for r, i in claims if r == rank), default=-1)
                     token = self._random.getrandbits(62)
-                    self._begun[rank] = chosen, token
+                    self._pending_claims[rank] = chosen, token
                     self._append([*chosen, token, _CLAIMED, 0])
-                    claims = self._claims()
-                chosen, token = self._begun.pop(rank)
+                    claims = self._valid_claims()
+                chosen, token = self._pending_claims.pop(rank)
                 if claims.get(chosen) == {token}:
-                    self._mine[chosen] = [[*chosen, token, _CLAIMED, 0]]
+                    self._own_entries[chosen] = [[*chosen, token, _CLAIMED, 0]]
                     return chosen
                 self._append([*chosen, token, _WITHDRAWN, 0])
                 pause = next(pauses, None)
@@ -79,11 +81,11 @@ class RankRegistry:
         """Note how many environments a writer has."""
         with self._lock:
             entry = [rank, incarnation, 0, _OPENED, num_envs]
-            if entry not in self._mine[rank, incarnation]:
-                self._mine[rank, incarnation].append(entry)
+            if entry not in self._own_entries[rank, incarnation]:
+                self._own_entries[rank, incarnation].append(entry)
             self._append(entry)
 
-    def watch(self, tables: dict[str, Any]) -> None:
+    def restore_lost_entries(self, tables: dict[str, Any]) -> None:
         """Write lost entries again, if the server's counters say that it has lost some.
 
         Args:
@@ -101,11 +103,11 @@ class RankRegistry:
 
     def _claim_again(self) -> None:
         there = {tuple(entry) for entry in self._read()}
-        for (rank, incarnation), entries in self._mine.items():
+        for (rank, incarnation), entries in self._own_entries.items():
             for entry in entries:
                 if tuple(entry) not in there:
                     self._append(entry)
-            if self._claims().get((rank, incarnation), set()) - {entries[0][2]}:
+            if self._valid_claims().get((rank, incarnation), set()) - {entries[0][2]}:
                 raise PeerError(
                     f"The Reverb server at {self._connection.address} came back without its claims, and another writer "
                     f"has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and give the "
@@ -114,7 +116,7 @@ class RankRegistry:
 
     def envs(self) -> dict[int, int]:
         """Return how many environments the latest incarnation of each rank has; as last known where nobody answers."""
-        tables = self._connection.look()
+        tables = self._connection.try_info()
         with self._lock:
             written = inserted(tables[CLAIMS]) if tables else self._envs[0]
             if self._envs[0] != written:
@@ -125,7 +127,7 @@ class RankRegistry:
                 self._envs = written, {rank: count for rank, (_, count) in latest.items()}
             return self._envs[1]
 
-    def highest(self, written: int) -> float:
+    def highest_priority(self, written: int) -> float:
         """Return the highest priority so far, 1 at first. `written`: the server's count of inserted ones."""
         with self._lock:
             if written and self._highest[0] != written:
@@ -133,13 +135,13 @@ class RankRegistry:
                     self._highest = written, float(value[0])
             return self._highest[1]
 
-    def raise_highest(self, priority: float, written: int) -> None:
+    def raise_highest_priority(self, priority: float, written: int) -> None:
         """Make `priority` the highest so far, if it is higher."""
         with self._lock:
-            if priority > self.highest(written):
+            if priority > self.highest_priority(written):
                 self._insert(HIGHEST, np.array([priority], np.float64))
 
-    def _claims(self) -> dict[tuple[int, int], set[int]]:
+    def _valid_claims(self) -> dict[tuple[int, int], set[int]]:
         """(rank, incarnation) -> the tokens of the claims to it that stand; empty if all were withdrawn."""
         claims: dict[tuple[int, int], set[int]] = {}
         withdrawn = set()

@@ -73,8 +73,10 @@ class ReverbTables:
         one = limiters.MinSize(1)
         claims = reverb.Table(CLAIMS, selectors.Uniform(), selectors.Fifo(), _CLAIMS_KEPT, one, signature=claim)
         value = {"priority": tf.TensorSpec((1,), tf.float64)}
-        highest = reverb.Table(HIGHEST, selectors.Fifo(), selectors.Fifo(), 1, limiters.MinSize(1), signature=value)
-        return [items, claims, highest]
+        highest_priority = reverb.Table(
+            HIGHEST, selectors.Fifo(), selectors.Fifo(), 1, limiters.MinSize(1), signature=value
+        )
+        return [items, claims, highest_priority]
 
     def _limiter(self, limiters: Any) -> Any:
         spec = self.agent.replay_spec

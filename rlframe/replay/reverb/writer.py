@@ -20,8 +20,10 @@ from rlframe.replay.reverb.server_tables import inserted
 from rlframe.replay.steps import ItemAssembler
 from rlframe.types import AgentSpecs, Step
 
-_LOOK_FOR_STOP = 0.2  # seconds
-_LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
+_STOP_CHECK_INTERVAL = 0.2  # seconds
+_CHECK_INTERVAL = (
+    1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
+)
 
 
 class ReverbWriter:
@@ -49,8 +51,8 @@ class ReverbWriter:
         self._inserter: ReverbInserter | None = None
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
         self._assembler = ItemAssembler(agent)
-        self._stops: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
-        self._looked = 0.0
+        self._stop_events: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
+        self._checked_at = 0.0
 
     def claim(self, block: int, num_envs: int | None, rank: int | None) -> tuple[int, int]:
         """See `BaseReplayBuffer.claim_rank`; rows of the server's table hold `block` items."""
@@ -73,7 +75,7 @@ class ReverbWriter:
             )
         with self._lock:
             self._block, incarnation = block, self._claimed[rank]
-            self._stops[rank] = threading.Event()
+            self._stop_events[rank] = threading.Event()
             self._assembler.open(rank, incarnation, num_envs)
             if self._agent.replay_spec.batch_size is None:
                 self._registry.open(rank, incarnation, num_envs)
@@ -81,7 +83,7 @@ class ReverbWriter:
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReverbReplayBuffer.add`."""
         check_added(env_ids, step)
-        stop = self._stops[self._assembler.rank_of(env_ids)]
+        stop = self._stop_events[self._assembler.rank_of(env_ids)]
         with self._writing(stop):
             if self._connection.closed.is_set():
                 raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
@@ -92,7 +94,7 @@ class ReverbWriter:
             before, priority = 0, 1.0
             if self._agent.replay_spec.kind == "prioritized":
                 info = self._connection.info("add", stop)
-                before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
+                before, priority = inserted(info[REPLAY]), self._registry.highest_priority(inserted(info[HIGHEST]))
             # Numbers follow the order in which a prioritized table got its items, so that they tell which have left.
             self._assembler.renumber(batch, at_least=before)
             if self._inserter is None:
@@ -101,13 +103,13 @@ class ReverbWriter:
             if rest := -len(rows) % self._block:
                 rows = np.concatenate([rows, self._rows.padding(rest)])
             self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority, stop)
-            if time.monotonic() - self._looked > _LOOK_EVERY:
-                self._looked = time.monotonic()
-                self._registry.watch(self._connection.info("add", stop))
+            if time.monotonic() - self._checked_at > _CHECK_INTERVAL:
+                self._checked_at = time.monotonic()
+                self._registry.restore_lost_entries(self._connection.info("add", stop))
 
     def end_waits(self, rank: int) -> None:
         """See `ReverbReplayBuffer.end_waits`."""
-        self._stops[rank].set()
+        self._stop_events[rank].set()
 
     def close(self) -> None:
         """Give up unconfirmed items. The connection is closed already."""
@@ -118,7 +120,7 @@ class ReverbWriter:
     @contextlib.contextmanager
     def _writing(self, stop: threading.Event) -> Iterator[None]:
         """Hold the lock of writers: another one, held back by the server, may have it for long."""
-        while not self._lock.acquire(timeout=_LOOK_FOR_STOP):
+        while not self._lock.acquire(timeout=_STOP_CHECK_INTERVAL):
             if stop.is_set():
                 raise StoppedError("Told to stop while add waited for another writer of this process.")
         try:

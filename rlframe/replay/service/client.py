@@ -18,7 +18,7 @@ import numpy as np
 
 from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import resolve
-from rlframe.interprocess.heartbeat import patience
+from rlframe.interprocess.heartbeat import peer_timeout
 from rlframe.interprocess.phases import waiting_for
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
 from rlframe.replay.layout import check_added, check_step, step_layouts
@@ -27,12 +27,12 @@ from rlframe.replay.service.server import SendBuffer, WriterId
 from rlframe.replay.steps import Writers
 from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 
-_MOST_STEPS, _MOST_BYTES = 256, 16 * 2**20  # that are gathered, and sent at once
+_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # that are gathered, and sent at once
 _WARN_AFTER = 60.0  # seconds that a writer is held back; a learner may compile meanwhile
-_LOOK = 0.2  # seconds between two looks at whether to stop
+_STOP_CHECK_INTERVAL = 0.2  # seconds between two looks at whether to stop
 _DEADLINE = 120.0  # seconds that a service which does not answer is waited for
-_LOOK_AGAIN = 0.01  # seconds between two looks at several shards of which none has a batch
-_WEIGH_EVERY = 0.2  # seconds between two looks at how much each shard holds
+_RETRY_INTERVAL = 0.01  # seconds between two looks at several shards of which none has a batch
+_WEIGHT_INTERVAL = 0.2  # seconds between two looks at how much each shard holds
 
 _log = logging.getLogger(__name__)
 
@@ -50,33 +50,33 @@ class StepSender:
         checked: whether a step has the shapes and dtypes that it should.
     """
 
-    def __init__(self, service: Any, writer: WriterId, most_steps: int | None = None) -> None:
+    def __init__(self, service: Any, writer: WriterId, max_steps: int | None = None) -> None:
         self._service, self._writer = service, writer
         self.rank, self.num_envs = writer.rank, writer.num_envs
         self.id_bytes = global_env_ids(writer.rank, np.arange(writer.num_envs)).tobytes()
-        self._most_steps = _MOST_STEPS if most_steps is None else min(most_steps, _MOST_STEPS)
+        self._step_limit = _MAX_STEPS if max_steps is None else min(max_steps, _MAX_STEPS)
         self.checked = False
-        self._moved = threading.Condition()
-        self._stages: collections.deque[SendBuffer] = collections.deque()  # of steps that have yet to arrive
+        self._changed = threading.Condition()
+        self._buffers: collections.deque[SendBuffer] = collections.deque()  # of steps that have yet to arrive
         self._waiting = self._bytes = 0  # these steps
         self._number = 0  # of the first one
-        self._why = ""  # the service holds the writer back
+        self._held_back_reason = ""  # the service holds the writer back
         self._error: BaseException | None = None
         self._is_stopped = self._closed = False
         threading.Thread(target=self._run, name="rlframe replay outbox", daemon=True).start()
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
         """Take a step; wait while too many are there, or one is held back. Raise what became of those before."""
-        with self._moved:
-            self._wait(self._takes_more)
-            if not self._stages or not self._stages[-1].takes(env_ids, step):
-                self._stages.append(SendBuffer(env_ids, step, self._stages[-1] if self._stages else None))
-            stage = self._stages[-1]
-            stage.put(step)
+        with self._changed:
+            self._wait(self._has_room)
+            if not self._buffers or not self._buffers[-1].accepts(env_ids, step):
+                self._buffers.append(SendBuffer(env_ids, step, self._buffers[-1] if self._buffers else None))
+            send_buffer = self._buffers[-1]
+            send_buffer.put(step)
             self._waiting += 1
-            self._bytes += stage.nbytes
+            self._bytes += send_buffer.nbytes
             if self._waiting == 1:
-                self._moved.notify_all()
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until the service has everything."""
@@ -84,22 +84,22 @@ class StepSender:
 
     def settle(self) -> None:
         """Wait until the service has everything, or holds the writer back."""
-        self._wait(lambda: not self._waiting or bool(self._why))
+        self._wait(lambda: not self._waiting or bool(self._held_back_reason))
 
     def end_waits(self) -> None:
         """End a `put` that waits, now or later, with StoppedError."""
-        with self._moved:
+        with self._changed:
             self._is_stopped = True
-            self._moved.notify_all()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Send no more."""
-        with self._moved:
+        with self._changed:
             self._closed = True
-            self._moved.notify_all()
+            self._changed.notify_all()
 
-    def _takes_more(self) -> bool:
-        return not self._why and self._waiting < self._most_steps and self._bytes < _MOST_BYTES
+    def _has_room(self) -> bool:
+        return not self._held_back_reason and self._waiting < self._step_limit and self._bytes < _MAX_BYTES
 
     def _check(self) -> None:
         if self._error is not None:
@@ -109,7 +109,7 @@ class StepSender:
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Wait until `is_over()`, which is called with the lock. Raise as `put`."""
-        with self._moved:
+        with self._changed:
             self._check()
             if not is_over():
                 self._sleep_until(is_over)
@@ -124,46 +124,52 @@ class StepSender:
                     raise StoppedError(
                         f"Told to stop while the replay service held back the writer {self._writer.rank}."
                     )
-                if not warned and self._why and time.monotonic() > began + _WARN_AFTER:
+                if not warned and self._held_back_reason and time.monotonic() > began + _WARN_AFTER:
                     warned = True
                     _log.warning(
                         "The replay service holds back the writer %d: %s. (A thread that both adds and samples needs a "
                         "larger capacity or run_ahead.)",
                         self.rank,
-                        self._why,
+                        self._held_back_reason,
                     )
-                self._moved.wait(_LOOK)
+                self._changed.wait(_STOP_CHECK_INTERVAL)
         self._check()
 
     def _run(self) -> None:
         try:
             while True:
-                with self._moved:
+                with self._changed:
                     while not self._waiting and not self._closed:
-                        self._moved.wait()
+                        self._changed.wait()
                     if self._closed:
                         return
-                    stacks = [stage.stack(stage.count) for stage in self._stages if stage.count > stage.arrived]
-                self._forget(*self._service.add(self._writer, self._number, stacks, bool(self._why)))
+                    stacks = [
+                        send_buffer.stack(send_buffer.count)
+                        for send_buffer in self._buffers
+                        if send_buffer.count > send_buffer.delivered
+                    ]
+                self._remove_delivered(
+                    *self._service.add(self._writer, self._number, stacks, bool(self._held_back_reason))
+                )
         except BaseException as error:
-            with self._moved:
+            with self._changed:
                 self._error = error
-                self._moved.notify_all()
+                self._changed.notify_all()
 
-    def _forget(self, number: int, why: str) -> None:
+    def _remove_delivered(self, number: int, why: str) -> None:
         """Forget the steps before this number, which have arrived. Keep `why` the next one is held back."""
-        with self._moved:
-            self._why = why
+        with self._changed:
+            self._held_back_reason = why
             while self._number < number:
-                stage = self._stages[0]
-                count = min(number - self._number, stage.count - stage.arrived)
-                stage.arrived += count
+                send_buffer = self._buffers[0]
+                count = min(number - self._number, send_buffer.count - send_buffer.delivered)
+                send_buffer.delivered += count
                 self._number += count
                 self._waiting -= count
-                self._bytes -= count * stage.nbytes
-                if stage.arrived == stage.count and len(self._stages) > 1:
-                    self._stages.popleft()
-            self._moved.notify_all()
+                self._bytes -= count * send_buffer.nbytes
+                if send_buffer.delivered == send_buffer.count and len(self._buffers) > 1:
+                    self._buffers.popleft()
+            self._changed.notify_all()
 
 
 class ServiceReplayBuffer(BaseReplayBuffer):
@@ -198,14 +204,14 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 f"This agent's batch is one item of each environment (batch_size=None), which only one service can "
                 f"hold: use --replay-shards 1, got {len(self._handles)}."
             )
-        self._lock, self._reading = threading.RLock(), threading.Lock()
+        self._lock, self._read_lock = threading.RLock(), threading.Lock()
         self._writers: Writers[StepSender] = Writers()
         self._added = threading.local()  # the outbox that each thread added to last
         self._layouts = step_layouts(agent.step_spec)
         self._claimed: dict[int, int] = {}  # rank -> its incarnation here
         self._reader, self._numbers = secrets.randbits(62), [0] * len(self._handles)
         self._chances, self._weighed_at = np.ones(len(self._handles)), -math.inf  # of the shards
-        self._turn = itertools.count()
+        self._turns = itertools.count()
         self._rng = np.random.default_rng(self._reader)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -213,7 +219,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
 
     @functools.cached_property
     def _services(self) -> list[Any]:  # resolved at the first call: the process that makes a program calls nobody
-        deadline = patience(_DEADLINE, watched=600.0)
+        deadline = peer_timeout(_DEADLINE, watched=600.0)
         return [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
 
     # --- writing
@@ -249,14 +255,14 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         check_added(env_ids, step)
         if self._closed:
             raise ReplayClosedError("The replay buffer is closed.")
-        outbox = self._writers.find(env_ids)[0]
-        if not outbox.checked:
+        sender = self._writers.find(env_ids)[0]
+        if not sender.checked:
             check_step(self._layouts, step, len(env_ids))
-            outbox.checked = True
-        if outbox is not getattr(self._added, "outbox", None):  # the order among the writers of one thread is kept
+            sender.checked = True
+        if sender is not getattr(self._added, "sender", None):  # the order among the writers of one thread is kept
             self._settle()
-            self._added.outbox = outbox
-        outbox.put(env_ids, step)
+            self._added.sender = sender
+        sender.put(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
         """See `BaseReplayBuffer`. What is on its way is still sent, until the buffer is closed."""
@@ -265,15 +271,15 @@ class ServiceReplayBuffer(BaseReplayBuffer):
 
     def flush(self) -> None:
         """Wait until the services have every step that was added here. Raise as `add`."""
-        for outbox in list(self._writers.by_rank.values()):
-            outbox.flush()
+        for sender in list(self._writers.by_rank.values()):
+            sender.flush()
 
     def _settle(self) -> None:
         """Wait until a service has the steps of this thread, or holds them back. Do not wait for other threads."""
-        outbox = getattr(self._added, "outbox", None)
-        if outbox is not None:
+        sender = getattr(self._added, "sender", None)
+        if sender is not None:
             with contextlib.suppress(StoppedError):
-                outbox.settle()
+                sender.settle()
 
     # --- reading
 
@@ -287,7 +293,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             return None
         self._settle()
         several = len(self._handles) > 1
-        with self._reading:
+        with self._read_lock:
             for shard in self._order():
                 batch = self._services[shard].sample(self._reader, self._numbers[shard], 0.0 if several else timeout)
                 if batch is None:
@@ -297,7 +303,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                     batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
                 return batch
         if several and timeout:  # not at one of them: a batch may come to another
-            time.sleep(min(timeout, _LOOK_AGAIN))
+            time.sleep(min(timeout, _RETRY_INTERVAL))
         return None
 
     def _order(self) -> Iterator[int]:
@@ -306,9 +312,9 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         if count == 1:
             return iter([0])
         if self.spec.kind == "queue":
-            first = next(self._turn)
+            first = next(self._turns)
             return iter([(first + i) % count for i in range(count)])
-        if time.monotonic() > self._weighed_at + _WEIGH_EVERY:
+        if time.monotonic() > self._weighed_at + _WEIGHT_INTERVAL:
             self._weighed_at = time.monotonic()
             weights = np.maximum([service.weight() for service in self._services], 1e-9)  # in the end each is asked
             self._chances = weights / weights.sum()
@@ -333,5 +339,5 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     def close(self) -> None:
         """End the datasets and every call that waits. The services keep running."""
         super().close()
-        for outbox in self._writers.by_rank.values():
-            outbox.close()
+        for sender in self._writers.by_rank.values():
+            sender.close()

@@ -24,12 +24,12 @@ from rlframe.replay.rate_limiter import RateLimiter, default_run_ahead, items_ke
 from rlframe.shutdown import stop_with_program
 from rlframe.types import AgentSpecs, Batch, Step, TimeStep
 
-_STEPS, _BYTES = 256, 8 * 2**20  # of a stage
+_MAX_STEPS, _MAX_BYTES = 256, 8 * 2**20  # of a stage
 
 _leaves, _flatten = jax.tree_util.tree_leaves, jax.tree_util.tree_flatten
 
-_HOLD = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
-_READERS = 8  # whose last answer is kept for a repeated call
+_MAX_WAIT = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
+_MAX_READERS = 8  # whose last answer is kept for a repeated call
 _log = logging.getLogger(__name__)
 
 
@@ -63,23 +63,23 @@ class SendBuffer:
         timestep, self._timestep_def = _flatten(step.timestep)
         rest, self._rest_def = _flatten((step.agent_output, step.agent_state))
         self.nbytes = sum(np.asarray(leaf).nbytes for leaf in (*timestep, *rest))
-        steps = _STEPS if before is None else before.count * (4 if before.count == before._size else 1)
-        self._size: int = max(1, min(_STEPS, steps, _BYTES // max(self.nbytes, 1)))
+        steps = _MAX_STEPS if before is None else before.count * (4 if before.count == before._size else 1)
+        self._size: int = max(1, min(_MAX_STEPS, steps, _MAX_BYTES // max(self.nbytes, 1)))
         self._timesteps, self._rest = _rows(timestep, self._size + 1), _rows(rest, self._size)
         self._versions: list[Any] = []
         self._next: Any = None  # what followed the last step
         self.count: int = 0
-        self.arrived: int = 0
+        self.delivered: int = 0
         for rows, leaf in zip(self._timesteps, timestep):
             rows[0] = leaf
 
-    def takes(self, env_ids: np.ndarray, step: Step) -> bool:
+    def accepts(self, env_ids: np.ndarray, step: Step) -> bool:
         """Return True if a step follows the last one, and there is room."""
         follows = self._next is step.timestep or self._next is None
         return follows and self.count < self._size and env_ids.tobytes() == self._id_bytes
 
     def put(self, step: Step) -> None:
-        """Copy a step that it `takes`."""
+        """Copy a step that it `accepts`."""
         at = self.count
         for rows, leaf in zip(self._timesteps, _leaves(step.next_timestep)):
             rows[at + 1] = leaf
@@ -91,7 +91,7 @@ class SendBuffer:
 
     def stack(self, until: int) -> StepStack:
         """Return the steps from those that arrived up to the number `until`, as views."""
-        low = self.arrived
+        low = self.delivered
         timesteps = self._timestep_def.unflatten([rows[low : until + 1] for rows in self._timesteps])
         rest = self._rest_def.unflatten([rows[low:until] for rows in self._rest])
         return StepStack(self._env_ids, timesteps, rest, tuple(self._versions[low:until]))
@@ -120,7 +120,7 @@ class WriterId(NamedTuple):
     rank: int
     incarnation: int
     num_envs: int
-    life: int  # of no other one, even where the service that gave the incarnation has forgotten that
+    nonce: int  # of no other one, even where the service that gave the incarnation has forgotten that
 
 
 class ReplayService:
@@ -157,17 +157,17 @@ class ReplayService:
         self._seconds, self._at_end = seconds, at_end
         self._limiter = RateLimiter(spec)
         self._run_ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
-        self._most = items_kept(spec) if spec.kind == "queue" and waits else None
-        if self._most is not None:  # writers are held back before anything is overwritten
+        self._max_items = items_kept(spec) if spec.kind == "queue" and waits else None
+        if self._max_items is not None:  # writers are held back before anything is overwritten
             spec = dataclasses.replace(spec, capacity=2 * spec.capacity)
         self._buffer = ReplayBuffer(AgentSpecs(spec, agent.step_spec), seed=seed)
         self._room = threading.Condition()
         self._claims: dict[int, tuple[int, int]] = {}  # by token
         self._writers: dict[int, int] = {}  # rank -> its newest incarnation that added
         self._next: dict[WriterId, int] = {}  # the number of the step that is expected
-        self._adding: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
+        self._add_locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
         self._answers: collections.OrderedDict[int, tuple[int, Batch | None]] = collections.OrderedDict()  # by reader
-        self._drawing = threading.Lock()
+        self._draw_lock = threading.Lock()
         self._stop = threading.Event()
         if self._path is not None and self._path.exists():
             self._buffer.restore(self._path)
@@ -183,7 +183,7 @@ class ReplayService:
 
     def open(self, writer: WriterId) -> None:
         """Say that a writer, which claimed its rank here or from another shard, is to add. Raise as `add`."""
-        with self._adding[writer.rank]:
+        with self._add_locks[writer.rank]:
             self._open(writer, 0)
 
     def add(self, writer: WriterId, number: int, stacks: list[StepStack], waits: bool = True) -> tuple[int, str]:
@@ -201,9 +201,9 @@ class ReplayService:
         Raises:
             StoppedError: the rank was claimed by another writer since.
         """
-        with self._adding[writer.rank]:
+        with self._add_locks[writer.rank]:
             self._open(writer, number)
-            held, until = "", time.monotonic() + _HOLD * waits
+            held, until = "", time.monotonic() + _MAX_WAIT * waits
             for stack in stacks:
                 skip = max(self._next[writer] - number, 0)  # came with a call before this one
                 for step in unstack(stack, skip):
@@ -226,16 +226,16 @@ class ReplayService:
 
     def _wait_for_room(self, until: float) -> str:
         """Wait until a step may be inserted; why it may not, at the time `until`."""
-        if not (why := self._held_back()):
+        if not (why := self._reason_to_wait()):
             return ""
         with self._room:
-            while (why := self._held_back()) and not self._stop.is_set() and time.monotonic() < until:
+            while (why := self._reason_to_wait()) and not self._stop.is_set() and time.monotonic() < until:
                 self._room.wait(0.1)
         return why
 
-    def _held_back(self) -> str:
+    def _reason_to_wait(self) -> str:
         size = self._buffer.size
-        if self._most is not None and size >= self._most:
+        if self._max_items is not None and size >= self._max_items:
             return f"the queue holds {size} items, as many as it may: its reader is behind"
         if self._limiter.ratio is not None:
             stats = self._buffer.stats()
@@ -256,14 +256,14 @@ class ReplayService:
             number: of the draw, which rises by one with each batch that came: the same one gets the same batch.
             wait: seconds to wait for enough to be there, half a second at most.
         """
-        with self._drawing:
+        with self._draw_lock:
             last, batch = self._answers.get(reader, (-1, None))
             if last == number and batch is not None:
                 return batch
-            batch = self._buffer.wait_for_batch(min(wait, _HOLD)) if wait > 0.0 else self._buffer.sample()
+            batch = self._buffer.wait_for_batch(min(wait, _MAX_WAIT)) if wait > 0.0 else self._buffer.sample()
             self._answers[reader] = number, batch
             self._answers.move_to_end(reader)
-            while len(self._answers) > _READERS:
+            while len(self._answers) > _MAX_READERS:
                 self._answers.popitem(last=False)
         with self._room:
             self._room.notify_all()

@@ -26,7 +26,7 @@ from rlframe.interprocess.memory import SUPPORTED, Fields, MemoryName, Seqlock, 
 from rlframe.interprocess.processes import ProcessId
 from rlframe.interprocess.waiting import Futex, fence
 from rlframe.replay import steps
-from rlframe.replay.layout import no_memory
+from rlframe.replay.layout import unallocated_array
 from rlframe.replay.steps import StepStore
 from rlframe.replay.tables import ItemTable, UniformTable
 from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of
@@ -34,8 +34,8 @@ from rlframe.types import ReplaySpec, Sequence, Step, StepSpec
 
 # Words of the control block, each an int64. Futexes use the lower half of theirs.
 SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims' lock
-ORIGIN = 4  # of the buffer whose file filled this one; 0 where none did. Written under the claims' lock
-WANTED = 8  # by the sampler: items added, over all segments, that wake it; NOBODY while it does not wait
+RESTORED_FROM = 4  # of the buffer whose file filled this one; 0 where none did. Written under the claims' lock
+WAKE_AT = 8  # by the sampler: items added, over all segments, that wake it; NOBODY while it does not wait
 ADDED_FUTEX = 9  # wakes who waits for items
 SAMPLED, SIZE, EVICTED, EVICTED_UNSAMPLED, DROPPED = range(16, 21)  # by the sampler, for `stats` elsewhere
 ROOM_FUTEX = 24  # wakes the writers that wait for room
@@ -44,18 +44,18 @@ ROOM_FUTEX = 24  # wakes the writers that wait for room
 CURSORS = slice(0, Seqlock.words(4))
 FLOOR = 9  # timesteps below may be overwritten any time; raised before they are
 LOG_RESERVED = 10  # entries of the log up to here may be being written
-WAITS = 11  # 1 while the writer waits for room
+IS_WAITING = 11  # 1 while the writer waits for room
 # Under the claims' lock.
 # EPOCH: how often `restore` filled the segment; BEGUN: 1 once it must not any more.
-CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, EPOCH, BEGUN = range(16, 24)
+NUM_CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, NUM_RESTORES, IN_USE = range(16, 24)
 # By the sampler of a queue.
 SYNCED = 24  # entries of the log that it has read
-NEEDED = 25  # the lowest timestep of an item that was not sampled, or not released; NOTHING where there is none
+LOWEST_NEEDED = 25  # the lowest timestep of an item that was not sampled, or not released; NOTHING where there is none
 # (SYNCED, how many of those entries' items were not sampled): where the next process goes on that samples.
-TAKEN = slice(26, 26 + Seqlock.words(2))
+READ_POSITION = slice(26, 26 + Seqlock.words(2))
 
 _WORDS = 32  # 4 cache lines: nobody writes to the line of another process's counters
-NOBODY = NOTHING = 2**62
+NEVER = NO_ITEM = 2**62
 _FILE = "rlframe-replay"
 _CLAIM_TIMEOUT = 30.0  # seconds; claims take microseconds
 
@@ -71,11 +71,11 @@ def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -
             "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
         )
     created = SharedArrays.create(_FILE, _fields(num_writers, rows, spec, step_spec))
-    created.arrays["control"][0, WANTED] = NOBODY
+    created.arrays["control"][0, WAKE_AT] = NEVER
     return created
 
 
-class Block:
+class BufferMemory:
     """The memory of the buffer `name`, mapped into this process.
 
     Attributes:
@@ -103,12 +103,12 @@ class Block:
                 "service needs no such memory."
             ) from None
         except OSError:
-            raise self._gone() from None
+            raise self._creator_gone_error() from None
         self.arrays = dict(self._shared.arrays)
         self.control, *self.headers = self._shared.rows("control")
         self.header_words = self.arrays.pop("control")[1:]
         self.cursors = [Seqlock(header[CURSORS]) for header in self.headers]
-        self.taken = [Seqlock(header[TAKEN]) for header in self.headers]
+        self.read_positions = [Seqlock(header[READ_POSITION]) for header in self.headers]
         self.logs = self.arrays.pop("logs")
         self.added, self.room = (Futex(self.control[word : word + 1]) for word in (ADDED_FUTEX, ROOM_FUTEX))
 
@@ -132,7 +132,7 @@ class Block:
     def check_creator(self) -> None:
         """Raise `BufferGoneError` once the process that made the buffer has ended."""
         if not self._shared.creator_is_alive:
-            raise self._gone()
+            raise self._creator_gone_error()
 
     def writer(self, rank: int) -> ProcessId:
         """Return the process that claimed `rank` last."""
@@ -146,13 +146,13 @@ class Block:
     @property
     def incarnations(self) -> list[int]:
         """Of each rank, how often it was claimed."""
-        return [header[CLAIMS] for header in self.headers]
+        return [header[NUM_CLAIMS] for header in self.headers]
 
     def added_items(self) -> int:
         """Return how many items that were ever added, to all segments."""
         return sum([cursors.read()[2] for cursors in self.cursors])
 
-    def _gone(self) -> BufferGoneError:
+    def _creator_gone_error(self) -> BufferGoneError:
         return BufferGoneError(
             f"The process {self._name.creator.pid} that made this shared replay buffer has ended or closed it. "
             "Its memory ends with it: start the program anew."
@@ -178,7 +178,7 @@ def _fields(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) 
 
     def note(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         shapes[name] = shape, dtype
-        return no_memory(name, shape, dtype)
+        return unallocated_array(name, shape, dtype)
 
     StepStore(spec, step_spec, Timeline(slots, 1), UniformTable(Timeline(1, 1)), allocate=note)
     return shapes
@@ -189,10 +189,10 @@ COUNT_BITS = 20  # more than a rank may have environments
 COUNT_MASK = (1 << COUNT_BITS) - 1
 # Chunks, those that are overwritten next, that readers leave alone. With one alone, a writer at full speed had them
 # look at its log for every other batch, which takes three times as long as the batch.
-MARGIN = 4
+MARGIN_CHUNKS = 4
 
 
-def entries(starts: np.ndarray) -> np.ndarray:
+def log_entries(starts: np.ndarray) -> np.ndarray:
     """Return the log's entries for items that start at the timesteps `starts`, in no order."""
     return starts << COUNT_BITS | 1
 
@@ -208,8 +208,8 @@ def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[in
         period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every other step may be a LAST
         share = max(share, max(spec.min_size, batch) * period + steps.timesteps_needed(spec, num_envs))
     spec = dataclasses.replace(spec, capacity=share)
-    slots, chunk = steps.sizes(spec, num_envs, num_envs, chunks=16 * MARGIN)
-    return slots + MARGIN * chunk, chunk
+    slots, chunk = steps.sizes(spec, num_envs, num_envs, chunks=16 * MARGIN_CHUNKS)
+    return slots + MARGIN_CHUNKS * chunk, chunk
 
 
 def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
@@ -217,15 +217,15 @@ def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
     return segment_sizes(spec, num_writers, max_envs)[0] + 4 * max_envs  # whatever the number is rounded to
 
 
-def lay_out(memory: Block, rank: int, spec: ReplaySpec, num_envs: int) -> None:
+def init_segment(memory: BufferMemory, rank: int, spec: ReplaySpec, num_envs: int) -> None:
     """Fit a segment to a writer of `num_envs` environments; one that holds items is left unchanged."""
     header = memory.headers[rank]
     if memory.cursors_of(rank).head == 0:
         header[SLOTS], header[CHUNK] = segment_sizes(spec, memory.num_writers, num_envs)
-        header[NEEDED] = NOTHING
+        header[LOWEST_NEEDED] = NO_ITEM
     else:
-        steps.check_room(spec, header[SLOTS], (MARGIN + 1) * header[CHUNK], num_envs)
-    header[NUM_ENVS], header[WAITS] = num_envs, 0
+        steps.check_room(spec, header[SLOTS], (MARGIN_CHUNKS + 1) * header[CHUNK], num_envs)
+    header[NUM_ENVS], header[IS_WAITING] = num_envs, 0
 
 
 class SegmentWriter:
@@ -237,10 +237,10 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, memory: Block, rank: int, incarnation: int, num_envs: int, spec: ReplaySpec, step_spec: StepSpec
+        self, memory: BufferMemory, rank: int, incarnation: int, num_envs: int, spec: ReplaySpec, step_spec: StepSpec
     ):
         header = self._header = memory.headers[rank]
-        self.epoch, self.begun = header[EPOCH], False
+        self.num_restores, self.owns_segment = header[NUM_RESTORES], False
         slots, first = header[SLOTS], rank * memory.rows
         timeline = self._timeline = Timeline(slots, header[CHUNK])
         self._cursors, now = memory.cursors[rank], memory.cursors_of(rank)
@@ -251,7 +251,7 @@ class SegmentWriter:
             return memory.arrays[name][first : first + slots]
 
         self._store = StepStore(spec, step_spec, timeline, self._log, num_envs, allocate=part)
-        self._store.marks_origin = incarnation > 0 or self.epoch > 0  # slots hold 0 otherwise
+        self._store.marks_origin = incarnation > 0 or self.num_restores > 0  # slots hold 0 otherwise
         self.writer = self._store.open(rank, incarnation, num_envs, origin=incarnation)
         self._steps = now.steps
 
@@ -271,7 +271,7 @@ class SegmentWriter:
         """Return whether an item of a queue that starts below `floor` was not sampled."""
         header = self._header
         synced = header[SYNCED]  # read first: it is written after NEEDED of the entries before it
-        if self._timeline.floor <= header[NEEDED] < floor:
+        if self._timeline.floor <= header[LOWEST_NEEDED] < floor:
             return True
         return self._log.any_below(synced, floor)
 
@@ -298,7 +298,7 @@ class LogTable(ItemTable):
         self.end += len(starts)
         self._header[LOG_RESERVED] = self.end
         fence()
-        self._log[places] = entries(starts)
+        self._log[places] = log_entries(starts)
 
     def evict(self, index: Index) -> None:
         self._header[FLOOR] = self._timeline.floor

@@ -22,14 +22,16 @@ from rlframe.replay import steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_evicted
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD
 from rlframe.replay.shared_memory import block, saving
-from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.block import BufferMemory
 from rlframe.replay.shared_memory.sampler import Sampler
 from rlframe.replay.shared_memory.segment_reader import SegmentReader
 from rlframe.replay.shared_memory.segment_writers import BufferPlan, SegmentWriters
 from rlframe.types import Batch, Step
 
 _T = TypeVar("_T")
-_LENT: set[SharedMemReplayBuffer] = set()  # made here and pickled: others look for them as long as this process lives
+_pickled_buffers: set[SharedMemReplayBuffer] = (
+    set()
+)  # made here and pickled: others look for them as long as this process lives
 
 
 class SharedMemReplayBuffer(KeyedReplayBuffer):
@@ -85,20 +87,20 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def __getstate__(self) -> BufferPlan:
         if this_process() == self._plan.name.creator:
-            _LENT.add(self)
+            _pickled_buffers.add(self)
         return self._plan
 
     def __setstate__(self, plan: BufferPlan) -> None:
         self.spec, self._plan = plan.spec, plan
-        self._own_view: _View | None = None
+        self._own_view: _ProcessView | None = None
 
-    def _view(self) -> _View:
+    def _view(self) -> _ProcessView:
         """Return this process's view of the buffer, opened on first use. All copies in the process share it."""
         if self._own_view is None:
-            with _opening:
+            with _views_lock:
                 found = _views.get(self._plan.name.token)
                 if found is None:
-                    found = _views[self._plan.name.token] = _View(self._plan)
+                    found = _views[self._plan.name.token] = _ProcessView(self._plan)
                 self._own_view = found
         return self._own_view
 
@@ -107,7 +109,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """Make this process the sampler, and hold its lock. Raise `UsageError` if another process samples."""
         view = self._view()
         with view.lock:
-            view.sampler.bind_alone()
+            view.sampler.require_sampler()
             yield view.sampler
 
     # --- writing
@@ -160,7 +162,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """
         view = self._view()
         with view.lock:
-            view.sampler.bind()
+            view.sampler.choose_role()
             return None if self._closed else view.sampler.sample()
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
@@ -183,7 +185,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """
         keys, probabilities = check_keys(keys, probabilities)
         view = self._view()
-        with view.fetching:
+        with view.fetch_lock:
             batch, gone = view.fetcher.fetch(keys, probabilities)
         if self.spec.kind == "queue":
             return None if gone.any() else batch
@@ -201,21 +203,21 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
         """Return the result of `take` as soon as there may be enough items; None after about `timeout` seconds."""
-        taken = take()
-        if taken is not None or timeout <= 0 or self.closed:
-            return taken
+        read_positions = take()
+        if read_positions is not None or timeout <= 0 or self.closed:
+            return read_positions
         view = self._view()
         memory = view.memory
         value = memory.added.value
         with view.lock:
-            memory.control[block.WANTED] = view.sampler.wanted()
+            memory.control[block.WAKE_AT] = view.sampler.inserts_needed()
         try:
-            taken = take()  # what came before the writers knew
-            if taken is not None:
-                return taken
+            read_positions = take()  # what came before the writers knew
+            if read_positions is not None:
+                return read_positions
             memory.added.wait(value, timeout)
         finally:
-            memory.control[block.WANTED] = block.NOBODY
+            memory.control[block.WAKE_AT] = block.NEVER
         return take()
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -243,7 +245,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """Stop the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
         if self._created is not None:
             self._created.close()
-            _LENT.discard(self)
+            _pickled_buffers.discard(self)
         super().close()
 
     # --- disk
@@ -274,7 +276,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             saving.restore(path, memory, sampler, self.spec)
 
 
-class _View:
+class _ProcessView:
     """One process's view of a buffer: its two halves, over the same memory.
 
     Attributes:
@@ -284,12 +286,12 @@ class _View:
 
     def __init__(self, plan: BufferPlan) -> None:
         spec, step_spec = plan.spec, plan.step_spec
-        self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
-        self.lock, self.fetching = threading.RLock(), threading.Lock()
+        self.memory = BufferMemory(plan.name, plan.num_writers, plan.rows, spec, step_spec)
+        self.lock, self.fetch_lock = threading.RLock(), threading.Lock()
         self.writers = SegmentWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, elastic_writers=plan.elastic_writers)
         self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
 
 
-_opening = threading.Lock()
-_views: weakref.WeakValueDictionary[int, _View] = weakref.WeakValueDictionary()  # by the token of the memory
+_views_lock = threading.Lock()
+_views: weakref.WeakValueDictionary[int, _ProcessView] = weakref.WeakValueDictionary()  # by the token of the memory

@@ -13,14 +13,14 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import replay_files, steps
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.block import BufferMemory
 from rlframe.replay.shared_memory.sampler import Sampler
 from rlframe.replay.shared_memory.segment_reader import NUMBER_MASK, RANK_BITS
 from rlframe.replay.tables import PrioritizedTable
 from rlframe.types import ReplaySpec
 
 
-def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
+def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
     """Write the segments and the sampler's state to `path`, atomically.
 
     Raises:
@@ -35,7 +35,7 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
         if not words[block.SLOTS]:
             continue
         cursors, slots = reader.cursors[rank], words[block.SLOTS]
-        described[rank] = [slots, words[block.CHUNK], words[block.CLAIMS], cursors]
+        described[rank] = [slots, words[block.CHUNK], words[block.NUM_CLAIMS], cursors]
         arrays.update(_rows(memory, rank, cursors.head, slots))
     arrays["numbers"] = table.starts()
     if isinstance(table, PrioritizedTable):
@@ -52,7 +52,7 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
     replay_files.write(path, spec, header, arrays)
 
 
-def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
+def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
     """Restore what `save` wrote; the caller holds the claims.
 
     If the buffer is the one that was saved, or was filled from the file before, its items in memory are newer: only
@@ -61,7 +61,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
     Raises:
         CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
     """
-    with replay_files.opened(path, spec) as saved:
+    with replay_files.open_saved(path, spec) as saved:
         header, shapes = saved.header, saved.shapes
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
@@ -69,7 +69,7 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
                 f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
                 f"{memory.num_writers}. (None: by an in-process one.)"
             )
-        is_same = token in (memory.token, memory.control[block.ORIGIN])
+        is_same = token in (memory.token, memory.control[block.RESTORED_FROM])
         dtypes = {name: shapes[name] for name in ("numbers", "leaves", "headers") if name in shapes}
         made: dict[str, np.ndarray] = {name: np.empty(shape, dtype) for name, (dtype, shape) in dtypes.items()}
         arrays = dict(made)
@@ -81,14 +81,14 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
         saved.read(arrays)
     starts = made["numbers"]
     if not is_same:
-        memory.control[block.ORIGIN] = header["shared"][1]
+        memory.control[block.RESTORED_FROM] = header["shared"][1]
         for rank, (slots, chunk, claims, cursors) in header["segments"].items():
             floor = int(made["headers"][int(rank), block.FLOOR])
             there = starts[(starts >> RANK_BITS == int(rank))] & NUMBER_MASK
             _fill(memory, int(rank), slots, chunk, block.Cursors(*cursors), there[there >= floor], floor)
             words = memory.headers[int(rank)]
-            words[block.CLAIMS] = max(claims, words[block.CLAIMS])
-            words[block.EPOCH] += 1
+            words[block.NUM_CLAIMS] = max(claims, words[block.NUM_CLAIMS])
+            words[block.NUM_RESTORES] += 1
         sampler.resume(starts, header["sampled"], header["rng"], header["evicted_unsampled"])
     table = sampler.reader.table
     if isinstance(table, PrioritizedTable):
@@ -98,36 +98,36 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
     sampler.publish(True)
 
 
-def _rows(memory: Block, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
+def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
     """Return the used part of a segment. The starts of the items tell which there are."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
 
 def _fill(
-    memory: Block, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
+    memory: BufferMemory, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
 ) -> None:
     """Register the rows of a segment, which are in memory already. `starts`: of its items."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[starts % slots] = True
-    memory.logs[rank][: len(starts)] = block.entries(starts)
+    memory.logs[rank][: len(starts)] = block.log_entries(starts)
     words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
     words[block.LOG_RESERVED] = len(starts)
     memory.cursors[rank].write(*cursors._replace(end=len(starts)))
 
 
 def _check_free(
-    path: str | os.PathLike[str], memory: Block, rank: int, slots: int, chunk: int, spec: ReplaySpec
+    path: str | os.PathLike[str], memory: BufferMemory, rank: int, slots: int, chunk: int, spec: ReplaySpec
 ) -> None:
     header = memory.headers[rank]
-    if header[block.BEGUN] or memory.cursors_of(rank).head:
+    if header[block.IN_USE] or memory.cursors_of(rank).head:
         raise CheckpointError(
             f"The replay buffer cannot be restored from {path}: writer {rank} has added already. Restore before."
         )
     if slots > memory.rows:
         raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
     try:
-        steps.check_room(spec, slots, (block.MARGIN + 1) * chunk, header[block.NUM_ENVS])
+        steps.check_room(spec, slots, (block.MARGIN_CHUNKS + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:
         raise CheckpointError(f"{path} does not fit the writers of this buffer: {error}") from None

@@ -13,7 +13,7 @@ import numpy as np
 from rlframe.interprocess.processes import this_process
 from rlframe.interprocess.waiting import fence
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
+from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN_CHUNKS, BufferMemory
 from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, ring_index
@@ -21,7 +21,7 @@ from rlframe.types import Batch, ReplaySpec, StepSpec
 
 RANK_BITS = 43
 NUMBER_MASK = (1 << RANK_BITS) - 1
-_FEW = 3  # blocks that are noted one by one
+_MAX_BLOCKS = 3  # blocks that are noted one by one
 
 
 class SegmentsTimeline(Timeline):
@@ -46,32 +46,32 @@ class SegmentsTimeline(Timeline):
         if len(self._ranks) == 1:
             return numbers % self.sizes.item(0)
         ranks = numbers >> RANK_BITS
-        return (numbers & NUMBER_MASK) % self._of(self.sizes, ranks) + self._of(self._bases, ranks)
+        return (numbers & NUMBER_MASK) % self._per_rank(self.sizes, ranks) + self._per_rank(self._bases, ranks)
 
     def follow(self, slots: np.ndarray, spans: Numbers) -> np.ndarray:
         if len(self._ranks) == 1:
             return (slots + spans) % self.sizes.item(0)
         ranks = slots // self._rows
-        bases = self._of(self._bases, ranks)
-        return (slots - bases + spans) % self._of(self.sizes, ranks) + bases
+        bases = self._per_rank(self._bases, ranks)
+        return (slots - bases + spans) % self._per_rank(self.sizes, ranks) + bases
 
-    def gone(self, numbers: Numbers) -> Any:
+    def is_evicted(self, numbers: Numbers) -> Any:
         if len(self._ranks) == 1:
             return numbers < self.floors.item(0)
-        return numbers < self._of(self.floors, np.asarray(numbers) >> RANK_BITS)
+        return numbers < self._per_rank(self.floors, np.asarray(numbers) >> RANK_BITS)
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
         ranks = numbers >> RANK_BITS
-        return (numbers >= self._of(self.floors, ranks)) & (numbers < self._of(self.heads, ranks))
+        return (numbers >= self._per_rank(self.floors, ranks)) & (numbers < self._per_rank(self.heads, ranks))
 
-    def living(self, slots: np.ndarray) -> np.ndarray:
+    def numbers_in(self, slots: np.ndarray) -> np.ndarray:
         ranks = slots // self._rows
-        heads, sizes = self._of(self.heads, ranks), self._of(self.sizes, ranks)
+        heads, sizes = self._per_rank(self.heads, ranks), self._per_rank(self.sizes, ranks)
         # The newest timestep is in the slot before the head's; the others lie up to a lap behind it.
-        behind = (self._of(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
+        behind = (self._per_rank(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
         return heads - 1 - behind
 
-    def _of(self, values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    def _per_rank(self, values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         return values.take(ranks, mode="wrap")
 
 
@@ -84,7 +84,7 @@ class SegmentReader:
         added: items that the logs told of so far.
     """
 
-    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, kind: str):
+    def __init__(self, memory: BufferMemory, spec: ReplaySpec, step_spec: StepSpec, kind: str):
         self._memory = memory
         self.timeline = SegmentsTimeline(memory.num_writers, memory.rows)
         self.table: ItemTable = make_table(kind, self.timeline, spec.priority_exponent)
@@ -92,8 +92,8 @@ class SegmentReader:
             self.table.ordered = False  # items leave in each segment's order
         self._is_queue = kind == "queue"
         self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
-        self._versions, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
-        self._kept = [0] * memory.num_writers  # of each segment: its items from here on are in the table
+        self._cursor_counts, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
+        self._kept_from = [0] * memory.num_writers  # of each segment: its items from here on are in the table
         self.added = 0
         self._pid = this_process().pid
 
@@ -109,7 +109,7 @@ class SegmentReader:
     def is_behind(self) -> bool:
         """Whether items that it knows may be overwritten, or a writer in this process has added."""
         memory = self._memory
-        for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept, self._versions):
+        for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept_from, self._cursor_counts):
             floor = header[block.FLOOR]
             is_near = floor and floor + header[block.CHUNK] > kept  # which may go while a batch is copied
             if is_near or (header[block.PID] == self._pid and cursors.count != version):
@@ -120,7 +120,10 @@ class SegmentReader:
         """Take over what the writers have published since."""
         changed = False
         for rank, header in enumerate(self._memory.headers):
-            if self._memory.cursors[rank].count != self._versions[rank] or header[block.FLOOR] != self._floors[rank]:
+            if (
+                self._memory.cursors[rank].count != self._cursor_counts[rank]
+                or header[block.FLOOR] != self._floors[rank]
+            ):
                 self._sync(rank, header)
                 changed = True
         if changed:
@@ -149,23 +152,23 @@ class SegmentReader:
         else:
             for first, count, mask in new:
                 self.table.append_block(first, timeline.index(first, count), count, mask)
-        self._versions[rank], self.cursors[rank] = version, cursors
+        self._cursor_counts[rank], self.cursors[rank] = version, cursors
 
     def _entries(self, rank: int, header: memoryview, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (first timesteps, counts) of the log's entries since the last call that were not overwritten."""
         log = self._memory.logs[rank]
         low = max(self.cursors[rank].end, header[block.LOG_RESERVED] - len(log))
-        entries = log.take(np.arange(low, end), mode="wrap")
+        log_entries = log.take(np.arange(low, end), mode="wrap")
         fence()
-        entries = entries[max(0, header[block.LOG_RESERVED] - len(log) - low) :]
-        return entries >> COUNT_BITS, entries & COUNT_MASK
+        log_entries = log_entries[max(0, header[block.LOG_RESERVED] - len(log) - low) :]
+        return log_entries >> COUNT_BITS, log_entries & COUNT_MASK
 
     def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, Mask]] | np.ndarray:
         """Return the items of entries: as a few blocks (first number, how many, which of them), or one by one."""
         if not len(firsts):
             return []
         begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
-        if len(begins) > _FEW:
+        if len(begins) > _MAX_BLOCKS:
             return self._starts(firsts, counts)
         blocks = []
         for first, total in zip(firsts[begins].tolist(), np.add.reduceat(counts, begins).tolist()):
@@ -183,8 +186,8 @@ class SegmentReader:
         of a queue, whose writers wait."""
         kept = self._floors[rank]
         if kept and not self._is_queue:
-            kept += MARGIN * header[block.CHUNK]
-        self._kept[rank] = kept
+            kept += MARGIN_CHUNKS * header[block.CHUNK]
+        self._kept_from[rank] = kept
         timeline, floor = self.timeline, (rank << RANK_BITS) + kept
         before = int(timeline.floors[rank])
         if floor <= before:
@@ -228,7 +231,7 @@ class SegmentReader:
     def take_over(self) -> None:
         """Take over a queue from the process that sampled it before. The items that it took are gone."""
         for rank, header in enumerate(self._memory.headers):
-            end, count = self._memory.taken[rank].read()
+            end, count = self._memory.read_positions[rank].read()
             if not end:
                 continue
             self.timeline.sizes[rank] = header[block.SLOTS]
@@ -247,15 +250,15 @@ class SegmentReader:
         for rank, header in enumerate(self._memory.headers):
             self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` stand for the log so far
             self._sync(rank, header)
-        self.table.append(starts[~self.timeline.gone(starts)])
+        self.table.append(starts[~self.timeline.is_evicted(starts)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 
-    def items_of(self) -> dict[int, int]:
+    def items_by_rank(self) -> dict[int, int]:
         """Return how many items of each rank a queue holds."""
         counts = np.bincount(self.table.starts() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
-    def publish_needs(self, unreleased: np.ndarray) -> bool:
+    def publish_needed_items(self, unreleased: np.ndarray) -> bool:
         """Tell the writers of a queue which items they must keep. Return True if these are fewer than before.
 
         Args:
@@ -267,27 +270,27 @@ class SegmentReader:
         if len(self.cursors) > 1:
             left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
         if len(unreleased):  # those that a writer overwrote which does not wait hold up nobody
-            waiting = np.concatenate([waiting, unreleased[~self.timeline.gone(unreleased)]])
+            waiting = np.concatenate([waiting, unreleased[~self.timeline.is_evicted(unreleased)]])
         ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
         changed = False
         for rank, header in enumerate(self._memory.headers):
             mine = numbers if len(self.cursors) == 1 else numbers[ranks == rank]
-            needed, end = int(mine.min(initial=block.NOTHING)), self.cursors[rank].end
-            changed = changed or (needed, end) != (header[block.NEEDED], header[block.SYNCED])
-            self._memory.taken[rank].write(end, left[rank])
-            header[block.NEEDED] = needed
+            needed, end = int(mine.min(initial=block.NO_ITEM)), self.cursors[rank].end
+            changed = changed or (needed, end) != (header[block.LOWEST_NEEDED], header[block.SYNCED])
+            self._memory.read_positions[rank].write(end, left[rank])
+            header[block.LOWEST_NEEDED] = needed
             fence()
             header[block.SYNCED] = end
         return changed
 
-    def torn(self, starts: np.ndarray) -> np.ndarray | None:
+    def torn_items(self, starts: np.ndarray) -> np.ndarray | None:
         """[B] bool: which of the items that were just read may have been overwritten meanwhile; None if none."""
         fence()
         floors = [header[block.FLOOR] for header in self._memory.headers]
-        if all(floor <= kept for floor, kept in zip(floors, self._kept)):
+        if all(floor <= kept for floor, kept in zip(floors, self._kept_from)):
             return None
-        torn = (starts & NUMBER_MASK) < np.array(floors).take(starts >> RANK_BITS)
-        return torn if torn.any() else None
+        torn_items = (starts & NUMBER_MASK) < np.array(floors).take(starts >> RANK_BITS)
+        return torn_items if torn_items.any() else None
 
     def starts_of(self, keys: np.ndarray) -> np.ndarray:
         """Return the starts of the items `keys` [B, 3]; -1 for those that no such writer wrote."""

@@ -16,14 +16,14 @@ from rlframe.replay import steps
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, items_of_rounds
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import Block, SegmentWriter
+from rlframe.replay.shared_memory.block import BufferMemory, SegmentWriter
 from rlframe.replay.steps import Writers
 from rlframe.replay.timeline import WriterFragments
 from rlframe.replay.tree_store import check_memory
 from rlframe.types import ReplaySpec, Step, StepSpec
 
-_LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
-_DEATH = 10.0  # seconds that a rank's last process has to end, once it is claimed again
+_CHECK_INTERVAL = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
+_EXIT_TIMEOUT = 10.0  # seconds that a rank's last process has to end, once it is claimed again
 
 
 class WriterTimeoutError(RlframeError, TimeoutError):
@@ -55,7 +55,7 @@ class SegmentWriters:
         lock: held while this process adds or samples, never while it waits.
     """
 
-    def __init__(self, plan: BufferPlan, memory: Block, lock: threading.RLock):
+    def __init__(self, plan: BufferPlan, memory: BufferMemory, lock: threading.RLock):
         self._plan, self._memory, self._lock = plan, memory, lock
         self._limiter = RateLimiter(plan.spec)
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
@@ -78,15 +78,15 @@ class SegmentWriters:
             )
         if num_envs is not None:
             self._check_envs(num_envs)
-        deadline = time.monotonic() + _DEATH
+        deadline = time.monotonic() + _EXIT_TIMEOUT
         while True:
             with self._lock, memory.claims():
                 chosen = self._free_rank() if rank is None else rank
                 holder, header = memory.writer(chosen), memory.headers[chosen]
                 if holder == this_process() or not holder.is_alive:
                     header[block.PID], header[block.STARTED] = this_process()
-                    header[block.CLAIMS] += 1
-                    self._incarnations[chosen] = header[block.CLAIMS] - 1
+                    header[block.NUM_CLAIMS] += 1
+                    self._incarnations[chosen] = header[block.NUM_CLAIMS] - 1
                     if num_envs is not None:
                         self.open(chosen, num_envs)
                     return chosen, self._incarnations[chosen]
@@ -111,13 +111,13 @@ class SegmentWriters:
         self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"Rank {rank} is not this process's: call claim_rank first.")
-        block.lay_out(memory, rank, plan.spec, num_envs)
+        block.init_segment(memory, rank, plan.spec, num_envs)
         # Pages are taken as they fill: all that the segments have yet to take must be there.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
         needed = steps.bytes_needed(plan.spec, plan.step_spec, left)
         check_memory(needed, left, "what all writers' segments have yet to take")
-        self._begin(rank, num_envs)
+        self._open_segment(rank, num_envs)
 
     def _check_envs(self, num_envs: int) -> None:
         if not 1 <= num_envs <= self._plan.max_envs:
@@ -126,7 +126,7 @@ class SegmentWriters:
                 "Make the replay buffer with a greater max_envs."
             )
 
-    def _begin(self, rank: int, num_envs: int) -> SegmentWriter:
+    def _open_segment(self, rank: int, num_envs: int) -> SegmentWriter:
         plan = self._plan
         self._stopped_ranks.discard(rank)
         incarnation = self._incarnations[rank]
@@ -145,23 +145,23 @@ class SegmentWriters:
         if self._waits_for_room and self.waits:
             self._wait_for_room(segment, len(env_ids))
         with self._lock:
-            if not segment.begun:
-                segment = self._take_possession(segment)
+            if not segment.owns_segment:
+                segment = self._acquire_segment(segment)
             segment.add(envs, step)
         memory = self._memory
-        wanted = memory.control[block.WANTED]
-        if wanted != block.NOBODY and memory.added_items() >= wanted:
-            memory.control[block.WANTED] = block.NOBODY
+        inserts_needed = memory.control[block.WAKE_AT]
+        if inserts_needed != block.NEVER and memory.added_items() >= inserts_needed:
+            memory.control[block.WAKE_AT] = block.NEVER
             memory.added.wake()
 
-    def _take_possession(self, segment: SegmentWriter) -> SegmentWriter:
+    def _acquire_segment(self, segment: SegmentWriter) -> SegmentWriter:
         """Before a writer's first step: `restore` may have filled its segment since it was opened, but not later."""
         rank = segment.writer.rank
         with self._memory.claims():
-            if segment.epoch != self._memory.headers[rank][block.EPOCH]:
-                segment = self._begin(rank, segment.writer.num_envs)
-            self._memory.headers[rank][block.BEGUN] = 1
-        segment.begun = True
+            if segment.num_restores != self._memory.headers[rank][block.NUM_RESTORES]:
+                segment = self._open_segment(rank, segment.writer.num_envs)
+            self._memory.headers[rank][block.IN_USE] = 1
+        segment.owns_segment = True
         return segment
 
     # --- waiting for the sampler
@@ -206,11 +206,11 @@ class SegmentWriters:
     def _wait(self, segment: SegmentWriter, blocked: Callable[[], bool], what: str) -> None:
         memory, rank, timeout = self._memory, segment.writer.rank, self._plan.timeout
         deadline = time.monotonic() + timeout
-        memory.headers[rank][block.WAITS] = 1
+        memory.headers[rank][block.IS_WAITING] = 1
         try:
             while True:
                 value = memory.room.value
-                if memory.control[block.WANTED] != block.NOBODY:
+                if memory.control[block.WAKE_AT] != block.NEVER:
                     memory.added.wake()  # so that the sampler looks at what it may let go of
                 if not blocked() or not self.waits:
                     return
@@ -224,6 +224,6 @@ class SegmentWriters:
                         f"Writer {rank} of the replay buffer waited {timeout:g} s for the sampler "
                         f"({state if sampler.pid else 'none has come yet'}) {what}. Does the learner still learn?"
                     )
-                memory.room.wait(value, _LOOK)
+                memory.room.wait(value, _CHECK_INTERVAL)
         finally:
-            memory.headers[rank][block.WAITS] = 0
+            memory.headers[rank][block.IS_WAITING] = 0
