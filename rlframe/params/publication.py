@@ -167,7 +167,7 @@ class PublicationReader:
         except PermissionError as error:
             raise UsageError(
                 f"The parameters of process {name.creator.pid} cannot be read: {error}. Its readers must run as the same "
-                "user, in the same container and on the same Ray node; others call it."
+                "user, in the same container and on the same Ray node. Other processes call it over the network."
             ) from None
         except OSError as error:
             raise UnavailableError(

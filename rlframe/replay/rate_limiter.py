@@ -19,9 +19,8 @@ from rlframe.types import ReplaySpec, Sequence
 _log = logging.getLogger(__name__)
 
 ROUNDS_AHEAD = 2  # rounds that writers in other processes than the reader's may be ahead of it
-_STARTUP_FACTOR = (
-    2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
-)
+# a writer that has yet to take its first step is waited for so many times as long: it may still compile
+_STARTUP_FACTOR = 2
 
 
 class ItemCounts(NamedTuple):

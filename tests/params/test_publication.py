@@ -265,7 +265,7 @@ def test_memory_of_another_ray_node_is_refused(monkeypatch):
     publication = Publication(1, packed(1))
     elsewhere = pickle.dumps(publication.reader())
     monkeypatch.setenv(MACHINE, "other")
-    with pytest.raises(UsageError, match=r"memory of another Ray node.* others call it"):
+    with pytest.raises(UsageError, match=r"belongs to another Ray node.* call it over the network"):
         pickle.loads(elsewhere).read()
     publication.close()
 

@@ -21,9 +21,8 @@ from rlframe.replay.steps import ItemAssembler
 from rlframe.types import AgentSpecs, Step
 
 _STOP_CHECK_INTERVAL = 0.2  # seconds
-_CHECK_INTERVAL = (
-    1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
-)
+# seconds between two looks at whether the server is still the one that the writers claimed ranks of
+_CHECK_INTERVAL = 1.0
 
 
 class ReverbWriter:

@@ -23,9 +23,8 @@ from rlframe.replay.shared_memory.segment_reader import RANK_BITS, SegmentReader
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
-_SYNC_INTERVAL = (
-    0.001  # seconds that items may be there before they are drawn: to look at the logs each time takes a quarter
-)
+# seconds that items may be there before they are drawn: to look at the logs each time takes a quarter
+_SYNC_INTERVAL = 0.001
 
 
 _NO_STARTS = np.zeros(0, np.int64)
