@@ -99,7 +99,7 @@ class ThreadProgress:
     """Measures the seconds without progress of each thread, from one call of `look` to the next."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, Any, float]] = {}  # thread identifier -> (phase, progress, time of the last change)
+        self._seen: dict[int, tuple[Any, Any, float]] = {}  # by thread id: (phase, progress, time of the last change)
 
     def look(self, now: float, ident: int | None = None) -> PhaseStatus | None:
         """Return the status that is nearest to its deadline, or furthest beyond it; None if no thread is in a phase.

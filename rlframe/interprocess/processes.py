@@ -41,7 +41,7 @@ def this_process() -> ProcessId:
     return _cached_id(os.getpid())
 
 
-_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # cached by process number, because a forked child has another one
+_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # cached by process number, because a forked child differs
 
 
 def _started(pid: int) -> int:
