@@ -119,7 +119,10 @@ class Packing:
         return [vector, *others]
 
     def unpack_numpy(self, packed: list[Any]) -> Tree:
-        """Return the tree as numpy arrays. Small leaves are writable views of one copy; large leaves may be read-only."""
+        """Return the tree as numpy arrays.
+
+        Small leaves are writable views of one copy; large leaves may be read-only.
+        """
         vector = _fetch(packed[0]).copy()  # a copy, because environments refuse actions that are read-only
         rest = (np.asarray(array) for array in packed[1:])
         leaves = [

@@ -176,8 +176,8 @@ class PublicationReader:
             ) from None
         except OSError as error:
             raise UnavailableError(
-                f"The memory with the parameters of process {name.creator.pid} cannot be opened: the process has exited, "
-                f"has closed the memory, or runs on another machine ({type(error).__name__})."
+                f"The memory with the parameters of process {name.creator.pid} cannot be opened: the process has "
+                f"exited, has closed the memory, or runs on another machine ({type(error).__name__})."
             ) from None
 
     @property
