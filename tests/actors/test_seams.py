@@ -103,7 +103,7 @@ def test_an_inferencer_needs_no_state_of_an_agent_without_one():
 @pytest.mark.parametrize(
     ("inferencer", "buffer", "match"),
     [
-        (object(), Adds(), r"A object was given as the inferencer: it needs inference\(env_ids, timestep, state\)"),
+        (object(), Adds(), r"A object cannot be an inferencer: it needs inference\(env_ids, timestep, state\)"),
         (
             OnlyInference(),
             object(),
@@ -122,7 +122,7 @@ def test_an_answer_that_is_no_agent_output_is_named():
             return np.zeros(len(env_ids), np.int32)
 
     actor = Actor(CountingEnv(), Bare(), Adds())
-    with pytest.raises(UsageError, match="Bare.inference gave a ndarray; it must be an AgentOutput"):
+    with pytest.raises(UsageError, match="Bare.inference returned a ndarray. It must be an AgentOutput"):
         actor.step()
     actor.close()
 
@@ -136,7 +136,7 @@ def test_an_on_policy_actor_says_that_its_inferencer_cannot_be_waited_for():
             return AgentOutput(np.zeros(len(env_ids), np.int32), {"log_prob": zeros, "value": zeros}, 1)
 
     actor = Actor(CountingEnv(), Acts(), ReplayBuffer(agent))
-    with pytest.raises(UsageError, match=r"is a Acts, which has no wait_for_version\(\), as an Inferencer has"):
+    with pytest.raises(UsageError, match=r"is a Acts without the method wait_for_version\(\)"):
         actor.run()
     actor.close()
 

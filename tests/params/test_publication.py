@@ -1,4 +1,4 @@
-"""Parameters in shared memory, with learners and readers in other processes that restart, die, and run at full speed."""
+"""Parameters in shared memory. Learners and readers in other processes restart, die, and run at full speed."""
 
 from __future__ import annotations
 
