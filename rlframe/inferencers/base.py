@@ -78,8 +78,8 @@ class StatelessInference:
         output = answer[0] if isinstance(answer, tuple) and not isinstance(answer, AgentOutput) else answer
         if not isinstance(output, AgentOutput):
             raise UsageError(
-                f"{type(self._target).__name__}.inference returned a {type(answer).__name__}. It must be an AgentOutput, "
-                "or (AgentOutput, state)."
+                f"{type(self._target).__name__}.inference returned a {type(answer).__name__}. It must be an "
+                "AgentOutput, or (AgentOutput, state)."
             )
         return (output if output.params_version is not None else output._replace(params_version=-1)), ()
 

@@ -53,16 +53,18 @@ def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
     plan = [[int(rows) for rows in rng.integers(1, 20, size=12)] for _ in range(8)]
     answers = {}
 
-    def caller(who):
-        for number, rows in enumerate(plan[who]):
-            answers[who, number] = service.inference(np.arange(rows), random_timestep(rows, 100 * who + number), ())
+    def caller(caller_index):
+        for number, rows in enumerate(plan[caller_index]):
+            answers[caller_index, number] = service.inference(
+                np.arange(rows), random_timestep(rows, 100 * caller_index + number), ()
+            )
 
     with running(service):
         _wait_until_run(service)
         for rows in {bucket_of(rows, 64) for rows in range(1, 65)}:  # calls that wait for a compilation may be refused
             service.inference(np.arange(rows), random_timestep(rows, 0), ())
         before = service.stats()
-        threads = [threading.Thread(target=caller, args=(who,)) for who in range(8)]
+        threads = [threading.Thread(target=caller, args=(caller_index,)) for caller_index in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -71,7 +73,9 @@ def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
     assert stats["requests"] - before["requests"] == 96 and stats["calls"] - before["calls"] < 48
     assert stats["compilations"] == before["compilations"] == 7
     # One call of an inline Inferencer on all the rows, to compile it once.
-    asked = [random_timestep(plan[who][number], 100 * who + number) for who, number in answers]
+    asked = [
+        random_timestep(plan[caller_index][number], 100 * caller_index + number) for caller_index, number in answers
+    ]
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *asked)
     expected, _ = alone.inference(np.arange(len(together.reward)), together, ())
     np.testing.assert_array_equal(np.concatenate([output.action for output, _ in answers.values()]), expected.action)

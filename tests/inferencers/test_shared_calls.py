@@ -112,7 +112,7 @@ def test_concurrent_clients_get_their_own_answers():
                 wrong.append((seed, state))
 
     with serving(service, address), running(service):
-        threads = [threading.Thread(target=ask, args=(1000 * who,)) for who in range(8)]
+        threads = [threading.Thread(target=ask, args=(1000 * caller_index,)) for caller_index in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
