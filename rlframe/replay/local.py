@@ -1,4 +1,4 @@
-"""The replay buffer in the learner's own process: one copy in, one copy out."""
+"""The replay buffer in the learner's own process. Each step is copied in once, and each batch is copied out once."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _NO_STARTS = np.zeros(0, np.int64)
 
 
 class ReplayBuffer(KeyedReplayBuffer):
-    """Experience in this process's memory, as the agent's `replay_spec` and `step_spec` say.
+    """A replay buffer in this process's memory. The agent's `replay_spec` and `step_spec` determine its contents.
+
+    It keeps at least the newest `capacity` timesteps of all writers together, including LAST ones. It holds up to
+    `slots` timesteps, because room is made in whole batches. An item is evicted with its first timestep.
 
     Args:
-        agent: an Agent (anything with `replay_spec` and `step_spec`).
-        seed: decides the draws.
-        single_frame: keep frame-stacked pixels (`uint8 [k, H, W]`) one frame per step. None: where it looks like one.
+        agent: an Agent, or any object with `replay_spec` and `step_spec`.
+        seed: determines the draws.
+        single_frame: store frame-stacked pixels (`uint8 [k, H, W]`) as one frame per step. None: detect stacked frames.
         overrides: fields of `ReplaySpec` to change.
 
-    It keeps the newest `capacity` timesteps, LAST ones included, over all writers, and up to `slots` of them: room is
-    made in whole batches. An item leaves when its first timestep does.
-
     Raises:
-        UsageError: for an unknown option, or where the memory that it would take is not there.
+        UsageError: an option is unknown, or there is not enough memory.
     """
 
     is_saved_by_learner = True
@@ -49,14 +49,12 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
         self._writers = Writers[WriterFragments]()
-        self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
-        self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
-        self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
+        self._origins: list[tuple[int, int]] = []  # every (rank, incarnation) that has opened a segment
+        self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch, while there is only one writer
+        self._store: Any = None  # a StepStore, once a writer has set its number of environments
         self._sampled = self._steps = 0
-        self._drawn_batches: dict[
-            bytes, Batch
-        ] = {}  # batches of a queue that were drawn and are not released, by their keys
-        self._min_version = -1  # version: older items are dropped
+        self._drawn_batches: dict[bytes, Batch] = {}  # drawn and unreleased batches of a queue, by their keys
+        self._min_version = -1  # items of older versions are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
 
@@ -83,7 +81,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store.marks_origin = len(self._origins) > 1
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Let a writer continue that claimed its rank elsewhere, or lost steps. Its open fragments are dropped."""
+        """Let a writer continue whose claim was made elsewhere, or which lost steps. Its open fragments are dropped."""
         with self._lock:
             self._incarnations[rank] = incarnation
             self.open_segment(rank, num_envs)
@@ -100,9 +98,9 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None before `min_size` items were added (a queue: while it holds too few).
+        """Draw a batch, or return None before `min_size` items were added (for a queue: while it holds too few).
 
-        Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
+        The caller owns the arrays of a batch. Large arrays are reused once nothing refers to them.
         """
         with self._lock:
             starts, probabilities = self._draw()
@@ -114,7 +112,10 @@ class ReplayBuffer(KeyedReplayBuffer):
             return Batch(data, self._keys_of(slots, starts), probabilities, versions)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw: (the first timesteps of the items, their probabilities); of none while there is too little."""
+        """Draw a batch, and return (first timesteps of the items, their probabilities).
+
+        Both are empty while there are too few.
+        """
         count = self._items_to_sample()
         if count and self._store.forget_before(self._min_version):
             count = self._items_to_sample()
@@ -124,7 +125,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store.table.draw(count, self._rng)
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. Items of a queue are copied at once, because its writers never wait."""
+        """See `KeyedReplayBuffer`. Items of a queue are copied now, because its writers never wait."""
         with self._added:
             self._wait_for_items(timeout)
             if self.spec.kind == "queue":
@@ -158,7 +159,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._drawn_batches.pop(np.asarray(keys, np.int64).tobytes(), None)
 
     def _keys_of(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """[B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
+        """Return [B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
             return np.concatenate([written_by, starts[:, None]], axis=1)
@@ -169,7 +170,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return keys
 
     def _starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the first timesteps of the items `keys`; -1 if another writer has written there since."""
+        """Return the first timesteps of the items `keys`; -1 if another writer wrote to the slot since."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
@@ -184,7 +185,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 self._store.forget_before(self._min_version)
 
     def _items_to_sample(self) -> int:
-        """Return how many items a batch would have now; 0 while there is too little."""
+        """Return the size of a batch now; 0 while there are too few items."""
         if self._store is None or self._closed:
             return 0
         table = self._store.table
@@ -198,19 +199,22 @@ class ReplayBuffer(KeyedReplayBuffer):
         }
 
     def _items_by_rank(self) -> dict[int, int]:
-        """Return how many items of each rank a queue holds."""
+        """Return the number of items of each rank in a queue."""
         store = self._store
         starts = store.table.starts()
         return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slots_of(starts)], 0].tolist())
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
+        """Return the result of `sample`, but wait up to `timeout` seconds for enough items."""
         with self._added:
             self._wait_for_items(timeout)
             return self.sample()
 
     def _wait_for_items(self, timeout: float) -> None:
-        """Sleep until a step is added, for at most `timeout` seconds; not at all if there is enough for a batch."""
+        """Wait until a step is added, for at most `timeout` seconds.
+
+        Return at once if there are enough items for a batch.
+        """
         if timeout > 0 and not self._items_to_sample():
             self._num_waiting += 1
             try:
@@ -229,13 +233,13 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A draw from several shards chooses each in proportion to it."""
+        """The sum of the weights of all items. A draw from several shards chooses each shard in proportion to it."""
         with self._lock:
             return self._store.table.weight if self._store is not None else 0.0
 
     @property
     def slots(self) -> int:
-        """Timesteps that there is room for; 0 before the first writer came."""
+        """The number of timesteps that fit; 0 before the first writer."""
         return self._store.timeline.slots if self._store is not None else 0
 
     def stats(self) -> dict[str, int]:
@@ -253,7 +257,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- memory and disk
 
     def _allocate_store(self, num_envs: int, all_envs: int) -> StepStore:
-        """Allocate for the first writer; a later one must fit in."""
+        """Allocate memory for the first writer, or check that a later writer fits."""
         spec = self.spec
         if self._store is not None:
             timeline = self._store.timeline
@@ -266,12 +270,12 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write items, open fragments, priorities, counters and the state of the draws to the file `path`.
+        """Write the items, open fragments, priorities, counters and the random state to the file `path`.
 
-        The file is streamed and renamed when complete. Adding and sampling wait for it.
+        The file is streamed, and renamed when it is complete. `add` and `sample` wait until then.
 
         Raises:
-            CheckpointError: it could not be written; what was there before is untouched.
+            CheckpointError: the file could not be written. The old file is unchanged.
         """
         with self._lock:
             store, writers = self._store, self._writers.by_rank.values()
@@ -306,12 +310,12 @@ class ReplayBuffer(KeyedReplayBuffer):
                     writer.enter_lockstep()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved buffer: the same steps then give the very same batches.
+        """Continue from a saved buffer: the same steps then give exactly the same batches.
 
-        Writers keep rank and incarnation. A writer whose environments did not keep their state claims its rank again.
+        Writers keep their rank and incarnation. A writer whose environments lost their state must claim its rank again.
 
         Raises:
-            CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
+            CheckpointError: the file is missing, damaged, or of another agent. This buffer is unchanged.
         """
         with self._lock, replay_files.open_saved(path, self.spec) as saved:
             header, shapes = saved.header, saved.shapes
