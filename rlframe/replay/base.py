@@ -266,8 +266,8 @@ class Dataset(Closeable):
                     continue
                 spec = self._buffer.spec
                 raise DatasetTimeoutError(
-                    f"No batch was available for {self._timeout:g} s. The replay buffer holds {self._buffer.size} items. It "
-                    f"needs {spec.min_size} items, and a batch of {spec.batch_size or 'one item per environment'}. "
+                    f"No batch was available for {self._timeout:g} s. The replay buffer has {self._buffer.size} items. "
+                    f"It needs {spec.min_size} items and a batch of {spec.batch_size or 'one item per environment'}. "
                     "Are its actors running?"
                 ) from None
             if isinstance(batch, BaseException):

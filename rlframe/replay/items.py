@@ -134,11 +134,11 @@ class Transitions(_Items):
         discount = self._store(index, next_numbers - numbers, step)
         types = step.timestep.step_type.tobytes()
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else True
-        fragments.begin(numbers, envs)
+        fragments.record_starts(numbers, envs)
         if self._n == 1:
             self._complete(numbers, index, acting, count)
             return
-        fragments.count_acting(acting, envs)
+        fragments.record_acting(acting, envs)
         # The items that began k steps before get the reward if their episode has continued since then.
         starts, continues = numbers, acting
         shorter: list[tuple[Numbers, Mask]] = []
@@ -237,7 +237,7 @@ class Sequences(_Items):
         """Store a step from the timesteps `numbers` to the timesteps `next_numbers`. See `Transitions.put`."""
         timeline, count = self._timeline, len(step.next_timestep.reward)
         self._store(timeline.index(numbers, count), timeline.index(next_numbers, count), next_numbers - numbers, step)
-        fragments.begin(numbers, envs)
+        fragments.record_starts(numbers, envs)
         completes = fragments.have_start_before(self._length - 1, envs)
         if completes is not False:
             starts = fragments.starts_before(self._length - 1, envs)

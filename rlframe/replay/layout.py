@@ -1,4 +1,4 @@
-"""Layouts of trees as named flat arrays, checks of steps against them, and the arrays that batches are gathered into."""
+"""Layouts of trees as named flat arrays, checks of steps, and the arrays that batches are gathered into."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             if steps.timesteps_needed(spec, all_envs) + timeline.chunk <= timeline.slots or timeline.head:
                 steps.check_room(spec, timeline.slots, timeline.chunk, all_envs)
                 return self._store
-        slots, chunk = steps.sizes(spec, num_envs, all_envs)
+        slots, chunk = steps.ring_sizes(spec, num_envs, all_envs)
         self._num_envs = num_envs
         self._store = StepStore.in_process_memory(spec, self._step_spec, slots, chunk, num_envs, self._single_frame)
         return self._store

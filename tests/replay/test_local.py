@@ -79,7 +79,7 @@ def test_a_writer_that_finds_no_room_is_told_the_capacity_it_needs() -> None:
     buffer = ReplayBuffer(fake_agent("queue", Sequence(20), None, 100))
     buffer.claim_rank(4)
     buffer.add(*StepStream(4).step())
-    with pytest.raises(UsageError, match="capacity of at least"):
+    with pytest.raises(UsageError, match="capacity to at least"):
         buffer.claim_rank(400)
 
 

@@ -208,7 +208,7 @@ def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[in
         period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every other step may be a LAST
         share = max(share, max(spec.min_size, batch) * period + steps.timesteps_needed(spec, num_envs))
     spec = dataclasses.replace(spec, capacity=share)
-    slots, chunk = steps.sizes(spec, num_envs, num_envs, chunks=16 * MARGIN_CHUNKS)
+    slots, chunk = steps.ring_sizes(spec, num_envs, num_envs, chunks=16 * MARGIN_CHUNKS)
     return slots + MARGIN_CHUNKS * chunk, chunk
 
 

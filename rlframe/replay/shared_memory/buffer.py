@@ -186,10 +186,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         keys, probabilities = check_keys(keys, probabilities)
         view = self._view()
         with view.fetch_lock:
-            batch, gone = view.fetcher.fetch(keys, probabilities)
+            batch, evicted = view.fetcher.fetch(keys, probabilities)
         if self.spec.kind == "queue":
-            return None if gone.any() else batch
-        return batch if replace_evicted(batch, gone) else None
+            return None if evicted.any() else batch
+        return batch if replace_evicted(batch, evicted) else None
 
     def release(self, keys: np.ndarray) -> None:
         """See `KeyedReplayBuffer`. In the sampler's process."""

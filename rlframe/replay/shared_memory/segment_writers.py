@@ -116,7 +116,7 @@ class SegmentWriters:
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
         needed = steps.bytes_needed(plan.spec, plan.step_spec, left)
-        check_memory(needed, left, "what all writers' segments have yet to take")
+        check_memory(needed, left, "the unfilled part of all writers' segments")
         self._open_segment(rank, num_envs)
 
     def _check_envs(self, num_envs: int) -> None:
