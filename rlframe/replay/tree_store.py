@@ -103,8 +103,8 @@ class TreeStore:
         leaf = self._layout.leaves[i]
         if self._forced:
             raise UsageError(
-                f"{leaf.name}: single_frame=True needs frame-stacked observations, but in {store.rows_stored_separately} "
-                f"of {store.rows_seen} observations the older frames differ from those of the step before. Leave "
+                f"{leaf.name}: single_frame=True needs frame-stacked observations, but in "
+                f"{store.rows_stored_separately} of {store.rows_seen} observations the older frames differ from those of the step before. Leave "
                 "single_frame out."
             )
         slots = self._timeline.slots

@@ -155,7 +155,7 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
         buffer.save(tmp_path / "replay")
         first.kill()
         own_process().start(tables, int(address.rpartition(":")[2]))
-        with pytest.raises(CheckpointError, match="given 0 items, but 4"):
+        with pytest.raises(CheckpointError, match="has received 0 items, but .* after 4"):
             buffer.restore(tmp_path / "replay")
         buffer.add(*stream.step())
         assert other.claim_rank(4) == (1, 0)  # the writer that lived on has claimed its rank again
@@ -237,7 +237,7 @@ def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
 
         for _ in range(2):
             step()
-        with pytest.raises(PeerError, match="held add back.*'replay' is full"):
+        with pytest.raises(PeerError, match="blocked add.*'replay' is full"):
             step()
         seen = [first for _ in range(3) for first in first_ids(buffer.sample()).tolist()]
         assert seen == list(reference.items)  # what was held back was not lost
@@ -286,8 +286,8 @@ def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
             assert thread.is_alive()
             buffer.end_waits(rank)
             thread.join(timeout=30.0)
-        assert "add waited for another writer" in str(other[0])
-        assert re.search(r"Told to stop when add had waited \d", str(result[0]))
+        assert "while it waited for another writer" in str(other[0])
+        assert re.search(r"add was stopped after it had waited \d", str(result[0]))
         assert all(type(error) is StoppedError for error in (*result, *other))
         seen: list[int] = []
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
@@ -380,7 +380,7 @@ def test_blocks_are_refused_where_they_cannot_be_filled_or_drawn(serve: Serve) -
         with pytest.raises(UsageError, match="a block that divides 6"):
             buffer.claim_rank(6)
         assert buffer.claim_rank(8) == (1, 0)
-    with pytest.raises(UsageError, match="draws each item by itself"):
+    with pytest.raises(UsageError, match="draws single items"):
         ReverbReplayBuffer.tables(fake_agent("uniform", Transition(1), 4, 100), block=2)
 
 
@@ -550,7 +550,7 @@ def test_a_table_of_another_agent_is_refused(serve: Serve) -> None:
         ({"capacty": 5}, "Did you mean 'capacity'"),
         ({"block": 0}, "at least one item"),
         ({"when_full": "block"}, "'wait' or 'drop'"),
-        ({"samples_per_insert": 2.0}, "gives each item once"),
+        ({"samples_per_insert": 2.0}, "returns each item once"),
     ],
 )
 def test_options_of_tables_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

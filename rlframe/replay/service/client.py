@@ -1,4 +1,4 @@
-"""A process's side of a replay that is held by nodes. Steps are gathered while those before them travel."""
+"""A process's client of the replay services. It collects steps while earlier steps are being sent."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from rlframe.replay.service.server import SendBuffer, WriterId
 from rlframe.replay.steps import Writers
 from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 
-_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # that are gathered, and sent at once
-_WARN_AFTER = 60.0  # seconds that a writer is held back; a learner may compile meanwhile
-_STOP_CHECK_INTERVAL = 0.2  # seconds between two looks at whether to stop
-_DEADLINE = 120.0  # seconds that a service which does not answer is waited for
-_RETRY_INTERVAL = 0.01  # seconds between two looks at several shards of which none has a batch
-_WEIGHT_INTERVAL = 0.2  # seconds between two looks at how much each shard holds
+_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # limits of the steps that are collected, and sent at once
+_WARN_AFTER = 60.0  # seconds that a writer waits before a warning; the learner may be compiling
+_STOP_CHECK_INTERVAL = 0.2  # seconds between two checks for a stop
+_DEADLINE = 120.0  # seconds to wait for a service that does not answer
+_RETRY_INTERVAL = 0.01  # seconds between two checks of several shards without a batch
+_WEIGHT_INTERVAL = 0.2  # seconds between two updates of the shards' weights
 
 _log = logging.getLogger(__name__)
 
 
 class StepSender:
-    """Sends the steps of one writer in order, by a thread, one message at a time.
+    """Sends the steps of one writer in order. A thread sends one message at a time.
 
     Args:
-        service: a `ReplayService`, or what calls one.
-        writer: whose steps they are.
-        most_steps: that may be on their way; None: 256. Samples are owed for those too.
+        service: a `ReplayService`, or a client of one.
+        writer: the writer of the steps.
+        max_steps: the most unsent steps; None: 256. With `samples_per_insert`, the learner owes samples for these steps
+            too.
 
     Attributes:
         rank, num_envs, id_bytes: see `Writer`.
-        checked: whether a step has the shapes and dtypes that it should.
+        checked: True once a step's shapes and dtypes were checked.
     """
 
     def __init__(self, service: Any, writer: WriterId, max_steps: int | None = None) -> None:
@@ -57,16 +58,19 @@ class StepSender:
         self._step_limit = _MAX_STEPS if max_steps is None else min(max_steps, _MAX_STEPS)
         self.checked = False
         self._changed = threading.Condition()
-        self._buffers: collections.deque[SendBuffer] = collections.deque()  # of steps that have yet to arrive
-        self._waiting = self._bytes = 0  # these steps
-        self._number = 0  # of the first one
-        self._held_back_reason = ""  # the service holds the writer back
+        self._buffers: collections.deque[SendBuffer] = collections.deque()  # steps that are not delivered yet
+        self._waiting = self._bytes = 0  # number and size of these steps
+        self._number = 0  # number of the first of these steps
+        self._held_back_reason = ""  # why the service makes the writer wait
         self._error: BaseException | None = None
         self._is_stopped = self._closed = False
         threading.Thread(target=self._run, name="rlframe replay outbox", daemon=True).start()
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
-        """Take a step; wait while too many are there, or one is held back. Raise what became of those before."""
+        """Add a step.
+
+        Wait while too many steps are unsent, or the service makes the writer wait. Raise errors of earlier sends.
+        """
         with self._changed:
             self._wait(self._has_room)
             if not self._buffers or not self._buffers[-1].accepts(env_ids, step):
@@ -79,21 +83,21 @@ class StepSender:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until the service has everything."""
+        """Wait until all steps are delivered."""
         self._wait(lambda: not self._waiting)
 
     def settle(self) -> None:
-        """Wait until the service has everything, or holds the writer back."""
+        """Wait until all steps are delivered, or the service makes the writer wait."""
         self._wait(lambda: not self._waiting or bool(self._held_back_reason))
 
     def end_waits(self) -> None:
-        """End a `put` that waits, now or later, with StoppedError."""
+        """Make each `put` that waits raise StoppedError, now and later."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -108,26 +112,24 @@ class StepSender:
             raise ReplayClosedError("The replay buffer is closed.")
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over()`, which is called with the lock. Raise as `put`."""
+        """Wait until `is_over()`, which is called with the lock held. Raises the errors of `put`."""
         with self._changed:
             self._check()
             if not is_over():
                 self._sleep_until(is_over)
 
     def _sleep_until(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until `is_over()`. Warn once if the service holds the writer back for long."""
+        """Sleep until `is_over()`. Warn once if the service makes the writer wait for a long time."""
         began, warned = time.monotonic(), False
         with waiting_for("the replay service"):
             while not is_over():
                 self._check()
                 if self._is_stopped:
-                    raise StoppedError(
-                        f"Told to stop while the replay service held back the writer {self._writer.rank}."
-                    )
+                    raise StoppedError(f"Writer {self._writer.rank} was stopped while the replay service made it wait.")
                 if not warned and self._held_back_reason and time.monotonic() > began + _WARN_AFTER:
                     warned = True
                     _log.warning(
-                        "The replay service holds back the writer %d: %s. (A thread that both adds and samples needs a "
+                        "The replay service makes writer %d wait: %s. (A thread that both adds and samples needs a "
                         "larger capacity or run_ahead.)",
                         self.rank,
                         self._held_back_reason,
@@ -157,7 +159,10 @@ class StepSender:
                 self._changed.notify_all()
 
     def _remove_delivered(self, number: int, why: str) -> None:
-        """Forget the steps before this number, which have arrived. Keep `why` the next one is held back."""
+        """Remove the steps with lower numbers, which were delivered.
+
+        `why` is the reason why the next step must wait.
+        """
         with self._changed:
             self._held_back_reason = why
             while self._number < number:
@@ -173,25 +178,27 @@ class StepSender:
 
 
 class ServiceReplayBuffer(BaseReplayBuffer):
-    """Adds to, and samples from, `ReplayService`s. Pickles as the handles to them.
+    """Adds steps to one or more `ReplayService`s, and samples from them. It pickles as the services' handles.
 
-    A writer belongs to the shard `rank % len(services)`. `add` returns once the step is on its way: steps are gathered
-    while earlier ones travel, so an Actor that is killed may lose those of its last moments (at most 256, or 16 MiB;
-    with `samples_per_insert` those of two rounds), and nobody else's death loses any but that of a service, which goes
-    on from its checkpoint. Where a service holds a writer back, `add` waits, with the next step, until it no longer
-    does. One thread that both adds and samples needs a service that never does: with `waits=False`, or a larger
-    `capacity` or `run_ahead`.
+    A writer belongs to the shard `rank % len(services)`. `add` returns before the step is delivered: steps are
+    collected while earlier steps are sent. So an Actor that is killed may lose its last steps (at most 256 steps or 16
+    MiB; with `samples_per_insert`, two rounds). A service that dies loses the steps since its checkpoint. The death of
+    other processes loses no steps.
 
-    A batch is of one shard, each of which is drawn from in proportion to what it holds; `probabilities` are those of
-    the items among all shards'.
+    If a service makes a writer wait, the next `add` waits. A single thread that both adds and samples needs a service
+    that never makes it wait: set `waits=False`, or a larger `capacity` or `run_ahead`.
+
+    Each batch comes from one shard. The shards of a queue take turns. Other shards are chosen in proportion to their
+    weights. `probabilities` refer to the items of all shards.
 
     Args:
-        agent: an Agent (anything with `replay_spec` and `step_spec`), as the services were made from.
-        services: handles to them (or the objects), in order.
+        agent: an Agent, or any object with `replay_spec` and `step_spec`, which the services were created with.
+        services: their handles (or the objects), in order.
 
-    Raises (every method that asks a service):
-        PeerError: it did not answer for two minutes (ten in a process that is watched, as those of a program are).
-        UsageError: several shards are given for a batch of one item of each environment.
+    Raises (every method that calls a service):
+        PeerError: the service did not answer for two minutes (ten minutes in a process whose heartbeats are watched,
+            such as a program's nodes).
+        UsageError: there are several shards, but a batch has one item of each environment.
     """
 
     def __init__(self, agent: Any, services: Sequence[Any]) -> None:
@@ -201,16 +208,16 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             raise UsageError("A ServiceReplayBuffer needs at least one ReplayService.")
         if len(self._handles) > 1 and self.spec.batch_size is None:
             raise UsageError(
-                f"This agent's batch is one item of each environment (batch_size=None), which only one service can "
-                f"hold: use --replay-shards 1, got {len(self._handles)}."
+                f"This agent's batch has one item of each environment (batch_size=None), so all items must be in one "
+                f"service: use --replay-shards 1, got {len(self._handles)}."
             )
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
         self._writers: Writers[StepSender] = Writers()
-        self._added = threading.local()  # the outbox that each thread added to last
+        self._added = threading.local()  # the sender that each thread added to last
         self._layouts = step_layouts(agent.step_spec)
-        self._claimed: dict[int, int] = {}  # rank -> its incarnation here
+        self._claimed: dict[int, int] = {}  # its incarnation in this process
         self._reader, self._numbers = secrets.randbits(62), [0] * len(self._handles)
-        self._chances, self._weighed_at = np.ones(len(self._handles)), -math.inf  # of the shards
+        self._chances, self._weighed_at = np.ones(len(self._handles)), -math.inf  # probabilities of the shards
         self._turns = itertools.count()
         self._rng = np.random.default_rng(self._reader)
 
@@ -218,7 +225,8 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return ServiceReplayBuffer, (self._agent, self._handles)
 
     @functools.cached_property
-    def _services(self) -> list[Any]:  # resolved at the first call: the process that makes a program calls nobody
+    # Resolved at the first call, because the process that makes a program must not call nodes.
+    def _services(self) -> list[Any]:
         deadline = peer_timeout(_DEADLINE, watched=600.0)
         return [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
 
@@ -259,23 +267,23 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         if not sender.checked:
             check_step(self._layouts, step, len(env_ids))
             sender.checked = True
-        if sender is not getattr(self._added, "sender", None):  # the order among the writers of one thread is kept
+        if sender is not getattr(self._added, "sender", None):  # keeps the order of this thread's steps across writers
             self._settle()
             self._added.sender = sender
         sender.put(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
-        """See `BaseReplayBuffer`. What is on its way is still sent, until the buffer is closed."""
+        """See `BaseReplayBuffer`. Collected steps are still sent until the buffer is closed."""
         if rank in self._writers.by_rank:
             self._writers.by_rank[rank].end_waits()
 
     def flush(self) -> None:
-        """Wait until the services have every step that was added here. Raise as `add`."""
+        """Wait until all steps that were added in this process are delivered. Raises the errors of `add`."""
         for sender in list(self._writers.by_rank.values()):
             sender.flush()
 
     def _settle(self) -> None:
-        """Wait until a service has the steps of this thread, or holds them back. Do not wait for other threads."""
+        """Wait until the steps of this thread are delivered, or must wait. Do not wait for other threads."""
         sender = getattr(self._added, "sender", None)
         if sender is not None:
             with contextlib.suppress(StoppedError):
@@ -284,11 +292,14 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None while there is too little, or sampling is ahead of `samples_per_insert`."""
+        """Draw a batch. Return None while there are too few items, or sampling is ahead of `samples_per_insert`."""
         return self.wait_for_batch(0.0)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Like `sample`, but waits up to `timeout` seconds for enough to be there; it may give up earlier."""
+        """Return the result of `sample`, but wait up to `timeout` seconds for enough items.
+
+        It may return None earlier.
+        """
         if self._closed:
             return None
         self._settle()
@@ -302,12 +313,12 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 if several and self.spec.kind != "queue":
                     batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
                 return batch
-        if several and timeout:  # not at one of them: a batch may come to another
+        if several and timeout:  # do not wait at one shard, because another may get a batch first
             time.sleep(min(timeout, _RETRY_INTERVAL))
         return None
 
     def _order(self) -> Iterator[int]:
-        """Return the shards in the order in which to ask them for a batch."""
+        """Return the shards in the order in which to call them for a batch."""
         count = len(self._handles)
         if count == 1:
             return iter([0])
@@ -316,7 +327,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             return iter([(first + i) % count for i in range(count)])
         if time.monotonic() > self._weighed_at + _WEIGHT_INTERVAL:
             self._weighed_at = time.monotonic()
-            weights = np.maximum([service.weight() for service in self._services], 1e-9)  # in the end each is asked
+            weights = np.maximum([service.weight() for service in self._services], 1e-9)  # above 0: call every shard
             self._chances = weights / weights.sum()
         return iter(self._rng.choice(count, count, replace=False, p=self._chances).tolist())
 
@@ -331,13 +342,13 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             service.forget_before(version)
 
     def stats(self) -> dict[str, int]:
-        """Return the sums of the counters of all services; see `ReplayReader`."""
+        """Return the sums of all services' counters; see `ReplayReader`."""
         self._settle()
         found = [service.stats() for service in self._services]
         return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
-        """End the datasets and every call that waits. The services keep running."""
+        """End the datasets and all waiting calls. The services keep running."""
         super().close()
         for sender in self._writers.by_rank.values():
             sender.close()
