@@ -107,8 +107,7 @@ class Publication(LocalParams):
                 self._memory.announce(version)
 
     def reader(self) -> PublicationReader | None:
-        """Return a reader for other processes of this machine; None if unsupported, or after `close`.
-        """
+        """Return a reader for other processes of this machine; None if unsupported, or after `close`."""
         with self._lock:
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)

@@ -104,8 +104,8 @@ class TreeStore:
         if self._forced:
             raise UsageError(
                 f"{leaf.name}: single_frame=True needs frame-stacked observations, but in "
-                f"{store.rows_stored_separately} of {store.rows_seen} observations the older frames differ from those of the step before. Leave "
-                "single_frame out."
+                f"{store.rows_stored_separately} of {store.rows_seen} observations the older frames differ "
+                "from those of the step before. Leave single_frame out."
             )
         slots = self._timeline.slots
         check_memory(

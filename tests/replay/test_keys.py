@@ -77,7 +77,7 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(resources: Reso
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
     assert buffer._view().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
-    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} takes its items"):
+    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} samples it"):
         buffer.draw()
 
 
@@ -244,7 +244,7 @@ def test_who_draws_saves_and_restores_while_another_fetches(resources: Resources
     wait_until(lambda: buffer.stats()["steps"] == 80)
     drawn = [draw(drawer) for _ in range(3)]
     release(drawer, drawn[0])
-    with pytest.raises(UsageError, match="takes its items"):
+    with pytest.raises(UsageError, match="samples it"):
         buffer.save(path)
     assert ask(drawer, "save", path) is None
     assert_whole(buffer.fetch(*drawn[2]), item)

@@ -169,7 +169,7 @@ def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: p
     with pytest.raises(UsageError, match="Rank 3 was claimed"):
         buffer.claim_rank(2, rank=3)
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", 0.05)
-    with pytest.raises(UsageError, match="which still runs"):
+    with pytest.raises(UsageError, match="and is still running"):
         buffer.claim_rank(2, rank=1)
     os.kill(writers[1].popen.pid, signal.SIGKILL)  # not waited for: a zombie holds no rank
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", DEADLINE)
@@ -262,7 +262,7 @@ def test_a_writer_that_waits_can_be_told_to_stop(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None
     told = resources.process(processes.write_until_told, buffer, 1).hear()
-    assert told.startswith("Writer 0 of the replay buffer was told to stop while it waited for items that")
+    assert told.startswith("Writer 0 of the replay buffer was stopped while it waited for the sampler to sample the oldest")
 
 
 def test_a_writer_says_what_it_waited_for(resources: Resources) -> None:
@@ -270,7 +270,7 @@ def test_a_writer_says_what_it_waited_for(resources: Resources) -> None:
     assert buffer.sample() is None
     code, text = resources.process(processes.write, buffer, 1, 2000).end()
     assert code == 1
-    assert f"the sampler (process {os.getpid()}, which still runs) for items that it has not sampled yet" in text
+    assert f"the sampler (process {os.getpid()}, which is still running) to sample the oldest items" in text
     assert "WriterTimeoutError" in text
     assert issubclass(WriterTimeoutError, TimeoutError)
 
@@ -320,7 +320,7 @@ def test_a_queue_goes_on_where_a_dead_sampler_stopped(resources: Resources) -> N
     expected = expected_ids(item, ranks[0], 0, 5, 100) | expected_ids(item, ranks[1], 0, 5, 100)
     assert buffer.size == len(expected) - 150
     assert buffer.stats()["sampled"] == 150
-    with pytest.raises(UsageError, match=f"process {first.popen.pid} takes its items"):
+    with pytest.raises(UsageError, match=f"process {first.popen.pid} samples it"):
         buffer.sample()
     first.kill()
     while (batch := buffer.sample()) is not None:
@@ -359,7 +359,7 @@ def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(resources: Resources
     gone = pickle.loads(text)
     name = gone._plan.name
     gone._plan = gone._plan._replace(name=name._replace(creator=name.creator._replace(started=1), token=1))
-    with pytest.raises(BufferGoneError, match=f"process {os.getpid()} that made"):
+    with pytest.raises(BufferGoneError, match=f"Process {os.getpid()}, which created"):
         gone.claim_rank(2)
 
 
@@ -373,10 +373,10 @@ def test_nothing_is_left_of_a_maker_that_crashed(resources: Resources) -> None:
     inode = os.fstat(buffer._view().memory._shared._descriptor).st_ino
     assert inode in memories()
     creator.kill()
-    with pytest.raises(BufferGoneError, match=f"process {creator.popen.pid} that made"):
+    with pytest.raises(BufferGoneError, match=f"Process {creator.popen.pid}, which created"):
         while True:  # what is mapped stays, but who waits learns that nobody will come
             buffer.add(*next(steps))
-    with pytest.raises(BufferGoneError, match="start the program anew"):
+    with pytest.raises(BufferGoneError, match="Start the program again"):
         plan = buffer._plan
         block.BufferMemory(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
     del buffer
@@ -397,7 +397,7 @@ def memories() -> set[int]:
 
 def test_more_environments_than_were_planned_for_are_refused(resources: Resources) -> None:
     buffer = resources.buffer("uniform", Transition(1), 8, 1000, max_envs=10)
-    with pytest.raises(UsageError, match="greater max_envs"):
+    with pytest.raises(UsageError, match="larger max_envs"):
         buffer.claim_rank(11)
     assert buffer.claim_rank(10)[0] == 0
 

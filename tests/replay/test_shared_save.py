@@ -153,7 +153,7 @@ def test_a_buffer_in_use_is_not_overwritten(tmp_path: Path, make: Any) -> None:
     other.claim_rank(4)
     feed([other], [stream], 1)
     before = other.stats()
-    with pytest.raises(CheckpointError, match="writer 0 has added already"):
+    with pytest.raises(CheckpointError, match="writer 0 has already added steps"):
         other.restore(tmp_path / "replay")
     assert other.stats() == before
 

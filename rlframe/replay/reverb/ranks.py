@@ -109,8 +109,8 @@ class RankRegistry:
             if self._valid_claims().get((rank, incarnation), set()) - {entries[0][2]}:
                 raise PeerError(
                     f"The Reverb server at {self._connection.address} has restarted without its claims, and another "
-                    f"writer has claimed rank {rank} (incarnation {incarnation}) since then. Restart this actor, and add a "
-                    "checkpointer to the server."
+                    f"writer has claimed rank {rank} (incarnation {incarnation}) since then. Restart this actor, and "
+                    "add a checkpointer to the server."
                 )
 
     def envs(self) -> dict[int, int]:

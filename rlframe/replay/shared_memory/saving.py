@@ -1,7 +1,7 @@
-"""A shared replay buffer on disk.
+"""Saving and restoring of a shared replay buffer.
 
-Its writers continue during a save: rows are streamed from memory that may be overwritten at the same time. The floors,
-saved last, tell which rows were not overwritten. Open fragments live in the writers' processes and are not saved.
+Writers continue during a save, so rows may be overwritten while they are streamed to the file. The floors are saved
+last, and show which rows were not overwritten. Open fragments are in the writers' processes, and are not saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
     """Write the segments and the sampler's state to `path`, atomically.
 
     Raises:
-        CheckpointError: it could not be written; the old file is untouched.
+        CheckpointError: the file could not be written. The old file is unchanged.
     """
     reader = sampler.reader
     reader.sync()
@@ -40,7 +40,8 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
     arrays["numbers"] = table.starts()
     if isinstance(table, PrioritizedTable):
         arrays["leaves"] = table.leaves(arrays["numbers"])
-    arrays["headers"] = memory.header_words  # last, and read only when it is written: these floors hold for the rest
+    # Read when they are written, after all other arrays: rows above these floors are intact.
+    arrays["headers"] = memory.header_words
     header = {
         "shared": [memory.num_writers, memory.token],
         "segments": described,
@@ -53,13 +54,13 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
 
 
 def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
-    """Restore what `save` wrote; the caller holds the claims.
+    """Restore a file of `save`. The caller must hold the claims lock.
 
-    If the buffer is the one that was saved, or was filled from the file before, its items in memory are newer: only
-    priorities are restored.
+    If the file was saved by this buffer, or has filled it before, the items in memory are newer. Then only priorities
+    are restored.
 
     Raises:
-        CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
+        CheckpointError: the file is missing, damaged or of another agent, or writers have already added.
     """
     with replay_files.open_saved(path, spec) as saved:
         header, shapes = saved.header, saved.shapes
@@ -67,7 +68,7 @@ def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler
         if num_writers != memory.num_writers:
             raise CheckpointError(
                 f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
-                f"{memory.num_writers}. (None: by an in-process one.)"
+                f"{memory.num_writers}. (None means an in-process buffer.)"
             )
         is_same = token in (memory.token, memory.control[block.RESTORED_FROM])
         dtypes = {name: shapes[name] for name in ("numbers", "leaves", "headers") if name in shapes}
@@ -99,7 +100,7 @@ def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler
 
 
 def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
-    """Return the used part of a segment. The starts of the items tell which there are."""
+    """Return the used part of a segment, without the marks of items: the saved starts determine these."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
@@ -107,7 +108,7 @@ def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, n
 def _fill(
     memory: BufferMemory, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
 ) -> None:
-    """Register the rows of a segment, which are in memory already. `starts`: of its items."""
+    """Register the rows of a segment, which are already in memory. `starts` are those of its items."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[starts % slots] = True
@@ -123,10 +124,10 @@ def _check_free(
     header = memory.headers[rank]
     if header[block.IN_USE] or memory.cursors_of(rank).head:
         raise CheckpointError(
-            f"The replay buffer cannot be restored from {path}: writer {rank} has added already. Restore before."
+            f"The replay buffer cannot be restored from {path}: writer {rank} has already added steps. Restore first."
         )
     if slots > memory.rows:
-        raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
+        raise CheckpointError(f"{path} was saved with a larger max_envs: a segment in it has {slots} slots.")
     try:
         steps.check_room(spec, slots, (block.MARGIN_CHUNKS + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:
