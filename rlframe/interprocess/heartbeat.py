@@ -113,8 +113,9 @@ class HeartbeatMonitor:
 
 
 def peer_timeout(seconds: float, watched: float = math.inf) -> float:
-    """Return a timeout for waits on other processes: `watched` if a supervisor kills processes that hang, else
-    `seconds`.
+    """Return how long to wait for other processes: `watched` seconds if a supervisor kills processes that hang.
+
+    Otherwise return `seconds`.
     """
     return watched if _watched.is_set() else seconds
 

@@ -81,8 +81,9 @@ def die_soon_after_parent() -> None:
 
 
 def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-    """Start a `subprocess.Popen` from a thread that lives as long as this process, since a thread's end would count as
-    the parent's death.
+    """Start a `subprocess.Popen` from a thread that lives as long as this process.
+
+    If the thread that starts a process ends, the kernel treats this as the parent's death.
     """
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)

@@ -82,8 +82,9 @@ _fence_word = ctypes.c_uint32()
 
 
 def fence() -> None:
-    """Execute a full memory barrier if this machine needs one. (The kernel executes one in a system call that wakes
-    nobody.)
+    """Execute a full memory barrier if this machine needs one.
+
+    The kernel executes a barrier in a system call that wakes nobody.
     """
     if NEEDS_FENCE:
         number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])

@@ -1,5 +1,4 @@
-"""The newest version of the parameters: in the learner's process, and in memory that the processes of its machine
-share.
+"""The newest version of the parameters, in the learner's process and in the machine's shared memory.
 
 `LocalParams` holds a version in one process. `Publication` extends it: it writes versions to shared memory, and a
 `PublicationReader` in another process reads them there. A version that no process reads is never copied.

@@ -56,8 +56,14 @@ class _Items:
         return arrays
 
     def _complete(self, starts: Numbers, index: Index, which: Mask, count: int, shared: bool = False) -> None:
-        """Add complete items to the table: those of the `count` items at `starts`, in the slots `index`, that `which`
-        selects.
+        """Add complete items to the table.
+
+        Args:
+            starts: the starts of `count` items.
+            index: their slots.
+            which: selects the items that are complete.
+            count: number of items.
+            shared: the table may already contain other items of the block.
         """
         if isinstance(starts, int):
             self._table.append_block(starts, index, count, which, shared)
@@ -156,8 +162,10 @@ class Transitions(_Items):
     def _extend(
         self, k: int, index: Index, spans: Numbers, reward: np.ndarray, discount: np.ndarray, continues: Mask
     ) -> None:
-        """Add the reward to the items in `index`, which began k steps before, in the environments that `continues`
-        selects.
+        """Add the reward to the items in `index` that began k steps before.
+
+        Args:
+            continues: selects the environments whose episode has continued since then.
         """
         gained = self._powers[k] * reward
         if not isinstance(continues, bool):

@@ -33,10 +33,13 @@ class ItemTable(abc.ABC):
         self.added = self.evicted = self.evicted_unsampled = 0
 
     def append_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool = False) -> None:
-        """Add the items that start at those of the `count` numbers from `first` that `mask` selects, in the slots
-        `index`.
+        """Add items of a block.
 
         Args:
+            first: the first number of the block.
+            index: the slots of the block.
+            count: the number of timesteps in the block.
+            mask: selects the timesteps at which items start.
             shared: the table may already contain other items of the block.
         """
         if self._timeline.is_evicted(first):  # a slow writer's block: at least some items are already evicted

@@ -31,10 +31,9 @@ _NONE = 255  # not a step type
 
 
 def ring_index(first: int, count: int, size: int, base: int = 0) -> Index:
-    """Return the positions of `count` numbers from `first` on in a ring of `size` positions: a slice if they do not
-    wrap.
+    """Return the positions of `count` numbers from `first` on in a ring of `size` positions.
 
-    The ring begins at the position `base`.
+    The ring begins at the position `base`. The result is a slice if the positions do not wrap.
     """
     low = first % size
     return slice(base + low, base + low + count) if low + count <= size else base + (low + np.arange(count)) % size
@@ -217,8 +216,9 @@ class WriterFragments:
             self.ages[envs] = np.where(acting, np.minimum(self.ages[envs] + 1, self.history), 0)
 
     def starts_in_episode(self, steps: int, envs: np.ndarray | None, floor: int) -> tuple[Numbers, Mask]:
-        """Return (starts `steps` steps before the open timesteps, mask of those that are in this episode and not
-        evicted).
+        """Return the starts `steps` steps before the open timesteps, and a mask.
+
+        The mask selects the starts that are in the current episode and not evicted.
         """
         starts = self.starts_before(steps, envs)
         if envs is not None:

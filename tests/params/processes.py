@@ -16,8 +16,9 @@ DEADLINE = 60.0  # seconds for each wait of a test
 
 
 def params(version: int, size: int = 300_000) -> dict[str, Any]:
-    """Return parameters: small leaves that are packed together, and a large leaf that takes long enough to copy to be
-    torn.
+    """Return parameters: small leaves, which are packed together, and a large leaf.
+
+    A copy of the large leaf takes long enough to be torn.
     """
     fill = np.float32(version)
     return {

@@ -114,8 +114,9 @@ class RankRegistry:
                 )
 
     def envs(self) -> dict[int, int]:
-        """Return the number of environments of each rank's newest incarnation, or the last known ones if the server
-        does not answer.
+        """Return the number of environments of each rank's newest incarnation.
+
+        If the server does not answer, the numbers are the last known ones.
         """
         tables = self._connection.try_info()
         with self._lock:

@@ -232,7 +232,8 @@ class SegmentWriters:
                     )
                     raise WriterTimeoutError(
                         f"Writer {rank} of the replay buffer waited {timeout:g} s for the sampler "
-                        f"({state if sampler.pid else 'no process has sampled yet'}) {what}. Is the learner still learning?"
+                        f"({state if sampler.pid else 'no process has sampled yet'}) {what}. "
+                        "Is the learner still learning?"
                     )
                 memory.room.wait(value, _CHECK_INTERVAL)
         finally:
