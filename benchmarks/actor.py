@@ -195,7 +195,7 @@ def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], An
 
     # The function that the Inferencer calls, without the Inferencer.
     inferencer: Any = loop.inferencer
-    act, rng, (_, params) = _jitted_step(inferencer), inferencer._rng, inferencer._acting
+    act, rng, (_, params) = _jitted_step(inferencer), inferencer._rng, inferencer._active_params
 
     def infer() -> np.ndarray:
         return np.asarray(act(rng, np.uint32(1), params, step.timestep, step.agent_state)[0])

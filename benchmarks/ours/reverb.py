@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.processor import Stopwatch
 from benchmarks.replay import steps
 from rlframe.replay.reverb import ReverbReplayBuffer
-from rlframe.replay.reverb.connection import load
+from rlframe.replay.reverb.connection import import_reverb
 from rlframe.replay.reverb.item_bytes import ItemRows
 from rlframe.replay.reverb.server_tables import REPLAY
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence, StepSpec, Transition, specs
@@ -78,7 +78,7 @@ def server(tables: Any) -> Iterator[str]:
 
 
 def _serve(tables: Callable[[], list[Any]], checkpoints: str, connection: Any) -> None:
-    reverb, _ = load()
+    reverb, _ = import_reverb()
     served = reverb.Server(tables(), port=None, checkpointer=reverb.checkpointers.DefaultCheckpointer(checkpoints))
     connection.send(served.port)
     with contextlib.suppress(EOFError):  # the parent has exited
@@ -87,7 +87,7 @@ def _serve(tables: Callable[[], list[Any]], checkpoints: str, connection: Any) -
 
 def bare_table() -> list[Any]:
     """Return a table for any items, without a rate limit."""
-    reverb, _ = load()
+    reverb, _ = import_reverb()
     return [
         reverb.Table(REPLAY, reverb.selectors.Uniform(), reverb.selectors.Fifo(), 1000, reverb.rate_limiters.MinSize(1))
     ]
@@ -175,7 +175,7 @@ INSERTS = {
 
 @contextlib.contextmanager
 def _bare_writer(num_keep_alive_refs: int) -> Iterator[Any]:
-    reverb, _ = load()
+    reverb, _ = import_reverb()
     with server(bare_table) as address, reverb.Client(address).trajectory_writer(num_keep_alive_refs) as writer:
         yield writer
 
@@ -257,7 +257,7 @@ def _bare_sampler(address: str, num_items: int) -> tuple[Callable[[], np.ndarray
     It discards everything except the rows, and builds no fields from them. It requests as many items ahead as rlframe
     does, because items that are fetched ahead from a queue become older.
     """
-    sampler = load()[0].pybind.Client(address).NewSampler(REPLAY, -1, num_items + 1)
+    sampler = import_reverb()[0].pybind.Client(address).NewSampler(REPLAY, -1, num_items + 1)
 
     def draw() -> np.ndarray:
         drawn = [sampler.GetNextTrajectory() for _ in range(num_items)]

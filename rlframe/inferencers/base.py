@@ -1,4 +1,4 @@
-"""The protocol of what answers timesteps with actions, and the one adapter to it."""
+"""The protocol of an object that returns actions for timesteps, and an adapter for objects without recurrent state."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from rlframe.types import AgentOutput, AgentState, TimeStep
 
 
 class Inference(Protocol):
-    """Answers timesteps with actions: an Inferencer, a handle to one, or an object of your own.
+    """Returns actions for timesteps: an Inferencer, a handle to one, or your own object.
 
-    The recurrent state travels with the call. So any of several inferencers may answer for any environment, a call may
-    be repeated, and an inferencer that is restarted has lost nothing.
+    The recurrent state is passed with each call. So any of several inferencers can answer for any environment, a call
+    can be repeated, and a restarted inferencer has lost nothing.
 
-    Some callers need more methods: an Actor of an on-policy agent `wait_for_version`, as a `ParamSource` has it; an
-    Actor whose replay is on another node `specs()`; an Evaluator `refresh()`, before it begins.
+    Some callers need more methods. An Actor of an on-policy agent needs `wait_for_version`, as in `ParamSource`. An
+    Actor whose replay is on another node needs `specs()`. An Evaluator needs `refresh()` before it begins.
     """
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """Return (output, next state) for `env_ids` [B] at `timestep` [B, ...] in `state` [B, ...]."""
+        """Return (output, next state) for the environments `env_ids` [B] at `timestep` [B, ...] in `state` [B, ...]."""
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Return the recurrent state at FIRST, a tree of [batch_size, ...]; `()` if there is none."""
+        """Return the recurrent state for a FIRST timestep: a tree of [batch_size, ...], or `()` if there is none."""
 
 
 def as_inference(target: Any) -> Any:
-    """Return the target as an `Inference`: itself, or an adapter of an object without recurrent state.
+    """Return the target as an `Inference`: the target itself, or an adapter.
 
     Args:
-        target: whose `inference` takes (env_ids, timestep), and perhaps the state, and gives an `AgentOutput`, or
-            (`AgentOutput`, state).
+        target: an object whose `inference` takes (env_ids, timestep), and optionally the state. It returns an
+            `AgentOutput`, or (`AgentOutput`, state).
 
     Raises:
-        UsageError: it has no `inference`.
+        UsageError: the target has no `inference` method.
     """
     if isinstance(target, handles.Remote):
         return RemoteInferencer.of(target)
@@ -47,14 +47,14 @@ def as_inference(target: Any) -> Any:
         return target
     if not callable(getattr(target, "inference", None)):
         raise UsageError(
-            f"A {type(target).__name__} was given as the inferencer: it needs inference(env_ids, timestep, state) -> "
+            f"A {type(target).__name__} cannot be an inferencer: it needs inference(env_ids, timestep, state) -> "
             f"(AgentOutput, state) and initial_state(batch_size), or inference(env_ids, timestep) alone."
         )
     return StatelessInference(target)
 
 
 def count_positional(function: Any) -> float:
-    """Return how many positional arguments a function takes; infinity if any number."""
+    """Return the number of positional arguments of a function; infinity if it takes any number."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return math.inf
@@ -62,24 +62,24 @@ def count_positional(function: Any) -> float:
 
 
 class StatelessInference:
-    """An `Inference` without recurrent state, of an object that has `inference` alone.
+    """Adapts an object that only has `inference` to an `Inference` without recurrent state.
 
     Args:
-        target: the object, or a handle to a node that is one.
+        target: the object, or a handle to such a node.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a node's method takes any number
+        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a handle takes any number
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """See `Inference`. Its version is -1 where the object says none."""
+        """See `Inference`. The version is -1 if the object returns none."""
         answer = self._target.inference(env_ids, timestep, *([state] if self._takes_state else []))
         output = answer[0] if isinstance(answer, tuple) and not isinstance(answer, AgentOutput) else answer
         if not isinstance(output, AgentOutput):
             raise UsageError(
-                f"{type(self._target).__name__}.inference gave a {type(answer).__name__}; it must be an AgentOutput, "
-                "or (AgentOutput, state)."
+                f"{type(self._target).__name__}.inference returned a {type(answer).__name__}. It must be an "
+                "AgentOutput, or (AgentOutput, state)."
             )
         return (output if output.params_version is not None else output._replace(params_version=-1)), ()
 
@@ -94,6 +94,6 @@ class StatelessInference:
             return getattr(self._target, name)
         except AttributeError:
             raise UsageError(
-                f"The inferencer is a {type(self._target).__name__}, which has no {name}(), as an Inferencer has: this "
-                "use of it needs that."
+                f"The inferencer is a {type(self._target).__name__} without the method {name}(). This use of it needs "
+                "that method, which an Inferencer has."
             ) from None

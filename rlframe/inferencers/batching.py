@@ -1,14 +1,14 @@
-"""Batching: calls that come at the same time are answered by one.
+"""Batching: one call of `act` answers simultaneous calls.
 
-The callers' threads do all the work. While one call of `act` is under way, the next round gathers: actors 0 and 1 call
-at the same time, with 8 rows each.
+The callers' threads do all the work. While one call of `act` runs, the next batch collects calls. For example, actors 0
+and 1 call at the same time, with 8 rows each:
 
-1. Actor 0 comes first, so it leads the round: it waits for the turn of the round (`_take_turn`).
-2. Actor 1 joins the round: it writes its rows behind those of actor 0, and waits for the answer.
-3. Actor 0 writes its own rows, pads them to a size that is compiled already (16), and calls `act` for both.
-4. Each takes its part of the answer.
+1. Actor 0 comes first, so it leads the batch: it waits until the batch may run (`_take_turn`).
+2. Actor 1 joins the batch: it writes its rows after those of actor 0, and waits for the answer.
+3. Actor 0 writes its own rows, pads the batch to a size that is already compiled (16), and calls `act` for both.
+4. Each actor takes its part of the answer.
 
-So a caller that is alone hands nothing over, and many share a jitted call.
+So a single caller needs no other thread, and many callers share one jitted call.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from rlframe.types import AgentOutput, AgentState, TimeStep, specs
 
 Answer = tuple[AgentOutput, AgentState]
 
-TIMEOUT = CALL_TIMEOUT - 1.0  # seconds that a call waits for its turn, so that its caller hears why it got none
+# Seconds that a call waits for its batch; below the transport's timeout, so that the caller gets the reason.
+TIMEOUT = CALL_TIMEOUT - 1.0
 _SMALLEST_BUCKET = 8  # rows
-_AT_ONCE = 2  # calls under way: one alone leaves cores idle before and after its jitted call
+_MAX_CONCURRENT_CALLS = 2  # with one call at a time, cores would be idle before and after its jitted call.
 
 
 class Batcher:
-    """Answers concurrent calls by one call of `act(env_ids, timestep, state)` on all their rows.
+    """Answers concurrent calls with one call of `act(env_ids, timestep, state)` on all their rows.
 
-    Rows are padded to a few sizes, so that `act` is compiled a bounded number of times. The padding holds rows of
-    earlier calls. No row's answer depends on it if the agent acts on each row alone.
+    Rows are padded to a few sizes, so that `act` is compiled for few shapes. The padding holds rows of earlier calls.
+    This does not change any answer if the agent acts on each row alone.
 
     Args:
-        agent: its specs are those of a request.
-        act: returns (output, state), numpy, `[rows, ...]`. Two threads may call it at the same time.
-        max_rows: that one call of `act` answers, unless a single request holds more.
-        max_wait: seconds to wait for more requests; 0: take those that are there.
-        timeout: seconds after which a call whose turn has not come is refused.
+        agent: the agent whose specs the requests must match.
+        act: returns (output, state) as numpy arrays of [rows, ...]. Two threads may call it at the same time.
+        max_rows: the most rows of one call of `act`. A single larger request is still answered.
+        max_wait: seconds to wait for more requests; 0 means that a batch does not wait.
+        timeout: seconds after which a waiting call is refused.
     """
 
     def __init__(
@@ -61,64 +62,64 @@ class Batcher:
         self._spec = jax.tree.map(lambda leaf: specs.Array(leaf.shape[1:], leaf.dtype), template)
         leaf_specs, self._treedef = jax.tree.flatten(self._spec)
         self._leaf_specs = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaf_specs]
-        self._changed = threading.Condition()  # guards all that follows
-        self._rounds: collections.deque[_Round] = collections.deque()  # that wait for their turn, the oldest first
-        self._running: list[_Round] = []  # that have had their turn and are not over
-        self._spare: list[list[np.ndarray]] = []  # memory of rounds that are over
-        self._stopped = ""  # why
+        self._changed = threading.Condition()  # guards all attributes below
+        self._waiting_batches: collections.deque[_Batch] = collections.deque()  # oldest first
+        self._running_batches: list[_Batch] = []  # those that run now
+        self._free_arrays: list[list[np.ndarray]] = []  # arrays of finished batches
+        self._stopped = ""  # the reason; empty while it is not stopped
         self.counts = {"requests": 0, "calls": 0, "rows": 0, "padding_rows": 0}
 
     def __call__(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Answer:
-        """As `act`. Any number of threads may call it.
+        """Return the result of `act` for this request. Any number of threads may call it.
 
         Raises:
             UsageError: the arrays do not match the agent's specs. Other calls are answered.
-            UnavailableError: the turn of this call did not come in time, or the Batcher was stopped.
+            UnavailableError: the batch of this call did not start in time, or the Batcher was stopped.
         """
         leaves, rows = self._check(env_ids, timestep, state)
         with self._changed:
             if self._stopped:
                 raise UnavailableError(self._stopped)
-            round_ = self._round_for(rows)
-            leads, start = not round_.requests, round_.join(rows)
-            if not leads and len(self._rounds) == 1:
-                self._changed.notify_all()  # it may be large enough now
+            batch = self._batch_with_room(rows)
+            leads, start = not batch.requests, batch.join(rows)
+            if not leads and len(self._waiting_batches) == 1:
+                self._changed.notify_all()  # the batch may be large enough to run now
         if leads:
-            self._lead(round_, env_ids, leaves, rows)
+            self._lead(batch, env_ids, leaves, rows)
         else:
-            round_.write(leaves, start, rows)
+            batch.write(leaves, start, rows)
             with self._changed:
-                round_.unwritten -= 1
-                if not round_.unwritten:
+                batch.unwritten -= 1
+                if not batch.unwritten:
                     self._changed.notify_all()
-            if not round_.over.wait(self._timeout):  # in the call under way, perhaps, which compiles for longer
-                raise UnavailableError(self._too_busy)
-        if round_.error is not None:
-            raise round_.error
-        answer = round_.part(start, rows)
+            if not batch.done.wait(self._timeout):  # the running call may compile, which takes longer
+                raise UnavailableError(self._timeout_message)
+        if batch.error is not None:
+            raise batch.error
+        answer = batch.part(start, rows)
         with self._changed:
-            round_.unread -= 1
-            if not round_.unread and round_.capacity == self._max_rows:
-                self._spare.append(round_.leaves)
+            batch.unread -= 1
+            if not batch.unread and batch.capacity == self._max_rows:
+                self._free_arrays.append(batch.leaves)
         return answer
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for their turn."""
+        """The number of calls that wait for their batch."""
         with self._changed:
-            return sum(round_.requests for round_ in self._rounds)
+            return sum(batch.requests for batch in self._waiting_batches)
 
     def stop(self, why: str) -> None:
-        """Refuse every call that waits, and all later ones. Those under way are answered."""
+        """Refuse all waiting and all later calls. Running calls are answered."""
         with self._changed:
             self._stopped = why
-            for round_ in self._rounds:
-                round_.fail(UnavailableError(why))
-            self._rounds.clear()
+            for batch in self._waiting_batches:
+                batch.fail(UnavailableError(why))
+            self._waiting_batches.clear()
             self._changed.notify_all()
 
     @property
-    def _too_busy(self) -> str:
+    def _timeout_message(self) -> str:
         return f"The inference service was busy for {self._timeout:g} s. Call again."
 
     def _check(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[list[np.ndarray], int]:
@@ -131,87 +132,91 @@ class Batcher:
             self._agent.check_observation(timestep.observation)
             check_tree("(timestep, state)", self._spec, (timestep, state), owner=self._agent.type_name)
             sizes = sorted({len(leaf) for leaf in leaves})
-            raise UsageError(f"inference() got {rows} env_ids, but arrays of {sizes} rows: one of each is needed.")
+            raise UsageError(
+                f"inference() got {rows} env_ids, but arrays with {sizes} rows: the numbers must be equal."
+            )
         return leaves, rows
 
-    def _round_for(self, rows: int) -> _Round:
-        """Return the youngest round if it has room for so many rows, else a new one."""
-        if self._rounds and self._rounds[-1].has_room(rows):
-            return self._rounds[-1]
+    def _batch_with_room(self, rows: int) -> _Batch:
+        """Return the newest batch if it has room for so many rows, else a new batch."""
+        if self._waiting_batches and self._waiting_batches[-1].has_room(rows):
+            return self._waiting_batches[-1]
         capacity = max(self._max_rows, bucket_of(rows, self._max_rows))
-        if capacity == self._max_rows and self._spare:
-            leaves = self._spare.pop()
+        if capacity == self._max_rows and self._free_arrays:
+            leaves = self._free_arrays.pop()
         else:
             leaves = [np.zeros((capacity, *shape), dtype) for shape, dtype in self._leaf_specs]
-        if self._rounds:
-            self._changed.notify_all()  # the one before is full: nobody need wait for more
-        self._rounds.append(_Round(leaves, self._max_rows))
-        return self._rounds[-1]
+        if self._waiting_batches:
+            self._changed.notify_all()  # the batch before is full, so it need not wait for more rows
+        self._waiting_batches.append(_Batch(leaves, self._max_rows))
+        return self._waiting_batches[-1]
 
-    def _lead(self, round_: _Round, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
-        """Make the call for a round when its turn comes."""
-        if not self._take_turn(round_):
+    def _lead(self, batch: _Batch, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
+        """Run a batch when its turn comes."""
+        if not self._take_turn(batch):
             return
         try:
-            bucket = bucket_of(round_.rows, self._max_rows)
+            bucket = bucket_of(batch.rows, self._max_rows)
             counts = {
-                "requests": round_.requests,
+                "requests": batch.requests,
                 "calls": 1,
-                "rows": round_.rows,
-                "padding_rows": bucket - round_.rows,
+                "rows": batch.rows,
+                "padding_rows": bucket - batch.rows,
             }
             with self._changed:
                 self.counts = {name: count + counts[name] for name, count in self.counts.items()}
-            if round_.requests > 1 or bucket > rows:
-                round_.write(leaves, 0, rows)
-                leaves = [leaf[:bucket] for leaf in round_.leaves]
+            if batch.requests > 1 or bucket > rows:
+                batch.write(leaves, 0, rows)
+                leaves = [leaf[:bucket] for leaf in batch.leaves]
             with self._changed:
-                self._changed.wait_for(lambda: not round_.unwritten)
-            round_.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
+                self._changed.wait_for(lambda: not batch.unwritten)
+            batch.answer = self._act(env_ids, *self._treedef.unflatten(leaves))
         except BaseException as error:
-            round_.error = error
+            batch.error = error
         finally:
             with self._changed:
-                self._running.remove(round_)
+                self._running_batches.remove(batch)
                 self._changed.notify_all()
-            round_.over.set()
+            batch.done.set()
 
-    def _take_turn(self, round_: _Round) -> bool:
-        """Wait until the round's turn has come. Return False if the round failed meanwhile."""
+    def _take_turn(self, batch: _Batch) -> bool:
+        """Wait until the batch may run. Return False if it failed before that."""
         with self._changed:
-            came = self._changed.wait_for(lambda: round_.error is not None or self._is_due(round_), self._timeout)
-            if round_.error is None and not came:
-                self._rounds.remove(round_)
-                round_.fail(UnavailableError(self._too_busy))
+            came = self._changed.wait_for(
+                lambda: batch.error is not None or self._is_ready_to_run(batch), self._timeout
+            )
+            if batch.error is None and not came:
+                self._waiting_batches.remove(batch)
+                batch.fail(UnavailableError(self._timeout_message))
                 self._changed.notify_all()
-            if round_.error is not None:
+            if batch.error is not None:
                 return False
             if self._max_wait:
-                self._changed.wait_for(lambda: not round_.has_room(1) or len(self._rounds) != 1, self._max_wait)
-                if round_.error is not None:  # stopped
+                self._changed.wait_for(lambda: not batch.has_room(1) or len(self._waiting_batches) != 1, self._max_wait)
+                if batch.error is not None:  # the Batcher was stopped
                     return False
-            self._rounds.popleft()  # nobody joins it from here on
-            self._running.append(round_)
+            self._waiting_batches.popleft()  # from here on, no call joins the batch
+            self._running_batches.append(batch)
         return True
 
-    def _is_due(self, round_: _Round) -> bool:
-        """Return True if it is the oldest round, and there is room for its call.
+    def _is_ready_to_run(self, batch: _Batch) -> bool:
+        """Return True if this is the oldest batch and may run now.
 
-        Beside a running round it must be as large as that one, unless another round waits behind it: callers come back
-        together, and the first of them should not go on without the others.
+        While another batch runs, this batch needs at least as many rows as that one, or another batch must wait behind
+        it. Reason: callers return together, and the first of them should not start without the others.
         """
-        if self._rounds[0] is not round_ or len(self._running) >= _AT_ONCE:
+        if self._waiting_batches[0] is not batch or len(self._running_batches) >= _MAX_CONCURRENT_CALLS:
             return False
-        return len(self._rounds) > 1 or all(round_.rows >= other.rows for other in self._running)
+        return len(self._waiting_batches) > 1 or all(batch.rows >= other.rows for other in self._running_batches)
 
 
-class _Round:
-    """Calls that are answered together, and the memory that their rows are in.
+class _Batch:
+    """Calls that are answered together, and the memory for their rows.
 
     Attributes:
-        leaves: of a request, [capacity, ...] each.
-        rows, requests: that have joined.
-        unwritten: requests whose rows are still to be written, without the first one's: the leader writes those.
+        leaves: arrays of the request's leaves, [capacity, ...] each.
+        rows, requests: numbers of those that have joined.
+        unwritten: requests whose rows are not written yet, without the leader's request.
         unread: requests that have not taken their answer yet.
     """
 
@@ -219,9 +224,9 @@ class _Round:
         "_max_rows",
         "answer",
         "capacity",
+        "done",
         "error",
         "leaves",
-        "over",
         "requests",
         "rows",
         "unread",
@@ -231,16 +236,16 @@ class _Round:
     def __init__(self, leaves: list[np.ndarray], max_rows: int) -> None:
         self.leaves, self.capacity, self._max_rows = leaves, len(leaves[0]), max_rows
         self.rows = self.requests = self.unread = 0
-        self.unwritten = -1  # `join` counts the leader's request too
+        self.unwritten = -1  # -1, because `join` also counts the leader's request
         self.answer: Any = None
         self.error: BaseException | None = None
-        self.over = threading.Event()
+        self.done = threading.Event()
 
     def has_room(self, rows: int) -> bool:
         return self.rows + rows <= self._max_rows
 
     def join(self, rows: int) -> int:
-        """Make room for a request. Return where its rows begin."""
+        """Make room for a request. Return the index of its first row."""
         start = self.rows
         self.rows += rows
         self.requests += 1
@@ -253,11 +258,11 @@ class _Round:
             here[start : start + rows] = leaf
 
     def part(self, start: int, rows: int) -> Answer:
-        """Return the answer to the rows from `start` on."""
+        """Return the answer to `rows` rows, beginning at `start`."""
         output, state = self.answer
         if self.requests == 1 and rows == len(jax.tree.leaves(output.action)[0]):
             return self.answer
-        # Copies: a leaf that `act` only passed on is this memory, which is used again.
+        # Copies, because `act` may return arrays of this batch's memory, which is reused.
         action, extras, state = jax.tree.map(
             lambda leaf: leaf[start : start + rows].copy(), (output.action, output.extras, state)
         )
@@ -265,15 +270,15 @@ class _Round:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.over.set()
+        self.done.set()
 
 
 def bucket_of(rows: int, max_rows: int) -> int:
-    """Return the size that `rows` are padded to: 8, 12, 16, 24, 32, 48 and so on.
+    """Return the padded size for `rows`: 8, 12, 16, 24, 32, 48 and so on.
 
-    It is `max_rows` at most, unless there are more rows than that.
+    The size is at most `max_rows`, unless `rows` is larger.
     """
     power = max(_SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
-    between = power * 3 // 4  # with powers of two alone, padding was a third of all rows
+    between = power * 3 // 4  # with powers of two alone, a third of all rows was padding
     bucket = between if rows <= between and power > _SMALLEST_BUCKET else power
     return max_rows if rows <= max_rows < bucket else bucket

@@ -29,16 +29,16 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class InferencerConfig:
-    """How an Inferencer acts and how often it asks for newer parameters."""
+    """How an Inferencer acts, and how often it fetches newer parameters."""
 
-    sync_interval: int = 1  # inference calls between two looks at the learner's parameters
-    greedy: bool = False  # True: `agent.eval_step` in place of `agent.actor_step`
+    sync_interval: int = 1  # inference calls between two checks for newer parameters
+    greedy: bool = False  # True: act with `agent.eval_step`, not `agent.actor_step`
     seed: int = 0
-    learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be out of reach
-    # As a service (`run`):
-    refresh_interval: float = 0.02  # seconds between two looks at the learner's parameters
-    max_batch: int = 256  # rows that one jitted call answers, unless a single request holds more
-    max_wait: float = 0.0  # seconds to wait for more requests than are there; none was the fastest
+    learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be unreachable
+    # Only for a service (`run`):
+    refresh_interval: float = 0.02  # seconds between two checks for newer parameters
+    max_batch: int = 256  # the most rows of one jitted call; a single larger request is still answered
+    max_wait: float = 0.0  # seconds to wait for more requests; 0 was the fastest
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "sync_interval", "max_batch")
@@ -47,55 +47,55 @@ class InferencerConfig:
 
 
 class Inferencer:
-    """Answers batches of timesteps with an agent's actions, by the learner's newest parameters.
+    """Returns an agent's actions for batches of timesteps, with the learner's newest parameters.
 
-    Called by one thread it is synchronous and repeats exactly. While `run()` runs, it is a service: calls that come
-    at the same time are answered by one jitted call, and parameters are refreshed beside them.
+    If one thread calls it, it is synchronous, and results repeat exactly. While `run()` runs, it is a service: one
+    jitted call answers simultaneous calls, and parameters are fetched at the same time.
 
-    One call, in the process of its Inferencer, or from another one through a handle:
+    One call, in the process of its Inferencer or from another process through a handle:
 
-        inference(env_ids, timestep, state)
-          refresh                           # every `sync_interval` calls
-          _act                              # draws the call's random numbers, and unpacks what the jitted call returns
-            _jitted_step                    # compiled once for each number of rows
-              Agent.actor_step
+            inference(env_ids, timestep, state)
+              refresh                           # every `sync_interval` calls
+              _act                              # draws the call's random numbers, and unpacks the jitted call's result
+                _jitted_step                    # compiled once for each number of rows
+                  Agent.actor_step
 
-        answer_inference                    # from another process: `inference`, with a refusal as a string
-        shared_inference                    # on the same machine: the same, with the arrays in memory that the handle's
-          inference                         #   process has made, and shown by `share_calls` (shared_calls.py)
-            Batcher                         # of a service: joins calls that come at the same time
-              _act_for_round                # notes that a round failed, or had to be compiled
-                _act
+            answer_inference                    # from another process: `inference`; returns a refusal as a string
+            shared_inference                    # on the same machine: the same, with the arrays in the client's memory,
+              inference                         #   which `share_calls` maps (shared_calls.py)
+                Batcher                         # in a service: joins simultaneous calls
+                  _act_for_batch                # stops the service if a batch fails, and logs compilations
+                    _act
 
-    An Inferencer pickles as its constructor's arguments, so it can be given to an Actor that will live elsewhere.
+    An Inferencer pickles as the arguments of its constructor. So it can be passed to an Actor in another process.
 
     Args:
         cfg: see `InferencerConfig`.
         agent: the `Agent` that acts.
-        learner: a `ParamSource` (a Learner, a policy of a param store), or a handle to a node that is one, which is
-            looked up at the first call.
+        learner: a `ParamSource` (a Learner, a policy of a param store), or a handle to a node that is one. A handle is
+            resolved at the first call.
 
     Attributes:
         agent: the agent that acts.
 
     Raises:
-        UsageError: `learner` is a Launchpad node and not its handle.
+        UsageError: `learner` is a Launchpad node instead of its handle.
     """
 
     def __init__(self, cfg: InferencerConfig, agent: Agent, learner: ParamSource | Any) -> None:
-        # Now: an Inferencer may be made in the launcher, and is used in another process.
+        # Check now, because the process that makes an Inferencer may not be the one that uses it.
         handles.refuse_nodes(learner, "as the learner")
         self._cfg = cfg
         self.agent = agent
         self._learner_or_handle = learner
         self._calls = 0
-        # (version, packed parameters): a refresh beside a call replaces both at once.
-        self._acting: tuple[int, list[jax.Array]] = (-1, [])
+        # (version, packed parameters). A concurrent refresh replaces both at once.
+        self._active_params: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
-        self._output_packings: dict[int, Packing] = {}  # by number of rows; `_jitted_step` adds one when it is traced
-        self._lock = threading.Lock()  # of calls that are not a service's
-        self._counting = threading.Lock()  # no two calls draw the same random numbers
-        self._batcher: Batcher | None = None  # while it is a service, and after
+        self._output_packings: dict[int, Packing] = {}  # by number of rows; tracing adds an entry
+        self._lock = threading.Lock()  # held by a call of an inline Inferencer
+        self._counting = threading.Lock()  # guards `_calls`, so that no two calls draw the same random numbers
+        self._batcher: Batcher | None = None  # set once `run` was called
         self._failure: BaseException | None = None
         self._shared_calls = CallMemoryRegistry()
         self._has_params, self._stop = threading.Event(), threading.Event()
@@ -104,7 +104,7 @@ class Inferencer:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cfg, self.agent, self._learner_or_handle)
 
-    # Made when they are first used, in the process that uses them.
+    # Created at the first use, in the process that uses them.
 
     @functools.cached_property
     def _refresher(self) -> Refresher:
@@ -120,7 +120,7 @@ class Inferencer:
         def step(
             rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
         ) -> list[jax.Array]:
-            # Python runs this once for each number of rows, to trace it: the checks cost nothing afterwards.
+            # Python runs this only while it is traced, once for each number of rows. So the checks are free afterwards.
             self.agent.check_observation(timestep.observation)
             act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
             assert self._params_packing is not None
@@ -134,7 +134,7 @@ class Inferencer:
 
     @functools.cached_property
     def _upload(self) -> Any:
-        # A jitted identity moves arrays to the device in a tenth of the time that jax.device_put takes.
+        # A jitted identity moves arrays to the device ten times as fast as jax.device_put.
         return jax.jit(lambda arrays: arrays)
 
     def specs(self) -> AgentSpecs:
@@ -143,11 +143,11 @@ class Inferencer:
 
     @property
     def params_version(self) -> int:
-        """The version that acted in the last call; -1 before the first."""
-        return self._acting[0]
+        """The version that acted in the last call; -1 before the first call."""
+        return self._active_params[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Return the agent's recurrent state at FIRST, as numpy: a tree of [batch_size, ...]."""
+        """Return the agent's recurrent state for a FIRST timestep, as numpy arrays: a tree of [batch_size, ...]."""
         return jax.tree.map(np.asarray, self.agent.initial_state(batch_size))
 
     def inference(
@@ -156,19 +156,19 @@ class Inferencer:
         """Act on a batch of timesteps. Any thread may call it, and any call may be repeated.
 
         Args:
-            env_ids: [B] int64, the global ids of the environments. State travels with the call, so any inferencer can
-                answer for any environment; the rank of the first decides the stream of random numbers.
+            env_ids: [B] int64, global environment ids. The rank of the first id selects the stream of random numbers.
             timestep: [B, ...], see `rlframe.types`.
-            state: the recurrent state that the call before gave for these environments, [B, ...]; not needed for an
-                agent without one.
+            state: [B, ...], the recurrent state that the previous call returned for these environments. Agents without
+                recurrent state do not need it. Since each call passes the state, any inferencer can answer for any
+                environment.
 
         Returns:
-            (output, state), all numpy; `output.params_version` is the version that acted.
+            (output, state), all numpy. `output.params_version` is the version that acted.
 
         Raises:
-            UsageError: an observation does not match the agent's spec (checked when a shape is new).
+            UsageError: an observation does not match the agent's spec. This is checked for each new shape.
             PeerError: the learner is in another process, and did not answer for `learner_deadline`.
-            UnavailableError: a service that has no parameters yet, is overloaded or stops.
+            UnavailableError: a service has no parameters yet, is overloaded, or is stopping.
         """
         if self._batcher is not None:
             if not self._has_params.wait(TIMEOUT):
@@ -180,15 +180,15 @@ class Inferencer:
             return self._act(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds (1 at most) for parameters. Return whether there are any."""
+        """Wait up to `timeout` seconds (1 at most) for parameters. Return True if there are any."""
         return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
 
     def answer_inference(
         self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState] | str:
-        """As `inference`, for another process. Return the reason of an UnavailableError as a string.
+        """Answer a call of `inference` from another process. Return the message of an UnavailableError as a string.
 
-        It is an ordinary answer: the caller repeats its call. A server may print each exception with its traceback.
+        The caller then repeats its call. Servers may print a traceback for each exception, and this is a normal answer.
         """
         try:
             return self.inference(env_ids, timestep, state)
@@ -196,14 +196,15 @@ class Inferencer:
             return str(error)
 
     def share_calls(self, name: MemoryName, capacity: int, request: Tree, answer: Tree) -> bool:
-        """Map the memory of a client (`CallMemory`), for `shared_inference`. Return False if that is not possible."""
+        """Map a client's memory (`CallMemory`) for `shared_inference`. Return False if that is not possible."""
         return self._shared_calls.share(name, capacity, request, answer)
 
     def shared_inference(self, token: int, slot: int, rows: int) -> int | str:
-        """As `answer_inference`, with its arguments and its answer in a slot of a client's memory.
+        """Answer like `answer_inference`, but with the arguments and the answer in a slot of a client's memory.
 
         Returns:
-            The version that acted; or why there is no answer: after a restart, that `share_calls` must be called again.
+            The version that acted, or a string with the reason why there is no answer. After a restart of this process,
+            the client must call `share_calls` again.
         """
         try:
             call = self._shared_calls.slot(token, slot, rows)
@@ -216,7 +217,7 @@ class Inferencer:
         self._refresher.refresh()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """Return the version that acts, as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Return the version that acts once it is above `known_version`, or after `timeout` seconds (1 at most).
 
         Raises:
             PeerError: the learner is in another process, and did not answer for `learner_deadline`.
@@ -233,17 +234,18 @@ class Inferencer:
         return self.params_version
 
     def run(self) -> None:
-        """Be a service until `stop()`, or until the program ends.
+        """Run as a service until `stop()` is called, or until the program ends.
 
-        Fetch parameters every `refresh_interval` seconds; for an on-policy agent, whose actors wait for them, as soon
-        as there is a new version. While the learner does not answer, the newest version that came acts.
+        Parameters are fetched every `refresh_interval` seconds. For an on-policy agent they are fetched as soon as
+        there is a new version, because its actors wait for them. While the learner does not answer, the newest version
+        stays in use.
 
         Raises:
-            PeerError: no learner answered within `learner_deadline`, and there are no parameters to act by.
+            PeerError: no learner answered within `learner_deadline`, and there are no parameters.
         """
         if self._batcher is not None:
-            raise UsageError("This Inferencer is a service already, or was one: make another.")
-        self._batcher = Batcher(self.agent, self._act_for_round, self._cfg.max_batch, self._cfg.max_wait)
+            raise UsageError("This Inferencer's run() was already called. Make another Inferencer.")
+        self._batcher = Batcher(self.agent, self._act_for_batch, self._cfg.max_batch, self._cfg.max_wait)
         try:
             with handles.stop_with_program(self.stop):
                 is_on_policy = self.agent.replay_spec.max_staleness is not None
@@ -251,25 +253,28 @@ class Inferencer:
         finally:
             self.stop()
             self._batcher.stop("The inference service has stopped.")
-            self._has_params.set()  # for those who wait for them: the Batcher tells them
+            self._has_params.set()  # for calls that wait for parameters: the Batcher refuses them
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """End `run()`: calls that wait are refused at once, with UnavailableError. Any thread may call it."""
+        """End `run()`. Waiting calls get an UnavailableError at once. Any thread may call it."""
         self._stop.set()
         with self._new_version:
             self._new_version.notify_all()
 
     def stats(self) -> dict[str, int]:
-        """Return counters: compilations, params_version and, of a service, requests, calls, rows, padding_rows."""
+        """Return counters: compilations and params_version.
+
+        A service also returns requests, calls, rows and padding_rows.
+        """
         counts = self._batcher.counts if self._batcher is not None else {}
         return {**counts, "compilations": len(self._output_packings), "params_version": self.params_version}
 
     def get_state(self) -> dict[str, Any]:
-        """Return what a resumed Inferencer needs to go on as if it had not stopped (numpy and ints)."""
-        version, packed = self._acting
-        # Between two syncs it acts by parameters that the learner no longer has.
+        """Return the state from which a resumed Inferencer continues exactly (numpy arrays and ints)."""
+        version, packed = self._active_params
+        # Between two syncs, it acts with parameters that the learner no longer has.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
         params = packing.unpack_numpy(packed) if packing is not None else None
         return {"calls": self._calls, "version": version, "params": params}
@@ -285,15 +290,15 @@ class Inferencer:
             self._params_packing = packed.packing
         acting = version, self._upload(packed.arrays)
         with self._new_version:
-            self._acting = acting
+            self._active_params = acting
             self._new_version.notify_all()
         self._has_params.set()
 
-    def _act_for_round(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
+    def _act_for_batch(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
         known, began = len(self._output_packings), time.perf_counter()
         try:
             answer = self._act(env_ids, timestep, state)
-        except BaseException as error:  # not the request's fault, whose shapes were checked: `run` fails with it
+        except BaseException as error:  # not the request's fault, since its shapes were checked, so `run` fails
             self._failure = error
             self.stop()
             raise
@@ -306,11 +311,12 @@ class Inferencer:
         with self._counting:
             self._calls += 1
             calls = self._calls
-        # Inferencers of one seed would draw the same numbers for all actors. A rank's stream is that of rank 0, this
-        # far ahead: strides by the golden ratio keep any number of ranks apart.
+        # Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random
+        # numbers at another position of the stream. Strides of the golden ratio keep these positions apart for any
+        # number of ranks.
         ahead = int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
         call = np.uint32((calls + ahead) & 0xFFFFFFFF)
-        version, params = self._acting
+        version, params = self._active_params
         with COMPUTING:
             packed = self._jitted_step(self._rng, call, params, timestep, state)
             output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)

@@ -1,4 +1,4 @@
-"""Files and paths: files replaced atomically while others read them, and paths that are not UTF-8."""
+"""Atomic replacement of files, and paths that are not valid UTF-8."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def write_atomically(
     parents: bool = False,
     mode: int = 0o666,
 ) -> None:
-    """Write the contents, one after the other, to the file at `path`; if it raises, the file is as it was before.
+    """Write the contents, one after another, to the file at `path`. If writing fails, the old file stays unchanged.
 
     Args:
         contents: text is written as UTF-8.
-        parents: whether to make the folders that it is in.
-        mode: permissions of the file, less the process's umask.
+        parents: create the file's missing parent directories.
+        mode: permissions of the file, before the process's umask is applied.
     """
     if parents:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -32,9 +32,9 @@ def write_atomically(
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Give a path to write to, which takes the place of `path` at the end, or is removed after an error."""
+    """Yield a temporary path. At the end, rename it to `path`; after an error, remove it."""
     path = pathlib.Path(path)
-    # Nobody else's: threads of other machines that share the folder may have the same ids.
+    # The random part keeps the name unique among all machines that share the directory. Process and thread ids do not.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
     try:
         yield temporary
@@ -46,13 +46,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 class NativePath:
-    """A path of an existing directory for C++ libraries of this process, which take paths as UTF-8.
+    """A directory's path in a form that C++ libraries in this process can open. These libraries expect UTF-8.
 
-    A path that is not ASCII is replaced by that of an open descriptor, until `close`: its bytes need not be UTF-8, and
-    Python may encode paths in another way.
+    A path that is not ASCII is replaced by the /proc path of an open descriptor, which is valid until `close`. Its
+    bytes may not be UTF-8, and Python may encode paths differently.
 
     Attributes:
-        path: of the directory.
+        path: the path to pass to the library.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -62,12 +62,12 @@ class NativePath:
             self.path = f"/proc/self/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Close the descriptor. Calling it twice does nothing."""
+        """Close the descriptor. Later calls do nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def printable(text: str) -> str:
-    """Return a text with its bytes that are not UTF-8 as escapes: `a\\xff`."""
+    """Return `text` with each byte that is not valid UTF-8 written as an escape: `a\\xff`."""
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -1,8 +1,8 @@
-"""Heartbeats: a thread of a process reports again and again that the process is alive, and in which phase it is.
+"""Heartbeats: a thread reports at regular intervals that its process is alive, and which phase it is in.
 
-It writes to a page of shared memory, which belongs to the process that started and watches it. A process that is
-stopped, or whose interpreter is blocked by a call into C, writes no more. A process that makes no progress writes on:
-its beats say for how long it has been in which phase (`rlframe.interprocess.phases`).
+The thread writes to a page of shared memory. The process that started this one created the page and watches it. If a
+process is stopped, or a call into C blocks its interpreter, the heartbeats stop. If a process makes no progress, the
+heartbeats continue and report how long it has been in its phase (`rlframe.interprocess.phases`).
 """
 
 from __future__ import annotations
@@ -17,62 +17,64 @@ import weakref
 
 from rlframe.interprocess.phases import STARTING, ThreadProgress, describe_stall
 
-VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS", of the page and between two beats
+VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS": the page's descriptor, and the heartbeat interval
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
-_STARTING = 4.0  # times as long for one that starts: libraries that it loads may hold the interpreter for seconds
-_SHARE, _MOST = 0.1, 1.0  # of the timeout from beat to beat and from look to look; seconds at most
+# Multiplies the timeout while a process starts: the libraries that it imports may block the interpreter for seconds.
+_STARTING_FACTOR = 4.0
+_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0  # interval: a fraction of the timeout; a maximum in seconds
 _watched = threading.Event()  # set if another process watches this one
-# The number of the beat; of the phase that is nearest to its deadline: seconds without progress and allowed, name.
+# The number of the heartbeat. Then, for the phase that is nearest to its deadline: seconds without progress, seconds
+# allowed, and the name.
 _PAGE = struct.Struct("=qdd64s")
 
 
 class SuspendAwareClock:
-    """Seconds since the epoch, less the time in which this process could not look at others.
+    """A clock that stops while this process is suspended. A call returns the time in seconds since the epoch.
 
-    If this process or its machine was stopped, so was the clock. Otherwise every process that it watches would seem to
-    have been silent meanwhile.
+    If this process or its machine was suspended, a normal clock would make every watched process look silent for that
+    time.
 
     Args:
-        longest: seconds between two ticks that may pass.
+        max_gap: the most seconds that count between two calls of `tick`. A longer gap counts as a suspension.
     """
 
-    def __init__(self, longest: float = 2.0) -> None:
-        self._longest = longest
-        self._ticked = time.monotonic()
-        self._offset = time.time() - self._ticked
+    def __init__(self, max_gap: float = 2.0) -> None:
+        self._max_gap = max_gap
+        self._last_tick = time.monotonic()
+        self._offset = time.time() - self._last_tick
 
     def __call__(self) -> float:
         return self._offset + time.monotonic()
 
     def tick(self) -> float:
-        """Note that this process runs. Return the time."""
+        """Record that this process is running. Return the time."""
         now = time.monotonic()
-        self._offset -= max(now - self._ticked - self._longest, 0.0)
-        self._ticked = now
+        self._offset -= max(now - self._last_tick - self._max_gap, 0.0)
+        self._last_tick = now
         return self._offset + now
 
 
 def heartbeat_interval(timeout: float) -> float:
-    """Return the seconds from beat to beat, and from look to look."""
-    return min(timeout * _SHARE, _MOST)
+    """Return the seconds between two heartbeats, and between two checks of them."""
+    return min(timeout * _INTERVAL_FRACTION, _MAX_INTERVAL)
 
 
 class HeartbeatMonitor:
-    """The watcher's side: the page of one process, which is to be started with `descriptor` and `variables`.
+    """The watcher's side of the heartbeats of one process. Start that process with `descriptor` and `variables`.
 
     Args:
-        timeout: seconds without a heartbeat after which it counts as hung.
-        now: the time, by the clock that `problem` is asked by.
+        timeout: seconds without a heartbeat after which the process counts as hung.
+        now: the time, by the clock whose times are passed to `problem`.
 
     Attributes:
         timeout: the argument.
-        phase: that the process was in at the last look; empty: in none that has a deadline.
-        silent: seconds since its last beat, then.
-        stuck: seconds without progress in that phase, then.
+        phase: the process's phase at the last check; empty if no phase has a deadline.
+        silent: seconds since the last heartbeat, at the last check.
+        stuck: seconds without progress in that phase, at the last check.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
-        self.timeout, self._heard_at, self._beat = timeout, now, 0
+        self.timeout, self._last_beat_at, self._beat = timeout, now, 0
         self.phase, self.silent, self.stuck = STARTING.name, 0.0, 0.0
         self.descriptor = os.memfd_create("rlframe heartbeat")
         weakref.finalize(self, os.close, self.descriptor)
@@ -85,7 +87,7 @@ class HeartbeatMonitor:
 
     @property
     def page(self) -> bytes:
-        """The page as the process has written it. Set it if another watcher, beside the process, has read it."""
+        """The page's content. Set it if a watcher on the process's machine has read the page."""
         return os.pread(self.descriptor, _PAGE.size, 0)
 
     @page.setter
@@ -93,70 +95,73 @@ class HeartbeatMonitor:
         os.pwrite(self.descriptor, written, 0)
 
     def problem(self, now: float) -> str:
-        """Return why the process counts as hung; empty if it does not.
+        """Return the reason why the process counts as hung; empty if it does not.
 
         Args:
-            now: the time, by a clock that stands still while the watcher does (see `SuspendAwareClock`): a watcher that was
-                stopped has heard no beat.
+            now: the time, by a `SuspendAwareClock`. A watcher that was suspended has missed heartbeats, so that time
+                must not count.
         """
         beat, seconds, allowed, raw = _PAGE.unpack(self.page)
         name = raw.rstrip(b"\0").decode(errors="replace")
         if beat != self._beat:
-            self._beat, self._heard_at = beat, now
-        self.phase, self.silent = name, now - self._heard_at
+            self._beat, self._last_beat_at = beat, now
+        self.phase, self.silent = name, now - self._last_beat_at
         self.stuck = seconds + self.silent
-        if self.silent > self.timeout * (_STARTING if name == STARTING.name else 1.0):
+        if self.silent > self.timeout * (_STARTING_FACTOR if name == STARTING.name else 1.0):
             return f"no heartbeat for {self.silent:.0f} s"
         return describe_stall(name, seconds, allowed) if seconds > allowed else ""
 
 
-def patience(seconds: float, watched: float = math.inf) -> float:
-    """Return how long this process waits for others: `watched` seconds if a supervisor kills those that hang."""
+def peer_timeout(seconds: float, watched: float = math.inf) -> float:
+    """Return how long to wait for other processes: `watched` seconds if a supervisor kills processes that hang.
+
+    Otherwise return `seconds`.
+    """
     return watched if _watched.is_set() else seconds
 
 
 def begin() -> None:
-    """Start this process's heartbeats, if the process that started it watches it."""
-    found = os.environ.pop(VARIABLE, "")  # not for those that this process starts
+    """Start this process's heartbeats if its parent watches it."""
+    found = os.environ.pop(VARIABLE, "")  # removed, so that child processes do not inherit it
     if found:
         descriptor, _, interval = found.partition(":")
         os.set_inheritable(int(descriptor), False)
-        heart = HeartbeatSender(int(descriptor), float(interval))
+        sender = HeartbeatSender(int(descriptor), float(interval))
         _watched.set()
-        threading.Thread(target=heart.run, name="rlframe heartbeat", daemon=True).start()
+        threading.Thread(target=sender.run, name="rlframe heartbeat", daemon=True).start()
 
 
 class HeartbeatSender:
-    """The side of the process that is watched.
+    """The watched process's side: writes the heartbeats.
 
     Args:
-        descriptor: of the page.
-        interval: seconds between two beats.
+        descriptor: the page's descriptor.
+        interval: seconds between two heartbeats.
     """
 
     def __init__(self, descriptor: int, interval: float) -> None:
         self._descriptor, self._interval = descriptor, interval
-        self._clock = SuspendAwareClock(2.0 * interval)  # a process that was stopped was at its work no longer for that
+        self._clock = SuspendAwareClock(2.0 * interval)  # time while suspended is not time in a phase
         self._progress = ThreadProgress()
         self._beats = 0
-        self._is_told = False
+        self._has_reported = False
 
     def run(self) -> None:
-        """Beat for ever. The thread needs the interpreter: a process that blocks it stops beating."""
+        """Write heartbeats forever. The thread needs the interpreter: if other code blocks it, the heartbeats stop."""
         while True:
             self.beat(self._clock.tick())
             time.sleep(self._interval)
 
     def beat(self, now: float) -> None:
-        """Write one beat. Print where the process hangs, before the watcher ends it."""
+        """Write one heartbeat. If the process hangs, print the traceback once, before the watcher kills the process."""
         self._beats += 1
-        stay = self._progress.look(now)
-        if stay is None:
+        status = self._progress.look(now)
+        if status is None:
             os.pwrite(self._descriptor, _PAGE.pack(self._beats, 0.0, 0.0, b""), 0)
             return
-        name, seconds, allowed = stay.phase.name, stay.seconds, stay.phase.allowed
+        name, seconds, allowed = status.phase.name, status.seconds, status.phase.allowed
         os.pwrite(self._descriptor, _PAGE.pack(self._beats, seconds, allowed, name.encode()), 0)
-        if seconds > allowed and not self._is_told:
-            self._is_told = True
+        if seconds > allowed and not self._has_reported:
+            self._has_reported = True
             print(f"This process hangs: {describe_stall(name, seconds, allowed)}.", file=sys.stderr)
-            print(f"Traceback (most recent call last):\n{stay.where()}", end="", file=sys.stderr, flush=True)
+            print(f"Traceback (most recent call last):\n{status.where()}", end="", file=sys.stderr, flush=True)

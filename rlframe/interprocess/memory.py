@@ -1,7 +1,7 @@
-"""Arrays in memory that processes of one machine share: laid out, found, locked, and read while others write.
+"""Arrays in memory that the processes of one machine share, a lock, and a sequence lock (`Seqlock`).
 
-The memory has no name in any file system, so nothing of it can be left behind: it goes when the process that created it
-has let go of it, or has died, and nobody maps it any more. Pages that nobody writes to take no room.
+The memory is an anonymous file, so a crash leaves nothing behind. The kernel frees it when its creator has closed it or
+died, and no process maps it any more. Pages that were never written to take no memory.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ import numpy as np
 from rlframe.interprocess.processes import ProcessId, this_process
 from rlframe.interprocess.waiting import HAS_FUTEX, NEEDS_FENCE, fence
 
-_AGAIN = 0.002  # seconds between two tries
+_RETRY_INTERVAL = 0.002  # seconds between two attempts to take the lock
 
-# A variable of who may share memory with those alone that have the same: Ray nodes, which may be on one machine today.
+# An environment variable: only processes with the same value may share memory. It keeps two Ray nodes on one machine
+# separate.
 MACHINE = "RLFRAME_MACHINE"
 
 SUPPORTED = hasattr(os, "memfd_create") and HAS_FUTEX
 
-_TOKEN, _CLOSED = 0, 1  # words at the start of the memory: which it is; 1 once its creator has closed it
-_LINE = 64  # bytes of a cache line
+_TOKEN, _CLOSED = 0, 1  # words at the start of the memory: a random identifier; 1 once the creator has closed it
+_CACHE_LINE = 64  # bytes
 
-Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # an array's name -> its shape and dtype
+Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # array's name -> its shape and dtype
 
 
 class MemoryName(NamedTuple):
-    """Where the memory is found, by any process of the same user on the same machine."""
+    """The address of shared memory. Any process of the same user on the same machine can open it."""
 
     creator: ProcessId
     descriptor: int
     token: int
-    machine: str  # see `MACHINE`
+    machine: str  # value of the variable `MACHINE`
 
 
 class SharedArrays:
-    """Named arrays in a block of shared memory, mapped into this process.
+    """Named arrays in shared memory, mapped into this process.
 
-    `create` makes the memory, and `attach` finds it by its `name`. This constructor takes a descriptor that a process
-    created (`anonymous_file`) and its children inherited; it stays the caller's to close.
+    `create` makes the memory, and `attach` opens it by its `name`. The constructor instead takes a descriptor from
+    `anonymous_file`, which child processes inherit. The caller closes that descriptor.
 
     Args:
-        descriptor: of the memory, which is made as large as it must be.
-        fields: the arrays, in the order in which they lie; every process must say the same.
+        descriptor: the memory's descriptor. The file is grown to fit the arrays.
+        fields: the arrays, in memory order. Every process must pass the same fields.
 
     Attributes:
-        arrays: by name; zeros at first.
-        name: for `attach`; None of memory that is inherited.
+        arrays: the arrays by name, initially zero.
+        name: the argument for `attach`; None for inherited memory.
     """
 
     name: MemoryName | None = None
@@ -65,20 +66,23 @@ class SharedArrays:
 
     def __init__(self, descriptor: int, fields: Fields) -> None:
         self._descriptor = descriptor
-        places, size = _lay_out(fields)
+        offsets, size = _lay_out(fields)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
-        self._words = memoryview(mapped)[:_LINE].cast("q")
-        # Not `frombuffer` and `reshape`: views of that refer to an array that is not the one in here, so its reference
-        # count would not tell of them.
+        self._words = memoryview(mapped)[:_CACHE_LINE].cast("q")
+        # Not `frombuffer` and `reshape`: a view of their result refers to a hidden base array, so the reference count
+        # of the array in this dict would not include the view.
         self.arrays: dict[str, np.ndarray] = {
-            name: np.ndarray(*fields[name], mapped, place) for name, place in places.items()
+            name: np.ndarray(*fields[name], mapped, place) for name, place in offsets.items()
         }
 
     @classmethod
     def create(cls, label: str, fields: Fields) -> SharedArrays:
-        """Make the memory. The system's tools list it as `label`. It is closed when nobody refers to the object."""
+        """Create the memory.
+
+        System tools list it as `label`. It is closed when the returned object is garbage-collected.
+        """
         descriptor = anonymous_file(label)
         created = cls(descriptor, fields)
         created._words[_TOKEN] = secrets.randbits(62)
@@ -88,17 +92,18 @@ class SharedArrays:
 
     @classmethod
     def attach(cls, name: MemoryName, label: str, fields: Fields) -> SharedArrays:
-        """Find memory that this process or another has created.
+        """Open memory that this or another process has created.
 
         Raises:
-            PermissionError: its creator runs as another user, or on another Ray node.
-            FileNotFoundError: it is closed, or holds other fields, or its creator has ended or is on another machine.
+            PermissionError: the creator runs as another user, or on another Ray node.
+            FileNotFoundError: the memory is closed or has other fields, or its creator has exited or runs on another
+                machine.
         """
         path = f"/proc/{name.creator.pid}/fd/{name.descriptor}"
         if name.machine != os.environ.get(MACHINE, ""):
-            raise PermissionError("it is memory of another Ray node, be that on this machine")
+            raise PermissionError("it belongs to another Ray node, which may be on this machine")
         if not os.readlink(path).startswith(f"/memfd:{label}"):
-            raise FileNotFoundError(path)  # closed, and its number taken by another file
+            raise FileNotFoundError(path)  # closed, and another file has its descriptor number
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not name.creator.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:
@@ -114,32 +119,32 @@ class SharedArrays:
         return attached
 
     def rows(self, name: str) -> list[memoryview]:
-        """Return the rows of an array of int64, as what its scalars are read and written by in a third of the time."""
+        """Return the rows of an int64 array as memoryviews. Reading a scalar from these takes a third of the time."""
         array = self.arrays[name]
         return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]
 
     @property
     def closed(self) -> bool:
-        """Whether its creator has closed it. One that died has not."""
+        """True if the creator has closed the memory. A creator that died has not closed it."""
         return self._words[_CLOSED] == 1
 
     @property
     def creator_is_alive(self) -> bool:
-        """Whether the process that created it runs on."""
+        """True if the process that created the memory is still running."""
         return self.name is None or self.name.creator.is_alive
 
     def close(self) -> None:
-        """Release the memory. If this process created it, it is closed for all processes. May be called again."""
+        """Release the memory. In its creator, close it for all processes. Later calls do nothing."""
         if self._finalizer is not None:
             self._finalizer()
 
     @contextlib.contextmanager
-    def lock(self, timeout: float, overdue: Exception) -> Iterator[None]:
-        """Hold the lock of this memory, which one `SharedArrays` of it has at a time. The end of a process frees it.
+    def lock(self, timeout: float, timeout_error: Exception) -> Iterator[None]:
+        """Hold this memory's lock: one `SharedArrays` object at a time, in all processes. A process's exit releases it.
 
         Args:
-            timeout: seconds to wait for it.
-            overdue: the error to raise if another process has had it for so long.
+            timeout: seconds to wait for the lock.
+            timeout_error: the error to raise after the timeout.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -148,8 +153,8 @@ class SharedArrays:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise overdue from None
-                time.sleep(_AGAIN)
+                    raise timeout_error from None
+                time.sleep(_RETRY_INTERVAL)
         try:
             yield
         finally:
@@ -157,58 +162,63 @@ class SharedArrays:
 
 
 def anonymous_file(label: str) -> int:
-    """Return a descriptor of an empty file that has no name, for processes that inherit it."""
+    """Return the descriptor of an empty file without a name, for child processes to inherit."""
     return os.memfd_create(label, os.MFD_CLOEXEC)
 
 
 def _close(name: MemoryName, words: memoryview) -> None:
-    if this_process() == name.creator:  # and not a fork of it
+    if this_process() == name.creator:  # not in a forked child
         words[_CLOSED] = 1
         os.close(name.descriptor)
 
 
 def _lay_out(fields: Fields) -> tuple[dict[str, int], int]:
-    """(offset of each array, bytes in all): no two arrays share a cache line, nor two large ones a page."""
-    places, position = {}, _LINE
+    """Return each array's offset, and the total size in bytes.
+
+    No two arrays share a cache line, and no two large arrays share a page.
+    """
+    offsets, end = {}, _CACHE_LINE
     for name, (shape, dtype) in fields.items():
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-        unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _LINE
-        places[name] = -(-position // unit) * unit
-        position = places[name] + size
-    return places, position
+        unit = mmap.PAGESIZE if size >= mmap.PAGESIZE else _CACHE_LINE
+        offsets[name] = -(-end // unit) * unit
+        end = offsets[name] + size
+    return offsets, end
 
 
 class Seqlock:
-    """A few numbers that one process writes at once: who reads gets all of them as they were at one time.
+    """A sequence lock: one process writes a few numbers at once, and readers get all numbers of the same write.
 
-    There are two copies, and the lower bit of a count says which is whole. So nobody waits, and a writer that dies in
-    between has changed nothing. Only one thread may write at a time.
+    There are two copies of the numbers. The lowest bit of a count selects the complete copy. So readers never wait for
+    the writer, and a writer that dies during a write changes nothing. Only one thread may write at a time.
 
-    Numbers that say what lies elsewhere (in a slot of large arrays, say) guard it too. Who writes there writes numbers
-    that mean "nothing" before and the new ones afterwards; who reads compares `count` before and after.
+    The numbers can also protect data in other places, such as a slot of large arrays. The writer first writes numbers
+    that mark the slot as empty, then the data, then the new numbers. A reader compares `count` before and after it
+    reads the data.
 
     Args:
-        words: contiguous int64 in shared memory, zeros at first; `Seqlock.words(n)` of them, for n numbers.
+        words: contiguous int64 words in shared memory, initially zero. There are `Seqlock.words(n)` of them for n
+            numbers.
     """
 
     def __init__(self, words: memoryview) -> None:
         self._words, size = words, len(words) // 2
         copy = struct.Struct(f"@{size}q")
         self._pack, self._unpack = copy.pack_into, copy.unpack_from
-        self._offsets = 8, 8 + 8 * size  # of the copies
+        self._offsets = 8, 8 + 8 * size  # bytes, of the two copies
 
     @staticmethod
     def words(numbers: int) -> int:
-        """Return how many words it takes."""
+        """Return how many words a `Seqlock` of so many numbers needs."""
         return 1 + 2 * numbers
 
     @property
     def count(self) -> int:
-        """How often it was written."""
+        """The number of writes so far."""
         return self._words[0]
 
     def write(self, *numbers: int) -> None:
-        """Make `numbers` known, and all that was written to the memory before."""
+        """Publish `numbers`, and everything that was written to the memory before."""
         words = self._words
         count = words[0] + 1
         self._pack(words, self._offsets[count & 1], *numbers)
@@ -221,7 +231,7 @@ class Seqlock:
     def read(self) -> tuple[int, ...]:
         """Return the numbers of the last `write`."""
         words = self._words
-        while True:  # again only where it was written twice meanwhile
+        while True:  # repeats only if two writes happened during the read
             count = words[0]
             if NEEDS_FENCE:
                 fence()

@@ -1,11 +1,14 @@
-"""The phases that threads of this process are in, and for how long. They tell work that hangs from slow work.
+"""The current phase of each thread in this process, and how long it has lasted.
 
-Work that should be done within a time is declared where it is done:
+Phases distinguish a hang from slow work.
+
+Declare the phase of work that should finish within a time:
 
     with phases.COMPUTING:
         ...
 
-A wait for another process has no limit: the process that hangs is judged, never the one that waits for it.
+A wait for another process has no time limit. Only the process that hangs is reported, never a process that waits for
+it.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from typing import Any, NamedTuple
 
 
 class Phase:
-    """Work of the thread that enters it. Phases nest: while an inner one goes on, those around it are not counted.
+    """A phase of the thread that enters it. Phases nest: only the time of the innermost phase counts.
 
     Args:
-        name: what it is, for messages: "stepping".
-        allowed: seconds that it may make no progress.
-        progress: gives what changes as it gets on, to whichever thread asks; None: only `advance` tells.
+        name: for messages, such as "stepping".
+        allowed: seconds without progress.
+        progress: returns a value that changes when work progresses. Other threads call it. None: only `advance` reports
+            progress.
     """
 
     __slots__ = ("allowed", "name", "progress")
@@ -33,7 +37,7 @@ class Phase:
     def __init__(self, name: str, allowed: float, progress: Callable[[], Any] | None = None) -> None:
         self.name, self.allowed, self.progress = name, allowed, progress
 
-    # Where environments are stepped: every tenth of a microsecond counts.
+    # Entered at every step of an environment, so a tenth of a microsecond matters.
 
     def __enter__(self) -> None:
         thread = _threads[get_ident()]
@@ -44,71 +48,69 @@ class Phase:
         thread.within = thread.within[1]  # type: ignore[index]
 
 
-STARTING = Phase("starting", 600.0)  # imports, and the constructor of what the process serves
+STARTING = Phase("starting", 600.0)  # imports, and the constructor of a node's object
 COMPILING = Phase("compiling", 1800.0)
-COMPUTING = Phase("computing", 1800.0)  # a call whose shapes are new compiles
+COMPUTING = Phase("computing", 1800.0)  # includes compilation, for new shapes
 SAVING = Phase("saving", 1800.0)
 ENDING = Phase("ending", 60.0)
 
 
 def waiting_for(name: str) -> Phase:
-    """Return the phase of a wait for another process, which has no limit."""
+    """Return the phase of a wait for another process. It has no time limit."""
     return Phase(f"waiting for {name}", math.inf)
 
 
 def advance() -> None:
-    """Note that the phase which this thread is in gets on."""
+    """Report progress in this thread's current phase."""
     _threads[get_ident()].advances += 1
 
 
-class _Thread:
-    """The state of one thread."""
-
+class _ThreadState:
     __slots__ = ("advances", "within")
 
     def __init__(self) -> None:
-        self.within: tuple[Phase, Any] | None = None  # (the phase, what it is within in turn)
+        self.within: tuple[Phase, Any] | None = None  # (the innermost phase, the enclosing phase's entry)
         self.advances = 0
 
 
-# By their identifiers. A later thread may have that of one that has ended, and was in no phase any more.
-_threads: collections.defaultdict[int, _Thread] = collections.defaultdict(_Thread)
+# By thread identifier. The system may reuse the identifier of a thread that has ended; that thread had left its phases.
+_threads: collections.defaultdict[int, _ThreadState] = collections.defaultdict(_ThreadState)
 
 
 class PhaseStatus(NamedTuple):
-    """A thread in a phase."""
+    """A thread's current phase."""
 
     phase: Phase
     seconds: float  # without progress
-    ident: int  # of the thread
+    ident: int  # the thread's identifier
 
     @property
     def overdue(self) -> float:
-        """Seconds beyond the limit of the phase; negative before it."""
+        """Seconds beyond the limit of the phase; negative within the limit."""
         return self.seconds - self.phase.allowed
 
     def where(self) -> str:
-        """Return the traceback of the thread, as text."""
+        """Return the thread's traceback as text."""
         frame = sys._current_frames().get(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 class ThreadProgress:
-    """Measures how long each thread of this process has been in its phase, from one `look` to the next."""
+    """Measures the seconds without progress of each thread, from one call of `look` to the next."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, Any, float]] = {}  # (within, how far it is, since when), by thread
+        self._seen: dict[int, tuple[Any, Any, float]] = {}  # by thread id: (phase, progress, time of the last change)
 
     def look(self, now: float, ident: int | None = None) -> PhaseStatus | None:
-        """Return the stay that is nearest to its deadline, or furthest beyond it; None if no thread is in a phase.
+        """Return the status that is nearest to its deadline, or furthest beyond it; None if no thread is in a phase.
 
         Args:
-            now: in seconds, by a clock of the caller's.
-            ident: of the one thread that is meant; None: all are.
+            now: in seconds, by any clock.
+            ident: the identifier of the only thread to consider; None: all threads.
         """
-        stays = []
+        found = []
         for thread_id, thread in list(_threads.items()):
-            within = thread.within  # once: the thread goes on meanwhile
+            within = thread.within  # read once, because the thread continues to run
             ask = within[0].progress if within is not None else None
             at = thread.advances, ask() if ask is not None else None
             before, then, since = self._seen.get(thread_id, (None, None, now))
@@ -116,10 +118,10 @@ class ThreadProgress:
                 since = now
             self._seen[thread_id] = within, at, since
             if within is not None and ident in (None, thread_id):
-                stays.append(PhaseStatus(within[0], now - since, thread_id))
-        return max(stays, key=lambda stay: stay.overdue, default=None)
+                found.append(PhaseStatus(within[0], now - since, thread_id))
+        return max(found, key=lambda status: status.overdue, default=None)
 
 
 def describe_stall(name: str, seconds: float, allowed: float) -> str:
-    """Return how a stay that is overdue is told."""
+    """Return a text about a phase that exceeds its limit."""
     return f"in phase {name} for {seconds:.0f} s, allowed {allowed:g} s"

@@ -1,4 +1,4 @@
-"""Which process is meant, whether it is still there, and how one is made that does not outlive its parent."""
+"""Process identity, liveness, and child processes that die with their parent."""
 
 from __future__ import annotations
 
@@ -17,35 +17,38 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessId(NamedTuple):
-    """A process, told apart from a later one with the same number by when it started (clock ticks since boot)."""
+    """A process: its number, and its start time in clock ticks since boot.
+
+    A later process with the same number differs.
+    """
 
     pid: int
     started: int
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """Return the process that has this number now; `started` is -1 if there is none, or only a zombie."""
+        """Return the process that has this number now. `started` is -1 if there is none, or only a zombie."""
         return ProcessId(pid, _started(pid))
 
     @property
     def is_alive(self) -> bool:
-        """True if it runs, sleeps or is stopped. A zombie is not alive."""
+        """True if the process is running, sleeping or stopped. A zombie is not alive."""
         return self.pid > 0 and self.started >= 0 and _started(self.pid) == self.started
 
 
 def this_process() -> ProcessId:
     """Return this process."""
-    return _of_this(os.getpid())
+    return _cached_id(os.getpid())
 
 
-_of_this = functools.lru_cache(maxsize=1)(ProcessId.of)  # by its number: a fork is another
+_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # cached by process number, because a forked child differs
 
 
 def _started(pid: int) -> int:
-    """Return when the process started; -1 if there is none, or only a zombie."""
+    """Return the start time of a process; -1 if there is none, or only a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # After its name in parentheses, which may hold anything: state, parent, ...
+            # The process's name, in parentheses, may contain anything. The fields after it: state, parent, ...
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return -1
@@ -53,9 +56,9 @@ def _started(pid: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, even from SIGKILL. Needs Linux, as nodes do.
+    """Make the kernel kill this process when its parent dies, even from SIGKILL. Linux only.
 
-    For the kernel the parent is the *thread* that made this process: see `start_process`.
+    To the kernel, the parent is the *thread* that started this process: see `start_process`.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -63,31 +66,39 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_soon_after_parent() -> None:
-    """Make the kernel end this process 3 seconds after its parent dies. Until then it may close.
+    """Make the kernel end this process 3 seconds after its parent dies. In these seconds it may close its resources.
 
-    Even in the middle of a call into C that keeps Python's lock: no Python runs for it. Does nothing beyond Linux.
+    This works even if a call into C holds Python's lock, because no Python code runs. Does nothing on systems other
+    than Linux.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        # The handler is C's `alarm` itself: called with the signal's number, 3, it has SIGALRM end us in 3 seconds.
+        # The handler of SIGQUIT is the C function `alarm`. It receives the signal's number, 3, so SIGALRM follows after
+        # 3 seconds.
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         libc.signal(signal.SIGQUIT, ctypes.cast(libc.alarm, ctypes.c_void_p))
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 
 def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-    """Make a `subprocess.Popen` from a thread that lives as long as this process: its end is the parent's."""
+    """Start a `subprocess.Popen` from a thread that lives as long as this process.
+
+    If the thread that starts a process ends, the kernel treats this as the parent's death.
+    """
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)
-    made: Future[subprocess.Popen[bytes]] = Future()
-    _starts(os.getpid()).put((made, command, kwargs))
-    return made.result()
+    future: Future[subprocess.Popen[bytes]] = Future()
+    _start_queue(os.getpid()).put((future, command, kwargs))
+    return future.result()
 
 
 @functools.lru_cache(maxsize=1)
-def _starts(pid: int) -> SimpleQueue[Any]:
-    """Return the queue of a daemon thread that starts processes. The interpreter ends an executor too early."""
-    # By process: a fork has the queue, but not its thread.
+def _start_queue(pid: int) -> SimpleQueue[Any]:
+    """Return the queue of a daemon thread that starts processes.
+
+    The interpreter would end an executor's thread too early.
+    """
+    # Cached by process number: a forked child would have the queue, but not its thread.
     queue: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_start_all, args=(queue,), name="rlframe starter", daemon=True).start()
     return queue
@@ -95,9 +106,9 @@ def _starts(pid: int) -> SimpleQueue[Any]:
 
 def _start_all(queue: SimpleQueue[Any]) -> None:
     while True:
-        made, command, kwargs = queue.get()
+        future, command, kwargs = queue.get()
         try:
-            made.set_result(subprocess.Popen(command, **kwargs))
+            future.set_result(subprocess.Popen(command, **kwargs))
         except BaseException as error:
-            made.set_exception(error)
-        del made, command, kwargs
+            future.set_exception(error)
+        del future, command, kwargs

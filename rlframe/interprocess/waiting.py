@@ -1,8 +1,8 @@
-"""Waiting: a `Futex` for another process, an `Inbox` for threads and signal handlers of this one.
+"""A `Futex` wakes other processes. An `Inbox` wakes a thread of this process.
 
-A futex is a word of shared memory on which a process sleeps until another process changes it. It needs neither a name
-nor a descriptor, so nothing of it is left behind, and costs nothing while nobody sleeps.
-Wake-ups are hints: who sleeps says for how long at most, and looks at the counters afterwards.
+A futex is a word of shared memory. Processes sleep on it until another process changes it. It has no name or
+descriptor, so a crash leaves nothing behind, and it costs nothing while no process sleeps. Wake-ups are hints: a
+sleeper passes a timeout, and checks the shared counters afterwards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import threading
 import time
 from typing import Generic, TypeVar
 
-_NUMBERS = {"x86_64": 202, "aarch64": 98}  # of the system call
+_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}  # numbers of the system call
 _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 _ZERO = ctypes.c_int(0)
-HAS_FUTEX = _MACHINE in _NUMBERS
+HAS_FUTEX = _MACHINE in _FUTEX_SYSCALLS
 
 
 class _Timespec(ctypes.Structure):
@@ -34,28 +34,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Futex:
-    """A word of shared memory that any process which maps it may sleep on.
+    """A word of shared memory. Any process that maps it can sleep on it.
 
     Args:
-        word: one int64, zero at first; the lower half is used.
+        word: one int64, initially zero. Only the lower half is used.
     """
 
     def __init__(self, word: memoryview) -> None:
-        self._word = ctypes.c_uint32.from_buffer(word)  # byte order: the systems that are HAS_FUTEX are little-endian
+        self._word = ctypes.c_uint32.from_buffer(word)  # the lower half: all machines with HAS_FUTEX are little-endian
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
-        self._number = ctypes.c_long(_NUMBERS[_MACHINE])
-        self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY), None, None, _ZERO)
+        self._number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
+        self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_ALL_WAITERS), None, None, _ZERO)
 
     @property
     def value(self) -> int:
-        """The value that `wait` must be given: read it before you look at what you wait for."""
+        """The value to pass to `wait`. Read it before you check the condition that you wait for."""
         return self._word.value
 
     def wait(self, value: int, timeout: float) -> bool:
-        """Sleep until somebody wakes, for at most `timeout` seconds; not at all if the word is not `value`.
+        """Sleep until another process calls `wake`, for at most `timeout` seconds.
+
+        Return at once if the word is not `value`.
 
         Returns:
-            Whether it was woken, or may have been.
+            False only after a timeout. True may be a false alarm.
         """
         fraction, seconds = math.modf(max(0.0, timeout))
         limit = _Timespec(int(seconds), int(fraction * 1e9))
@@ -68,51 +70,57 @@ class Futex:
         return True
 
     def wake(self) -> None:
-        """Wake all who sleep, and keep those awake who were about to."""
-        self._word.value += 1  # wraps at 2^32; two processes at once may count one, which still is a change
+        """Wake all sleepers. A process that is about to sleep returns from `wait` at once."""
+        self._word.value += 1  # wraps at 2^32; two concurrent calls may add only 1, which is still a change
         _libc.syscall(*self._wake)
 
 
-# x86-64 shows every process the stores of another one in their order, and keeps loads in theirs. Others need a barrier
-# between data and the cursor that says that it is there.
+# On x86-64, other processes see a process's stores in program order, and loads are not reordered with other loads.
+# Other machines need a barrier between the data and the cursor that announces it.
 NEEDS_FENCE = _MACHINE != "x86_64"
-_unused = ctypes.c_uint32()
+_fence_word = ctypes.c_uint32()
 
 
 def fence() -> None:
-    """Execute a full memory barrier, if this machine needs one. (A system call that wakes nobody contains one.)"""
+    """Execute a full memory barrier if this machine needs one.
+
+    The kernel executes a barrier in a system call that wakes nobody.
+    """
     if NEEDS_FENCE:
-        number = ctypes.c_long(_NUMBERS[_MACHINE])
-        _libc.syscall(number, ctypes.byref(_unused), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0))
+        number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
+        _libc.syscall(
+            number, ctypes.byref(_fence_word), ctypes.c_int(_WAKE), ctypes.c_int(1), None, None, ctypes.c_int(0)
+        )
 
 
 _Item = TypeVar("_Item")
 
 
 class Inbox(Generic[_Item]):
-    """A queue from any number of threads, and from signal handlers, to one reader.
+    """A queue with one reader. Threads and signal handlers may add items.
 
-    Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never returns if a signal handler outlasts the timeout.
-    `queue.Queue.put` blocks if a signal handler interrupts the reader and calls it.
+    The standard queues do not work here. Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never returns if a
+    signal handler runs longer than the timeout. `queue.Queue.put` deadlocks if a signal handler calls it while it
+    interrupts the reader.
     """
 
     def __init__(self) -> None:
         self._items: collections.deque[_Item] = collections.deque()
-        self._news = threading.Lock()  # free: there may be items
-        self._news.acquire()
+        self._has_items = threading.Lock()  # released when there may be items
+        self._has_items.acquire()
 
     def put(self, item: _Item) -> None:
         """Add an item. Threads and signal handlers may call it."""
         self._items.append(item)
-        with contextlib.suppress(RuntimeError):  # it is free
-            self._news.release()
+        with contextlib.suppress(RuntimeError):  # already released
+            self._has_items.release()
 
     def get(self, timeout: float) -> _Item:
-        """Remove the first item, and wait up to `timeout` seconds for one. Raises `queue.Empty` if none came."""
+        """Remove and return the first item. Wait up to `timeout` seconds for one, then raise `queue.Empty`."""
         if self._items:
             return self._items.popleft()
         deadline = time.monotonic() + timeout
         while not self._items:
-            if not self._news.acquire(timeout=max(0.0, deadline - time.monotonic())) and not self._items:
+            if not self._has_items.acquire(timeout=max(0.0, deadline - time.monotonic())) and not self._items:
                 raise queue.Empty
         return self._items.popleft()

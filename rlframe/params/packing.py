@@ -1,7 +1,7 @@
 """Pack the small leaves of a tree into one array.
 
-Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, whatever its size. So a policy of a dozen
-small arrays travels as one array. Large leaves stay separate: copying them would cost more than it saves.
+Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, whatever its size. So a policy with a dozen
+small arrays travels as one array. Large leaves stay separate: a copy of them would take longer than it saves.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from rlframe.types import Tree
 
-_LARGE = 64 * 1024  # bytes
+_LARGE = 64 * 1024  # bytes; larger leaves stay separate
 
 
 class _Part(NamedTuple):
-    """The part of the vector that holds a small leaf."""
+    """The part of the vector that holds one small leaf."""
 
     start: int
     stop: int
@@ -29,20 +29,20 @@ class _Part(NamedTuple):
 
 
 class Packing:
-    """The layout of a packed tree. Layouts of equal trees are equal. It pickles.
+    """The layout of a packed tree. Trees with equal structure, shapes and dtypes have equal layouts. It can be pickled.
 
     Args:
-        tree: the tree to pack: arrays, or anything with `shape` and `dtype`.
+        tree: the tree to pack. Its leaves are arrays, or any objects with `shape` and `dtype`.
 
     Attributes:
-        template: the tree, of `jax.ShapeDtypeStruct`.
+        template: the tree, with `jax.ShapeDtypeStruct` leaves.
         packed_shapes: (shape, dtype) of each array that `pack_jax` returns.
     """
 
     def __init__(self, tree: Tree) -> None:
         self.template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         leaves, self._treedef = jax.tree.flatten(self.template)
-        self._parts: list[_Part | None] = []  # of each leaf; None: it is an array of its own
+        self._parts: list[_Part | None] = []  # one entry per leaf; None for a separate leaf
         self._size = 0
         for leaf in leaves:
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
@@ -73,7 +73,7 @@ class Packing:
     __hash__ = None  # type: ignore[assignment]
 
     def pack_jax(self, tree: Tree) -> list[jax.Array]:
-        """Return [one int32 vector, *the other leaves]. For jitted functions."""
+        """Return [one int32 vector with the small leaves, *the other leaves]. For jitted functions."""
         leaves = jax.tree.leaves(tree)
         small = [
             jax.lax.bitcast_convert_type(leaf, jnp.int32).ravel()
@@ -84,7 +84,7 @@ class Packing:
         return [vector, *(leaf for leaf, part in zip(leaves, self._parts, strict=True) if part is None)]
 
     def floats(self, packed: list[jax.Array]) -> list[jax.Array]:
-        """Return the floating-point numbers of a packed tree, in as few arrays as possible."""
+        """Return the floating-point numbers of a packed tree in as few arrays as possible. For jitted functions."""
         ranges: list[tuple[int, int]] = []
         for start, stop, _, dtype in filter(None, self._parts):
             if dtype == np.float32 and ranges and ranges[-1][1] == start:
@@ -108,7 +108,7 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def pack_numpy(self, tree: Tree) -> list[np.ndarray]:
-        """Pack numpy arrays, as `pack_jax` does."""
+        """Pack a tree of numpy arrays. The result has the same form as that of `pack_jax`."""
         vector = np.empty(self._size, np.int32)
         others = []
         for leaf, part in zip(jax.tree.leaves(tree), self._parts, strict=True):
@@ -119,8 +119,11 @@ class Packing:
         return [vector, *others]
 
     def unpack_numpy(self, packed: list[Any]) -> Tree:
-        """Unpack to numpy arrays. Small leaves are writable views of one copy, large ones may be read-only."""
-        vector = _fetch(packed[0]).copy()  # environments refuse actions that they may not write to
+        """Return the tree as numpy arrays.
+
+        Small leaves are writable views of one copy; large leaves may be read-only.
+        """
+        vector = _fetch(packed[0]).copy()  # a copy, because environments refuse actions that are read-only
         rest = (np.asarray(array) for array in packed[1:])
         leaves = [
             np.ndarray(part.shape, part.dtype, vector, 4 * part.start) if part else next(rest) for part in self._parts
@@ -129,13 +132,13 @@ class Packing:
 
 
 class PackedParams:
-    """One version of the parameters, packed: a learner publishes it, and an inferencer uploads it unchanged.
+    """One packed version of the parameters. A learner publishes it, and an inferencer uploads it without change.
 
-    It pickles with numpy arrays. A device array is fetched once, however often it is pickled.
+    A pickle contains numpy arrays. A device array is fetched only once, even if it is pickled several times.
 
     Args:
         packing: the layout.
-        arrays: as `Packing.pack_jax` returns them. Do not write to them.
+        arrays: the result of `Packing.pack_jax`. Do not write to them.
     """
 
     __slots__ = ("arrays", "packing")
@@ -151,11 +154,11 @@ class PackedParams:
         return cls(packing, packing.pack_numpy(tree))
 
     def unpack_numpy(self) -> Tree:
-        """Return the tree, of numpy arrays."""
+        """Return the tree with numpy arrays."""
         return self.packing.unpack_numpy(self.arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes and arrays: Courier cannot send the objects of a template.
+        # Send bytes and arrays only: Courier cannot send the objects of a template.
         return _params_of, (self.packing.pickled, [np.asarray(array) for array in self.arrays])
 
 
@@ -164,7 +167,7 @@ def _params_of(pickled: bytes, arrays: list[np.ndarray]) -> PackedParams:
 
 
 def _packing_of(pickled: bytes) -> Packing:
-    return _load_packing(pickled)  # two functions, since Launchpad changes how caches are pickled
+    return _load_packing(pickled)  # a separate function, because Launchpad changes how caches are pickled
 
 
 @functools.lru_cache(maxsize=8)
@@ -173,7 +176,7 @@ def _load_packing(pickled: bytes) -> Packing:
 
 
 def _fetch(vector: Any) -> np.ndarray:
-    # The buffer protocol skips the 3 us of np.asarray, on the CPU.
+    # On the CPU, the buffer protocol avoids the 3 us that np.asarray takes.
     try:
         return np.frombuffer(vector, np.int32)
     except (BufferError, TypeError, ValueError):

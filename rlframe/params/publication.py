@@ -1,17 +1,18 @@
-"""The newest version: in the learner's process, and in memory that the processes of its machine share.
+"""The newest version of the parameters, in the learner's process and in the machine's shared memory.
 
-`LocalParams` holds a version in one process. A `Publication` is one whose versions other processes can read, too: it
-writes them to shared memory, and a `PublicationReader` reads them there. A version that nobody reads costs next to
-nothing.
+`LocalParams` holds a version in one process. `Publication` extends it: it writes versions to shared memory, and a
+`PublicationReader` in another process reads them there. A version that no process reads is never copied.
 
 How version 7 gets from a `Publication` to a reader that has version 6:
 
-1. `Publication.publish(7, packed)` announces version 7 in memory. If nobody has read version 6, that is all.
-2. The reader sees that 7 is announced, and wakes the publication's thread by `wanted`.
-3. The thread copies the arrays into the slot that does not hold version 6. The slot's version is -1 meanwhile.
-4. It writes the slot's version, 7, and wakes the readers by `changed`.
-5. The reader copies the arrays. If the slot's version changed meanwhile, it begins again with the newest slot.
-6. It notes that version 7 was read: so `publish(8, packed)` wakes the thread at once, before a reader does.
+1. `Publication.publish(7, packed)` announces version 7 in memory. If no process has read version 6, it does nothing
+   more.
+2. The reader sees that version 7 is announced, and wakes the publication's thread through the futex `requested`.
+3. The thread copies the arrays into the slot that does not hold version 6. During the copy, the slot's version is -1.
+4. The thread sets the slot's version to 7, and wakes the readers through the futex `changed`.
+5. The reader copies the arrays. If the slot's version changed during the copy, the reader starts again with the newest
+   slot.
+6. The reader records that version 7 was read. So `publish(8, packed)` wakes the thread at once, before a reader asks.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from rlframe.params.source import LONGEST_WAIT
 from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
-_SLOTS = 2  # one holds the newest version, the next version is written to the other
-_WORDS = 8  # of a row of numbers, whose first words are used: a cache line
-_PATIENCE = 1.0  # seconds that a reader waits for an announced version
-_AGAIN = 0.02  # seconds after which a reader asks again: two that ask at once may undo each other's wake-up
-_LOOK = 0.1  # seconds between two checks whether the publisher is alive
+_SLOTS = 2  # one holds the newest version; the next version is written to the other
+_ROW_WORDS = 8  # words per row of numbers: a whole cache line, of which only the first words are used
+_READ_TIMEOUT = 1.0  # seconds that a reader waits for an announced version
+# Seconds before a reader wakes the thread again: two simultaneous wake-ups may cancel each other.
+_WAKE_AGAIN_AFTER = 0.02
+_LIVENESS_INTERVAL = 0.1  # seconds between two checks that the publisher is alive
 
 
 class LocalParams:
-    """A `PackedSource` in this process, of the version that was published last. Any thread may call it."""
+    """A `PackedSource` in this process. It holds the version that was published last. Any thread may call it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: tuple[int, PackedParams | None] = (-1, None)
-        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # once per version
+        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # unpacked once per version
 
     @property
     def version(self) -> int:
@@ -53,7 +55,7 @@ class LocalParams:
         return self._newest[0]
 
     def publish(self, version: int, packed: PackedParams) -> None:
-        """Replace the version. Device arrays must not be donated afterwards."""
+        """Replace the version. If `packed` holds device arrays, do not donate them afterwards."""
         with self._changed:
             self._newest = version, packed
             self._changed.notify_all()
@@ -64,7 +66,7 @@ class LocalParams:
         return version, None if version == known_version else packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`. The arrays are shared: do not write to them."""
+        """See `ParamSource`. All callers share the arrays: do not write to them."""
         version, packed = self.get_packed(known_version)
         if packed is None:
             return version, None
@@ -81,10 +83,10 @@ class LocalParams:
 
 
 class Publication(LocalParams):
-    """The newest version in this process and, once there is a `reader`, in shared memory.
+    """The newest version in this process and, after the first call of `reader`, in shared memory.
 
     Args:
-        version: the first.
+        version: the first version.
         packed: its parameters for acting. All versions have the same packing.
     """
 
@@ -97,7 +99,7 @@ class Publication(LocalParams):
         self.publish(version, packed)
 
     def publish(self, version: int, packed: PackedParams) -> None:
-        """Replace the version by a newer one, or by a checkpoint's before anybody has read it."""
+        """Replace the version with a newer one, or with a checkpoint's version before any process has read."""
         super().publish(version, packed)
         with self._lock:
             if self._memory is not None:
@@ -109,7 +111,7 @@ class Publication(LocalParams):
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
                 self._memory.begin(self.version)
-                self._writer = threading.Thread(target=self._write_wanted, name="rlframe parameters", daemon=True)
+                self._writer = threading.Thread(target=self._write_requested, name="rlframe parameters", daemon=True)
                 self._writer.start()
             if self._memory is None or self._writer is None:
                 return None
@@ -117,47 +119,48 @@ class Publication(LocalParams):
             assert name is not None
             return PublicationReader(name, self._packing)
 
-    def _write_wanted(self) -> None:
-        """Write the versions that readers want, until `close`."""
+    def _write_requested(self) -> None:
+        """Write each version that readers request, until `close`."""
         memory, answered = self._memory, 0
         assert memory is not None
         while not memory.arrays.closed:
-            wanted = memory.wanted.value
-            if wanted == answered:
-                memory.wanted.wait(wanted, 60.0)
+            requested = memory.requested.value
+            if requested == answered:
+                memory.requested.wait(requested, 60.0)
                 continue
-            answered = wanted
+            answered = requested
             version, packed = self.get_packed()
             if packed is not None and version > memory.newest_written()[0]:
                 memory.write(version, packed.arrays)
             memory.changed.wake()
 
     def close(self) -> None:
-        """End the thread that writes, and the waits of readers, which then call the publisher. May be called again.
+        """End the writer thread and the readers' waits. Later calls do nothing.
 
-        A process that has the memory open can still read what is written.
+        Readers then call the publisher instead. A process that has the memory open can still read the version in it.
         """
         if self._writer is not None and self._memory is not None:
             writer, self._writer = self._writer, None
             self._memory.arrays.close()
             self._memory.changed.wake()
-            self._memory.wanted.wake()
+            self._memory.requested.wake()
             writer.join()
 
 
 class PublicationReader:
-    """Reads a `Publication` in another process of the machine. It pickles.
+    """Reads a `Publication` from another process of the machine. It can be pickled.
 
     Args:
         name: of the memory, which is opened at the first use.
-        packing: of all versions.
+        packing: the packing of all versions.
     """
 
     def __init__(self, name: MemoryName, packing: Packing) -> None:
-        self._name, self._packing, self._looked_at = name, packing, 0.0
+        self._name, self._packing, self._checked_at = name, packing, 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reader_of, (pickle.dumps((self._name, self._packing)),)  # bytes: Courier sends no other objects
+        # As bytes, because Courier sends no other objects.
+        return _reader_of, (pickle.dumps((self._name, self._packing)),)
 
     @functools.cached_property
     def _memory(self) -> _Memory:
@@ -166,31 +169,32 @@ class PublicationReader:
             return _Memory(SharedArrays.attach(name, _LABEL, _fields(self._packing)), self._packing)
         except PermissionError as error:
             raise UsageError(
-                f"The parameters of process {name.creator.pid} cannot be read: {error}. Its readers must run as the same "
-                "user, in the same container and on the same Ray node; others call it."
+                f"The memory with the parameters of process {name.creator.pid} cannot be opened: {error}. Its readers "
+                "must run as the same user, in the same container and on the same Ray node. Other processes call it "
+                "over the network."
             ) from None
         except OSError as error:
             raise UnavailableError(
-                f"The parameters of process {name.creator.pid} cannot be read: the process has ended, has closed them, "
-                f"or runs on another machine ({type(error).__name__})."
+                f"The memory with the parameters of process {name.creator.pid} cannot be opened: the process has "
+                f"exited, has closed the memory, or runs on another machine ({type(error).__name__})."
             ) from None
 
     @property
     def is_gone(self) -> bool:
-        """Whether the publisher has closed the memory or died. Checked ten times a second.
+        """True if the publisher has closed the memory or died. The check runs at most ten times a second.
 
         Raises:
-            UnavailableError: that was before this process first used it, or the memory is on another machine.
-            UsageError: it belongs to another user or Ray node.
+            UnavailableError: the memory was closed before this process first used it, or is on another machine.
+            UsageError: the memory belongs to another user or Ray node.
         """
         arrays, now = self._memory.arrays, time.monotonic()
-        if arrays.closed or now < self._looked_at + _LOOK:
+        if arrays.closed or now < self._checked_at + _LIVENESS_INTERVAL:
             return arrays.closed
-        self._looked_at = now
+        self._checked_at = now
         return not arrays.creator_is_alive
 
     def read(self, known_version: int = -1) -> tuple[int, PackedParams | None] | None:
-        """Return what `PackedSource.get_packed` returns; None if memory has only versions below `known_version`.
+        """Return the result of `PackedSource.get_packed`; None if the memory has only versions below `known_version`.
 
         Waits up to a second until the announced version is written.
         """
@@ -198,81 +202,81 @@ class PublicationReader:
         if memory.announced == known_version:
             return known_version, None
         self._wait_until_written()
-        while True:  # again only if the slot was overwritten meanwhile
+        while True:  # repeats only if the slot was overwritten during the copy
             version, slot = memory.newest_written()
             if version < 0 or version < known_version:
                 return None
-            arrays = memory.copied(slot, version)
+            arrays = memory.copy_version(slot, version)
             if arrays is not None:
-                memory.note_read(version)
+                memory.record_read(version)
                 return version, PackedParams(self._packing, arrays)
 
     def _wait_until_written(self) -> None:
-        memory, deadline = self._memory, time.monotonic() + _PATIENCE
+        memory, deadline = self._memory, time.monotonic() + _READ_TIMEOUT
         while not memory.arrays.closed:
             seen = memory.changed.value
             if memory.newest_written()[0] >= memory.announced or time.monotonic() > deadline:
                 return
-            memory.wanted.wake()
-            memory.changed.wait(seen, _AGAIN)
+            memory.requested.wake()
+            memory.changed.wait(seen, _WAKE_AGAIN_AFTER)
 
 
 class _Memory:
-    """The memory of a `Publication`, mapped into this process. A version of -1 stands for none.
+    """The memory of a `Publication`, mapped into this process. A version of -1 means that there is none.
 
-    A reader never waits for a writer, and a killed reader blocks nobody.
+    A reader never waits for a writer's lock, and a killed reader blocks no other process.
 
     Attributes:
         changed: wakes readers that wait for a version.
-        wanted: wakes the writer.
+        requested: wakes the writer.
     """
 
     def __init__(self, arrays: SharedArrays, packing: Packing) -> None:
         self.arrays = arrays
-        self.changed, self.wanted = (Futex(arrays.rows(name)[0]) for name in ("changed", "wanted"))
+        self.changed, self.requested = (Futex(arrays.rows(name)[0]) for name in ("changed", "requested"))
         self._announced, self._last_read = (arrays.rows(name)[0] for name in ("announced", "last_read"))
-        self._versions = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("versions")]  # one of each slot
+        self._versions = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("versions")]  # one per slot
         count = len(packing.packed_shapes)
         self._packed = [[arrays.arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(_SLOTS)]
 
     def begin(self, version: int) -> None:
-        """Announce the first version, before memory has readers."""
+        """Announce the first version, before the memory has readers."""
         self._announced[0], self._last_read[0] = version, -1
         for slot in range(_SLOTS):
             self._versions[slot].write(-1)
 
     @property
     def announced(self) -> int:
-        """The newest version of the publication, whether it is written or not."""
+        """The newest version of the publication, written or not."""
         return self._announced[0]
 
     def announce(self, version: int) -> None:
-        """Tell readers that there is a newer version. Write it at once if the version before was read."""
+        """Announce a newer version. If the version before was read, wake the writer now."""
         was_read = self._last_read[0] == self._announced[0]
         self._announced[0] = version
         if was_read:
-            self.wanted.wake()
+            self.requested.wake()
 
-    def note_read(self, version: int) -> None:
-        """Have the version after this one written as soon as it is announced."""
+    def record_read(self, version: int) -> None:
+        """Record that `version` was read, so that the next version is written as soon as it is announced."""
         self._last_read[0] = version
 
     def newest_written(self) -> tuple[int, int]:
-        """Return (the newest version that is written completely, its slot); the version is -1 if there is none."""
+        """Return (newest version that is completely written, its slot). The version is -1 if there is none."""
         written = [version.read()[0] for version in self._versions]
         slot = 0 if written[0] > written[1] else 1
         return written[slot], slot
 
     def write(self, version: int, packed: list[Any]) -> None:
-        """Write a version, in place of the older one."""
-        slot = 1 - self.newest_written()[1]  # the other one of the two
+        """Write a version to the slot with the older one."""
+        slot = 1 - self.newest_written()[1]  # the other slot
         self._versions[slot].write(-1)
         for target, array in zip(self._packed[slot], packed):
-            target[...] = np.asarray(array)  # a quarter less time than where NumPy is given a device's array
+            target[...] = np.asarray(array)  # faster by a quarter than passing a device array to NumPy
         self._versions[slot].write(version)
 
-    def copied(self, slot: int, version: int) -> list[np.ndarray] | None:
-        """Copy the arrays of `version`; None if the slot was overwritten."""
+    def copy_version(self, slot: int, version: int) -> list[np.ndarray] | None:
+        """Return a copy of the arrays of `version`; None if the slot was overwritten."""
         lock = self._versions[slot]
         count = lock.count
         if lock.read()[0] != version:
@@ -290,10 +294,10 @@ def _fields(packing: Packing) -> Fields:
     word = np.dtype(np.int64)
     fields: dict[str, tuple[tuple[int, ...], np.dtype]] = {
         "changed": ((1,), word),
-        "wanted": ((1,), word),
-        "announced": ((_WORDS,), word),
-        "last_read": ((_WORDS,), word),
-        "versions": ((_SLOTS, _WORDS), word),
+        "requested": ((1,), word),
+        "announced": ((_ROW_WORDS,), word),
+        "last_read": ((_ROW_WORDS,), word),
+        "versions": ((_SLOTS, _ROW_WORDS), word),
     }
     for slot in range(_SLOTS):
         fields.update({f"{slot}/{i}": packed for i, packed in enumerate(packing.packed_shapes)})

@@ -1,4 +1,4 @@
-"""Read a `ParamSource` in any process (`ParamReader`), and follow its versions (`Refresher`)."""
+"""Read a `ParamSource` from any process (`ParamReader`), and follow its versions (`Refresher`)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rlframe.types import Tree
 
 _log = logging.getLogger(__name__)
 
-_LOOK = 0.02  # seconds between two calls of a source without `wait_for_version`
-_POLL = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
+_POLL_INTERVAL = 0.02  # seconds between two calls of a source without `wait_for_version`
+_MAX_WAIT = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
 
 
 def as_packed_source(source: Any) -> PackedSource:
-    """Return a source of packed parameters for an object that has `get_params`, or for a handle to one.
+    """Return a source of packed parameters for an object with `get_params`, or for a handle to one.
 
     Raises:
-        UsageError: it has no `get_params`.
+        UsageError: the object has no `get_params`.
     """
     if isinstance(source, Remote):
         return ParamReader(source)
@@ -35,41 +35,41 @@ def as_packed_source(source: Any) -> PackedSource:
         return source
     if not callable(getattr(source, "get_params", None)):
         raise UsageError(
-            f"A {type(source).__name__} was given as the learner of an Inferencer: it needs get_params(known_version) "
+            f"A {type(source).__name__} cannot be the learner of an Inferencer: it needs get_params(known_version) "
             "-> (version, tree or None), as a Learner has."
         )
     return ParamReader(source)
 
 
 class ParamReader:
-    """A `PackedSource` of a learner, of one policy of a `ParamStore`, or of an object that has `get_params` alone.
+    """A `PackedSource` for a learner, for one policy of a `ParamStore`, or for an object that only has `get_params`.
 
-    A peer in another process of this machine shares its newest version in memory. Any other peer is called. Memory that
-    has gone, or has only versions older than the caller's, is of a peer that was restarted: the peer is called, and its
-    new memory is looked for the next time. A reader pickles.
+    A peer in another process of this machine shares its newest version in memory. Any other peer is called. If the
+    memory is gone, or has only versions older than the caller's, the peer was restarted. Then this call goes to the
+    peer, and the next call looks for the peer's new memory. A reader can be pickled.
 
     Args:
         peer: the learner, store or object, or a `Remote` of one.
-        policy_id: of a store: the policy.
+        policy_id: the policy to read, if the peer is a store.
     """
 
     def __init__(self, peer: Any, policy_id: str | None = None) -> None:
         self._peer = peer
-        # The first arguments of each call: a store's methods take the policy, a learner has one policy.
+        # A store's methods take the policy as their first argument. A learner has one policy.
         self._policy = (policy_id,) if policy_id is not None else ()
         self._memory: PublicationReader | None = None
-        self._looks_for_memory = isinstance(peer, Remote)
-        # A `Remote` has every method until it is called.
+        self._should_find_memory = isinstance(peer, Remote)
+        # A `Remote` appears to have every method until it is called.
         self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParamReader, (self._peer, *self._policy)
 
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
-        """See `PackedSource`. Raises as `Remote` does."""
+        """See `PackedSource`. Raises the errors of `Remote`."""
         version, packed = self._read_memory(known_version) or self._call(known_version)
         if version < 0:  # a store shares memory once it has a version
-            self._looks_for_memory = isinstance(self._peer, Remote)
+            self._should_find_memory = isinstance(self._peer, Remote)
         return version, packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
@@ -78,7 +78,7 @@ class ParamReader:
         return version, None if packed is None else packed.unpack_numpy()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`. Polls an object without this method."""
+        """See `ParamSource`. If the peer lacks this method, poll it."""
         try:
             if self._has_wait:
                 return self._peer.wait_for_version(*self._policy, known_version, timeout)
@@ -86,24 +86,24 @@ class ParamReader:
             self._has_wait = False
         deadline = time.monotonic() + min(timeout, LONGEST_WAIT)
         while (version := self._peer.get_params(known_version)[0]) <= known_version and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         return version
 
     def _read_memory(self, known_version: int) -> tuple[int, PackedParams | None] | None:
-        """Return what `get_packed` returns; None if the peer shares no memory, or was restarted."""
-        if self._looks_for_memory:
-            self._memory, self._looks_for_memory = self._find_memory(), False
+        """Return the result of `get_packed`; None if the peer shares no memory, or was restarted."""
+        if self._should_find_memory:
+            self._memory, self._should_find_memory = self._find_memory(), False
         if self._memory is None:
             return None
         newest = None if self._memory.is_gone else self._memory.read(known_version)
         if newest is None:
-            self._memory, self._looks_for_memory = None, True
+            self._memory, self._should_find_memory = None, True
         return newest
 
     def _find_memory(self) -> PublicationReader | None:
         try:
             found = self._peer.publication_reader(*self._policy)
-        except NoMethodError:  # not a Learner
+        except NoMethodError:  # the peer is not a Learner
             return None
         try:
             return None if found is None or found.is_gone else found
@@ -124,14 +124,14 @@ class Refresher:
     """Fetches a learner's parameters, once or continuously.
 
     Args:
-        learner: a `ParamSource`, or a handle to a node that is one, which is resolved at the first call.
+        learner: a `ParamSource`, or a handle to a node that is one. A handle is resolved at the first call.
         current_version: returns the inferencer's version; -1 if it has none.
-        on_newer: called with (version, packed parameters) of a newer version.
+        on_newer: called with (version, packed parameters) for each newer version.
         deadline: seconds that a learner in another process may be unreachable.
-        stop: ends `follow`, and any wait for the learner.
+        stop: ends `follow`, and every wait for the learner.
 
     Attributes:
-        heard_at: when the learner answered last, by `time.monotonic()`; None: never.
+        last_answer_at: time of the learner's last answer, by `time.monotonic()`; None if it has never answered.
         problem: why the learner does not answer; empty if it does.
     """
 
@@ -155,11 +155,11 @@ class Refresher:
         return as_packed_source(handles.resolve(learner, "learner", deadline=deadline, stop=self._stop))
 
     def refresh(self) -> None:
-        """Take the learner's newest version, if it is another one.
+        """Fetch the learner's newest version if it differs from the inferencer's.
 
         Raises:
             PeerError: a learner in another process did not answer within `deadline`.
-            StoppedError: `stop` was set, or the program ended, while it did not answer.
+            StoppedError: `stop` was set, or the program ended, before the learner answered.
         """
         version, packed = self._learner.get_packed(self._current_version())
         self.last_answer_at, self.problem = time.monotonic(), ""
@@ -167,7 +167,7 @@ class Refresher:
             self._on_newer(version, packed)
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`. Raises as `refresh`."""
+        """See `ParamSource`. Raises the same errors as `refresh`."""
         return self._learner.wait_for_version(known_version, timeout)
 
     def follow(self, interval: float, *, waits: bool = False, required: bool = True) -> None:
@@ -176,8 +176,8 @@ class Refresher:
         While the learner is unreachable, the inferencer keeps its version.
 
         Args:
-            waits: wait for each new version instead of for the interval.
-            required: raise if there are no parameters and no learner answers.
+            waits: wait for each new version, instead of for the interval.
+            required: raise an error if there are no parameters and no learner answers.
 
         Raises:
             PeerError: no learner answered within `deadline`, and there are no parameters.
@@ -185,7 +185,7 @@ class Refresher:
         while not self._stop.is_set():
             try:
                 if waits and self._current_version() >= 0:
-                    self.wait_for_version(self._current_version(), _POLL)
+                    self.wait_for_version(self._current_version(), _MAX_WAIT)
                 self.refresh()
             except StoppedError:
                 return

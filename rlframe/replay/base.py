@@ -1,4 +1,4 @@
-"""The protocols of a replay for writers and readers, the base classes of buffers, and `Dataset`, which draws ahead."""
+"""The protocols of a replay for writers and readers, the base classes of buffers, and `Dataset`."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ import jax
 import numpy as np
 
 from rlframe.errors import RlframeError, StoppedError, UsageError, suggest
-from rlframe.interprocess.heartbeat import patience
+from rlframe.interprocess.heartbeat import peer_timeout
 from rlframe.shutdown import Closeable
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
-WAKE_INTERVAL = 0.2  # seconds between two checks of a dataset whether it was closed; a batch ends the wait sooner
-_LOOK_AGAIN = 0.01  # seconds
-_TIMEOUT = 600.0  # seconds that a dataset waits for a batch before `next` raises
+WAKE_INTERVAL = 0.2  # seconds between two checks whether a dataset was closed; a new batch wakes it sooner
+_RETRY_INTERVAL = 0.01  # seconds
+_TIMEOUT = 600.0  # default seconds that `next` waits for a batch before it raises
 
 
 class ReplayClosedError(StoppedError):
-    """The replay buffer was closed while a call waited."""
+    """The replay buffer was closed during a call."""
 
 
-# --- the protocols: what an Actor and a Learner need of a replay
+# --- protocols: the methods that an Actor and a Learner need
 
 
 @runtime_checkable
 class ReplayWriter(Protocol):
-    """The half of a replay that an Actor needs. Every method may be called from any thread.
+    """The methods of a replay that an Actor needs. Any thread may call them.
 
     A writer claims a rank, and then adds batches of steps under global environment ids. The replay makes items
-    (`Transition` or `Sequence`) of the steps, each as soon as its last step is there. The Actor does not: each replay
-    makes items where it costs least.
+    (`Transition` or `Sequence`) of the steps, each as soon as its last step is added. The replay does this, not the
+    Actor, because each kind of replay has its own cheapest place for it.
     """
 
     @abc.abstractmethod
@@ -46,24 +46,29 @@ class ReplayWriter(Protocol):
         """Register a writer, and return its (rank, incarnation).
 
         Args:
-            num_envs: number of its environments; None: the writer calls `open_segment` before it adds. (An Actor makes
-                its environments after this call, since their seeds depend on the rank.)
-            rank: to claim; None: the lowest free one. A rank that is claimed again gets the next incarnation. The
+            num_envs: number of the writer's environments. None: the writer calls `open_segment` before it adds. (An
+                Actor creates its environments after this call, because their seeds depend on the rank.)
+            rank: the rank to claim; None: the lowest free rank. Each new claim of a rank gets the next incarnation. The
                 predecessor's complete items stay, and its open fragments are discarded.
         """
 
     @abc.abstractmethod
     def open_segment(self, rank: int, num_envs: int) -> None:
-        """Set the number of environments of the writer that claimed `rank`."""
+        """Set the number of environments of the writer with `rank`."""
 
     @abc.abstractmethod
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids` ([B] int64, global, of one rank, none twice)."""
+        """Add one step of the environments `env_ids`.
+
+        Args:
+            env_ids: [B] int64 global ids, all of one rank, without duplicates.
+            step: arrays of [B, ...].
+        """
 
 
 @runtime_checkable
 class ReplayReader(Protocol):
-    """The half of a replay that a Learner needs. Every method may be called from any thread.
+    """The methods of a replay that a Learner needs. Any thread may call them.
 
     Attributes:
         spec: the kind of items, and how they are drawn.
@@ -77,18 +82,18 @@ class ReplayReader(Protocol):
 
     @abc.abstractmethod
     def make_dataset(self) -> Iterator[Batch]:
-        """Return an endless iterator of batches, which a thread draws ahead."""
+        """Return an endless iterator of batches. A thread draws them ahead of time."""
 
     @abc.abstractmethod
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Count those that are gone."""
+        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Evicted items are only counted."""
 
     @abc.abstractmethod
     def stats(self) -> dict[str, int]:
         """Return counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
 
 
-# --- the base classes of buffers
+# --- base classes of buffers
 
 
 class BaseReplayBuffer(ReplayWriter, ReplayReader):
@@ -97,48 +102,54 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
     A subclass sets `spec`, and defines `claim_rank`, `open_segment`, `add`, `sample` and `stats`.
     """
 
-    is_saved_by_learner = False  # whether the learner calls `save(path)` and `restore(path)` for its checkpoints
-    fetches_by_key = False  # whether it is a `KeyedReplayBuffer`
+    is_saved_by_learner = False  # True: the learner's checkpoints call `save(path)` and `restore(path)`
+    fetches_by_key = False  # True for a `KeyedReplayBuffer`
     _closed = False
 
     def end_waits(self, rank: int) -> None:
-        """End each `add` of the writer `rank` that waits for room, now or later, with StoppedError: its Actor stops."""
+        """Make each `add` of the writer `rank` that waits for room raise StoppedError, now and later.
+
+        Its Actor stops.
+        """
 
     def forget_before(self, version: int) -> None:
-        """Drop the items of a queue that parameters older than `version` acted in, now and when they come.
+        """Drop the items of a queue in which parameters older than `version` acted, now and when they are added.
 
         They count as `evicted_unsampled`. The Learner calls this after each update that makes items too old.
         """
 
     def note_update(self, keys: Any, version: int) -> None:
-        """Note that the Learner is at `version` after it learned from the items `keys` ([B, 3]; none at its start)."""
+        """Record that the Learner reached `version` by learning from the items `keys` ([B, 3]; empty at its start)."""
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
-        """Return an endless iterator of batches, `prefetch` of which a thread draws ahead.
+        """Return an endless iterator of batches. A thread draws `prefetch` batches ahead of time.
 
-        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. Close the dataset (or the
-        buffer) to end it.
+        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. To end it, close the dataset or
+        the buffer.
         """
         dataset = Dataset(self, prefetch, timeout)
         self._datasets.append(dataset)
         return dataset
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Like `sample`, but wait up to `timeout` seconds for enough items. It may return None earlier."""
+        """Return the result of `sample`, but wait up to `timeout` seconds for enough items.
+
+        It may return None earlier.
+        """
         batch = self.sample()
         if batch is None and not self.closed:
-            time.sleep(min(timeout, _LOOK_AGAIN))
+            time.sleep(min(timeout, _RETRY_INTERVAL))
             batch = self.sample()
         return batch
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Those that are gone are counted."""
+        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Evicted items are only counted."""
         if self.spec.kind != "prioritized":
             raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
         self._set_priorities(np.asarray(keys), check_priorities(priorities, len(keys)))
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set priorities ([B] float64, checked). A buffer that can be prioritized defines it."""
+        """Set checked priorities, [B] float64. Buffers that support prioritized sampling define this."""
         raise NotImplementedError
 
     @property
@@ -148,11 +159,11 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
     @property
     def closed(self) -> bool:
-        """True after `close`. Then nothing is sampled any more."""
+        """True after `close`: nothing is sampled any more."""
         return self._closed
 
     def close(self) -> None:
-        """Stop the datasets. May be called again."""
+        """Stop the datasets. Later calls do nothing."""
         self._closed = True
         for dataset in self._datasets:
             dataset.close()
@@ -164,10 +175,10 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
 
 class Draw(NamedTuple):
-    """The items of a batch by their keys. Another process can `fetch` them.
+    """The keys and probabilities of a batch. Another process can `fetch` the items.
 
-    A key is (rank, incarnation, start): the writer of the item, and the number of the item's first timestep
-    (timeline.py). In a buffer that keeps whole items, the third part is the number of the item.
+    A key is (rank, incarnation, start): the item's writer, and the number of the item's first timestep (timeline.py).
+    In a buffer that stores whole items, the third part is the item's number.
     """
 
     keys: np.ndarray  # [B, 3] int64
@@ -181,9 +192,9 @@ class KeyedReplayBuffer(BaseReplayBuffer):
 
     @abc.abstractmethod
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """Draw a batch as `sample` does, but return its keys: `fetch` reads it, in this process or in another.
+        """Draw a batch like `sample`, but return its keys. `fetch` reads the items, in this or another process.
 
-        The items count as sampled now. Items of a queue are not overwritten until `release`.
+        The items count as sampled now. Items of a queue are not overwritten before `release`.
 
         Args:
             timeout: seconds to wait for enough items. It may return None earlier.
@@ -191,41 +202,45 @@ class KeyedReplayBuffer(BaseReplayBuffer):
 
     @abc.abstractmethod
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
-        """Read the items `keys` [B, 3] and `probabilities` [B] of a `Draw`. May be called again.
+        """Read the items of a `Draw`. The same items can be fetched again.
 
-        Items of a uniform or prioritized buffer may have been overwritten since: other items of the batch take their
-        rows, with their own keys and probabilities.
+        If items of a uniform or prioritized buffer were overwritten, other items of the batch take their rows, with
+        their own keys and probabilities.
+
+        Args:
+            keys: [B, 3]
+            probabilities: [B]
 
         Returns:
-            The batch; None if all items (of a queue: if any item) were overwritten.
+            The batch; None if all items were overwritten (for a queue: if any was).
         """
 
     @abc.abstractmethod
     def release(self, keys: np.ndarray) -> None:
-        """Release the items `keys` of a `Draw`: they were learned from, or are lost. May be called again."""
+        """Release the items `keys` of a `Draw` that were learned from or lost. The call may be repeated."""
 
 
-# --- drawing ahead
+# --- drawing ahead of time
 
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
-    """No batch came within the timeout."""
+    """No batch was available within the timeout."""
 
 
 class Dataset(Closeable):
-    """An endless iterator of batches. Use it as a context manager, or close it.
+    """An endless iterator of batches. Close it, or use it as a context manager.
 
-    Drawing ahead depends on timing. For results that repeat exactly, call `sample()` instead.
+    Drawing ahead of time makes results depend on timing. For results that repeat exactly, call `sample()` instead.
 
     Args:
-        buffer: to draw from.
-        prefetch: number of batches to draw ahead.
-        timeout: seconds that `next` waits for a batch; None: 600, or without end in a process that is watched
+        buffer: the buffer to draw from.
+        prefetch: number of batches to draw ahead of time.
+        timeout: seconds that `next` waits for a batch. None: 600, or no limit in a process whose heartbeats are watched
             (`rlframe.interprocess.heartbeat`).
     """
 
     def __init__(self, buffer: BaseReplayBuffer, prefetch: int, timeout: float | None):
-        self._buffer, self._timeout = buffer, patience(_TIMEOUT) if timeout is None else timeout
+        self._buffer, self._timeout = buffer, peer_timeout(_TIMEOUT) if timeout is None else timeout
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe replay dataset", daemon=True)
@@ -239,7 +254,7 @@ class Dataset(Closeable):
 
         Raises:
             StopIteration: the dataset or the buffer is closed.
-            DatasetTimeoutError: no batch came within the timeout.
+            DatasetTimeoutError: no batch was available within the timeout.
         """
         deadline = time.monotonic() + self._timeout
         while not self._stop.is_set():
@@ -251,8 +266,8 @@ class Dataset(Closeable):
                     continue
                 spec = self._buffer.spec
                 raise DatasetTimeoutError(
-                    f"No batch came within {self._timeout:g} s: the replay buffer holds {self._buffer.size} items, and "
-                    f"needs {spec.min_size} and a batch of {spec.batch_size or 'one per environment'}. "
+                    f"No batch was available for {self._timeout:g} s. The replay buffer has {self._buffer.size} items. "
+                    f"It needs {spec.min_size} items and a batch of {spec.batch_size or 'one item per environment'}. "
                     "Are its actors running?"
                 ) from None
             if isinstance(batch, BaseException):
@@ -262,7 +277,7 @@ class Dataset(Closeable):
         raise StopIteration
 
     def close(self) -> None:
-        """End the thread. May be called again."""
+        """End the thread. Later calls do nothing."""
         self._stop.set()
         self._interrupt()
         if self._thread is not threading.current_thread():
@@ -274,21 +289,21 @@ class Dataset(Closeable):
                 batch = self._draw()
                 if batch is not None:
                     self._put(batch)
-                del batch  # so that its arrays can be used again as soon as the reader drops it
-        except BaseException as error:  # `next` raises it
+                del batch  # so that its arrays can be reused once the reader drops it
+        except BaseException as error:  # raised by `next`
             self._put(error)
         else:
             self._stop.set()
 
     def _draw(self) -> Batch | None:
-        """Return the next batch, or None after a while without one. Runs in the thread."""
+        """Return the next batch; None after a short time without one. The thread calls this."""
         return self._buffer.wait_for_batch(WAKE_INTERVAL)
 
     def _check(self) -> None:
-        """Raise if no batch can come any more. Called while the reader waits."""
+        """Raise an error if no batch can come any more. Called while the reader waits."""
 
     def _interrupt(self) -> None:
-        """End a `_draw` that would not end by itself."""
+        """End a `_draw` that waits without a timeout."""
 
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():
@@ -299,15 +314,15 @@ class Dataset(Closeable):
                 continue
 
 
-# --- the arguments of their methods
+# --- checks of arguments
 
 
 def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies as [B, 3] int64 and [B] float32. Raise `UsageError` if the shapes are others."""
+    """Return copies as [B, 3] int64 and [B] float32. Raise `UsageError` if the shapes differ from that."""
     keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
     if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
         raise UsageError(
-            f"fetch expected keys [B, 3] and probabilities [B], as `draw` gives them; got {list(keys.shape)} and "
+            f"fetch expected keys [B, 3] and probabilities [B] from `draw`; got {list(keys.shape)} and "
             f"{list(probabilities.shape)}."
         )
     return keys, probabilities
@@ -317,7 +332,7 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
     """Return `priorities` as [count] float64. Raise `UsageError` unless they are finite and not negative."""
     priorities = np.asarray(priorities, np.float64)
     lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # also where one is NaN
+    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # written so that NaN fails too
         raise UsageError(
             f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
             f"got shape {priorities.shape}, from {lowest} to {highest}."
@@ -325,22 +340,22 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
     return priorities
 
 
-def replace_evicted(batch: Any, gone: np.ndarray) -> bool:
-    """Replace the rows of the arrays in `batch` that are `gone` [B] by other rows. Return False if all are gone.
+def replace_evicted(batch: Any, evicted: np.ndarray) -> bool:
+    """Replace the rows of `batch` that are `evicted` ([B] bool) with other rows. Return False if all are evicted.
 
-    Draws are independent, so a row of the batch is as good as a new draw.
+    Draws are independent, so another row of the batch is as good as a new draw.
     """
-    if gone.all():
+    if evicted.all():
         return False
-    if gone.any():
-        rows, others = gone.nonzero()[0], np.resize((~gone).nonzero()[0], np.count_nonzero(gone))
+    if evicted.any():
+        rows, others = evicted.nonzero()[0], np.resize((~evicted).nonzero()[0], np.count_nonzero(evicted))
         for array in jax.tree_util.tree_leaves(batch):
             array[rows] = array[others]
     return True
 
 
 def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
-    """Return `spec` with some fields replaced. Raise `UsageError` for an unknown name."""
+    """Return `spec` with some fields replaced. Raise `UsageError` for an unknown field."""
     known = [field.name for field in dataclasses.fields(ReplaySpec)]
     for name in overrides:
         if name not in known:

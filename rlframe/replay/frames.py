@@ -1,8 +1,8 @@
-"""Frame-stacked pixels, one frame per step.
+"""Storage of frame-stacked pixels: one frame per step.
 
-A stack `[k, H, W]` mostly repeats the k - 1 newest frames of the stack before it. Only its newest frame is stored then,
-after the others have been compared, so what comes out is exactly what went in, whatever the environment stacks. Where
-they differ (a first stack, say), the older frames are kept aside.
+A stack `[k, H, W]` usually repeats the k - 1 newest frames of the stack before it. Then only its newest frame is
+stored. The other frames are compared first, so reads return exactly the stacks that were written, for any kind of
+stacking. If they differ (in an episode's first stack, for example), the older frames are stored separately.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ import numpy as np
 from rlframe.replay.layout import Allocate, Leaf, OutputArrays
 from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
 
-_TOGETHER = 16  # rows that are read at once: few enough for their frames to stay in the second-level cache
-_PROBATION = 256  # rows after which a store that mostly keeps frames aside is given up
+_ROWS_AT_ONCE = 16  # rows that are read at once: their frames should stay in the second-level cache
+_MIN_ROWS = 256  # rows before the store decides whether it saves memory
 
 
 def looks_stacked(leaf: Leaf) -> bool:
-    """Return whether a leaf has the shape and type of stacked frames; only the data can tell."""
+    """Return True if a leaf has the shape and dtype of stacked frames.
+
+    Its data may show later that it is not stacked.
+    """
     return leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
 
 
 class FrameStore:
-    """Stacks of k frames, each frame once.
+    """Stores stacks of k frames, each frame once.
 
-    A stack is k references: the number of the timestep whose newest frame it is, or -1 - i for frame i kept aside.
-    Frames stay a little longer (`slack` numbers) than timesteps; a stack that needs an older one keeps it aside.
+    A stack consists of k references. A reference is the number of the timestep whose newest frame it is, or -1 - i for
+    the separate frame i. Frames stay `slack` timesteps longer than their timesteps do. If a stack needs an older frame,
+    that frame is stored separately.
     """
 
     def __init__(self, leaf: Leaf, timeline: Timeline, slack: int, allocate: Allocate):
@@ -36,23 +40,30 @@ class FrameStore:
         self._rows = timeline.slots + slack
         self._frames = allocate(f"{leaf.name} frames", (self._rows, *leaf.shape[1:]), leaf.dtype)
         self._references = allocate(f"{leaf.name} references", (timeline.slots, self._k), np.dtype(np.int64))
-        self._aside = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0: black, which most first stacks hold
-        self._next_aside, self._sweep_at = 1, 1024
-        self.rows_seen = self.rows_aside = 0
+        self._separate_frames = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0 is black, as most first stacks are
+        self._next_separate, self._sweep_at = 1, 1024
+        self.rows_seen = self.rows_stored_separately = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes when it is full, if most stacks continue."""
+        """Bytes of the full store, if most stacks continue the stack before them."""
         return self._frames.nbytes + self._references.nbytes
 
     @property
-    def failing(self) -> bool:
-        """Whether so few stacks continue the ones before that whole rows would take less memory."""
-        return self.rows_seen >= _PROBATION and self.rows_aside > self.rows_seen // 2
+    def is_wasteful(self) -> bool:
+        """True if so few stacks continue the stack before that whole rows would take less memory."""
+        return self.rows_seen >= _MIN_ROWS and self.rows_stored_separately > self.rows_seen // 2
 
     def write(self, first: int, index: Index, values: Any, before: Numbers | None) -> None:
-        """Store `values` [B, k, H, W] for the numbers from `first`; `before` are the timesteps they follow, if any."""
-        if len(self._aside) >= self._sweep_at:
+        """Store stacks.
+
+        Args:
+            first: number of the first timestep; the others follow.
+            index: slots of the stacks.
+            values: [B, k, H, W]
+            before: the previous timesteps of the same environments; None if there are none.
+        """
+        if len(self._separate_frames) >= self._sweep_at:
             self._sweep()
         values = np.asarray(values)
         count = len(values)
@@ -66,16 +77,20 @@ class FrameStore:
             differ = self._differ(references[:, :-1], values, first)
         if differ is not None:
             for row in differ.nonzero()[0]:
-                references[row] = self._keep_aside(values[row], first + int(row))
-            self.rows_aside += int(np.count_nonzero(differ))
+                references[row] = self._store_separately(values[row], first + int(row))
+            self.rows_stored_separately += int(np.count_nonzero(differ))
         self.rows_seen += count
         self._references[index] = references
 
     def _differ(self, references: np.ndarray, values: np.ndarray, first: int) -> np.ndarray | None:
-        """[B] bool: which older frames of `values` are not the ones referred to, or too old; None if none."""
+        """Return [B] bool: the rows whose older frames differ from those referred to, or refer too far back.
+
+        None if none do.
+        """
         count = len(values)
         lowest = references[0]
-        youngest = max(0, first + count - self._slack)  # what is older may be overwritten while a new stack needs it
+        # Older frames may be overwritten while a new stack still refers to them.
+        youngest = max(0, first + count - self._slack)
         in_blocks = lowest.min() >= youngest and (references == lowest + np.arange(count)[:, None]).all()
         if in_blocks:
             same = np.ones(count, bool)
@@ -89,8 +104,8 @@ class FrameStore:
         differ |= ((references >= 0) & (references < youngest)).any(axis=1)
         return differ if differ.any() else None
 
-    def _keep_aside(self, stack: np.ndarray, number: int) -> list[int]:
-        """Return references to the frames of `stack`, all but the newest kept aside; equal neighbors once."""
+    def _store_separately(self, stack: np.ndarray, number: int) -> list[int]:
+        """Store the older frames of `stack` separately, and return references. Equal neighbors are stored once."""
         references = [number]
         for j in range(self._k - 2, -1, -1):
             if np.array_equal(stack[j], stack[j + 1]):
@@ -98,17 +113,17 @@ class FrameStore:
             elif not stack[j].any():
                 references.append(-1)
             else:
-                self._aside[self._next_aside] = stack[j].copy()
-                references.append(-1 - self._next_aside)
-                self._next_aside += 1
+                self._separate_frames[self._next_separate] = stack[j].copy()
+                references.append(-1 - self._next_separate)
+                self._next_separate += 1
         return references[::-1]
 
     def _sweep(self) -> None:
-        """Drop the frames kept aside that no slot refers to any more."""
+        """Drop the separate frames that no slot refers to any more."""
         references = self._timeline.used(self._references)
         used = set((-1 - references[references < 0]).tolist())
-        self._aside = {i: frame for i, frame in self._aside.items() if i in used or i == 0}
-        self._sweep_at = max(1024, 2 * len(self._aside))
+        self._separate_frames = {i: frame for i, frame in self._separate_frames.items() if i in used or i == 0}
+        self._sweep_at = max(1024, 2 * len(self._separate_frames))
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> np.ndarray:
         """Return the stacks in `slots` (any shape), `[*slots.shape, k, H, W]`."""
@@ -118,15 +133,17 @@ class FrameStore:
         return out
 
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[np.ndarray, np.ndarray]:
-        """Return (`read(slots)`, `read(others)`) for [B] slots, a few rows at a time: the second finds in the
-        processor's cache the frames that it shares with the first."""
+        """Return (`read(slots)`, `read(others)`) for [B] slots.
+
+        It reads a few rows at a time, so that the second read finds the shared frames in the processor's cache.
+        """
         references = [self._references.take(index, axis=0, mode="wrap") for index in (slots, others)]
         positions = [numbers % self._rows for numbers in references]
         shape = (len(slots), *self.leaf.shape)
         a = outputs.empty(shape, self.leaf.dtype)
         b = outputs.empty(shape, self.leaf.dtype)
-        for low in range(0, len(slots), _TOGETHER):
-            rows = slice(low, low + _TOGETHER)
+        for low in range(0, len(slots), _ROWS_AT_ONCE):
+            rows = slice(low, low + _ROWS_AT_ONCE)
             self._frames.take(positions[0][rows], axis=0, mode="wrap", out=a[rows])
             self._frames.take(positions[1][rows], axis=0, mode="wrap", out=b[rows])
         self._patch(a, references[0])
@@ -134,30 +151,36 @@ class FrameStore:
         return a, b
 
     def _patch(self, out: np.ndarray, references: np.ndarray) -> None:
-        """Put the frames that are kept aside into `out`."""
+        """Copy the separate frames into `out`."""
         if references.size and references.min() < 0:
             for place in zip(*(references < 0).nonzero()):
-                out[place] = self._aside[-1 - int(references[place])]
+                out[place] = self._separate_frames[-1 - int(references[place])]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold. See `extra`, too."""
+        """Return the arrays that a checkpoint must hold, except `variable_arrays`."""
         name, used = self.leaf.name, self._timeline.used
         return {f"{name} frames": used(self._frames), f"{name} references": used(self._references)}
 
-    def extra(self) -> dict[str, np.ndarray]:
-        """Return the frames kept aside."""
-        ids = np.array(list(self._aside), np.int64)
-        frames = np.stack(list(self._aside.values())) if self._aside else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
-        counters = np.array([self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside])
+    def variable_arrays(self) -> dict[str, np.ndarray]:
+        """Return the separate frames and the counters: small arrays whose sizes vary."""
+        ids = np.array(list(self._separate_frames), np.int64)
+        frames = (
+            np.stack(list(self._separate_frames.values()))
+            if self._separate_frames
+            else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
+        )
+        counters = np.array([self._next_separate, self._sweep_at, self.rows_seen, self.rows_stored_separately])
         return {"ids": ids, "frames": frames, "counters": counters}
 
-    def set_extra(self, extra: dict[str, np.ndarray]) -> None:
-        """Restore the result of `extra`."""
-        self._aside = dict(zip(extra["ids"].tolist(), extra["frames"]))
-        self._next_aside, self._sweep_at, self.rows_seen, self.rows_aside = extra["counters"].tolist()
+    def set_variable_arrays(self, variable_arrays: dict[str, np.ndarray]) -> None:
+        """Restore the result of `variable_arrays`."""
+        self._separate_frames = dict(zip(variable_arrays["ids"].tolist(), variable_arrays["frames"]))
+        self._next_separate, self._sweep_at, self.rows_seen, self.rows_stored_separately = variable_arrays[
+            "counters"
+        ].tolist()
 
 
 def _as_strings(frames: np.ndarray) -> np.ndarray:
-    """Return bytes `[B, H, W]` as [B] strings of one length: NumPy compares them in half the time of numbers."""
+    """Return bytes `[B, H, W]` as [B] strings of equal length. NumPy compares strings twice as fast as numbers."""
     rows = frames.reshape(len(frames), -1)
     return rows.view(f"S{rows.shape[1]}")[:, 0]

@@ -1,10 +1,10 @@
 """How steps become items when they are added, and batches when they are sampled.
 
-The words (number, block, slot, start, span) are those of timeline.py. `put` stores what a step holds beside
-observations, and tells the table which items the step completed, the longest first. `assemble` gathers items.
+timeline.py defines the terms number, block, slot, start and span. `put` stores a step's contents, except observations,
+and adds the items that the step completed to the table, the longest first. `assemble` gathers the items of a batch.
 
-`put` is one rule for two forms of timesteps: blocks of a writer in lockstep, and arrays of numbers of any other writer.
-`WriterFragments` answers for both.
+`put` works on two forms of timesteps: on blocks of a writer in lockstep, and on arrays of numbers of any other writer.
+`WriterFragments` supports both forms.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, WriterFragme
 from rlframe.replay.tree_store import TreeStore
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
-# Step types as bytes: looking for a LAST costs a tenth of a comparison of arrays, which matters at 64 environments.
+# Step types as bytes: a search for LAST takes a tenth of the time of an array comparison. That matters at 64
+# environments.
 _LAST_BYTE = int(LAST)
 _IS_LAST = bytes(int(t == _LAST_BYTE) for t in range(256))
 _IS_NOT_LAST = bytes(int(t != _LAST_BYTE) for t in range(256))
 
 
 class _Items:
-    """Base of both kinds of items: columns of scalars and trees, with a row per slot."""
+    """Base class of both kinds of items. It has columns of scalars, and trees, with one row per slot."""
 
     columns: dict[str, str]
     fields: tuple[str, ...]
@@ -37,13 +38,13 @@ class _Items:
         self._columns = {name: allocate(name, (timeline.slots, *d.shape), d.base) for name, d in dtypes.items()}
         layouts = {name: TreeLayout(name, getattr(spec, name)) for name in self.fields}
         self._trees = {name: TreeStore(layout, timeline, allocate) for name, layout in layouts.items()}
-        self._action = self._trees["action"].single  # the usual case, without the way through a tree
-        self._span = self._columns["span"]  # how many numbers further the item's (or the step's) end lies
+        self._action = self._trees["action"].only_array  # the usual case, as a direct reference
+        self._span = self._columns["span"]  # how many numbers after the start the item (or the step) ends
         self.params_version = self._columns["params_version"]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes when it is full."""
+        """Bytes of the full arrays."""
         columns = sum(column.nbytes for column in self._columns.values())
         return columns + sum(tree.nbytes for tree in self._trees.values())
 
@@ -55,7 +56,15 @@ class _Items:
         return arrays
 
     def _complete(self, starts: Numbers, index: Index, which: Mask, count: int, shared: bool = False) -> None:
-        """Tell the table that `which` of the `count` items at `starts`, in the slots `index`, are complete."""
+        """Add complete items to the table.
+
+        Args:
+            starts: the starts of `count` items.
+            index: their slots.
+            which: selects the items that are complete.
+            count: number of items.
+            shared: the table may already contain other items of the block.
+        """
         if isinstance(starts, int):
             self._table.append_block(starts, index, count, which, shared)
         else:
@@ -73,20 +82,20 @@ class _Items:
 
 
 class Transitions(_Items):
-    """Items of up to n steps, whose rewards are summed as they arrive: sampling is one gather for any n.
+    """Items of up to n steps. Their rewards are summed when steps are added, so sampling is one gather for any n.
 
-    With n = 3 and two environments, three steps from the blocks 406, 408 and 410 (the last one to 412) do this, where
-    r, d and g are a step's reward, its discount, and gamma:
+    Example with n = 3 and two environments, for three steps that begin at the blocks 406, 408 and 410 (the last one
+    ends at 412). r, d and g are a step's reward, its discount, and gamma:
 
-        items      step from 406         step from 408             step from 410
-        406, 407   r0, d0 g, span 2      + g r1, * d1 g, span 4    + g^2 r2, * d2 g, span 6: complete
-        408, 409                         r1, d1 g, span 2          + g r2, * d2 g, span 4
-        410, 411                                                   r2, d2 g, span 2
+            items      step from 406         step from 408             step from 410
+            406, 407   r0, d0 g, span 2      + g r1, * d1 g, span 4    + g^2 r2, * d2 g, span 6: complete
+            408, 409                         r1, d1 g, span 2          + g r2, * d2 g, span 4
+            410, 411                                                   r2, d2 g, span 2
 
-    If an environment's episode ends at 412, its items 408 and 410 are complete too, of two steps and of one.
+    If an environment's episode ends at 412, its items 408 and 410 are complete too, with two steps and one step.
     """
 
-    # Reward and discount side by side: sampling waits for memory, and finds both in one place.
+    # Reward and discount are adjacent, because sampling waits for memory accesses.
     columns = {"outcome": "(2,)f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras")
 
@@ -98,14 +107,14 @@ class Transitions(_Items):
         self._powers = [np.float32(item.discount**k) for k in range(self._n)]
         self._outcome = self._columns["outcome"]
         self._reward, self._discount = self._outcome[:, 0], self._outcome[:, 1]
-        # One-step discounts are multiplied by gamma when they are sampled, which is less often than they are added.
-        self._late_gamma = self._n == 1
+        # One-step discounts are multiplied by gamma at sampling, because fewer items are sampled than added.
+        self._discounts_at_sampling = self._n == 1
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
-        """Begin a fragment in the slots `index`: nothing to store."""
+        """Begin a fragment in the slots `index`. There is nothing to store."""
 
     def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
-        """Forget the open fragments of `envs`: none of their starts is in this episode any more."""
+        """Discard the open fragments of `envs`: none of their starts belongs to the current episode any more."""
         fragments.ages[envs] = 0
 
     def put(
@@ -116,19 +125,27 @@ class Transitions(_Items):
         next_numbers: Numbers,
         step: Step,
     ) -> None:
-        """Store a step of `envs` [B] (None: all, in lockstep) from the timesteps `numbers` to `next_numbers`."""
+        """Store a step from the timesteps `numbers` to the timesteps `next_numbers`.
+
+        Args:
+            fragments: the writer's open fragments.
+            envs: [B] indices of the environments; None: all, in lockstep.
+            numbers: the timesteps at which the step begins.
+            next_numbers: the timesteps at which the step ends.
+            step: arrays of [B, ...].
+        """
         timeline, reward = self._timeline, step.next_timestep.reward
         count = len(reward)
         index = timeline.index(numbers, count)
         discount = self._store(index, next_numbers - numbers, step)
         types = step.timestep.step_type.tobytes()
         acting = np.frombuffer(types.translate(_IS_NOT_LAST), bool) if _LAST_BYTE in types else True
-        fragments.begin(numbers, envs)
+        fragments.record_starts(numbers, envs)
         if self._n == 1:
             self._complete(numbers, index, acting, count)
             return
-        fragments.count_acting(acting, envs)
-        # The items that began k steps before take the reward if their episode continues since then.
+        fragments.record_acting(acting, envs)
+        # The items that began k steps before get the reward if their episode has continued since then.
         starts, continues = numbers, acting
         shorter: list[tuple[Numbers, Mask]] = []
         for k in range(1, self._n):
@@ -138,14 +155,18 @@ class Transitions(_Items):
             self._extend(k, index, next_numbers - starts, reward, discount, continues)
         self._complete(starts, index, continues, count, shared=True)
         next_types = step.next_timestep.step_type.tobytes()
-        if _LAST_BYTE in next_types:  # it completes the shorter items of the episodes that it ends
+        if _LAST_BYTE in next_types:  # completes the shorter items of the episodes that it ends
             ended = np.frombuffer(next_types.translate(_IS_LAST), bool)
-            self._table.append(np.concatenate([_chosen(some, which & ended) for some, which in reversed(shorter)]))
+            self._table.append(np.concatenate([_select(some, which & ended) for some, which in reversed(shorter)]))
 
     def _extend(
         self, k: int, index: Index, spans: Numbers, reward: np.ndarray, discount: np.ndarray, continues: Mask
     ) -> None:
-        """Add the reward to the items in `index`, which began k steps before, where the episode `continues`."""
+        """Add the reward to the items in `index` that began k steps before.
+
+        Args:
+            continues: selects the environments whose episode has continued since then.
+        """
         gained = self._powers[k] * reward
         if not isinstance(continues, bool):
             if isinstance(index, slice):  # in place, which takes half the time
@@ -161,9 +182,9 @@ class Transitions(_Items):
         self._span[index] = spans
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
-        """Store what a step holds beside observations; return the discount that items multiply."""
+        """Store the step's contents, except observations. Return the discount that multiplies the items' discounts."""
         after = step.next_timestep
-        discount = after.discount if self._late_gamma else after.discount * self._gamma
+        discount = after.discount if self._discounts_at_sampling else after.discount * self._gamma
         self._reward[index] = after.reward
         self._discount[index] = discount
         self._span[index] = span
@@ -173,7 +194,7 @@ class Transitions(_Items):
     def assemble(
         self, slots: np.ndarray, observations: Any, outputs: OutputArrays
     ) -> tuple[TransitionBatch, np.ndarray]:
-        """Gather the items that start in `slots` [B], and [B] the oldest version that acted in each."""
+        """Return a batch of the items that start in `slots` [B], and the oldest version that acted in each, [B]."""
         ends = self._timeline.follow(slots, self._span.take(slots, mode="wrap"))
         outcome = self._outcome.take(slots, axis=0, mode="wrap")
         observation, next_observation = observations.read_both(slots, ends, outputs)
@@ -181,18 +202,20 @@ class Transitions(_Items):
             observation=observation,
             action=self._trees["action"].read(slots, outputs),
             reward=outcome[:, 0].copy(),
-            discount=outcome[:, 1] * self._gamma if self._late_gamma else outcome[:, 1].copy(),
+            discount=outcome[:, 1] * self._gamma if self._discounts_at_sampling else outcome[:, 1].copy(),
             next_observation=next_observation,
             extras=self._trees["extras"].read(slots, outputs),
         )
-        return batch, self.params_version.take(slots, mode="wrap")  # versions rise, and the action is the first step's
+        # Versions increase, and the action is the first step's.
+        return batch, self.params_version.take(slots, mode="wrap")
 
 
 class Sequences(_Items):
-    """Contiguous steps, found at sampling time by following the spans from step to step.
+    """Sequences of consecutive steps. Sampling follows the spans from step to step.
 
     With a length of 4 and a period of 2, a sequence starts at the positions 0, 2, 4, ... of a fragment. The step at
-    position 3 completes the one that started at 0, the step at position 5 the one that started at 2.
+    position 3 completes the sequence that started at 0. The step at position 5 completes the sequence that started at
+    2.
     """
 
     columns = {"step_type": "u1", "reward": "f4", "discount": "f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
@@ -208,7 +231,7 @@ class Sequences(_Items):
         self._columns["step_type"][index] = step_type
 
     def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
-        """Forget the open fragments of `envs`: the next sequence starts at the next step."""
+        """Discard the open fragments of `envs`: the next sequence starts at the next step."""
         fragments.positions[envs] = 0
 
     def put(
@@ -219,10 +242,10 @@ class Sequences(_Items):
         next_numbers: Numbers,
         step: Step,
     ) -> None:
-        """Store a step of `envs` [B] (None: all, in lockstep) from the timesteps `numbers` to `next_numbers`."""
+        """Store a step from the timesteps `numbers` to the timesteps `next_numbers`. See `Transitions.put`."""
         timeline, count = self._timeline, len(step.next_timestep.reward)
         self._store(timeline.index(numbers, count), timeline.index(next_numbers, count), next_numbers - numbers, step)
-        fragments.begin(numbers, envs)
+        fragments.record_starts(numbers, envs)
         completes = fragments.have_start_before(self._length - 1, envs)
         if completes is not False:
             starts = fragments.starts_before(self._length - 1, envs)
@@ -238,7 +261,7 @@ class Sequences(_Items):
         self._trees["agent_state"].write(index, step.agent_state)
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: OutputArrays) -> tuple[SequenceBatch, np.ndarray]:
-        """Gather the items that start in `slots` [B], and [B] the oldest version that acted in each."""
+        """Return a batch of the items that start in `slots` [B], and the oldest version that acted in each, [B]."""
         path = np.empty((self._length + 1, len(slots)), np.int64)
         path[0] = slots
         for t in range(self._length):
@@ -254,9 +277,9 @@ class Sequences(_Items):
             extras=self._trees["extras"].read(before, outputs),
             agent_state=self._trees["agent_state"].read(path[0], outputs),
         )
-        # Not the first step's: one inferencer that answers for another may be behind it.
+        # Not the first step's version: if several inferencers answer, a later step may have an older version.
         return batch, self.params_version.take(before, mode="wrap").min(axis=1)
 
 
-def _chosen(starts: Numbers, which: np.ndarray) -> np.ndarray:
+def _select(starts: Numbers, which: np.ndarray) -> np.ndarray:
     return starts + which.nonzero()[0] if isinstance(starts, int) else starts[which]

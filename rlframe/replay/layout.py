@@ -1,4 +1,4 @@
-"""How a tree of specs becomes named flat arrays; the arrays that rows are kept in, and gathered into."""
+"""Layouts of trees as named flat arrays, checks of steps, and the arrays that batches are gathered into."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.types import Step, StepSpec, Tree, specs
 
-_LARGE = 1 << 18  # bytes; below, a fresh array costs less than looking for a free one
-_KEPT = 6  # arrays per key; a reader that holds more than these gets fresh ones
+_LARGE = 1 << 18  # bytes; for smaller arrays, allocation is faster than reuse
+_KEPT = 6  # arrays per shape and dtype; a reader that holds more batches gets new arrays
 
 
 class Leaf(NamedTuple):
-    """One array of a tree, without batch axis."""
+    """One array of a tree, without the batch axis."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 
 
 class TreeLayout:
-    """Takes trees apart into their leaves and builds them again."""
+    """Splits trees into their leaves, and builds them again."""
 
     def __init__(self, name: str, spec: Tree):
         def is_spec(x: Any) -> bool:
@@ -46,15 +46,18 @@ class TreeLayout:
         return [tree] if self.is_leaf else self._treedef.flatten_up_to(tree)
 
     def build(self, leaves: list[Any]) -> Tree:
-        """Return the inverse of `split`."""
+        """Return the tree with these leaves."""
         return leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
 
     def map(self, tree: Tree, rows: np.ndarray) -> Tree:
-        """Return the tree of `leaf[rows]`."""
+        """Return the tree with `rows` of each leaf."""
         return self.build([np.asarray(value)[rows] for value in self.split(tree)])
 
     def check(self, tree: Tree, batch: int) -> None:
-        """Raise `UsageError` that names the first leaf of `tree` that is not a `[batch, ...]` of its spec."""
+        """Raise `UsageError` if a leaf of `tree` is not `[batch, ...]` of its spec.
+
+        The message names the first such leaf.
+        """
         try:
             values = self.split(tree)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
@@ -70,32 +73,32 @@ def check_array(leaf: Leaf, value: Any, batch: int) -> None:
     """Raise `UsageError` unless `value` is a `[batch, *leaf.shape]` array of `leaf.dtype`."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape != (batch, *leaf.shape) or dtype != leaf.dtype:
-        came = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
+        received = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
         raise UsageError(
-            f"{leaf.name}: the replay buffer expected {leaf.dtype}{[batch, *leaf.shape]}, as the agent's step_spec "
-            f"says; got {came}. Make the environment or the agent give what the spec says."
+            f"{leaf.name}: the agent's step_spec requires {leaf.dtype}{[batch, *leaf.shape]}, but the replay buffer "
+            f"got {received}. Change the environment or the agent to match the spec."
         )
 
 
 def step_layouts(step_spec: StepSpec) -> dict[str, TreeLayout]:
-    """Return the layouts that `check_step` takes."""
+    """Return the layouts for `check_step`."""
     return {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
 
 
 def check_added(env_ids: np.ndarray, step: Step) -> None:
-    """Raise `UsageError` unless these are the two arguments of `add`, by their types."""
+    """Raise `UsageError` unless these arguments of `add` have the right types."""
     if isinstance(env_ids, np.ndarray) and isinstance(step, Step):
         return
     raise UsageError(
         "add() expects (env_ids, step): global ids as an int64 array (rlframe.types.global_env_ids) and a "
-        "rlframe.types.Step(timestep, agent_output, agent_state, params_version, next_timestep), so after the "
-        f"environments have answered. Got ({type(env_ids).__name__}, {type(step).__name__}). An Actor does this: "
+        "rlframe.types.Step(timestep, agent_output, agent_state, params_version, next_timestep), after the "
+        f"environments were stepped. Got ({type(env_ids).__name__}, {type(step).__name__}). An Actor does this: "
         "Actor(env_builder, inferencer, replay_buffer).step()."
     )
 
 
 def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
-    """Raise `UsageError` unless `step` is one of `batch` environments, as the agent's `step_spec` says."""
+    """Raise `UsageError` unless `step` matches the agent's `step_spec` for `batch` environments."""
     scalars = {"step_type": np.uint8, "reward": np.float32, "discount": np.float32}
     for which in ("timestep", "next_timestep"):
         timestep = getattr(step, which)
@@ -111,30 +114,30 @@ def _describe(tree: Tree) -> str:
     return str(jtu.tree_map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}", tree))
 
 
-# (name, shape, dtype) -> an array with a row per slot
+# (name, shape, dtype) -> an array with one row per slot
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
 
-def own_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory of this process, which it takes as the array fills.
+def process_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocate an array in this process's memory. The system provides its pages as the array fills.
 
-    Columns of scalars begin at 0, as shared memory does. Larger rows hold anything: for arrays like these NumPy asks
-    the kernel for huge pages only in `np.empty`, and gathering rows of pixels at random takes a tenth less time with
-    them.
+    Columns of scalars begin at 0, as in shared memory. Larger rows are uninitialized: for arrays of this size, NumPy
+    requests huge pages from the kernel only in `np.empty`. Huge pages make random gathers of pixel rows faster by a
+    tenth.
     """
     return np.empty(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
 
 
-def no_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an array to measure and not to write to: it has its shape and its `nbytes`, and one value."""
+def unallocated_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return a read-only array without memory. It has the shape and `nbytes` of the real array."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 class OutputArrays:
-    """`take` into arrays that are recycled: for pixels, faulting in fresh pages costs more than the copy.
+    """A pool of output arrays for `take`. For pixels, page faults of new arrays cost more than the copy.
 
-    An array is free when only this pool refers to it. Views, device arrays that alias it (JAX on CPU does not copy) and
-    batches all hold a reference, so what a caller still sees is never overwritten.
+    An array is free when only this pool refers to it. Views, batches, and device arrays that alias it (JAX on CPU does
+    not copy) all hold a reference. So an array that a caller still uses is never overwritten.
     """
 
     def __init__(self) -> None:
@@ -145,15 +148,15 @@ class OutputArrays:
         if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
         out = self.empty((*slots.shape, *data.shape[1:]), data.dtype)
-        # Any mode but "raise" writes straight into `out`; "raise" would gather into a buffer first.
+        # Every mode except "raise" writes directly to `out`; "raise" gathers into a buffer first.
         data.take(slots, axis=0, mode="wrap", out=out)
         return out
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array with arbitrary contents that nobody else refers to."""
+        """Return an array with arbitrary contents that only the caller uses."""
         kept = self._arrays.setdefault((shape, dtype), [])
         for i in range(len(kept)):
-            if sys.getrefcount(kept[i]) == 2:  # the list, and the argument of getrefcount
+            if sys.getrefcount(kept[i]) == 2:  # this list's reference, and that of getrefcount's argument
                 return kept[i]
         array = np.empty(shape, dtype)
         if len(kept) < _KEPT:

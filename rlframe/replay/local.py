@@ -1,4 +1,4 @@
-"""The replay buffer in the learner's own process: one copy in, one copy out."""
+"""The replay buffer in the learner's own process. Each step is copied in once, and each batch is copied out once."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rlframe.replay.steps import StepStore, Writers
 from rlframe.replay.timeline import WriterFragments
 from rlframe.types import Batch, Step, StepSpec
 
-_NOTHING = np.zeros(0, np.int64)
+_NO_STARTS = np.zeros(0, np.int64)
 
 
 class ReplayBuffer(KeyedReplayBuffer):
-    """Experience in this process's memory, as the agent's `replay_spec` and `step_spec` say.
+    """A replay buffer in this process's memory. The agent's `replay_spec` and `step_spec` determine its contents.
+
+    It keeps at least the newest `capacity` timesteps of all writers together, including LAST ones. It holds up to
+    `slots` timesteps, because room is made in whole batches. An item is evicted with its first timestep.
 
     Args:
-        agent: an Agent (anything with `replay_spec` and `step_spec`).
-        seed: decides the draws.
-        single_frame: keep frame-stacked pixels (`uint8 [k, H, W]`) one frame per step. None: where it looks like one.
+        agent: an Agent, or any object with `replay_spec` and `step_spec`.
+        seed: determines the draws.
+        single_frame: store frame-stacked pixels (`uint8 [k, H, W]`) as one frame per step. None: detect stacked frames.
         overrides: fields of `ReplaySpec` to change.
 
-    It keeps the newest `capacity` timesteps, LAST ones included, over all writers, and up to `slots` of them: room is
-    made in whole batches. An item leaves when its first timestep does.
-
     Raises:
-        UsageError: for an unknown option, or where the memory that it would take is not there.
+        UsageError: an option is unknown, or there is not enough memory.
     """
 
     is_saved_by_learner = True
@@ -45,16 +45,16 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._single_frame = single_frame
         self._lock = threading.RLock()
         self._added = threading.Condition(self._lock)
-        self._waiting = 0
+        self._num_waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
         self._writers = Writers[WriterFragments]()
-        self._origins: list[tuple[int, int]] = []  # the (rank, incarnation)s that ever wrote
-        self._one_writer = np.zeros((0, 3), np.int64)  # keys of a batch, while only one ever wrote
-        self._store: Any = None  # a StepStore, once the first writer has said how many environments it has
+        self._origins: list[tuple[int, int]] = []  # every (rank, incarnation) that has opened a segment
+        self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch, while there is only one writer
+        self._store: Any = None  # a StepStore, once a writer has set its number of environments
         self._sampled = self._steps = 0
-        self._held: dict[bytes, Batch] = {}  # batches of a queue that were drawn and are not released, by their keys
-        self._oldest = -1  # version: older items are dropped
+        self._drawn_batches: dict[bytes, Batch] = {}  # drawn and unreleased batches of a queue, by their keys
+        self._min_version = -1  # items of older versions are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
 
@@ -74,14 +74,14 @@ class ReplayBuffer(KeyedReplayBuffer):
             raise UsageError(f"A writer needs at least one environment, got num_envs={num_envs}.")
         with self._lock:
             others = sum(writer.num_envs for writer in self._writers.by_rank.values() if writer.rank != rank)
-            store = self._make_room(num_envs, others + num_envs)
+            store = self._allocate_store(num_envs, others + num_envs)
             incarnation = self._incarnations[rank]
             self._writers.put(store.open(rank, incarnation, num_envs, origin=len(self._origins)))
             self._origins.append((rank, incarnation))
             store.marks_origin = len(self._origins) > 1
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Let a writer continue that claimed its rank elsewhere, or lost steps. Its open fragments are dropped."""
+        """Let a writer continue whose claim was made elsewhere, or which lost steps. Its open fragments are dropped."""
         with self._lock:
             self._incarnations[rank] = incarnation
             self.open_segment(rank, num_envs)
@@ -92,15 +92,15 @@ class ReplayBuffer(KeyedReplayBuffer):
             fragments, envs = self._writers.find(env_ids)
             self._store.add(fragments, envs, step)
             self._steps += len(env_ids)
-            if self._waiting:
+            if self._num_waiting:
                 self._added.notify_all()
 
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None before `min_size` items were added (a queue: while it holds too few).
+        """Draw a batch, or return None before `min_size` items were added (for a queue: while it holds too few).
 
-        Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
+        The caller owns the arrays of a batch. Large arrays are reused once nothing refers to them.
         """
         with self._lock:
             starts, probabilities = self._draw()
@@ -112,24 +112,27 @@ class ReplayBuffer(KeyedReplayBuffer):
             return Batch(data, self._keys_of(slots, starts), probabilities, versions)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw: (the first timesteps of the items, their probabilities); of none while there is too little."""
+        """Draw a batch, and return (first timesteps of the items, their probabilities).
+
+        Both are empty while there are too few.
+        """
         count = self._items_to_sample()
-        if count and self._store.forget_before(self._oldest):
+        if count and self._store.forget_before(self._min_version):
             count = self._items_to_sample()
         if not count:
-            return _NOTHING, _NOTHING
+            return _NO_STARTS, _NO_STARTS
         self._sampled += count
         return self._store.table.draw(count, self._rng)
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. Items of a queue are copied at once, because its writers never wait."""
+        """See `KeyedReplayBuffer`. Items of a queue are copied now, because its writers never wait."""
         with self._added:
             self._wait_for_items(timeout)
             if self.spec.kind == "queue":
                 batch = self.sample()
                 if batch is None:
                     return None
-                self._held[batch.keys.tobytes()] = batch
+                self._drawn_batches[batch.keys.tobytes()] = batch
                 return Draw(batch.keys.copy(), batch.probabilities.copy())
             starts, probabilities = self._draw()
             return (
@@ -142,7 +145,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         keys, probabilities = check_keys(keys, probabilities)
         with self._lock:
             if self.spec.kind == "queue":
-                return self._held.get(keys.tobytes())
+                return self._drawn_batches.get(keys.tobytes())
             store = self._store
             if store is None or not replace_evicted(
                 (keys, probabilities), ~store.timeline.holds(self._starts_of(keys))
@@ -153,21 +156,21 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def release(self, keys: np.ndarray) -> None:
         with self._lock:
-            self._held.pop(np.asarray(keys, np.int64).tobytes(), None)
+            self._drawn_batches.pop(np.asarray(keys, np.int64).tobytes(), None)
 
     def _keys_of(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """[B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
+        """Return [B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
             return np.concatenate([written_by, starts[:, None]], axis=1)
-        if len(self._one_writer) != len(starts):
-            self._one_writer = np.tile(np.array([*self._origins[0], 0]), (len(starts), 1))
-        keys = self._one_writer.copy()
+        if len(self._single_writer_keys) != len(starts):
+            self._single_writer_keys = np.tile(np.array([*self._origins[0], 0]), (len(starts), 1))
+        keys = self._single_writer_keys.copy()
         keys[:, 2] = starts
         return keys
 
     def _starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the first timesteps of the items `keys`; -1 if another writer has written there since."""
+        """Return the first timesteps of the items `keys`; -1 if another writer wrote to the slot since."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
@@ -177,44 +180,47 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     def forget_before(self, version: int) -> None:
         with self._lock:
-            self._oldest = max(self._oldest, version)
+            self._min_version = max(self._min_version, version)
             if self._store is not None:
-                self._store.forget_before(self._oldest)
+                self._store.forget_before(self._min_version)
 
     def _items_to_sample(self) -> int:
-        """Return how many items a batch would have now; 0 while there is too little."""
+        """Return the size of a batch now; 0 while there are too few items."""
         if self._store is None or self._closed:
             return 0
         table = self._store.table
         counts = ItemCounts(table.size, table.added, self._sampled)
-        return self._limiter.items_to_sample(counts, self._states, self._items_of)
+        return self._limiter.items_to_sample(counts, self._writer_states, self._items_by_rank)
 
-    def _states(self) -> dict[int, WriterState]:
+    def _writer_states(self) -> dict[int, WriterState]:
         return {
             rank: WriterState(writer.num_envs, (writer.position, writer.positions.tobytes()), lambda: True)
             for rank, writer in self._writers.by_rank.items()
         }
 
-    def _items_of(self) -> dict[int, int]:
-        """Return how many items of each rank a queue holds."""
+    def _items_by_rank(self) -> dict[int, int]:
+        """Return the number of items of each rank in a queue."""
         store = self._store
         starts = store.table.starts()
         return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slots_of(starts)], 0].tolist())
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
+        """Return the result of `sample`, but wait up to `timeout` seconds for enough items."""
         with self._added:
             self._wait_for_items(timeout)
             return self.sample()
 
     def _wait_for_items(self, timeout: float) -> None:
-        """Sleep until a step is added, for at most `timeout` seconds; not at all if there is enough for a batch."""
+        """Wait until a step is added, for at most `timeout` seconds.
+
+        Return at once if there are enough items for a batch.
+        """
         if timeout > 0 and not self._items_to_sample():
-            self._waiting += 1
+            self._num_waiting += 1
             try:
                 self._added.wait(timeout)
             finally:
-                self._waiting -= 1
+                self._num_waiting -= 1
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         with self._lock:
@@ -227,13 +233,13 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A draw from several shards chooses each in proportion to it."""
+        """The sum of the weights of all items. A draw from several shards chooses each shard in proportion to it."""
         with self._lock:
             return self._store.table.weight if self._store is not None else 0.0
 
     @property
     def slots(self) -> int:
-        """Timesteps that there is room for; 0 before the first writer came."""
+        """The number of timesteps that fit; 0 before the first writer."""
         return self._store.timeline.slots if self._store is not None else 0
 
     def stats(self) -> dict[str, int]:
@@ -250,26 +256,26 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     # --- memory and disk
 
-    def _make_room(self, num_envs: int, all_envs: int) -> StepStore:
-        """Allocate for the first writer; a later one must fit in."""
+    def _allocate_store(self, num_envs: int, all_envs: int) -> StepStore:
+        """Allocate memory for the first writer, or check that a later writer fits."""
         spec = self.spec
         if self._store is not None:
             timeline = self._store.timeline
             if steps.timesteps_needed(spec, all_envs) + timeline.chunk <= timeline.slots or timeline.head:
                 steps.check_room(spec, timeline.slots, timeline.chunk, all_envs)
                 return self._store
-        slots, chunk = steps.sizes(spec, num_envs, all_envs)
+        slots, chunk = steps.ring_sizes(spec, num_envs, all_envs)
         self._num_envs = num_envs
-        self._store = StepStore.in_own_memory(spec, self._step_spec, slots, chunk, num_envs, self._single_frame)
+        self._store = StepStore.in_process_memory(spec, self._step_spec, slots, chunk, num_envs, self._single_frame)
         return self._store
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write items, open fragments, priorities, counters and the state of the draws to the file `path`.
+        """Write the items, open fragments, priorities, counters and the random state to the file `path`.
 
-        The file is streamed and renamed when complete. Adding and sampling wait for it.
+        The file is streamed, and renamed when it is complete. `add` and `sample` wait until then.
 
         Raises:
-            CheckpointError: it could not be written; what was there before is untouched.
+            CheckpointError: the file could not be written. The old file is unchanged.
         """
         with self._lock:
             store, writers = self._store, self._writers.by_rank.values()
@@ -283,7 +289,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 "head": timeline.head,
                 "floor": timeline.floor,
                 "table": store.table.state(),
-                "framed": observations.framed(),
+                "framed": observations.single_frame_leaves(),
                 "writers": [[w.rank, w.incarnation, w.num_envs, w.origin] for w in writers],
                 "state": {
                     "rng": self._rng.bit_generator.state,
@@ -294,24 +300,24 @@ class ReplayBuffer(KeyedReplayBuffer):
                 },
             }
             arrays = store.arrays()
-            arrays.update({f"extra/{name}": array for name, array in observations.extra().items()})
+            arrays.update({f"extra/{name}": array for name, array in observations.variable_arrays().items()})
             try:
                 for writer in writers:
-                    arrays.update(_named(writer))
+                    arrays.update(_writer_arrays(writer))
                 replay_files.write(path, self.spec, header, arrays)
             finally:
                 for writer in writers:
-                    writer.gather()
+                    writer.enter_lockstep()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved buffer: the same steps then give the very same batches.
+        """Continue from a saved buffer: the same steps then give exactly the same batches.
 
-        Writers keep rank and incarnation. A writer whose environments did not keep their state claims its rank again.
+        Writers keep their rank and incarnation. A writer whose environments lost their state must claim its rank again.
 
         Raises:
-            CheckpointError: the file is missing, damaged or of another agent; this buffer is as it was.
+            CheckpointError: the file is missing, damaged, or of another agent. This buffer is unchanged.
         """
-        with self._lock, replay_files.opened(path, self.spec) as saved:
+        with self._lock, replay_files.open_saved(path, self.spec) as saved:
             header, shapes = saved.header, saved.shapes
             if "slots" not in header:
                 raise CheckpointError(
@@ -319,26 +325,30 @@ class ReplayBuffer(KeyedReplayBuffer):
                 )
             # Allocate a store, and read the file into its arrays.
             sizes = header["slots"], header["chunk"], header["num_envs"]
-            store = StepStore.in_own_memory(self.spec, self._step_spec, *sizes, self._single_frame)
-            store.observations.restore_framed(header["framed"])
+            store = StepStore.in_process_memory(self.spec, self._step_spec, *sizes, self._single_frame)
+            store.observations.restore_single_frame_leaves(header["framed"])
             store.timeline.head, store.timeline.floor = header["head"], header["floor"]
             store.table.set_state(header["table"])
             arrays, writers = store.arrays(), Writers[WriterFragments]()
             for writer in header["writers"]:
                 writers.put(store.open(*writer))
-                arrays.update(_named(writers.by_rank[writer[0]]))
-            extra = {name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")}
-            arrays.update(extra)
+                arrays.update(_writer_arrays(writers.by_rank[writer[0]]))
+            variable_arrays = {
+                name: np.empty(size, dtype) for name, (dtype, size) in shapes.items() if name.startswith("extra/")
+            }
+            arrays.update(variable_arrays)
             saved.check_shapes(arrays)
             saved.read(arrays)
             # Nothing can fail from here on.
             state = header["state"]
-            store.observations.set_extra({name[len("extra/") :]: array for name, array in extra.items()})
+            store.observations.set_variable_arrays(
+                {name[len("extra/") :]: array for name, array in variable_arrays.items()}
+            )
             for fragments in writers.by_rank.values():
-                fragments.gather()
+                fragments.enter_lockstep()
             self._store, self._writers, self._num_envs = store, writers, header["num_envs"]
-            self._one_writer = np.zeros((0, 3), np.int64)
-            self._held.clear()
+            self._single_writer_keys = np.zeros((0, 3), np.int64)
+            self._drawn_batches.clear()
             self._rng.bit_generator.state = state["rng"]
             self._incarnations = dict(state["incarnations"])
             self._origins = [tuple(origin) for origin in state["origins"]]
@@ -347,6 +357,6 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._added.notify_all()
 
 
-def _named(writer: WriterFragments) -> dict[str, np.ndarray]:
+def _writer_arrays(writer: WriterFragments) -> dict[str, np.ndarray]:
     """Return the arrays of a writer that a checkpoint must hold."""
     return {f"writer {writer.rank}/{name}": array for name, array in writer.arrays().items()}

@@ -1,9 +1,9 @@
-"""When a batch may be sampled, and when an item may be inserted: the one rule that every replay buffer follows.
+"""The rate limiter of all replay buffers: it decides when a batch may be sampled, and when an item may be inserted.
 
-It is the rule of Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
+It follows Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
 
-How far writers may be ahead of a reader in another process is counted in rounds. A round is the samples of one batch,
-or those that one item of every environment allows (`samples_per_insert` for each), whichever is more.
+The lead of writers over a reader in another process is counted in rounds. A round is the samples of one batch, or the
+samples that one item of every environment allows (`samples_per_insert` for each), whichever is more.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-ROUNDS_AHEAD = 2  # rounds that writers in other processes than the reader's may be ahead of it
-_START = 2  # a writer that has yet to take its first step is waited for so many times as long: it may still compile
+ROUNDS_AHEAD = 2  # rounds that writers in another process may be ahead of the reader
+# Multiplies `lapse_after` for a writer without a first step: it may still be compiling.
+_STARTUP_FACTOR = 2
 
 
 class ItemCounts(NamedTuple):
-    """How many items of a replay there are, for `RateLimiter`."""
+    """Numbers of items in a replay, for `RateLimiter`."""
 
-    size: int  # there now
-    inserted: int  # ever
-    sampled: int  # ever
+    size: int  # in the replay now
+    inserted: int  # since the beginning
+    sampled: int  # since the beginning
 
 
 class RateLimiter:
@@ -35,22 +36,24 @@ class RateLimiter:
 
     A batch may be sampled
 
-    - from a queue, once it holds a whole batch and at least `min_size` items;
-    - from another replay, once `min_size` items were ever inserted and some item is there. (A full buffer may hold
-      fewer than its capacity: an episode's last timestep begins no item. So it is not the items that are there.)
+    - from a queue, if it holds a whole batch and at least `min_size` items;
+    - from another replay, if `min_size` items were ever inserted and it holds at least one item. (The limiter counts
+      inserted items, because a full buffer may hold fewer items than its capacity: no item begins at an episode's last
+      timestep.)
 
-    With `samples_per_insert` there is a second condition, on how far the inserts are ahead:
+    With `samples_per_insert` there is a second condition, on the lead of the inserts:
 
         ahead = samples_per_insert * (inserted - min_size) - sampled
 
-    A batch may be sampled while `ahead >= 0`, so the first comes with item number `min_size`; an item may be inserted
-    while `ahead <= samples_per_insert * run_ahead`, where `run_ahead` is in items. Between these bounds nobody waits.
+    A batch may be sampled while `ahead >= 0`, so the first batch is available with item number `min_size`. An item may
+    be inserted while `ahead <= samples_per_insert * run_ahead`, where `run_ahead` is a number of items. Between these
+    bounds neither side waits.
 
-    A batch is of `batch_size` items. Where that is None, it is of one item of each environment of the writers that are
-    worth waiting for: see `WriterQuorum`.
+    A batch has `batch_size` items. If that is None, it has one item of each environment of the writers in the quorum:
+    see `WriterQuorum`.
 
     Args:
-        spec: what the agent learns from.
+        spec: the agent's `replay_spec`.
     """
 
     def __init__(self, spec: ReplaySpec) -> None:
@@ -63,12 +66,13 @@ class RateLimiter:
         writers: Callable[[], Mapping[int, WriterState]],
         items: Callable[[], Mapping[int, int]],
     ) -> int:
-        """Return how many items a batch would have now; 0 while there is too little, or sampling is ahead.
+        """Return the size of a batch now; 0 while there are too few items, or sampling is ahead.
 
         Args:
-            counts: of the replay.
-            writers: of each rank, those that are yet to come too; asked where `batch_size` is None.
-            items: how many items of each rank there are; asked where a batch may have to do without some writers.
+            counts: numbers of items in the replay.
+            writers: returns the state of each rank's writer, including writers that have not started. Called only if
+                `batch_size` is None.
+            items: returns the number of items of each rank. Called only if a batch may exclude some writers.
         """
         count, size = self._batch_size, counts.size
         if count is None:
@@ -79,11 +83,11 @@ class RateLimiter:
         return count if count and self.may_sample(count, counts) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
-        """Return the samples by which the inserts are ahead of the ratio; 0 if there is no ratio."""
+        """Return the number of samples by which the inserts are ahead of the ratio; 0 if there is no ratio."""
         return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
 
     def may_sample(self, batch_size: int, counts: ItemCounts) -> bool:
-        """Return whether a batch of `batch_size` may be sampled."""
+        """Return True if a batch of `batch_size` items may be sampled."""
         size, inserted, sampled = counts
         if self._is_queue:
             enough = size >= max(self._min_size, batch_size)
@@ -92,11 +96,11 @@ class RateLimiter:
         return enough and (self.ratio is None or self.ahead(inserted, sampled) >= 0)
 
     def may_insert(self, inserted: int, sampled: int, run_ahead: int) -> bool:
-        """Return whether an item may be inserted, where inserts may be ahead by `run_ahead` items."""
+        """Return True if an item may be inserted while inserts may be `run_ahead` items ahead."""
         return self.ratio is None or self.ahead(inserted, sampled) <= self.ratio * run_ahead
 
     def inserts_needed(self, counts: ItemCounts, writers: Callable[[], Mapping[int, WriterState]]) -> int:
-        """Return how many items must have been inserted, in all, before `items_to_sample` is above 0."""
+        """Return the total number of inserts that are needed before `items_to_sample` is above 0."""
         size, inserted, sampled = counts
         if self._is_queue:
             count = self._batch_size or self._quorum.expected(writers())
@@ -107,105 +111,106 @@ class RateLimiter:
     def reverb_bounds(self, batch_size: int, run_ahead: int) -> tuple[float, float]:
         """Return the bounds of Reverb's `SampleToInsertRatio` on `samples_per_insert * inserted - sampled`.
 
-        Reverb asks before each item of a batch, and not before the first alone.
+        Reverb checks the bounds before each item of a batch, not only before the first.
         """
         assert self.ratio is not None
         zero = self.ratio * self._min_size
         least = zero - batch_size
-        # Reverb's rule, an error buffer of max(1, ratio) to either side: an insert adds `ratio` to the difference and a
-        # sample takes 1 from it, so between narrower bounds neither might be allowed.
+        # Reverb requires an error buffer of max(1, ratio) on both sides. An insert adds `ratio` to the difference, and
+        # a sample subtracts 1. So with closer bounds, both might be blocked.
         return least, max(zero + self.ratio * run_ahead, least + 2 * max(1.0, self.ratio))
 
 
 class WriterState(NamedTuple):
-    """State of a writer, for `WriterQuorum`."""
+    """The state of a writer, for `WriterQuorum`."""
 
-    num_envs: int  # 0 before it came
-    progress: Any  # differs after each step that it took (where only items are seen: after each of these); 0 before
-    is_alive: Callable[[], bool]  # False where it is known to have ended
+    num_envs: int  # 0 before the writer starts
+    progress: Any  # changes with each step (or with each item, if only items are visible); falsy before the first
+    is_alive: Callable[[], bool]  # returns False if the writer is known to have exited
 
 
 class WriterQuorum:
     """Decides which writers a batch of one item per environment waits for.
 
-    Each writer owes an item of each of its environments. One that is dead, or stands still, lapses, so that it does not
-    hold up the others; it counts again as soon as it moves. One thread at a time.
+    A batch needs one item of each environment of each writer. A writer that is dead or makes no progress lapses:
+    batches no longer wait for it. It counts again as soon as it makes progress. Only one thread may call this at a
+    time.
 
     Args:
-        lapse_after: seconds without a step of a writer, while others' items wait, after which it lapses.
-        clock: gives the time in seconds.
+        lapse_after: seconds without progress after which a writer lapses, while items of other writers wait.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, lapse_after: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lapse_after, self._clock = lapse_after, clock
         self._lapsed: set[int] = set()  # ranks
         self._progress: dict[int, Any] = {}
-        self._moved: dict[int, float] = {}  # when the progress was seen to change
+        self._progress_changed_at: dict[int, float] = {}  # time of the last change of the progress
         self._items: Mapping[int, int] = {}
-        self._came = 0.0  # when the items were seen to change
+        self._items_changed_at = 0.0  # time of the last change of the items
 
     def complete_items(self, writers: Mapping[int, WriterState], items: Mapping[int, int]) -> int:
-        """Return how many items the writers whose items are all there have; 0 while another writer is waited for.
+        """Return the number of items of the writers whose items are complete; 0 while the batch must wait for a writer.
 
         Args:
-            writers: of each rank.
-            items: how many items of each rank there are; ranks without any may be left out.
+            writers: by rank.
+            items: number of items of each rank. Ranks without items may be missing.
         """
         now = self._clock()
         if items != self._items:
-            self._items, self._came = dict(items), now
+            self._items, self._items_changed_at = dict(items), now
         whole, missing = 0, []
         for rank, writer in writers.items():
             if self._progress.get(rank) != writer.progress:
-                self._progress[rank], self._moved[rank] = writer.progress, now
+                self._progress[rank], self._progress_changed_at[rank] = writer.progress, now
                 self._lapsed.discard(rank)
-            self._moved.setdefault(rank, now)
+            self._progress_changed_at.setdefault(rank, now)
             if 0 < writer.num_envs <= items.get(rank, 0):
                 whole += writer.num_envs
             elif rank not in self._lapsed:
                 missing.append(rank)
         if not whole:
-            self._came = now  # nobody waits yet
+            self._items_changed_at = now  # no items wait yet
             return 0
-        waited_for = [rank for rank in missing if not self._lapses(rank, writers[rank], now)]
+        waited_for = [rank for rank in missing if not self._check_lapse(rank, writers[rank], now)]
         return 0 if waited_for else whole
 
     def expected(self, writers: Mapping[int, WriterState]) -> int:
-        """Return the number of items of a batch from all writers that have not lapsed."""
+        """Return the number of items in a batch of all writers that have not lapsed."""
         return sum(writer.num_envs for rank, writer in writers.items() if rank not in self._lapsed)
 
-    def _lapses(self, rank: int, writer: WriterState, now: float) -> bool:
-        limit = self._lapse_after * (1 if writer.progress else _START)
-        waited = now - max(self._came, self._moved[rank])
+    def _check_lapse(self, rank: int, writer: WriterState, now: float) -> bool:
+        limit = self._lapse_after * (1 if writer.progress else _STARTUP_FACTOR)
+        waited = now - max(self._items_changed_at, self._progress_changed_at[rank])
         if writer.is_alive():
             if waited <= limit:
                 return False
-            _log.warning("Writer %d has stood still for %.0f s: batches are made without it.", rank, waited)
+            _log.warning("Writer %d has made no progress for %.0f s: batches no longer wait for it.", rank, waited)
         self._lapsed.add(rank)
         return True
 
 
 def items_kept(spec: ReplaySpec) -> int:
-    """Return how many items `capacity` steps begin, at most."""
+    """Return the maximum number of items that begin in `capacity` steps."""
     stride = min(spec.item.length, spec.item.period) if isinstance(spec.item, Sequence) else 1
     return max(-(-spec.capacity // stride), spec.min_size)
 
 
 def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
-    """Return the samples of so many rounds.
+    """Return the number of samples in so many rounds.
 
-    Writers in other processes may be that far ahead of `samples_per_insert`, so that neither side waits for the other
-    at each item, and hardly an update is left to do when the last item was inserted.
+    Writers in another process may be this far ahead of `samples_per_insert`. So neither side waits for the other at
+    each item, and few updates are left when the last item is inserted.
     """
     return rounds * max(spec.batch_size or num_envs, (spec.samples_per_insert or 0.0) * num_envs)
 
 
 def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
-    """Return the items of so many rounds; None if inserts have no ratio to be ahead of."""
+    """Return the number of items in so many rounds; None if there is no ratio."""
     ratio = spec.samples_per_insert
     return None if ratio is None else math.ceil(samples_of_rounds(spec, num_envs, rounds) / ratio)
 
 
 def default_run_ahead(spec: ReplaySpec) -> int:
-    """Return the default `run_ahead` in items: a loop in one process adds hundreds before it samples."""
+    """Return the default `run_ahead`, in items. A loop in one process adds hundreds of items before it samples."""
     return max(spec.min_size, 2 * (spec.batch_size or 1), 256)

@@ -1,8 +1,8 @@
-"""Replay buffers on disk: the files that go with checkpoints, when they are written, and their format.
+"""Replay buffers on disk: the files that belong to checkpoints, when they are written, and their format.
 
-A file is streamed array by array, so a buffer of 7 GB needs no second 7 GB. It is a magic line, the length and the
-CRC-32 of a JSON header, the header, and then each array's bytes followed by their CRC-32. It is written beside its name
-and renamed when it is complete.
+A file is streamed array by array, so saving a buffer of 7 GB takes no further 7 GB of memory. A file consists of a
+magic line, the length and the CRC-32 of a JSON header, the header, and each array's bytes followed by their CRC-32. It
+is written under a temporary name, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_SHARE = 0.05  # of the time may go into writing large buffers, or those that inserts and samples wait for
-_PIECE = 1 << 24  # bytes that are read, written and checked at once
-# A buffer up to this size goes with every checkpoint: a resumed run is then exact, wherever it stopped.
+# Of the time may be spent on saves of large buffers, or on saves during which inserts and samples wait.
+_MAX_SAVE_FRACTION = 0.05
+_PIECE_BYTES = 1 << 24  # bytes that are read, written and checked at once
+# A buffer up to this size is saved with every checkpoint, so a resumed run continues exactly.
 _SMALL_BYTES = 64 * 2**20
-_AT_END_BYTES = 2**30  # a larger one is not written at the end: a program that stops has only seconds
+_AT_END_BYTES = 2**30  # a larger buffer is not saved at the end, because a program that stops has only seconds
 Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
 
 _log = logging.getLogger(__name__)
 
 
 class ReplayFiles:
-    """Saved replay buffers, `directory/NUMBER`: of small ones the last `keep`, of large ones the last.
+    """Saved replay buffers, `directory/NUMBER`.
+
+    It keeps the last `keep` files of small buffers, and the last file of a large one.
 
     Args:
         directory: created at the first save.
-        keep: how many small ones stay.
+        keep: number of files of small buffers to keep.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
@@ -52,7 +55,7 @@ class ReplayFiles:
         self._next_large_save = time.monotonic()
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the complete files, the lowest first."""
+        """Return the numbers of the complete files in ascending order."""
         return sorted(int(path.name) for path in self._directory.glob("*") if path.name.isdigit())
 
     def newest(self) -> int | None:
@@ -61,25 +64,27 @@ class ReplayFiles:
 
     @staticmethod
     def is_small(replay_buffer: Any) -> bool:
-        """Return True if the buffer is small enough for every checkpoint."""
+        """Return True if the buffer is small enough to be saved with every checkpoint."""
         return replay_buffer.stats()["bytes"] <= _SMALL_BYTES
 
     def is_due(self, replay_buffer: Any, final: bool = False) -> bool:
-        """Return True for a small buffer, and for a large one if less than 5 % of the time goes into writing it.
+        """Return True if the buffer should be saved now.
+
+        This is always true for small buffers. It is true for large buffers if saves take less than 5 % of the time.
 
         Args:
-            replay_buffer: False if it is empty.
-            final: the program ends: True for a buffer of up to 1 GiB.
+            replay_buffer: the buffer to save. The result is False for an empty buffer.
+            final: the program is ending. The result is then True for a buffer of up to 1 GiB.
         """
         stats = replay_buffer.stats()
         most = _AT_END_BYTES if final else _SMALL_BYTES
         return stats["steps"] > 0 and (stats["bytes"] <= most or time.monotonic() >= self._next_large_save)
 
     def save(self, replay_buffer: Any, number: int) -> None:
-        """Write a buffer. Call it before writing the checkpoint of this number, and `prune` afterwards.
+        """Save a buffer. Call this before you write the checkpoint with this number, and call `prune` afterwards.
 
         Raises:
-            CheckpointError: it could not be written; the other files are untouched.
+            CheckpointError: the file could not be written. The other files are unchanged.
         """
         began = time.monotonic()
         try:
@@ -87,12 +92,12 @@ class ReplayFiles:
         except OSError as error:
             raise CheckpointError(f"Cannot write to {self._directory}: {error.strerror}.") from error
         replay_buffer.save(self.path(number))
-        self._next_large_save = time.monotonic() + (time.monotonic() - began) / _SHARE
+        self._next_large_save = time.monotonic() + (time.monotonic() - began) / _MAX_SAVE_FRACTION
 
     def prune(self) -> None:
-        """Remove files that no checkpoint needs any more, and incomplete ones of writers that were killed."""
+        """Remove files that no checkpoint needs any more, and incomplete files of killed processes."""
         for age, number in enumerate(reversed(self.numbers())):
-            # One large file is kept: it may be as large as the memory.
+            # Keep only one large file, because it may be as large as the memory.
             if age and (age >= self._keep or self.path(number).stat().st_size > _SMALL_BYTES):
                 self.path(number).unlink()
         for unfinished in self._directory.glob(".*.new"):
@@ -113,7 +118,7 @@ class ReplayFiles:
         found = max((each for each in self.numbers() if each <= number), default=None)
         if found is None:
             _log.warning(
-                "No replay for checkpoint %d is in %s: learning waits until the buffer has filled again.",
+                "Checkpoint %d has no replay buffer in %s. Learning waits until the buffer is full enough again.",
                 number,
                 self._directory,
             )
@@ -122,21 +127,21 @@ class ReplayFiles:
         return found
 
     def path(self, number: int) -> Path:
-        """Return the path of a file."""
+        """Return the path of the file with this number."""
         return self._directory / str(number)
 
 
 def save_periodically(save: Callable[[], None], stop: threading.Event, seconds: float, at_end: float) -> None:
-    """Call `save` every `seconds` seconds until `stop` is set, and then once more.
+    """Call `save` every `seconds` seconds until `stop` is set, and once more at the end.
 
     Args:
         save: writes a checkpoint.
         stop: ends the loop.
-        seconds: between two checkpoints; longer if a checkpoint takes more than a twentieth of that.
-        at_end: seconds for the last one, which is left out if the one before took longer.
+        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of that.
+        at_end: seconds available for the last checkpoint. It is skipped if the previous one took longer.
     """
     took = 0.0
-    while not stop.wait(max(seconds, took / _SHARE)):
+    while not stop.wait(max(seconds, took / _MAX_SAVE_FRACTION)):
         began = time.monotonic()
         save()
         took = time.monotonic() - began
@@ -150,7 +155,8 @@ def write(
     """Write `header` (JSON) and `arrays` (C-contiguous) to `path`, atomically.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say). The old file is untouched.
+        CheckpointError: the file could not be written, because the disk is full, for example. The old file is
+            unchanged.
     """
     path = Path(path)
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
@@ -164,31 +170,31 @@ def write(
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
-            f"The replay buffer could not be saved to {path}: {error}. What was saved there before is untouched."
+            f"The replay buffer could not be saved to {path}: {error}. The file that was there before is unchanged."
         ) from error
 
 
 class SavedReplay(NamedTuple):
-    """A file that `write` has written, open for reading."""
+    """A file of `write`, open for reading."""
 
     path: Path
     header: dict[str, Any]
-    shapes: Shapes  # of its arrays
-    file: BufferedReader  # at the first array
+    shapes: Shapes  # of the file's arrays
+    file: BufferedReader  # positioned at the first array
 
     def check_shapes(self, arrays: dict[str, np.ndarray]) -> None:
-        """Raise `CheckpointError` unless the file has these arrays, with the same dtypes and shapes."""
+        """Raise `CheckpointError` unless the file has exactly these arrays, with equal dtypes and shapes."""
         for name in arrays.keys() | self.shapes.keys():
-            here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "nothing of that name"
+            here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "missing"
             there = self.shapes.get(name)
             if here != there:
-                raise CheckpointError(f"{self.path} was saved by another agent: {name} is {there} there, {here} here.")
+                raise CheckpointError(f"{self.path} was saved by another agent: {name} is {there}, not {here}.")
 
     def read(self, arrays: dict[str, np.ndarray]) -> None:
-        """Fill `arrays`, by their names, and skip the others of the file. Call it once.
+        """Fill `arrays` from the file's arrays with the same names. Skip other arrays. Call it once.
 
         Raises:
-            CheckpointError: the file is damaged. Some of the arrays may have been filled.
+            CheckpointError: the file is damaged. Some of the arrays may already be filled.
         """
         for name, (dtype, shape) in self.shapes.items():
             if name in arrays:
@@ -196,26 +202,26 @@ class SavedReplay(NamedTuple):
             else:
                 size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
                 self.file.seek(size + _CRC.size, os.SEEK_CUR)
-        _check(not self.file.read(1), self.path, "its end")
+        _check_intact(not self.file.read(1), self.path, "its end")
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
+def open_saved(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
     """Open the file `path` of a buffer with this `spec`, and read its header.
 
     Raises:
-        CheckpointError: the file is missing, damaged, no replay buffer, or of a buffer with another `spec`.
+        CheckpointError: the file is missing, damaged, not a replay buffer, or from a buffer with another `spec`.
     """
     path = Path(path)
     try:
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise CheckpointError(f"{path} is damaged, or not a replay buffer that rlframe saved.")
-            length, crc = _LENGTHS.unpack(_exactly(file, _LENGTHS.size, path))
+            length, crc = _LENGTHS.unpack(_read_exactly(file, _LENGTHS.size, path))
             if length > os.fstat(file.fileno()).st_size:
                 raise CheckpointError(f"{path} is damaged: it is shorter than its header.")
-            text = _exactly(file, length, path)
-            _check(zlib.crc32(text) == crc, path, "its header")
+            text = _read_exactly(file, length, path)
+            _check_intact(zlib.crc32(text) == crc, path, "its header")
             header = json.loads(text)
             shapes = header.pop("arrays")
             if header["spec"] != repr(spec):
@@ -232,8 +238,8 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 def _write_array(file: BinaryIO, array: np.ndarray) -> None:
     crc, data = 0, _bytes(array)
-    for low in range(0, len(data), _PIECE):
-        piece = bytes(data[low : low + _PIECE])  # a copy: another process may be writing to the array
+    for low in range(0, len(data), _PIECE_BYTES):
+        piece = bytes(data[low : low + _PIECE_BYTES])  # a copy, because another process may write to the array now
         crc = zlib.crc32(piece, crc)
         file.write(piece)
     file.write(_CRC.pack(crc))
@@ -241,19 +247,19 @@ def _write_array(file: BinaryIO, array: np.ndarray) -> None:
 
 def _read_array(file: BufferedReader, array: np.ndarray, path: Path, name: str) -> None:
     crc, data = 0, _bytes(array)
-    for low in range(0, len(data), _PIECE):
-        piece = data[low : low + _PIECE]
-        _check(file.readinto(piece) == len(piece), path, name)
+    for low in range(0, len(data), _PIECE_BYTES):
+        piece = data[low : low + _PIECE_BYTES]
+        _check_intact(file.readinto(piece) == len(piece), path, name)
         crc = zlib.crc32(piece, crc)
-    _check(_CRC.unpack(_exactly(file, _CRC.size, path))[0] == crc, path, name)
+    _check_intact(_CRC.unpack(_read_exactly(file, _CRC.size, path))[0] == crc, path, name)
 
 
-def _exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
     data = file.read(count)
-    _check(len(data) == count, path, "its end")
+    _check_intact(len(data) == count, path, "its end")
     return data
 
 
-def _check(good: bool, path: Path, where: str) -> None:
+def _check_intact(good: bool, path: Path, where: str) -> None:
     if not good:
-        raise CheckpointError(f"{path} is damaged: {where} is not what was written. Delete it, or restore another.")
+        raise CheckpointError(f"{path} is damaged: {where} is incomplete or changed. Delete it, or use another.")

@@ -1,7 +1,8 @@
-"""A sum tree whose every operation is vectorized over a batch.
+"""A sum tree. Every operation is vectorized over a batch.
 
-Sixteen children per node rather than two: a level is one gather and one small matrix product. A root table of up to
-8192 nodes is searched directly, so a hundred thousand leaves need one such level and a million two.
+A node has sixteen children instead of two, so a level takes one gather and one small matrix product. The root table has
+up to 8192 nodes and is searched directly. So a hundred thousand leaves need one further level, and a million leaves
+need two.
 """
 
 from __future__ import annotations
@@ -10,27 +11,29 @@ import numpy as np
 
 from rlframe.replay.timeline import Index
 
-_FAN = 16
-_ROOTS = 8192  # nodes of the top level, whose running sum is searched directly
-_CUMULATE = np.triu(np.ones((_FAN, _FAN)))  # row @ _CUMULATE is its running sum; quicker than cumsum along short rows
-_COUNT = np.ones(_FAN)
+_FANOUT = 16
+_MAX_ROOTS = 8192  # the most nodes of the top level; its running sum is searched directly
+_CUMULATE = np.triu(
+    np.ones((_FANOUT, _FANOUT))
+)  # row @ _CUMULATE is the row's running sum, and faster than cumsum for short rows
+_COUNT = np.ones(_FANOUT)
 
 
 class SumTree:
-    """Draws indices with chances proportional to `leaves` [size] float64, not negative.
+    """Draws indices with probabilities proportional to `leaves` ([size] float64, not negative).
 
-    Change leaves by `set`. Sums are brought up to date when they are next needed, always from the children, so no error
-    builds up.
+    Change leaves with `set`. The sums are updated when they are next needed. They are always computed from the
+    children, so rounding errors do not accumulate.
     """
 
     def __init__(self, size: int):
         self.levels = []
         while True:
-            padded = -(-size // _FAN) * _FAN
+            padded = -(-size // _FANOUT) * _FANOUT
             self.levels.append(np.zeros(padded))
-            if padded <= _ROOTS:
+            if padded <= _MAX_ROOTS:
                 break
-            size = padded // _FAN
+            size = padded // _FANOUT
         self.leaves = self.levels[0]
         self._ranges: list[tuple[int, int]] = []
         self._scattered: list[np.ndarray] = []
@@ -54,10 +57,10 @@ class SumTree:
         return float(self.levels[-1].sum())
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return (indices [count] int64, their leaves over the total [count] float32).
+        """Return (indices [count] int64, their leaves divided by the total, [count] float32).
 
-        Stratified, as in Schaul et al. 2016, B.2.1: one draw from each of `count` equal parts of the total, which must
-        be above 0.
+        The draws are stratified, as in Schaul et al. 2016, B.2.1: one draw from each of `count` equal parts of the
+        total. The total must be positive.
         """
         self.refresh()
         running = self.levels[-1].cumsum()
@@ -67,7 +70,7 @@ class SumTree:
         mass *= total / count
         indices = self._descend(mass, running)
         values = self.leaves.take(indices)
-        while not values.all():  # rounding led to an empty leaf: draw these again
+        while not values.all():  # rounding selected an empty leaf: draw again
             empty = (values == 0).nonzero()[0]
             indices[empty] = self._descend(rng.random(len(empty)) * total, running)
             values = self.leaves.take(indices)
@@ -76,34 +79,37 @@ class SumTree:
     def _descend(self, mass: np.ndarray, running: np.ndarray) -> np.ndarray:
         node = running.searchsorted(mass, side="right")
         np.minimum(node, len(running) - 1, out=node)
-        rows = np.arange(0, len(mass) * _FAN, _FAN)
+        rows = np.arange(0, len(mass) * _FANOUT, _FANOUT)
         if len(self.levels) > 1:
             mass = mass - running.take(node) + self.levels[-1].take(node)
         for depth in range(len(self.levels) - 2, -1, -1):
-            values = self.levels[depth].reshape(-1, _FAN).take(node, axis=0)
+            values = self.levels[depth].reshape(-1, _FANOUT).take(node, axis=0)
             sums = values @ _CUMULATE
             child = (sums > mass[:, None]).argmax(axis=1)
             if depth:
                 at = rows + child
                 mass -= sums.ravel().take(at) - values.ravel().take(at)
-            node = node * _FAN + child
+            node = node * _FANOUT + child
         return node
 
     def refresh(self) -> None:
-        """Bring the sums above the touched leaves up to date."""
+        """Update the sums above the changed leaves."""
         ranges, scattered = self._ranges, self._scattered
         if not ranges and not scattered:
             return
         self._ranges, self._scattered = [], []
         if len(ranges) > 8 or len(scattered) > 8:
-            points = [np.arange(low // _FAN, -(-high // _FAN)) * _FAN for low, high in ranges]
-            ranges, scattered = [], [np.unique(np.concatenate(points + [index // _FAN * _FAN for index in scattered]))]
+            points = [np.arange(low // _FANOUT, -(-high // _FANOUT)) * _FANOUT for low, high in ranges]
+            ranges, scattered = (
+                [],
+                [np.unique(np.concatenate(points + [index // _FANOUT * _FANOUT for index in scattered]))],
+            )
         for low, high in ranges:
             for below, above in zip(self.levels, self.levels[1:]):
-                low, high = low // _FAN, -(-high // _FAN)
-                above[low:high] = below[low * _FAN : high * _FAN].reshape(-1, _FAN) @ _COUNT
+                low, high = low // _FANOUT, -(-high // _FANOUT)
+                above[low:high] = below[low * _FANOUT : high * _FANOUT].reshape(-1, _FANOUT) @ _COUNT
         for index in scattered:
             node = index
             for below, above in zip(self.levels, self.levels[1:]):
-                node = node // _FAN
-                above[node] = below.reshape(-1, _FAN).take(node, axis=0) @ _COUNT
+                node = node // _FANOUT
+                above[node] = below.reshape(-1, _FANOUT).take(node, axis=0) @ _COUNT

@@ -1,6 +1,7 @@
-"""Which items there are, and which are drawn: a class for each kind of `ReplaySpec`.
+"""The items of a replay, and how they are drawn: one table class for each kind of `ReplaySpec`.
 
-An item is known by its `start`, the number of its first timestep (timeline.py), and leaves when that is overwritten.
+An item is identified by its `start`, the number of its first timestep (timeline.py). It is evicted when that timestep
+is overwritten.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from rlframe.replay.base import STATS
 from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of, ring_index
 
-LOWEST = 1e-8  # priority: so that an item with none can still be drawn
+MIN_PRIORITY = 1e-8  # so that an item with priority 0 can still be drawn
 
 
 class ItemTable(abc.ABC):
-    """Marks the slots at which an item starts, and counts. Readers draw from it; the table of a writer is not drawn."""
+    """Marks the slots at which items start, and counts items.
 
-    dropped = 0  # updates of priorities of items that were gone
+    Readers draw from it. The table of a writer is not drawn from.
+    """
+
+    dropped = 0  # updates of the priorities of evicted items
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
@@ -29,11 +33,16 @@ class ItemTable(abc.ABC):
         self.added = self.evicted = self.evicted_unsampled = 0
 
     def append_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool = False) -> None:
-        """Note the items that start at the `count` numbers from `first` (of these, the `mask`), in the slots `index`.
+        """Add items of a block.
 
-        `shared`: other items of the block may have been noted already.
+        Args:
+            first: the first number of the block.
+            index: the slots of the block.
+            count: the number of timesteps in the block.
+            mask: selects the timesteps at which items start.
+            shared: the table may already contain other items of the block.
         """
-        if self._timeline.gone(first):  # a slow writer's: at least some are gone already
+        if self._timeline.is_evicted(first):  # a slow writer's block: at least some items are already evicted
             self.append(numbers_of(first, count, mask))
             return
         if isinstance(mask, bool):
@@ -46,13 +55,13 @@ class ItemTable(abc.ABC):
         self._push_block(first, index, count, mask, shared)
 
     def append(self, starts: np.ndarray) -> None:
-        """Note the items that start at the numbers `starts`, of which some may be gone already."""
-        late = self._timeline.gone(starts)
+        """Add the items that start at the numbers `starts`. Some of them may already be evicted."""
+        late = self._timeline.is_evicted(starts)
         if late.any():
-            gone = int(np.count_nonzero(late))
-            self.added += gone
-            self.evicted += gone
-            self.evicted_unsampled += gone
+            num_evicted = int(np.count_nonzero(late))
+            self.added += num_evicted
+            self.evicted += num_evicted
+            self.evicted_unsampled += num_evicted
             starts = starts[~late]
         if len(starts):
             self._present[self._timeline.slots_of(starts)] = True
@@ -62,14 +71,14 @@ class ItemTable(abc.ABC):
 
     @abc.abstractmethod
     def _push(self, starts: np.ndarray) -> None:
-        """Note the items `starts`, which are new and not gone."""
+        """Add the items `starts`, which are new and not evicted."""
 
     @abc.abstractmethod
     def _push_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool) -> None:
-        """Note the items of `append_block`, which are new and not gone."""
+        """Add the items of `append_block`, which are new and not evicted."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Return (starts [count] int64, probabilities [count] float32) of items; there must be some."""
+        """Return (starts [count] int64, probabilities [count] float32) of items. The table must not be empty."""
         raise NotImplementedError
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
@@ -77,37 +86,37 @@ class ItemTable(abc.ABC):
         raise NotImplementedError
 
     def evict(self, index: Index) -> None:
-        """Drop the items that start in the slots `index`, which are given up."""
-        gone = int(np.count_nonzero(self._present[index]))
-        if gone:
+        """Evict the items that start in the slots `index`."""
+        num_evicted = int(np.count_nonzero(self._present[index]))
+        if num_evicted:
             self._present[index] = False
-            self.size -= gone
-            self.evicted += gone
-            self._advance(gone)
+            self.size -= num_evicted
+            self.evicted += num_evicted
+            self._advance(num_evicted)
 
     def holds(self, starts: np.ndarray) -> np.ndarray:
-        """[B] bool: whether the items `starts` are still there."""
+        """Return [B] bool: True for the items `starts` that are still present."""
         return self._timeline.holds(starts) & self._present[self._timeline.slots_of(starts)]
 
     def starts(self) -> np.ndarray:
-        """[size] int64: the starts of the items that are there."""
+        """Return the starts of all items, [size] int64."""
         raise NotImplementedError
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A draw from several tables chooses each in proportion to it."""
+        """The sum of the weights of all items. A draw from several tables chooses each table in proportion to it."""
         return float(self.size)
 
-    def _advance(self, gone: int) -> None:  # noqa: B027  nothing to do where there is no order
-        """`gone` items left."""
+    def _advance(self, num_evicted: int) -> None:  # noqa: B027  nothing to do where there is no order
+        """Handle the eviction of `num_evicted` items."""
 
     def stats(self, steps: int, sampled: int, nbytes: int) -> dict[str, int]:
-        """Return the counters of a buffer, see `BaseReplayBuffer.stats`, of which it knows the items'."""
+        """Return the counters of `BaseReplayBuffer.stats`."""
         items = self.size, steps, self.added, sampled, self.evicted, self.evicted_unsampled
         return dict(zip(STATS, (*items, self.dropped, nbytes)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold. See `state`, too."""
+        """Return the arrays that a checkpoint must hold, except `state`."""
         return {"present": self._timeline.used(self._present)}
 
     def state(self) -> dict[str, Any]:
@@ -125,24 +134,25 @@ class ItemTable(abc.ABC):
 class Ring(ItemTable):
     """Items in the order of their completion.
 
-    With n-step items or asynchronous environments a younger item may start, and so leave, before an older one: then
-    dead entries stay between `tail` and `end` until the tail has passed them, and readers must skip them.
+    With n-step items or asynchronous environments, a newer item may start before an older item, and so be evicted
+    earlier. Then evicted entries stay between `tail` and `end` until the tail has passed them, and readers must skip
+    them.
     """
 
     _scalars = (*ItemTable._scalars, "tail", "end", "ordered", "last")
-    # Blocks that follow each other are written to the ring together, when it is needed: numbers from, to.
+    # Adjacent blocks are written to the ring together, when a reader needs them: (first number, end).
     _pending = (0, 0)
 
     def __init__(self, timeline: Timeline):
         super().__init__(timeline)
-        # Entries between a living tail and the end started less than two laps ago, each at a number of its own.
+        # Entries between a live tail and the end started less than two laps ago, and their numbers differ.
         self._starts = np.zeros(2 * timeline.slots, np.int64)
-        self.tail = self.end = 0  # positions, ever growing
-        self.ordered = True  # no entry started before the one to its left
+        self.tail = self.end = 0  # positions, which only increase
+        self.ordered = True  # True if the starts never decrease
         self.last = -1
 
     def _push(self, starts: np.ndarray) -> None:
-        self._settle()
+        self._write_pending()
         self.ordered = self.ordered and bool((starts[1:] > starts[:-1]).all())
         self._write(starts)
 
@@ -151,13 +161,13 @@ class Ring(ItemTable):
         if not shared and first == high and low < high:
             self._pending = low, high + count
             return
-        self._settle()
+        self._write_pending()
         if shared:
             self._write(numbers_of(first, count, mask))
         else:
             self._pending = first, first + count
 
-    def _settle(self) -> None:
+    def _write_pending(self) -> None:
         """Write the items of the pending blocks to the ring."""
         low, high = self._pending
         if low == high:
@@ -167,11 +177,11 @@ class Ring(ItemTable):
         self._write(low + self._present[index].nonzero()[0])
 
     def evict(self, index: Index) -> None:
-        self._settle()
+        self._write_pending()
         super().evict(index)
 
     def state(self) -> dict[str, Any]:
-        self._settle()
+        self._write_pending()
         return super().state()
 
     def _write(self, starts: np.ndarray) -> None:
@@ -185,54 +195,54 @@ class Ring(ItemTable):
         self.end += size
 
     def _compact(self) -> None:
-        """Drop the dead entries. Needed only if a writer pauses, so that its living items hold the tail."""
+        """Remove the evicted entries. This is needed only if a writer pauses, so that its live items hold the tail."""
         entries = np.arange(self.tail, self.end)
-        living = self._starts[entries[self._living(entries)] % len(self._starts)]
-        self.tail, self.end = 0, len(living)
-        self._starts[: self.end] = living
+        live = self._starts[entries[self._is_live(entries)] % len(self._starts)]
+        self.tail, self.end = 0, len(live)
+        self._starts[: self.end] = live
 
-    def _advance(self, gone: int) -> None:
+    def _advance(self, num_evicted: int) -> None:
         if self.ordered:
-            self.tail += gone
+            self.tail += num_evicted
             return
         while self.tail < self.end:
-            window = np.arange(self.tail, min(self.end, self.tail + gone + 64))
-            living = self._living(window)
-            first = int(living.argmax())
-            if living[first]:
+            window = np.arange(self.tail, min(self.end, self.tail + num_evicted + 64))
+            live = self._is_live(window)
+            first = int(live.argmax())
+            if live[first]:
                 self.tail += first
                 return
             self.tail += len(window)
 
     def starts(self) -> np.ndarray:
-        """Return the starts of the items that are there, in order."""
-        self._settle()
+        """Return the starts of all items, in order."""
+        self._write_pending()
         positions = np.arange(self.tail, self.end)
         starts = self._starts[positions % len(self._starts)]
-        return starts if self.ordered else starts[~self._timeline.gone(starts)]
+        return starts if self.ordered else starts[~self._timeline.is_evicted(starts)]
 
-    def _living(self, positions: np.ndarray) -> np.ndarray:
-        return ~self._timeline.gone(self._starts[positions % len(self._starts)])
+    def _is_live(self, positions: np.ndarray) -> np.ndarray:
+        return ~self._timeline.is_evicted(self._starts[positions % len(self._starts)])
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {**super().arrays(), "starts": self._starts[: self.end]}
 
 
 class UniformTable(Ring):
-    """Every item with the same chance, with replacement."""
+    """Draws items uniformly, with replacement."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts [count] int64, probabilities [count] float32)."""
-        self._settle()
-        starts = self._some(count, rng)
+        self._write_pending()
+        starts = self._draw_starts(count, rng)
         if not self.ordered:
-            # Dead entries are few: draw again instead of them, so that all living ones keep the same chance.
-            while 1 in (dead := self._timeline.gone(starts)).tobytes():
-                starts[dead] = self._some(int(np.count_nonzero(dead)), rng)
+            # Evicted entries are few: draw again for them, so that all live entries keep the same probability.
+            while 1 in (evicted_draws := self._timeline.is_evicted(starts)).tobytes():
+                starts[evicted_draws] = self._draw_starts(int(np.count_nonzero(evicted_draws)), rng)
         return starts, _full(count, 1.0 / self.size)
 
-    def _some(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        # A quarter of the time of `rng.integers`, and as even as doubles are: to one part in 2^53 / size.
+    def _draw_starts(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        # Takes a quarter of the time of `rng.integers`. The bias is that of doubles: at most size / 2^53.
         draws = rng.random(count)
         draws *= float(self.end - self.tail)
         positions = draws.astype(np.int64)
@@ -244,15 +254,15 @@ class UniformTable(Ring):
 
 
 class QueueTable(Ring):
-    """Every item once, the oldest first."""
+    """Draws each item once, the oldest first."""
 
     def draw(self, count: int, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Take `count` items, of which there must be enough, out of the queue."""
-        self._settle()
+        """Remove the `count` oldest items, which must exist, and return (starts, probabilities)."""
+        self._write_pending()
         probabilities = _full(count, 1.0 / self.size)
         chosen = np.arange(self.tail, self.tail + count)
         if not self.ordered:
-            chosen = self._first_living(count)
+            chosen = self._first_live(count)
         starts = self._starts[chosen % len(self._starts)]
         self.tail = int(chosen[-1]) + 1
         self._present[self._timeline.slots_of(starts)] = False
@@ -260,33 +270,36 @@ class QueueTable(Ring):
         return starts, probabilities
 
     def forget_before(self, version: int, versions: np.ndarray) -> int:
-        """Drop the items that a version below `version` acted in (`versions`: of each slot). Return how many."""
+        """Drop the items in which a version below `version` acted, and return their number.
+
+        `versions` has one row per slot.
+        """
         starts = self.starts()
         slots = self._timeline.slots_of(starts)
         old = versions.take(slots, mode="wrap") < version
-        gone = int(np.count_nonzero(old))
-        if gone:
+        num_evicted = int(np.count_nonzero(old))
+        if num_evicted:
             self._present[slots[old]] = False
-            self.tail, self.end = 0, len(starts) - gone
+            self.tail, self.end = 0, len(starts) - num_evicted
             self._starts[: self.end] = starts[~old]
-            self.size -= gone
-            self.evicted += gone
-            self.evicted_unsampled += gone
-        return gone
+            self.size -= num_evicted
+            self.evicted += num_evicted
+            self.evicted_unsampled += num_evicted
+        return num_evicted
 
-    def _first_living(self, count: int) -> np.ndarray:
-        """Return the positions of the `count` oldest living entries, of which there must be enough."""
+    def _first_live(self, count: int) -> np.ndarray:
+        """Return the positions of the `count` oldest live entries, which must exist."""
         width = count
         while True:
             width = min(2 * width, self.end - self.tail)
             window = np.arange(self.tail, self.tail + width)
-            living = window[self._living(window)]
-            if len(living) >= count:
-                return living[:count]
+            live = window[self._is_live(window)]
+            if len(live) >= count:
+                return live[:count]
 
-    def _advance(self, gone: int) -> None:
-        self.evicted_unsampled += gone
-        super()._advance(gone)
+    def _advance(self, num_evicted: int) -> None:
+        self.evicted_unsampled += num_evicted
+        super()._advance(num_evicted)
 
 
 def _full(count: int, value: float) -> np.ndarray:
@@ -296,9 +309,9 @@ def _full(count: int, value: float) -> np.ndarray:
 
 
 class PrioritizedTable(ItemTable):
-    """Items with chances proportional to priority^exponent (Schaul et al. 2016).
+    """Draws items with probabilities proportional to priority^exponent (Schaul et al. 2016).
 
-    New ones get the highest priority so far.
+    New items get the highest priority so far.
     """
 
     _scalars = (*ItemTable._scalars, "highest", "dropped")
@@ -327,10 +340,10 @@ class PrioritizedTable(ItemTable):
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts [count] int64, probabilities [count] float32)."""
         slots, probabilities = self._tree.draw(count, rng)
-        return self._timeline.living(slots), probabilities
+        return self._timeline.numbers_in(slots), probabilities
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of the items `starts`; of one that comes twice, the last counts."""
+        """Set the priorities of the items `starts`. If an item occurs twice, the last priority counts."""
         there = self.holds(starts)
         if not there.all():
             self.dropped += int(np.count_nonzero(~there))
@@ -338,17 +351,17 @@ class PrioritizedTable(ItemTable):
         if not len(starts):
             return
         self.highest = max(self.highest, float(priorities.max()))
-        self._tree.set(self._timeline.slots_of(starts), np.maximum(priorities, LOWEST) ** self._exponent)
+        self._tree.set(self._timeline.slots_of(starts), np.maximum(priorities, MIN_PRIORITY) ** self._exponent)
 
     def starts(self) -> np.ndarray:
-        return self._timeline.living(self._present.nonzero()[0])
+        return self._timeline.numbers_in(self._present.nonzero()[0])
 
     def leaves(self, starts: np.ndarray) -> np.ndarray:
         """Return the weights of the items `starts`: priority^exponent."""
         return self._tree.leaves.take(self._timeline.slots_of(starts))
 
     def set_leaves(self, starts: np.ndarray, leaves: np.ndarray) -> None:
-        """Set the weights of the items `starts`, which are there."""
+        """Set the weights of the items `starts`, which must be present."""
         self._tree.set(self._timeline.slots_of(starts), leaves)
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Arrays with a row per slot, and whether they fit into the memory that this process may still take."""
+"""Arrays with one row per slot, and checks that they fit into the available memory."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ import psutil
 
 from rlframe.errors import UsageError
 from rlframe.replay.frames import FrameStore, looks_stacked
-from rlframe.replay.layout import Allocate, Leaf, OutputArrays, TreeLayout, own_memory
+from rlframe.replay.layout import Allocate, Leaf, OutputArrays, TreeLayout, process_memory
 from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
-_OWN_CGROUPS = pathlib.Path("/proc/self/cgroup")
-# (limit, usage, what of it is cache that the kernel would give up) of cgroups v2 and v1
-_FILES = (
+_PROCESS_CGROUPS = pathlib.Path("/proc/self/cgroup")
+# (limit, usage, the cache in that usage which the kernel would release) of cgroups v2 and v1
+_CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 class TreeStore:
-    """Trees of arrays, a row per slot; frame-stacked pixels as single frames.
+    """Stores trees of arrays, one row per slot. Frame-stacked pixels are stored as single frames.
 
     Args:
-        single_frame: True or False for every leaf; None: where one looks stacked, until its data shows that it is not.
-        num_envs: environments of the first writer, which decides how far back a frame may lie.
-        allocate: gives the arrays.
+        layout: the layout of the tree.
+        timeline: the timesteps and their slots.
+        allocate: returns the arrays.
+        single_frame: True or False for every leaf. None: True for each leaf that looks stacked, until its data shows
+            that it is not.
+        num_envs: environments of the first writer. They determine how far back a frame may be.
 
     Attributes:
-        single: the only array, where the tree is one leaf whose rows are kept as they come.
+        only_array: the array of a tree that is one leaf with whole rows; None for other trees.
     """
 
     def __init__(
@@ -53,15 +56,15 @@ class TreeStore:
                 self._frames[i] = FrameStore(leaf, timeline, slack, allocate)
             else:
                 self._rows.append(allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype))
-        self.single = self._rows[0] if layout.is_leaf and not self._frames else None
+        self.only_array = self._rows[0] if layout.is_leaf and not self._frames else None
 
     def write(self, index: Index, tree: Any, first: int = 0, before: Numbers | None = None) -> None:
         """Store the tree of `[B, ...]` in the slots `index`.
 
-        Where it keeps frames: `first` is the number of the first timestep, `before` those that they follow, if any.
+        Frames also need the number of the `first` timestep, and the timesteps `before`, which they follow, if any.
         """
-        if self.single is not None:
-            self.single[index] = tree
+        if self.only_array is not None:
+            self.only_array[index] = tree
             return
         for i, values in enumerate(self._layout.split(tree)):
             store = self._frames.get(i)
@@ -69,13 +72,13 @@ class TreeStore:
                 self._rows[i][index] = values
             else:
                 store.write(first, index, values, before)
-                if store.failing:
-                    self._give_up(i, store)
+                if store.is_wasteful:
+                    self._store_whole_rows(i, store)
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> Any:
         """Return the tree of the rows in `slots` (any shape), `[*slots.shape, ...]`."""
-        if self.single is not None:
-            return outputs.take(self.single, slots)
+        if self.only_array is not None:
+            return outputs.take(self.only_array, slots)
         return self._layout.build(
             [
                 self._frames[i].read(slots, outputs) if i in self._frames else outputs.take(data, slots)
@@ -84,9 +87,9 @@ class TreeStore:
         )
 
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[Any, Any]:
-        """Return (`read(slots)`, `read(others)`), for `others` that share frames with `slots`."""
-        if self.single is not None:
-            return outputs.take(self.single, slots), outputs.take(self.single, others)
+        """Return (`read(slots)`, `read(others)`) for `others` that share frames with `slots`."""
+        if self.only_array is not None:
+            return outputs.take(self.only_array, slots), outputs.take(self.only_array, others)
         pairs = [
             self._frames[i].read_both(slots, others, outputs)
             if i in self._frames
@@ -95,63 +98,68 @@ class TreeStore:
         ]
         return self._layout.build([a for a, _ in pairs]), self._layout.build([b for _, b in pairs])
 
-    def _give_up(self, i: int, store: FrameStore) -> None:
-        """Keep whole rows from now on, as the stacks of leaf `i` do not continue each other."""
+    def _store_whole_rows(self, i: int, store: FrameStore) -> None:
+        """Store whole rows of leaf `i` from now on, because its stacks do not continue each other."""
         leaf = self._layout.leaves[i]
         if self._forced:
             raise UsageError(
-                f"{leaf.name}: single_frame was asked for, but in {store.rows_aside} of {store.rows_seen} observations "
-                "the older frames are not those of the step before. Leave single_frame out."
+                f"{leaf.name}: single_frame=True needs frame-stacked observations, but in "
+                f"{store.rows_stored_separately} of {store.rows_seen} observations the older frames differ "
+                "from those of the step before. Leave single_frame out."
             )
         slots = self._timeline.slots
-        check_memory(leaf.nbytes * slots, slots, f"{leaf.name} looks like stacked frames but is none: kept whole")
-        data = own_memory(leaf.name, (slots, *leaf.shape), leaf.dtype)
+        check_memory(
+            leaf.nbytes * slots, slots, f"{leaf.name} looks like stacked frames but is not: whole rows are stored"
+        )
+        data = process_memory(leaf.name, (slots, *leaf.shape), leaf.dtype)
         for low in range(0, min(slots, self._timeline.head), 256):
             part = np.arange(low, min(low + 256, slots, self._timeline.head))
             data[part] = store.read(part, OutputArrays())
         self._rows[i] = data
         del self._frames[i]
-        self.single = data if self._layout.is_leaf else None
+        self.only_array = data if self._layout.is_leaf else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes when it is full."""
+        """Bytes of the full arrays."""
         return sum(data.nbytes for data in self._rows) + sum(store.nbytes for store in self._frames.values())
 
-    def framed(self) -> list[str]:
-        """Return the names of the leaves of which single frames are kept."""
+    def single_frame_leaves(self) -> list[str]:
+        """Return the names of the leaves that are stored as single frames."""
         return [store.leaf.name for store in self._frames.values()]
 
-    def restore_framed(self, names: list[str]) -> None:
-        """Keep the leaves whole that are not in `names`; only before anything was written."""
+    def restore_single_frame_leaves(self, names: list[str]) -> None:
+        """Store the leaves that are not in `names` as whole rows. Call it only before anything was written."""
         for i, store in list(self._frames.items()):
             if store.leaf.name not in names:
-                self._give_up(i, store)
+                self._store_whole_rows(i, store)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold. See `extra`, too."""
+        """Return the arrays that a checkpoint must hold, except `variable_arrays`."""
         arrays: dict[str, np.ndarray] = {}
         for i, (leaf, data) in enumerate(zip(self._layout.leaves, self._rows)):
             arrays.update(self._frames[i].arrays() if i in self._frames else {leaf.name: self._timeline.used(data)})
         return arrays
 
-    def extra(self) -> dict[str, np.ndarray]:
+    def variable_arrays(self) -> dict[str, np.ndarray]:
         """Return small arrays whose sizes vary."""
         return {
             f"{store.leaf.name} {name}": array
             for store in self._frames.values()
-            for name, array in store.extra().items()
+            for name, array in store.variable_arrays().items()
         }
 
-    def set_extra(self, extra: dict[str, np.ndarray]) -> None:
-        """Restore the result of `extra`."""
+    def set_variable_arrays(self, variable_arrays: dict[str, np.ndarray]) -> None:
+        """Restore the result of `variable_arrays`."""
         for store in self._frames.values():
             prefix = f"{store.leaf.name} "
-            store.set_extra({key[len(prefix) :]: value for key, value in extra.items() if key.startswith(prefix)})
+            store.set_variable_arrays(
+                {key[len(prefix) :]: value for key, value in variable_arrays.items() if key.startswith(prefix)}
+            )
 
 
 def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
-    """Return whether single frames of a leaf are kept."""
+    """Return True if the leaf is stored as single frames."""
     if single_frame is None:
         return looks_stacked(leaf)
     return single_frame and len(leaf.shape) == 3 and leaf.shape[0] > 1
@@ -160,27 +168,27 @@ def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
 def check_memory(needed: int, capacity: int, what: str) -> None:
     """Raise `UsageError` if `needed` bytes for `capacity` steps exceed the available memory.
 
-    Pages are touched only as the buffer fills, so nothing else would stop it before the machine is out of memory.
+    The system provides pages only as the buffer fills. Without this check, the machine would run out of memory later.
     """
     available = available_memory()
     if needed > available:
         fits = int(capacity * (available / needed) * 0.9)
         raise UsageError(
-            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), and "
+            f"The replay buffer needs {_gigabytes(needed)} for {capacity} steps ({what}), but only "
             f"{_gigabytes(available)} of memory is available. A capacity of {fits} steps would fit."
         )
 
 
 def available_memory() -> int:
-    """Return how many bytes this process can still take without swapping, on its machine and in its container."""
-    containers = [left for directory in _cgroups() if (left := _left(directory)) is not None]
+    """Return the bytes that this process can take without swapping, on its machine and in its container."""
+    containers = [left for directory in _cgroups() if (left := _available_in(directory)) is not None]
     return max(0, min([psutil.virtual_memory().available, *containers]))
 
 
 def _cgroups() -> Iterator[pathlib.Path]:
-    """Return the directories of this process's memory cgroups, from its own up to the root that it can see."""
+    """Return the directories of this process's memory cgroups, from its own up to the visible root."""
     try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
+        lines = _PROCESS_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:  # `0::/path` in version 2, `4:memory:/path` in version 1
@@ -192,8 +200,8 @@ def _cgroups() -> Iterator[pathlib.Path]:
         yield from (directory for directory in (own, *own.parents) if directory.is_relative_to(root))
 
 
-def _left(cgroup: pathlib.Path) -> int | None:
-    for limit_file, usage_file, cache in _FILES:
+def _available_in(cgroup: pathlib.Path) -> int | None:
+    for limit_file, usage_file, cache in _CGROUP_FILES:
         try:
             limit, usage = (cgroup / limit_file).read_text().strip(), int((cgroup / usage_file).read_text())
             statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())

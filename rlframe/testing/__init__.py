@@ -1,9 +1,9 @@
-"""Checks to run on your own environments, agents and replay stores.
+"""Tests for your own environments, agents and replay stores.
 
     check_replay(lambda agent, num_writers: MyStore(agent), kinds=["uniform"])
 
-`replay.py` adds scripted steps (`streams.py: StepStream`) to your store and to `ReferenceReplay`, a replay in plain Python,
-and compares what both return.
+`replay.py` adds scripted steps (`streams.py: StepStream`) to your store and to `ReferenceReplay`, a replay in plain
+Python, and compares their items.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The promises of every replay, checked on yours against a replay in plain Python."""
+"""Checks of a replay against a reference replay in plain Python."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ SCENARIOS = ("lockstep", "subsets", "broken fragments", "two writers", "reclaime
 
 
 def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Several[Item] = ITEMS) -> None:
-    """Hold a replay to what Actors and Learners rely on. It takes seconds for one that is in memory.
+    """Check all properties of a replay that Actors and Learners rely on. This takes seconds for a replay in memory.
 
         check_replay(lambda agent, num_writers: MyReplay(agent))
 
     Args:
-        factory: `factory(agent, num_writers)` makes an empty replay, which has the methods of `ReplayWriter` and of
-            `ReplayReader`; `agent.replay_spec` and `agent.step_spec` say of what. Writer and reader are one thread.
-        kinds: of `ReplaySpec` that it can be.
-        items: that it can hold.
+        factory: `factory(agent, num_writers)` returns an empty replay with the methods of `ReplayWriter` and
+            `ReplayReader`, for `agent.replay_spec` and `agent.step_spec`. One thread writes and reads.
+        kinds: the kinds of `ReplaySpec` that the replay supports.
+        items: the items that it supports.
 
     Raises:
-        AssertionError: it does not keep a promise. The message names the check, the kind, the item and the scene.
+        AssertionError: a check failed. The message names the check, the kind, the item and the scenario.
     """
     for kind in kinds:
         for item in items:
-            for scene in SCENARIOS:
-                with _named(f"{kind} replay of {item}, {scene}"):
-                    check_items(factory, kind, item, scene)
-                    check_eviction(factory, kind, item, scene)
+            for scenario in SCENARIOS:
+                with _error_context(f"{kind} replay of {item}, {scenario}"):
+                    check_items(factory, kind, item, scenario)
+                    check_eviction(factory, kind, item, scenario)
         for check in CHECKS[kind]:
-            with _named(f"{kind} replay, {check.__name__}"):
+            with _error_context(f"{kind} replay, {check.__name__}"):
                 check(factory, kind)
         for item in PRIORITY_ITEMS:
             if kind == "prioritized" and any(isinstance(each, type(item)) for each in items):
                 for priority_check in PRIORITY_CHECKS:
-                    with _named(f"{kind} replay of {item}, {priority_check.__name__}"):
+                    with _error_context(f"{kind} replay of {item}, {priority_check.__name__}"):
                         priority_check(factory, item)
 
 
 @contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
+def _error_context(what: str) -> Iterator[None]:
     try:
         yield
     except AssertionError as error:
@@ -68,8 +68,8 @@ def _named(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def made(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
-    """A replay for an agent with `ReplaySpec(*spec, **options)`, closed in the end where it can be."""
+def new_replay(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
+    """Yield a replay for an agent with `ReplaySpec(*spec, **options)`. Close it at the end if it has `close`."""
     replay = factory(fake_agent(*spec, **options), num_writers)
     try:
         yield replay
@@ -77,82 +77,98 @@ def made(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> 
         getattr(replay, "close", lambda: None)()
 
 
-def writers(scene: str) -> int:
-    """Return how many there are in a scene."""
-    return 2 if scene == "two writers" else 1
+def writers(scenario: str) -> int:
+    """Return the number of writers in a scenario."""
+    return 2 if scenario == "two writers" else 1
 
 
-def play(
-    scene: str, replay: Any, twin: ReferenceReplay, steps: int, num_envs: int = 6, seed: int = 0, end: float = 0.2
+def add_experience(
+    scenario: str,
+    replay: Any,
+    reference: ReferenceReplay,
+    steps: int,
+    num_envs: int = 6,
+    seed: int = 0,
+    end: float = 0.2,
 ) -> Iterator[int]:
-    """Feed replay and twin with the same experience; yield after every step."""
+    """Add the same experience to the replay and the reference; yield after every step."""
     rng = np.random.default_rng(seed)
-    streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scene))]
+    streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scenario))]
     for stream in streams:
         claimed = replay.claim_rank(stream.num_envs, stream.rank)
-        assert claimed == (stream.rank, 0), f"claim_rank gave {claimed} to the first writer of rank {stream.rank}"
-        twin.claim_rank(stream.num_envs, stream.rank)
+        assert claimed == (stream.rank, 0), f"claim_rank returned {claimed} to the first writer of rank {stream.rank}"
+        reference.claim_rank(stream.num_envs, stream.rank)
     for t in range(steps):
         stream = streams[int(rng.integers(len(streams)))]
         envs = None
-        if scene == "subsets":
+        if scenario == "subsets":
             envs = rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)]
-        elif scene == "broken fragments" and rng.random() < 0.3:
+        elif scenario == "broken fragments" and rng.random() < 0.3:
             stream.restart(rng.permutation(num_envs)[: rng.integers(1, num_envs + 1)], unless_first=True)
-        elif scene == "reclaimed rank" and t % 11 == 10:
+        elif scenario == "reclaimed rank" and t % 11 == 10:
             stream.restart(np.arange(num_envs))
             claimed, incarnation = replay.claim_rank(num_envs, 0), (t + 1) // 11
-            assert claimed == (0, incarnation), f"claim_rank gave {claimed} for incarnation {incarnation} of rank 0"
-            twin.claim_rank(num_envs, 0)
-        elif scene == "one slow environment" and t % 9:
+            assert claimed == (0, incarnation), f"claim_rank returned {claimed} for incarnation {incarnation} of rank 0"
+            reference.claim_rank(num_envs, 0)
+        elif scenario == "one slow environment" and t % 9:
             envs = np.arange(1, num_envs)
         ids, step = stream.step(envs)
         replay.add(ids, step)
-        twin.add(ids, step)
+        reference.add(ids, step)
         yield t
 
 
-def check_items(factory: Factory, kind: str, item: Item, scene: str) -> None:
-    """Each item that is sampled is one that was added; a queue gives each once, the others each with its chance."""
-    twin, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
-    with made(factory, kind, item, batch_size, 10_000, num_writers=writers(scene)) as replay:
-        for _ in play(scene, replay, twin, 40):
+def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
+    """Every sampled item was added. A queue returns each item once; other kinds draw each with equal probability."""
+    reference, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
+    with new_replay(factory, kind, item, batch_size, 10_000, num_writers=writers(scenario)) as replay:
+        for _ in add_experience(scenario, replay, reference, 40):
             if kind == "queue":
                 while (batch := replay.sample()) is not None:
-                    assert_batch_matches(batch, twin)
+                    assert_batch_matches(batch, reference)
                     seen += first_ids(batch).tolist()
-                    assert len(seen) <= len(twin.items), "a queue gives each item once"
-                assert replay.stats()["items"] == len(twin.items) - len(seen) < 4, "an item is missing, or not taken"
+                    assert len(seen) <= len(reference.items), "the queue returned more items than were added"
+                assert replay.stats()["items"] == len(reference.items) - len(seen) < 4, (
+                    "the queue lost an item, or kept a sampled item"
+                )
                 continue
-            assert replay.stats()["items"] == len(twin.items), "it does not hold the items that are complete"
+            assert replay.stats()["items"] == len(reference.items), (
+                "stats()['items'] is not the number of complete items"
+            )
             batch = replay.sample()
-            assert (batch is None) == (not twin.items), "sample() gives a batch as soon as there is an item"
+            assert (batch is None) == (not reference.items), (
+                "sample() must return a batch if and only if there is an item"
+            )
             if batch is not None:
-                assert_batch_matches(batch, twin)
-                np.testing.assert_allclose(batch.probabilities, 1 / len(twin.items), rtol=1e-6)
-    order = {first: i for i, first in enumerate(twin.items)}
-    assert len(set(seen)) == len(seen) and set(seen) <= set(order), "a queue gives each item once"
-    # A call may complete several items, whose order among each other is free.
+                assert_batch_matches(batch, reference)
+                np.testing.assert_allclose(batch.probabilities, 1 / len(reference.items), rtol=1e-6)
+    order = {first: i for i, first in enumerate(reference.items)}
+    assert len(set(seen)) == len(seen) and set(seen) <= set(order), "the queue returned an item twice"
+    # A call may complete several items, in any order.
     out_of_order = max((abs(order[first] - i) for i, first in enumerate(seen)), default=0)
-    assert out_of_order <= 6 * 5, f"an item of the queue is {out_of_order} places from where it belongs"
+    assert out_of_order <= 6 * 5, f"an item of the queue is {out_of_order} places from its correct place"
 
 
-def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
-    """A full replay drops the oldest items, counts them, and draws whole ones only."""
-    twin, sampled = ReferenceReplay(item), 0
-    with made(factory, kind, item, 4, 96, num_writers=writers(scene)) as replay:
-        for t in play(scene, replay, twin, 140):
+def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> None:
+    """A full replay evicts the oldest items, counts them, and draws only complete items."""
+    reference, sampled = ReferenceReplay(item), 0
+    with new_replay(factory, kind, item, 4, 96, num_writers=writers(scenario)) as replay:
+        for t in add_experience(scenario, replay, reference, 140):
             batch = replay.sample() if t % 30 == 29 else None
             if batch is not None:
-                assert_batch_matches(batch, twin)
+                assert_batch_matches(batch, reference)
                 sampled += 4
         stats = replay.stats()
-        # An item whose first step left before its last one came is never there.
-        slow = scene in ("one slow environment", "two writers")
-        assert stats["added"] <= len(twin.items) if slow else stats["added"] == len(twin.items), f"{stats}: added"
+        # An item is never added if its first step is evicted before its last step.
+        slow = scenario in ("one slow environment", "two writers")
+        assert stats["added"] <= len(reference.items) if slow else stats["added"] == len(reference.items), (
+            f"{stats}: added"
+        )
         taken = sampled if kind == "queue" else 0
-        assert stats["added"] == stats["items"] + stats["evicted"] + taken, f"{stats}: items are lost from the count"
-        assert stats["evicted"] > 0, f"{stats}: nothing left a full replay"
+        assert stats["added"] == stats["items"] + stats["evicted"] + taken, (
+            f"{stats}: added is not items + evicted + sampled"
+        )
+        assert stats["evicted"] > 0, f"{stats}: the full replay evicted nothing"
         if kind == "queue":
             return
         drawn: set[int] = set()
@@ -160,54 +176,58 @@ def check_eviction(factory: Factory, kind: str, item: Item, scene: str) -> None:
             drawn.update(first_ids(replay.sample()).tolist())
             if len(drawn) == stats["items"]:
                 break
-        assert len(drawn) == stats["items"], f"{len(drawn)} different items are drawn of {stats['items']}"
+        assert len(drawn) == stats["items"], f"only {len(drawn)} of {stats['items']} items are ever drawn"
 
 
 def check_batch_size_none(factory: Factory, kind: str) -> None:
-    """`batch_size=None`: a batch is one item of each environment."""
-    with made(factory, kind, Sequence(3), None, 1000) as replay:
+    """With `batch_size=None`, a batch has one item of each environment."""
+    with new_replay(factory, kind, Sequence(3), None, 1000) as replay:
         replay.claim_rank(5)
         stream = StepStream(5, end=0.0)
         for _ in range(2):
             replay.add(*stream.step())
-            assert replay.sample() is None, "there is no item of each environment yet"
+            assert replay.sample() is None, "sample() must return None before each environment has an item"
         replay.add(*stream.step())
         batch = replay.sample()
-        assert batch is not None and batch.data.action.shape == (5, 3), "a batch is [environments, length, ...]"
-        assert batch.data.observation["image"].shape == (5, 4, 2, 3), "observations are length + 1"
-        assert len(set(first_ids(batch))) == 5, "each environment's item is there once"
-        assert replay.sample() is None, "each item is given once"
+        assert batch is not None and batch.data.action.shape == (5, 3), (
+            "the shape of a batch must be [environments, length, ...]"
+        )
+        assert batch.data.observation["image"].shape == (5, 4, 2, 3), (
+            "the shape of observations must be [environments, length + 1, ...]"
+        )
+        assert len(set(first_ids(batch))) == 5, "the batch must have one item of each environment"
+        assert replay.sample() is None, "the queue returned an item twice"
 
 
 def check_oldest_version(factory: Factory, kind: str) -> None:
-    """`params_version` is that of the oldest parameters which acted in an item."""
-    with made(factory, kind, Sequence(4), 2, 1000) as replay:
+    """`params_version` is the oldest version that acted in an item."""
+    with new_replay(factory, kind, Sequence(4), 2, 1000) as replay:
         stream = StepStream(2, end=0.0)
         replay.claim_rank(2)
-        for version in (5, 6, 4, 7):  # one inferencer answered for another
+        for version in (5, 6, 4, 7):  # several inferencers may have different versions
             ids, step = stream.step()
             replay.add(ids, step._replace(params_version=version))
         np.testing.assert_array_equal(replay.sample().params_version, [4, 4])
 
 
 def check_uniform_sampling(factory: Factory, kind: str) -> None:
-    """Each item is drawn with the same chance."""
-    twin = ReferenceReplay(Transition(3))
-    with made(factory, kind, Transition(3), 100, 200) as replay:
-        for _ in play("subsets", replay, twin, 200):
+    """A uniform replay draws each item with equal probability."""
+    reference = ReferenceReplay(Transition(3))
+    with new_replay(factory, kind, Transition(3), 100, 200) as replay:
+        for _ in add_experience("subsets", replay, reference, 200):
             pass
         size = replay.stats()["items"]
         draws = np.concatenate([first_ids(replay.sample()) for _ in range(400)])
     ids, counts = np.unique(draws, return_counts=True)
     expected = 40_000 / size
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert len(ids) == size, f"{len(ids)} items of {size} are drawn"
+    assert len(ids) == size, f"only {len(ids)} of {size} items are ever drawn"
     assert abs(chi_square - size) < 5 * np.sqrt(2 * size), f"chi square {chi_square:.0f} of {size} items"
 
 
 def check_rate_limiter(factory: Factory, kind: str) -> None:
-    """`min_size` and `samples_per_insert` hold sampling back; see `RateLimiter`."""
-    with made(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
+    """`min_size` and `samples_per_insert` limit sampling; see `RateLimiter`."""
+    with new_replay(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
         replay.claim_rank(2)
         stream, given = StepStream(2, end=0.0), []
         for _ in range(12):
@@ -215,13 +235,15 @@ def check_rate_limiter(factory: Factory, kind: str) -> None:
             given.append(0)
             while replay.sample() is not None:
                 given[-1] += 1
-    assert given[:5] == [0, 0, 0, 0, 1], f"the first batch is due with item 10; batches after each 2 items: {given}"
+    assert given[:5] == [0, 0, 0, 0, 1], (
+        f"the first batch must be available with item 10; numbers of batches after each 2 items: {given}"
+    )
     assert abs(sum(given) * 8 - 2 * (24 - 10)) <= 8, f"{sum(given) * 8} samples of 24 items, at 2 samples per insert"
 
 
 def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
-    """A batch is the caller's: what comes later does not change it."""
-    with made(factory, kind, Transition(1), 8, 100) as replay:
+    """Later steps do not change a batch."""
+    with new_replay(factory, kind, Transition(1), 8, 100) as replay:
         replay.claim_rank(4)
         stream = StepStream(4)
         for _ in range(30):
@@ -236,43 +258,43 @@ def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
 
 
 def check_ranks(factory: Factory, kind: str) -> None:
-    """Ranks are given in order, and taken again with a new incarnation; steps of others are refused."""
-    with made(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
+    """Ranks are assigned in order, a new claim gets a new incarnation, and steps of unclaimed ranks are refused."""
+    with new_replay(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
         claimed = [replay.claim_rank(4), replay.claim_rank(4), replay.claim_rank(4, rank=0)]
-        assert claimed == [(0, 0), (1, 0), (0, 1)], f"claim_rank gave {claimed}"
+        assert claimed == [(0, 0), (1, 0), (0, 1)], f"claim_rank returned {claimed}"
         ids, step = StepStream(4, rank=3).step()
         for wrong in (ids, global_env_ids(0, np.array([2, 3, 4, 5]))):
             try:
                 replay.add(wrong, step)
             except UsageError:
                 continue
-            raise AssertionError(f"add() took steps of the environments {wrong}, which nobody has claimed")
+            raise AssertionError(f"add() accepted steps of the environments {wrong}, whose rank no writer has claimed")
 
 
 def check_dataset(factory: Factory, kind: str) -> None:
-    """`make_dataset` gives batches without end."""
-    twin = ReferenceReplay(Transition(1))
-    with made(factory, kind, Transition(1), 4, 1000) as replay:
-        for _ in play("lockstep", replay, twin, 20):
+    """`make_dataset` returns batches without end."""
+    reference = ReferenceReplay(Transition(1))
+    with new_replay(factory, kind, Transition(1), 4, 1000) as replay:
+        for _ in add_experience("lockstep", replay, reference, 20):
             pass
         dataset = replay.make_dataset()
         for _ in range(5):
-            assert_batch_matches(next(dataset), twin)
+            assert_batch_matches(next(dataset), reference)
         getattr(dataset, "close", lambda: None)()
 
 
 def check_priorities(factory: Factory, item: Item) -> None:
-    """Items are drawn by priority^exponent, and `probabilities` say so."""
-    with made(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
-        for _ in play("subsets", replay, ReferenceReplay(item), 100):
+    """Items are drawn in proportion to priority^exponent, and `probabilities` are correct."""
+    with new_replay(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
+        for _ in add_experience("subsets", replay, ReferenceReplay(item), 100):
             pass
         priorities: dict[int, float] = {}
-        for _ in range(400):  # every item gets the priority that its observation's number says
+        for _ in range(400):  # each item gets a priority that depends on the number in its observation
             batch = replay.sample()
             ids = first_ids(batch)
             replay.update_priorities(batch.keys, (ids % 7 + 0.5) ** 2)
             priorities.update(zip(ids.tolist(), ((ids % 7) + 0.5).tolist()))
-        assert len(priorities) == replay.stats()["items"], "not every item is drawn"
+        assert len(priorities) == replay.stats()["items"], "some items are never drawn"
         total, counts = sum(priorities.values()), dict.fromkeys(priorities, 0)
         for _ in range(400):
             batch = replay.sample()
@@ -286,9 +308,9 @@ def check_priorities(factory: Factory, item: Item) -> None:
 
 
 def check_new_priority(factory: Factory, item: Item) -> None:
-    """A new item has the highest priority so far."""
+    """A new item gets the highest priority so far."""
     steps, more = (item.n_step, 1) if isinstance(item, Transition) else (item.length, item.period)
-    with made(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
+    with new_replay(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
         replay.claim_rank(1)
         stream = StepStream(1, end=0.0)
         for _ in range(steps):
@@ -301,13 +323,13 @@ def check_new_priority(factory: Factory, item: Item) -> None:
         older = batch.keys[batch.keys[:, 2].argmin()]
         replay.update_priorities(older[None], np.array([1.0]))
         chances = {float(chance) for chance in np.round(replay.sample().probabilities, 6)}
-        assert chances == {0.25, 0.75}, f"priorities 1 and 3 give the chances {chances}"
+        assert chances == {0.25, 0.75}, f"the priorities 1 and 3 result in the probabilities {chances}"
 
 
 def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
-    """Priorities of items that are gone are dropped and counted; what is no priority is refused."""
+    """Priorities of evicted items are dropped and counted, and invalid priorities are refused."""
     stream = StepStream(2)
-    with made(factory, "prioritized", item, 8, 50) as replay:
+    with new_replay(factory, "prioritized", item, 8, 50) as replay:
         replay.claim_rank(2)
         for _ in range(10):
             replay.add(*stream.step())
@@ -316,16 +338,16 @@ def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
             replay.add(*stream.step())
         before = replay.sample().probabilities
         replay.update_priorities(old, np.full(8, 100.0))
-        assert replay.stats()["dropped_priorities"] == 8, "priorities of items that are gone are counted"
+        assert replay.stats()["dropped_priorities"] == 8, "updates of evicted items must be counted"
         np.testing.assert_allclose(replay.sample().probabilities, before)
         replay.update_priorities(replay.sample().keys + [7, 0, 0], np.full(8, 100.0))
-        assert replay.stats()["dropped_priorities"] == 16, "priorities of another writer's items are counted"
+        assert replay.stats()["dropped_priorities"] == 16, "updates of another writer's items must be counted"
         for wrong in ([-1.0] * 8, [np.nan] * 8, [np.inf] * 8, [1.0] * 7):
             try:
                 replay.update_priorities(replay.sample().keys, np.array(wrong))
             except UsageError:
                 continue
-            raise AssertionError(f"update_priorities took {wrong}")
+            raise AssertionError(f"update_priorities accepted {wrong}")
 
 
 _FOR_ALL = (check_ranks, check_dataset)

@@ -1,4 +1,4 @@
-"""Scripted experience with known contents, and a replay buffer in plain Python to compare with."""
+"""Scripted experience with known contents, and a reference replay in plain Python."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ STEP_SPEC = StepSpec(
 def fake_agent(
     kind: Any, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any
 ) -> Any:
-    """The specs of an agent that a replay buffer needs."""
+    """Return an object with the specs of an agent that a replay buffer needs."""
     return types.SimpleNamespace(replay_spec=ReplaySpec(kind, item, batch_size, capacity, **more), step_spec=step_spec)
 
 
 class StepStream:
-    """Environments whose every timestep has a number of its own in `observation["id"]`."""
+    """Environments whose timesteps have unique numbers in `observation["id"]`."""
 
     next_id = 0
 
@@ -59,15 +59,15 @@ class StepStream:
     def restart(self, envs: np.ndarray, unless_first: bool = False) -> None:
         """Begin a new episode in `envs`, without a LAST.
 
-        An environment that has just begun an episode and begins another looks as if it went on: its writer must say so,
-        by claiming its rank again. `unless_first` leaves such environments alone.
+        If an environment has just begun an episode, a second begin looks like a continuation. Then its writer must
+        claim its rank again. `unless_first` excludes such environments.
         """
         if unless_first:
             envs = envs[self._open.step_type[envs] != FIRST]
         self._assign(envs, self.first(len(envs)))
 
     def step(self, envs: np.ndarray | None = None) -> tuple[np.ndarray, Step]:
-        """Steps the environments `envs` (default: all)."""
+        """Step the environments `envs` (default: all)."""
         envs = np.arange(self.num_envs) if envs is None else envs
         before = jax.tree.map(lambda array: array[envs], self._open)  # copies
         count = len(envs)
@@ -97,7 +97,9 @@ class StepStream:
 
 
 class ReferenceReplay:
-    """A replay buffer of Python lists, one environment and one step at a time; it forgets nothing.
+    """A reference replay buffer with Python lists.
+
+    It adds one environment and one step at a time, and never evicts items.
 
     `items` maps the id of an item's first observation to (the item's arrays, its origin, its version), in the order of
     completion.
@@ -111,7 +113,7 @@ class ReferenceReplay:
         self._incarnations: dict[int, int] = {}
 
     def claim_rank(self, num_envs: int, rank: int) -> None:
-        """A writer comes, or comes again."""
+        """Register a writer, or a new incarnation of its rank."""
         self._incarnations[rank] = self._incarnations.get(rank, -1) + 1
         for env in list(self._fragments):
             if env // 1_000_000 == rank:
@@ -190,7 +192,7 @@ class ReferenceReplay:
 
 
 def batch_items(batch: Any) -> list[dict[str, Any]]:
-    """Return the items of a batch, in the form that `ReferenceReplay` keeps them in."""
+    """Return the items of a batch, in the format of `ReferenceReplay.items`."""
     items = []
     for i in range(len(batch.keys)):
         item: dict[str, Any] = {}
@@ -204,16 +206,16 @@ def batch_items(batch: Any) -> list[dict[str, Any]]:
 
 
 def first_ids(batch: Any) -> np.ndarray:
-    """[B]: the id of each item's first observation."""
+    """Return the id of each item's first observation, [B]."""
     ids = batch.data.observation["id"]
     return ids if ids.ndim == 1 else ids[:, 0]
 
 
-def assert_batch_matches(batch: Any, twin: ReferenceReplay) -> None:
-    """Every item of `batch` is one that the twin completed, with the same arrays, origin and version."""
+def assert_batch_matches(batch: Any, reference: ReferenceReplay) -> None:
+    """Check that the reference completed every item of `batch`, with equal arrays, origin and version."""
     for i, (first, item) in enumerate(zip(first_ids(batch).tolist(), batch_items(batch))):
-        assert first in twin.items, f"the buffer made up an item that starts at observation {first}"
-        content, origin, version = twin.items[first]
+        assert first in reference.items, f"the replay returned an unknown item, which starts at observation {first}"
+        content, origin, version = reference.items[first]
         assert item.keys() == content.keys()
         for name, value in content.items():
             if name in ("reward", "discount"):

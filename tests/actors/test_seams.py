@@ -103,7 +103,7 @@ def test_inference_without_state_argument_works_for_stateless_agent():
 @pytest.mark.parametrize(
     ("inferencer", "buffer", "match"),
     [
-        (object(), Adds(), r"A object was given as the inferencer: it needs inference\(env_ids, timestep, state\)"),
+        (object(), Adds(), r"A object cannot be an inferencer: it needs inference\(env_ids, timestep, state\)"),
         (
             OnlyInference(),
             object(),
@@ -122,7 +122,7 @@ def test_inference_result_of_wrong_type_is_rejected():
             return np.zeros(len(env_ids), np.int32)
 
     actor = Actor(CountingEnv(), Bare(), Adds())
-    with pytest.raises(UsageError, match="Bare.inference gave a ndarray; it must be an AgentOutput"):
+    with pytest.raises(UsageError, match="Bare.inference returned a ndarray. It must be an AgentOutput"):
         actor.step()
     actor.close()
 
@@ -136,7 +136,7 @@ def test_on_policy_actor_rejects_inferencer_without_wait_for_version():
             return AgentOutput(np.zeros(len(env_ids), np.int32), {"log_prob": zeros, "value": zeros}, 1)
 
     actor = Actor(CountingEnv(), Acts(), ReplayBuffer(agent))
-    with pytest.raises(UsageError, match=r"is a Acts, which has no wait_for_version\(\), as an Inferencer has"):
+    with pytest.raises(UsageError, match=r"is a Acts without the method wait_for_version\(\)"):
         actor.run()
     actor.close()
 

@@ -1,4 +1,4 @@
-"""Batching: many callers, few calls, and every caller's own answer."""
+"""Batching: many callers share few calls, and each caller gets its own answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE = 30.0
 
 
 def request(rows, first=0.0):
-    """Observations (first + row, 0), so that every row is known again."""
+    """Return a request whose observations are (first + row, 0), so that each row can be identified."""
     observation = np.zeros((rows, 2), np.float32)
     observation[:, 0] = first + np.arange(rows)
     ones = np.ones(rows, np.float32)
@@ -29,12 +29,12 @@ def request(rows, first=0.0):
 
 
 def echo(env_ids, timestep, state):
-    """Answers each row with its own observation, and passes the state's very array on."""
+    """Answer each row with its own observation. Return the same state array that was passed."""
     return AgentOutput(timestep.observation[:, 0].astype(np.int32), {}, 7), state
 
 
 class Gate:
-    """`echo`, whose calls wait until they are let through."""
+    """Like `echo`, but each call waits until `opened` is set."""
 
     def __init__(self):
         self.entered, self.opened, self.sizes = threading.Semaphore(0), threading.Event(), []
@@ -46,7 +46,7 @@ class Gate:
         return echo(env_ids, timestep, state)
 
     def occupy(self, batcher, rows):
-        """Two calls of so many rows are under way: as many as there may be."""
+        """Start two calls of `rows` rows, the most that may run at once."""
         results, threads = [], []
         for _ in range(2):
             result, thread = call_in_threads(batcher, [request(rows)])
@@ -57,7 +57,7 @@ class Gate:
 
 
 def call_in_threads(call, requests):
-    """What each call returned or raised, in order; the threads, to be joined."""
+    """Return (what each call returned or raised, in order; the threads)."""
     results = [None] * len(requests)
 
     def run(i):
@@ -78,14 +78,14 @@ def join(threads):
         assert not thread.is_alive()
 
 
-def test_callers_that_come_together_are_answered_by_one_call_each_with_its_own_rows():
+def test_simultaneous_callers_share_one_call_and_get_their_own_rows():
     calls = []
 
     def act(*args):
         calls.append(len(args[1].step_type))
         return echo(*args)
 
-    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)  # until the 32 are there
+    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)  # waits for all 32 rows
     results, threads = call_in_threads(batcher, [request(4, first=100.0 * i) for i in range(8)])
     join(threads)
     assert calls == [32]
@@ -94,7 +94,7 @@ def test_callers_that_come_together_are_answered_by_one_call_each_with_its_own_r
         assert output.params_version == 7 and output.action.flags.writeable and state["seen"].shape == (4,)
 
 
-def test_what_came_during_a_call_is_answered_by_the_next_one():
+def test_requests_during_a_call_are_answered_by_the_next_call():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=16, max_wait=0.0, timeout=DEADLINE)
     _, leader = gate.occupy(batcher, 16)
@@ -102,13 +102,13 @@ def test_what_came_during_a_call_is_answered_by_the_next_one():
     wait_until(lambda: batcher.waiting == 5)
     gate.opened.set()
     join([*leader, *others])
-    assert sorted(gate.sizes[2:]) == [12, 16]  # three requests of 5, and two
+    assert sorted(gate.sizes[2:]) == [12, 16]  # a batch of three requests with 5 rows, and one of two
     assert batcher.counts == {"requests": 7, "calls": 4, "rows": 57, "padding_rows": 3}
     for i in range(5):
         np.testing.assert_array_equal(rest[i][0].action, 10 * i + np.arange(5))
 
 
-def test_a_second_call_begins_beside_the_first_once_it_is_as_large():
+def test_second_call_starts_beside_the_first_once_it_is_as_large():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=32, max_wait=0.0, timeout=DEADLINE)
     first, leader = call_in_threads(batcher, [request(10)])
@@ -124,7 +124,7 @@ def test_a_second_call_begins_beside_the_first_once_it_is_as_large():
         np.testing.assert_array_equal(output.action, start + np.arange(rows))
 
 
-def test_an_answer_is_its_callers_own():
+def test_answer_is_not_overwritten_by_a_later_call():
     batcher = Batcher(counting_agent(), echo, max_rows=16, max_wait=0.0)
     env_ids, timestep, _ = request(3)
     _, state = batcher(env_ids, timestep, {"seen": np.full(3, 5.0, np.float32)})
@@ -132,7 +132,7 @@ def test_an_answer_is_its_callers_own():
     np.testing.assert_array_equal(state["seen"], [5.0, 5.0, 5.0])
 
 
-def test_a_stop_refuses_those_who_wait_and_answers_the_one_under_way():
+def test_stop_refuses_waiting_calls_and_answers_running_calls():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=DEADLINE)
     first, leader = gate.occupy(batcher, 8)
@@ -149,7 +149,7 @@ def test_a_stop_refuses_those_who_wait_and_answers_the_one_under_way():
         batcher(*request(2))
 
 
-def test_a_caller_that_waits_for_too_long_is_told_to_call_again_and_holds_nobody_up():
+def test_call_that_waits_too_long_is_refused_and_blocks_no_other_call():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=0.05)
     first, leader = gate.occupy(batcher, 8)
@@ -162,20 +162,20 @@ def test_a_caller_that_waits_for_too_long_is_told_to_call_again_and_holds_nobody
     assert all(isinstance(answer, tuple) for [answer] in first) and batcher.counts["requests"] == 3
 
 
-def test_a_request_that_does_not_fit_the_specs_fails_alone():
+def test_request_that_does_not_match_the_specs_fails_alone():
     batcher = Batcher(counting_agent(), echo, max_rows=16, max_wait=0.0)
     env_ids, timestep, state = request(4)
     with pytest.raises(UsageError, match=r"observation should be \[B, 2\] float32, got \[4, 3\]"):
         batcher(env_ids, timestep._replace(observation=np.zeros((4, 3), np.float32)), state)
     with pytest.raises(UsageError, match=r"seen.* should be \[B\] float32, got \[4\] float64"):
         batcher(env_ids, timestep, {"seen": np.zeros(4)})
-    with pytest.raises(UsageError, match=r"got 3 env_ids, but arrays of \[4\] rows"):
+    with pytest.raises(UsageError, match=r"got 3 env_ids, but arrays with \[4\] rows"):
         batcher(env_ids[:3], timestep, state)
     assert batcher.counts["calls"] == 0
     batcher(env_ids, timestep, state)
 
 
-def test_an_error_of_the_call_reaches_everyone_in_it_and_the_next_ones_are_answered():
+def test_error_in_a_call_reaches_all_its_callers_and_later_calls_work():
     gate = Gate()
 
     def act(*args):
@@ -198,9 +198,9 @@ def test_an_error_of_the_call_reaches_everyone_in_it_and_the_next_ones_are_answe
     ("rows", "max_rows", "bucket"),
     [(1, 64, 8), (9, 64, 12), (13, 64, 16), (33, 64, 48), (49, 64, 64), (30, 30, 30), (3, 4, 4), (65, 64, 96)],
 )
-def test_rows_are_padded_to_powers_of_two_those_between_or_the_largest_batch(rows, max_rows, bucket):
+def test_rows_are_padded_to_the_next_bucket_or_the_largest_batch(rows, max_rows, bucket):
     assert bucket_of(rows, max_rows) == bucket
 
 
-def test_any_number_of_rows_comes_to_few_sizes():
+def test_there_are_few_buckets_for_all_numbers_of_rows():
     assert {bucket_of(rows, 256) for rows in range(1, 257)} == {8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}

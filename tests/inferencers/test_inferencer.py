@@ -1,4 +1,4 @@
-"""The Inferencer: parameters by version, state that travels, one rng."""
+"""The Inferencer: parameter versions, recurrent state, and random numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_outputs_are_writable_numpy_with_the_version_that_acted():
     np.testing.assert_array_equal(output.extras["w"], np.full(3, 0.5, np.float32))
 
 
-def test_state_passes_through_the_caller():
+def test_caller_passes_the_state_from_call_to_call():
     inferencer = make()
     state = inferencer.initial_state(2)
     for _ in range(3):
@@ -39,7 +39,7 @@ def test_state_passes_through_the_caller():
     np.testing.assert_array_equal(state["seen"], [3.0, 3.0])
 
 
-def test_newer_parameters_are_taken_up_at_the_sync_interval_only():
+def test_newer_parameters_are_fetched_only_at_the_sync_interval():
     learner = FixedParams({"w": np.float32(0.5)})
     inferencer = make(learner, sync_interval=3)
     seen = []
@@ -51,14 +51,14 @@ def test_newer_parameters_are_taken_up_at_the_sync_interval_only():
     assert learner.asked == 2
 
 
-def test_batches_of_several_sizes_can_alternate():
+def test_batch_sizes_can_alternate():
     inferencer = make()
     for size in (2, 5, 2):
         output, state = inferencer.inference(np.arange(size), timestep(size), inferencer.initial_state(size))
         assert output.action.shape == (size,) and state["seen"].shape == (size,)
 
 
-def test_a_wrong_observation_names_what_was_expected_and_what_came():
+def test_wrong_observation_error_names_the_expected_and_received_shapes():
     inferencer = make()
     with pytest.raises(UsageError, match=r"observation should be \[B, 2\] float32, got \[4, 3\] float32"):
         inferencer.inference(np.arange(4), timestep(4, np.zeros((4, 3), np.float32)), inferencer.initial_state(4))
@@ -79,17 +79,17 @@ def ppo_actions(calls: int, resume_at: int | None = None, **config) -> list:
 
 
 @pytest.mark.system
-def test_one_seed_gives_the_same_actions_and_another_gives_others():
+def test_equal_seeds_give_equal_actions_and_another_seed_does_not():
     assert ppo_actions(4, seed=1) == ppo_actions(4, seed=1)
     assert ppo_actions(4, seed=1) != ppo_actions(4, seed=2)
     assert len({str(actions) for actions in ppo_actions(4, seed=1)}) > 1
 
 
 @pytest.mark.parametrize("sync_interval", [pytest.param(1, marks=pytest.mark.system), 3])
-def test_a_resumed_inferencer_acts_as_if_it_had_not_stopped(sync_interval):
+def test_resumed_inferencer_continues_with_the_same_actions(sync_interval):
     assert ppo_actions(6, resume_at=4, sync_interval=sync_interval) == ppo_actions(6, sync_interval=sync_interval)
 
 
-def test_a_sync_interval_below_one_is_refused():
+def test_sync_interval_below_one_is_refused():
     with pytest.raises(UsageError, match="sync_interval"):
         InferencerConfig(sync_interval=0)

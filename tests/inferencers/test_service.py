@@ -1,4 +1,4 @@
-"""The Inferencer as a service: the answers of an inline one, for many callers, whatever its learner does."""
+"""The Inferencer as a service: many callers get the answers of an inline Inferencer, although the learner may die."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(inferencer, rows=2):
     return inferencer.inference(np.arange(rows), timestep, {"seen": np.zeros(rows, np.float32)})
 
 
-def test_many_callers_get_the_answers_that_they_would_get_alone_by_fewer_calls():
+def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
     agent = ppo()
     learner = ppo_learner(agent)
     alone = Inferencer(InferencerConfig(greedy=True), agent, learner)
@@ -53,16 +53,18 @@ def test_many_callers_get_the_answers_that_they_would_get_alone_by_fewer_calls()
     plan = [[int(rows) for rows in rng.integers(1, 20, size=12)] for _ in range(8)]
     answers = {}
 
-    def caller(who):
-        for number, rows in enumerate(plan[who]):
-            answers[who, number] = service.inference(np.arange(rows), random_timestep(rows, 100 * who + number), ())
+    def caller(caller_index):
+        for number, rows in enumerate(plan[caller_index]):
+            answers[caller_index, number] = service.inference(
+                np.arange(rows), random_timestep(rows, 100 * caller_index + number), ()
+            )
 
     with running(service):
-        _until_run(service)
-        for rows in {bucket_of(rows, 64) for rows in range(1, 65)}:  # who waits for a compilation may be refused
+        _wait_until_run(service)
+        for rows in {bucket_of(rows, 64) for rows in range(1, 65)}:  # calls that wait for a compilation may be refused
             service.inference(np.arange(rows), random_timestep(rows, 0), ())
         before = service.stats()
-        threads = [threading.Thread(target=caller, args=(who,)) for who in range(8)]
+        threads = [threading.Thread(target=caller, args=(caller_index,)) for caller_index in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -71,23 +73,25 @@ def test_many_callers_get_the_answers_that_they_would_get_alone_by_fewer_calls()
     assert stats["requests"] - before["requests"] == 96 and stats["calls"] - before["calls"] < 48
     assert stats["compilations"] == before["compilations"] == 7
     # One call of an inline Inferencer on all the rows, to compile it once.
-    asked = [random_timestep(plan[who][number], 100 * who + number) for who, number in answers]
+    asked = [
+        random_timestep(plan[caller_index][number], 100 * caller_index + number) for caller_index, number in answers
+    ]
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *asked)
     expected, _ = alone.inference(np.arange(len(together.reward)), together, ())
     np.testing.assert_array_equal(np.concatenate([output.action for output, _ in answers.values()]), expected.action)
     for name in expected.extras:
-        came = np.concatenate([output.extras[name] for output, _ in answers.values()])
-        np.testing.assert_allclose(came, expected.extras[name], rtol=1e-5, atol=1e-5)
+        answered_extras = np.concatenate([output.extras[name] for output, _ in answers.values()])
+        np.testing.assert_allclose(answered_extras, expected.extras[name], rtol=1e-5, atol=1e-5)
 
 
 def test_padding_changes_no_answer():
     agent = ppo()
     service = Inferencer(InferencerConfig(greedy=True), agent, ppo_learner(agent))
     with running(service):
-        _until_run(service)
+        _wait_until_run(service)
         timestep = random_timestep(5, seed=1)
         first, _ = service.inference(np.arange(5), timestep, ())
-        for seed in range(3):  # leaves other rows behind
+        for seed in range(3):  # leaves the rows of other calls in the batch's memory
             service.inference(np.arange(8), random_timestep(8, seed), ())
             service.inference(np.arange(7), random_timestep(7, seed), ())
         again, _ = service.inference(np.arange(5), timestep, ())
@@ -96,7 +100,7 @@ def test_padding_changes_no_answer():
         np.testing.assert_array_equal(first.extras[name], again.extras[name])
 
 
-def test_inferencers_of_one_seed_draw_other_numbers_for_other_ranks():
+def test_ranks_draw_different_random_numbers_from_one_seed():
     agent = ppo()
     inferencer = Inferencer(InferencerConfig(seed=3), agent, ppo_learner(agent))
     first = inferencer.get_state()
@@ -125,7 +129,7 @@ def courier_client():
 
 
 @pytest.mark.parametrize("make", [launchpad_handle, courier_client])
-def test_an_inferencer_that_has_not_run_pickles_with_its_handle(make):
+def test_unused_inferencer_pickles_with_its_handle(make):
     handle, address = make()
     inferencer = pickle.loads(pickle.dumps(Inferencer(InferencerConfig(seed=5), counting_agent(), handle)))
     with serving(FixedParams({"w": np.float32(0.25)}), address):
@@ -133,7 +137,7 @@ def test_an_inferencer_that_has_not_run_pickles_with_its_handle(make):
     assert output.extras["w"].tolist() == [0.25, 0.25]
 
 
-def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_newer(caplog):
+def test_service_keeps_its_parameters_while_the_learner_is_down(caplog):
     address = free_address()
     learner = FixedParams({"w": np.float32(0.5)})
     service = Inferencer(InferencerConfig(learner_deadline=3.0), counting_agent(), client(address))
@@ -149,7 +153,7 @@ def test_a_dead_learner_leaves_the_service_its_parameters_and_a_new_one_brings_n
         assert _answer_of_version(service, 2).extras["w"].tolist() == [0.75, 0.75]
 
 
-def test_a_service_whose_learner_never_answers_fails_and_names_it():
+def test_service_fails_if_its_learner_never_answers():
     address = free_address()
     service = Inferencer(InferencerConfig(learner_deadline=0.5), counting_agent(), client(address))
     missed = rf"The learner at {address} did not answer publication_reader\(\) within 0.5 s"
@@ -159,13 +163,13 @@ def test_a_service_whose_learner_never_answers_fails_and_names_it():
         ask(service)
 
 
-def test_a_stopped_service_refuses_calls_and_cannot_be_run_again():
+def test_stopped_service_refuses_calls_and_cannot_run_again():
     service = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
     with running(service):
         _answer_of_version(service, 1)
     with pytest.raises(UnavailableError, match="has stopped"):
         ask(service)
-    with pytest.raises(UsageError, match="make another"):
+    with pytest.raises(UsageError, match="Make another Inferencer"):
         service.run()
 
 
@@ -174,13 +178,13 @@ class Broken(type(counting_agent())):
         raise ZeroDivisionError("a bug of the agent")
 
 
-def test_an_agent_that_raises_fails_the_callers_and_the_service():
+def test_error_in_the_agent_fails_the_callers_and_the_service():
     agent = Broken(counting_agent().cfg, OBSERVATION_SPEC, ACTION_SPEC)
     service = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
     caught = []
 
     def call():
-        _until_run(service)
+        _wait_until_run(service)
         try:
             ask(service)
         except ZeroDivisionError as error:
@@ -194,12 +198,12 @@ def test_an_agent_that_raises_fails_the_callers_and_the_service():
     assert len(caught) == 1
 
 
-def test_clients_of_a_served_inferencer_get_numpy_once_its_learner_is_there():
+def test_client_gets_numpy_arrays_once_the_learner_has_started():
     learner_address, address = free_address(), free_address()
     service = Inferencer(InferencerConfig(), counting_agent(), client(learner_address))
     with serving(service, address), running(service):
         remote = resolve(client(address), "inferencer", deadline=DEADLINE)
-        call = AsyncCall(remote, "inference", _request(3))  # refused and repeated, while there are no parameters
+        call = AsyncCall(remote, "inference", _request(3))  # refused and repeated until there are parameters
         with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
             output, state = call.result()
             wait_until(lambda: service.params_version == 1)
@@ -215,7 +219,10 @@ def _request(rows):
 
 
 def _answer_of_version(service, version):
-    """The first answer by these parameters; before `run` has begun a call is an inline one, and as good."""
+    """Return the first answer with this version.
+
+    Before `run` has begun, calls are inline, which does not matter here.
+    """
     answers = []
 
     def answered():
@@ -229,6 +236,6 @@ def _answer_of_version(service, version):
     return answers[-1]
 
 
-def _until_run(service):
-    """Until calls are a service's."""
+def _wait_until_run(service):
+    """Wait until the service has begun."""
     wait_until(lambda: "calls" in service.stats())

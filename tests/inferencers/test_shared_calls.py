@@ -1,4 +1,4 @@
-"""Calls in shared memory: the answers that Courier brings, whatever happens to the service or to a client."""
+"""Calls in shared memory return the same answers as Courier, even if the service or a client restarts or dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(rows, seed=0, state=None):
 
 
 class CountedInferencer(Inferencer):
-    """Says how many calls came in either way."""
+    """An Inferencer that counts all calls, and those in shared memory."""
 
     def __init__(self, agent=None, learner=None, finds=True):
         super().__init__(
@@ -49,7 +49,7 @@ class CountedInferencer(Inferencer):
         self._finds = finds
 
     def share_calls(self, name, capacity, request, answer):
-        # On another machine the number of the process leads elsewhere.
+        # On another machine, the creator's process number belongs to another process.
         return super().share_calls(name if self._finds else name._replace(token=0), capacity, request, answer)
 
     def inference(self, env_ids, timestep, state):
@@ -61,7 +61,7 @@ class CountedInferencer(Inferencer):
         return super().shared_inference(token, slot, rows)
 
 
-def test_answers_are_those_of_courier_bit_for_bit_and_only_the_first_comes_by_it():
+def test_shared_answers_equal_those_of_courier():
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     address, service = free_address(), CountedInferencer(agent, Learner(LearnerConfig(), agent, RecordingBuffer()))
     with serving(service, address), running(service):
@@ -69,14 +69,14 @@ def test_answers_are_those_of_courier_bit_for_bit_and_only_the_first_comes_by_it
         for number, rows in enumerate([8, 8, 8, 5, 8, 3]):
             env_ids, timestep, _ = request(rows, number)
             output, state = remote.inference(env_ids, timestep, ())
-            assert service.shared >= number  # more, where a call was repeated
+            assert service.shared >= number  # higher if a call was repeated
             expected, _ = plain.inference(env_ids, timestep, ())
             assert state == () and output.params_version == expected.params_version == 1
             jax.tree.map(np.testing.assert_array_equal, output, expected)
             assert output.action.dtype == expected.action.dtype and output.action.flags.writeable
 
 
-def test_state_travels_both_ways_and_a_larger_request_gets_larger_memory():
+def test_shared_calls_pass_state_and_larger_requests_get_larger_memory():
     address, service = free_address(), CountedInferencer()
     with serving(service, address), running(service):
         remote = connect(address)
@@ -86,7 +86,7 @@ def test_state_travels_both_ways_and_a_larger_request_gets_larger_memory():
         assert service.shared >= 3
 
 
-def test_calls_at_once_have_slots_of_their_own():
+def test_concurrent_calls_use_separate_slots():
     address, service = free_address(), CountedInferencer()
     with serving(service, address), running(service):
         remote = connect(address)
@@ -96,11 +96,11 @@ def test_calls_at_once_have_slots_of_their_own():
             for seed, call in calls:
                 assert call.result()[1]["seen"].tolist() == [seed + 1.0] * 2
                 assert call.done()
-        # There are 64 slots: others went by Courier. On a busy machine calls are repeated.
+        # There are 64 slots, so other calls went by Courier. On a busy machine, calls are repeated.
         assert 64 <= service.shared <= service.all - 2 and service.all >= 161
 
 
-def test_many_clients_at_once_each_get_their_own_answers():
+def test_concurrent_clients_get_their_own_answers():
     address, service = free_address(), CountedInferencer()
     wrong = []
 
@@ -112,7 +112,7 @@ def test_many_clients_at_once_each_get_their_own_answers():
                 wrong.append((seed, state))
 
     with serving(service, address), running(service):
-        threads = [threading.Thread(target=ask, args=(1000 * who,)) for who in range(8)]
+        threads = [threading.Thread(target=ask, args=(1000 * caller_index,)) for caller_index in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -120,7 +120,7 @@ def test_many_clients_at_once_each_get_their_own_answers():
     assert not wrong and service.shared >= 8 * 49
 
 
-def test_a_service_that_does_not_find_the_memory_is_sent_the_arrays():
+def test_service_that_cannot_map_the_memory_receives_the_arrays():
     address, service = free_address(), CountedInferencer(finds=False)
     with serving(service, address), running(service):
         remote = connect(address)
@@ -130,7 +130,7 @@ def test_a_service_that_does_not_find_the_memory_is_sent_the_arrays():
 
 
 class Answers:
-    """Not an Inferencer, but something that has `inference` too."""
+    """An object with an `inference` method that is not an Inferencer."""
 
     def inference(self, env_ids, timestep, state):
         from rlframe.types import AgentOutput
@@ -138,14 +138,14 @@ class Answers:
         return AgentOutput(np.zeros(len(env_ids), np.int32), {}, 7), state
 
 
-def test_something_else_with_an_inference_method_is_sent_the_arrays():
+def test_other_object_with_an_inference_method_receives_the_arrays():
     address = free_address()
     with serving(Answers(), address):
         remote = connect(address)
         assert [remote.inference(*request(2))[0].params_version for _ in range(3)] == [7, 7, 7]
 
 
-def test_a_mistake_is_named_and_the_next_call_is_shared_again():
+def test_call_after_a_wrong_request_uses_shared_memory_again():
     address, service = free_address(), CountedInferencer()
     with serving(service, address), running(service):
         remote = connect(address)
@@ -160,7 +160,7 @@ def test_a_mistake_is_named_and_the_next_call_is_shared_again():
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.system)])
-def test_a_service_that_is_killed_is_replaced_by_another_and_found_again_when_it_is_back(asynchronous):
+def test_client_uses_another_service_after_a_kill_and_finds_a_restarted_service(asynchronous):
     addresses = [free_address() for _ in range(2)]
 
     def ask(remote):
@@ -171,7 +171,7 @@ def test_a_service_that_is_killed_is_replaced_by_another_and_found_again_when_it
 
     children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]
     try:
-        for address in addresses:  # both are there
+        for address in addresses:  # wait for both services
             connect(address).stats()
         remote, only = connect(*addresses), connect(addresses[0])
         assert [ask(remote) for _ in range(3)] == [ask(only) for _ in range(3)] == [0.25] * 3
@@ -189,8 +189,8 @@ def test_a_service_that_is_killed_is_replaced_by_another_and_found_again_when_it
             one.close()
 
 
-def test_a_late_answer_touches_no_later_call():
-    """A service that is too slow for one call gives its answer to memory that is no longer used."""
+def test_late_answer_does_not_change_a_later_call():
+    """If a service answers a call too late, it writes to memory that is no longer used."""
     address, service = free_address(), CountedInferencer()
     with serving(service, address), running(service):
         remote = connect(address)
@@ -198,7 +198,7 @@ def test_a_late_answer_touches_no_later_call():
         remote.inference(*request(2))
         connection = remote._clients[address]
         late = connection._write(request(2, 40))
-        connection._memory = None  # as a call does that was not answered in time
+        connection._memory = None  # as after a call that timed out
         assert remote.inference(*request(2, 50))[1]["seen"].tolist() == [51.0, 51.0]
         call = connection._write(request(2, 60))
         service.shared_inference(*late.name)
@@ -206,7 +206,7 @@ def test_a_late_answer_touches_no_later_call():
         assert call.read(service.shared_inference(*call.name))[1]["seen"].tolist() == [61.0, 61.0]
 
 
-def ask_for_ever(address, connection):
+def call_forever(address, connection):
     remote = connect(address)
     while True:
         remote.inference(*request(8))
@@ -214,10 +214,10 @@ def ask_for_ever(address, connection):
 
 
 @pytest.mark.system
-def test_a_client_that_is_killed_stalls_nobody_and_its_memory_is_let_go_of():
+def test_killed_client_blocks_no_other_client_and_its_memory_is_released():
     address, service = free_address(), CountedInferencer()
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=ask_for_ever, args=(address, there))
+    process = multiprocessing.get_context("spawn").Process(target=call_forever, args=(address, there))
     with serving(service, address), running(service):
         process.start()
         try:
@@ -235,7 +235,7 @@ def test_a_client_that_is_killed_stalls_nobody_and_its_memory_is_let_go_of():
 
 
 class LateParams(FixedParams):
-    """A learner that has nothing to give until it is let go."""
+    """A learner that returns no parameters until `free` is set."""
 
     def __init__(self):
         super().__init__({"w": np.float32(0.5)})
@@ -247,7 +247,7 @@ class LateParams(FixedParams):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_service_that_has_no_parameters_yet_is_waited_for_and_courier_prints_no_traceback(
+def test_client_waits_for_a_service_without_parameters_and_courier_prints_no_traceback(
     asynchronous, monkeypatch, capfd
 ):
     monkeypatch.setattr("rlframe.inferencers.inferencer.TIMEOUT", 0.1)
@@ -270,11 +270,11 @@ def test_a_service_that_has_no_parameters_yet_is_waited_for_and_courier_prints_n
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_restarted_service_says_that_it_was_not_shown_the_memory():
-    assert "was not shown the memory of this call" in CountedInferencer().shared_inference(1, 2, 3)
+def test_restarted_service_refuses_calls_in_unmapped_memory():
+    assert "has not mapped the memory of this call" in CountedInferencer().shared_inference(1, 2, 3)
 
 
-def test_a_stopped_service_refuses_what_it_was_shown(capfd):
+def test_stopped_service_refuses_shared_calls(capfd):
     address, service = free_address(), CountedInferencer()
     with serving(service, address):
         remote = connect(address)

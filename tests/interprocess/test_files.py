@@ -8,15 +8,15 @@ import pytest
 from rlframe.interprocess.files import replacing, write_atomically
 
 
-def test_a_file_is_replaced_by_all_its_contents_one_after_the_other(tmp_path):
+def test_write_atomically_replaces_a_file_with_all_contents(tmp_path):
     path = tmp_path / "file"
-    path.write_text("before, and longer than what comes after")
+    path.write_text("the old contents, which are longer than the new ones")
     write_atomically(path, "a text, ", b"bytes", memoryview(b" and more"), " ü")
     assert path.read_text(encoding="utf-8") == "a text, bytes and more ü"
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_file_that_is_not_written_in_full_stays_as_it_was(tmp_path):
+def test_failed_write_leaves_the_old_file_unchanged(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, "before")
     with pytest.raises(TypeError):
@@ -28,7 +28,7 @@ def test_a_file_that_is_not_written_in_full_stays_as_it_was(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_secret_is_its_owners_from_the_beginning(tmp_path):
+def test_file_mode_applies_before_the_contents_are_written(tmp_path):
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "secret") as temporary:
         write_atomically(temporary, "token", mode=0o600)
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
@@ -38,7 +38,7 @@ def test_a_secret_is_its_owners_from_the_beginning(tmp_path):
     assert os.listdir(tmp_path) == ["secret"]
 
 
-def test_the_folders_of_a_file_are_made_where_that_is_asked_for(tmp_path):
+def test_parents_option_creates_missing_directories(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "new" / "file", "text")
     write_atomically(tmp_path / "new" / "file", "text", parents=True)

@@ -1,4 +1,4 @@
-"""The queue for one reader."""
+"""The queue with one reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.interprocess.waiting import Inbox
 
 @pytest.fixture
 def on_alarm():
-    """Sets what SIGALRM does, and sends it after a time."""
+    """Set the handler of SIGALRM, and send the signal after a delay."""
     before = signal.getsignal(signal.SIGALRM)
 
     def after(seconds, handle):
@@ -26,7 +26,7 @@ def on_alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_a_wait_ends_although_a_signal_handler_outlasts_it(on_alarm):
+def test_wait_times_out_although_a_signal_handler_runs_longer(on_alarm):
     inbox = Inbox()
     on_alarm(0.05, lambda: time.sleep(0.2))
     rescue = threading.Timer(20.0, inbox.put, ("too late",))
@@ -36,13 +36,13 @@ def test_a_wait_ends_although_a_signal_handler_outlasts_it(on_alarm):
     rescue.cancel()
 
 
-def test_a_signal_handler_may_put_while_the_reader_waits(on_alarm):
+def test_signal_handler_can_put_an_item_while_the_reader_waits(on_alarm):
     inbox = Inbox()
     on_alarm(0.05, lambda: inbox.put("stop"))
     assert inbox.get(20.0) == "stop"
 
 
-def test_items_of_many_threads_arrive_once_and_in_the_order_of_each():
+def test_items_of_many_threads_arrive_once_and_in_each_threads_order():
     inbox, per_thread = Inbox(), 2_000
     threads = [
         threading.Thread(target=lambda k=k: [inbox.put((k, i)) for i in range(per_thread)], daemon=True)

@@ -42,7 +42,7 @@ def arenas_of_six_threads():
 
 
 def in_a_new_process(code: str, **env: str) -> list[object]:
-    """What the last line of `code`, which prints JSON, says."""
+    """Return the JSON value that `code` prints on its last line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", COUNT_ARENAS + code]
     everything = {**environment, "JAX_PLATFORMS": "cpu", **env}
@@ -61,7 +61,7 @@ print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
     "name, value",
     [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4:glibc.malloc.tcache_count=7")],
 )
-def test_a_number_of_arenas_that_the_environment_sets_holds(name, value):
+def test_number_of_arenas_in_the_environment_is_kept(name, value):
     code = """
 from rlframe.interprocess.malloc import use_one_arena
 print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
@@ -70,7 +70,7 @@ print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
 
 
 @pytest.mark.parametrize("name, several", [("learner", False), ("learner/0", False), ("actor/0", True)])
-def test_the_process_of_a_learner_has_one_arena_and_other_nodes_have_several(name, several):
+def test_only_learner_processes_have_one_arena(name, several):
     code = f"""
 from rlframe.engines.supervision.node_main import begin_process
 begin_process({name!r})
@@ -80,7 +80,7 @@ print(json.dumps([arenas_of_six_threads()]))
     assert arenas > 1 if several else arenas == 1
 
 
-def test_a_learner_of_a_users_own_program_has_one_arena_when_jax_computes():
+def test_learner_in_a_user_program_has_one_arena():
     code = """
 from rlframe.learners import Learner, LearnerConfig
 from tests.fakes import RecordingBuffer, counting_agent
@@ -106,28 +106,28 @@ print(json.dumps([kept, usual[-1], [faults() for _ in range(3)][-1]]))
 """
 
 
-def faults_in_a_process_of_its_own(**env: str) -> tuple[bool, int, int]:
-    """(whether memory is kept, page faults of 100 MB before that, and after)."""
+def faults_in_a_new_process(**env: str) -> tuple[bool, int, int]:
+    """Return (whether memory is kept, page faults of 100 MB before that, and after)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
     return tuple(json.loads(subprocess.check_output(command, env={**environment, "JAX_PLATFORMS": "cpu", **env})))
 
 
 @pytest.mark.system
-def test_memory_that_was_freed_is_used_again_without_faults():
-    kept, usual, after = faults_in_a_process_of_its_own()
+def test_freed_memory_is_reused_without_page_faults():
+    kept, usual, after = faults_in_a_new_process()
     assert kept
-    assert after <= usual / 10  # of 24,414 pages, or some 50 huge ones
+    assert after <= usual / 10  # the 100 MB have 24,414 pages, or about 50 huge pages
 
 
 @pytest.mark.system
-def test_what_the_environment_says_of_malloc_holds():
-    kept, _, _ = faults_in_a_process_of_its_own(MALLOC_TOP_PAD_="0")
+def test_malloc_options_in_the_environment_are_kept():
+    kept, _, _ = faults_in_a_new_process(MALLOC_TOP_PAD_="0")
     assert not kept
 
 
 @pytest.mark.system
-def test_memory_is_kept_where_the_environment_sets_only_the_number_of_arenas():
-    kept, usual, after = faults_in_a_process_of_its_own(MALLOC_ARENA_MAX="2")
+def test_memory_is_kept_if_the_environment_sets_only_the_number_of_arenas():
+    kept, usual, after = faults_in_a_new_process(MALLOC_ARENA_MAX="2")
     assert kept
     assert after <= usual / 10

@@ -1,4 +1,4 @@
-"""Arrays that processes share: how they lie, who finds them, and what readers see while others write."""
+"""Arrays in shared memory: their layout, opening them, and reads while another process writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIELDS = {
 }
 
 
-def test_no_two_arrays_share_a_cache_line_nor_large_ones_a_page():
+def test_arrays_share_no_cache_line_and_large_arrays_share_no_page():
     shared = SharedArrays.create(LABEL, FIELDS)
     start = min(array.ctypes.data for array in shared.arrays.values()) // mmap.PAGESIZE * mmap.PAGESIZE
     places = {name: array.ctypes.data - start for name, array in shared.arrays.items()}
@@ -36,7 +36,7 @@ def test_no_two_arrays_share_a_cache_line_nor_large_ones_a_page():
         assert not shared.arrays[name].any()
 
 
-def test_what_one_writes_another_reads_and_hears_that_it_was_closed():
+def test_attached_memory_shows_writes_and_close():
     created = SharedArrays.create(LABEL, FIELDS)
     attached = SharedArrays.attach(created.name, LABEL, FIELDS)
     created.arrays["pixels"][1] = 7
@@ -45,12 +45,12 @@ def test_what_one_writes_another_reads_and_hears_that_it_was_closed():
     created.close()
     created.close()
     assert attached.closed
-    assert attached.arrays["pixels"][1, 0, 0] == 7  # what is mapped stays
+    assert attached.arrays["pixels"][1, 0, 0] == 7  # mapped memory stays readable
     with pytest.raises(FileNotFoundError):
         SharedArrays.attach(created.name, LABEL, FIELDS)
 
 
-def test_memory_that_nobody_refers_to_is_closed_and_leaves_no_descriptor():
+def test_unreferenced_memory_is_closed_and_leaves_no_descriptor():
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     created = SharedArrays.create(LABEL, FIELDS)
@@ -64,7 +64,7 @@ def test_memory_that_nobody_refers_to_is_closed_and_leaves_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_other_memory_is_not_taken_for_the_one_that_is_meant():
+def test_attach_refuses_other_memory():
     created = SharedArrays.create(LABEL, FIELDS)
     name: MemoryName = created.name
     larger = {**FIELDS, "more": ((10_000,), np.dtype(np.int64))}
@@ -79,7 +79,7 @@ def test_other_memory_is_not_taken_for_the_one_that_is_meant():
     SharedArrays.attach(name, LABEL, FIELDS)
 
 
-def test_memory_of_another_ray_node_is_refused_even_on_one_machine(monkeypatch):
+def test_memory_of_another_ray_node_on_this_machine_is_refused(monkeypatch):
     monkeypatch.setenv(MACHINE, "one")
     created = SharedArrays.create("test", FIELDS)
     SharedArrays.attach(created.name, "test", FIELDS).close()
@@ -88,7 +88,7 @@ def test_memory_of_another_ray_node_is_refused_even_on_one_machine(monkeypatch):
         SharedArrays.attach(created.name, "test", FIELDS)
 
 
-def test_memory_is_inherited_by_its_descriptor():
+def test_memory_opens_by_an_inherited_descriptor():
     descriptor = anonymous_file(LABEL)
     here, there = SharedArrays(descriptor, FIELDS), SharedArrays(descriptor, FIELDS)
     os.close(descriptor)
@@ -105,7 +105,7 @@ def write_at_full_speed(name, connection):
         lock.write(number, -number, 3 * number)
 
 
-def test_numbers_are_read_as_they_were_at_one_time():
+def test_seqlock_reads_all_numbers_of_one_write():
     created = SharedArrays.create(LABEL, FIELDS)
     lock = Seqlock(created.rows("words")[0])
     assert lock.read() == (0, 0, 0) and lock.count == 0
@@ -126,17 +126,17 @@ def test_numbers_are_read_as_they_were_at_one_time():
     assert lock.count == lock.read()[0]
 
 
-def test_a_writer_that_dies_in_between_changes_nothing():
+def test_unfinished_seqlock_write_changes_nothing():
     words = memoryview(np.zeros(Seqlock.words(2), np.int64))
     lock = Seqlock(words)
     lock.write(1, 2)
     lock.write(3, 4)
-    for place in (3, 4):  # the copy that the next one to write fills; the count stays
+    for place in (3, 4):  # the copy that the next write would fill; the count stays
         words[place] = 99
     assert lock.read() == (3, 4)
 
 
-def test_a_sleeper_is_woken_and_one_that_came_late_does_not_sleep():
+def test_futex_wakes_a_sleeper_and_a_late_wait_returns_at_once():
     futex = Futex(SharedArrays.create(LABEL, FIELDS).rows("words")[0][:1])
     assert not futex.wait(futex.value, 0.01)
     value = futex.value
@@ -145,4 +145,4 @@ def test_a_sleeper_is_woken_and_one_that_came_late_does_not_sleep():
     futex.wake()
     sleeper.join(DEADLINE / 2)
     assert not sleeper.is_alive()
-    assert futex.wait(value, DEADLINE)  # at once: the word has another value now
+    assert futex.wait(value, DEADLINE)  # returns at once, because the word has changed

@@ -1,4 +1,4 @@
-"""Phases: what threads are at, and for how long."""
+"""Phases of threads, and how long they last."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STEPPING = Phase("stepping", 600.0)
 
 @pytest.fixture
 def look() -> Look:
-    """At this thread: others, of earlier tests, may be in phases of their own."""
+    """Return a function that looks at this thread only. Threads of earlier tests may still be in a phase."""
     found = functools.partial(ThreadProgress().look, ident=threading.get_ident())
     assert found(0.0) is None
     return found
 
 
-def test_a_phase_counts_from_when_it_was_entered_until_it_is_left(look: Look):
+def test_phase_time_counts_from_entry_to_exit(look: Look):
     with STEPPING:
         assert look(10.0)[:2] == (STEPPING, 0.0)  # type: ignore[index]
         assert look(15.0)[:2] == (STEPPING, 5.0)  # type: ignore[index]
@@ -32,13 +32,13 @@ def test_a_phase_counts_from_when_it_was_entered_until_it_is_left(look: Look):
         assert look(17.0)[1] == 0.0  # type: ignore[index]
 
 
-def test_a_phase_that_ends_and_begins_anew_between_two_looks_has_made_progress(look: Look):
+def test_phase_that_is_entered_again_between_two_looks_has_made_progress(look: Look):
     for now in (10.0, 20.0, 30.0):
         with STEPPING:
             assert look(now)[1] == 0.0  # type: ignore[index]
 
 
-def test_a_phase_that_advances_counts_from_then(look: Look):
+def test_advance_restarts_the_phase_time(look: Look):
     with STEPPING:
         look(10.0)
         advance()
@@ -46,7 +46,7 @@ def test_a_phase_that_advances_counts_from_then(look: Look):
         assert look(501.0)[1] == 1.0  # type: ignore[index]
 
 
-def test_a_phase_may_say_itself_how_far_it_is(look: Look):
+def test_changed_progress_value_restarts_the_phase_time(look: Look):
     at = [0]
     with Phase("stepping", 600.0, lambda: at[0]):
         look(10.0)
@@ -55,7 +55,7 @@ def test_a_phase_may_say_itself_how_far_it_is(look: Look):
         assert look(501.0)[1] == 0.0  # type: ignore[index]
 
 
-def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_counted(look: Look):
+def test_wait_for_another_process_does_not_count_in_the_enclosing_phase(look: Look):
     with STARTING:
         look(0.0)
         with waiting_for("the learner"):
@@ -65,7 +65,7 @@ def test_while_a_thread_waits_for_another_process_what_it_waits_within_is_not_co
         assert look(10_001.0)[:2] == (STARTING, 0.0)  # type: ignore[index]
 
 
-def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is():
+def test_look_returns_the_thread_nearest_to_its_deadline_with_its_traceback():
     progress = ThreadProgress()
     entered, leave = threading.Event(), threading.Event()
 
@@ -89,7 +89,7 @@ def test_the_thread_that_is_nearest_to_its_deadline_is_told_and_where_it_is():
         thread.join()
 
 
-def test_a_phase_that_raises_is_left(look: Look):
+def test_exception_ends_a_phase(look: Look):
     with pytest.raises(ValueError), STEPPING:
         raise ValueError
     assert look(1.0) is None

@@ -1,12 +1,12 @@
-"""Processes that end with their parent, and not before."""
+"""Child processes that die with their parent, and not before."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# A thread that outlives the main one starts two processes, which for the kernel are children of the thread that made
-# them: one before the interpreter begins to end, one while it waits for this thread.
+# A thread that outlives the main thread starts two processes. To the kernel, the thread is their parent. One process
+# starts before the interpreter begins to exit, and the other while it waits for this thread.
 SCRIPT = """
 import subprocess, sys, threading
 from rlframe.interprocess.processes import start_process
@@ -46,6 +46,6 @@ started.wait()
 """
 
 
-def test_a_process_lives_on_while_the_interpreter_waits_for_a_thread():
+def test_started_process_lives_while_the_interpreter_waits_for_a_thread():
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120.0)
     assert (ended.stdout, ended.stderr) == ("first second None None\n", "")

@@ -304,7 +304,7 @@ BARE_NODE = """
 def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start: Start):
     program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"))
     assert program.ends_within(120.0) not in (0, None), program.output()
-    named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch came within 1 s"
+    named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch was available for 1 s"
     assert re.search(named, program.output()), program.output()
 
 

@@ -255,7 +255,7 @@ def test_data_config_is_passed_to_make_dataset():
 
     cfg = LearnerConfig(data=DataConfig(prefetch=5, timeout=0.05))
     learner = Learner(cfg, counting_agent(), Replay(counting_agent()))
-    with pytest.raises(DatasetTimeoutError, match=r"No batch came within 0.05 s"):
+    with pytest.raises(DatasetTimeoutError, match=r"No batch was available for 0.05 s"):
         learner.run()
     assert options == {"prefetch": 5, "timeout": 0.05}
     learner.close()

@@ -1,4 +1,4 @@
-"""Real processes around a param store. The arrays of each version hold nothing but its number."""
+"""Processes around a param store. Every array of a version holds the version's number."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0  # seconds for whatever a test waits for
+DEADLINE = 60.0  # seconds for each wait of a test
 
 
 def params(version: int, size: int = 300_000) -> dict[str, Any]:
-    """Leaves that travel together, and one by itself that takes long enough to copy to be torn."""
+    """Return parameters: small leaves, which are packed together, and a large leaf.
+
+    A copy of the large leaf takes long enough to be torn.
+    """
     fill = np.float32(version)
     return {
         "bias": np.full(7, version, np.int32),
@@ -26,13 +29,13 @@ def params(version: int, size: int = 300_000) -> dict[str, Any]:
 
 
 def numbers_in(tree: dict[str, Any]) -> set[int]:
-    """Of all arrays of a version."""
+    """Return the numbers in all arrays of a version."""
     leaves = [tree["bias"], *tree["layers"], tree["table"]]
     return {int(x) for leaf in leaves for x in np.unique(leaf)}
 
 
 class Process:
-    """A new interpreter that runs a function of this module on a pickled store and says things, a JSON per line."""
+    """A new interpreter that runs a function of this module on a pickled store, and prints JSON lines."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         command = [sys.executable, "-m", "tests.params.processes"]
@@ -42,12 +45,12 @@ class Process:
         self.popen.stdin.close()
 
     def hear(self) -> Any:
-        """The next thing that it says."""
+        """Return the next line that the process prints."""
         assert self.popen.stdout is not None
         return json.loads(self.popen.stdout.readline())
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process (SIGKILL)."""
         self.popen.kill()
         self.popen.wait(DEADLINE)
         assert self.popen.stdout is not None
@@ -59,7 +62,7 @@ def say(thing: Any) -> None:
 
 
 def write(store: Any, first: int, last: int) -> None:
-    """Puts versions as fast as it can."""
+    """Put versions as fast as possible."""
     say("begins")
     for version in range(first, last + 1):
         store.put("main", version, params(version), {"version": version})

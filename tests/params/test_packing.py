@@ -1,4 +1,4 @@
-"""Packing: what goes in comes out, bit for bit, on both sides of a jitted call."""
+"""Unpacking returns the packed tree bit for bit, inside and outside of a jitted call."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def assert_same(came, expected):
         np.testing.assert_array_equal(a, b)
 
 
-def test_small_leaves_of_four_bytes_share_one_vector_and_the_others_travel_alone():
+def test_small_four_byte_leaves_share_one_vector():
     packed = Packing(tree()).pack_numpy(tree())
     assert packed[0].shape == (6 + 2 + 2 + 1,)
     assert sorted(leaf.dtype.name for leaf in packed[1:]) == ["bool", "float16", "float32"]
 
 
-def test_numpy_in_jax_out():
+def test_pack_numpy_and_unpack_jax_return_the_tree():
     packing = Packing(tree())
     assert_same(jax.tree.map(np.asarray, jax.jit(packing.unpack_jax)(packing.pack_numpy(tree()))), tree())
 
 
-def test_jax_in_numpy_out():
+def test_pack_jax_and_unpack_numpy_return_the_tree():
     packing = Packing(tree())
     assert_same(packing.unpack_numpy(jax.jit(packing.pack_jax)(jax.tree.map(jnp.asarray, tree()))), tree())
 
 
-def test_what_is_unpacked_as_numpy_can_be_written_to_and_shares_nothing_with_the_device():
+def test_unpack_numpy_returns_a_writable_copy():
     packing = Packing({"a": np.zeros(3, np.float32)})
     packed = jax.jit(packing.pack_jax)({"a": jnp.zeros(3)})
     packing.unpack_numpy(packed)["a"][:] = 7.0
@@ -57,13 +57,13 @@ def test_what_is_unpacked_as_numpy_can_be_written_to_and_shares_nothing_with_the
 
 
 @pytest.mark.parametrize("empty", [(), {"mask": np.zeros(2, bool)}])
-def test_a_tree_without_small_leaves_packs_too(empty):
+def test_tree_without_small_leaves_can_be_packed(empty):
     packing = Packing(empty)
     assert_same(packing.unpack_numpy(jax.jit(packing.pack_jax)(empty)), empty)
 
 
-def test_floats_are_the_floating_point_numbers_alone_and_neighbors_share_an_array():
-    nan_bits = np.full(2, 0x7FC00000, np.int32)  # a NaN, were it a float
+def test_floats_returns_only_floating_point_numbers_in_few_arrays():
+    nan_bits = np.full(2, 0x7FC00000, np.int32)  # as a float, this would be a NaN
     tree = {
         "a": np.float32([1.0, 2.0]),
         "b": np.float32([[3.0]]),
@@ -77,7 +77,7 @@ def test_floats_are_the_floating_point_numbers_alone_and_neighbors_share_an_arra
     assert found == [[1.0, 2.0, 3.0], [4.0], [5.0]]
 
 
-def test_it_pickles_after_launchpad_has_changed_how_caches_are_pickled(monkeypatch):
+def test_packed_params_pickle_after_launchpad_changed_the_pickling_of_caches(monkeypatch):
     packed = PackedParams.of(tree())
 
     def refuse(cache):

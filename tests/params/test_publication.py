@@ -1,4 +1,4 @@
-"""Parameters in shared memory: learners and readers as processes, restarted, killed, and at full speed."""
+"""Parameters in shared memory. Learners and readers in other processes restart, die, and run at full speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE = 60.0
 
 
 class CountedLearner(Learner):
-    """Learns when it is told to, and counts the parameters that it gave by Courier."""
+    """A learner that learns when `learn` is called. It counts the parameters that it returned by Courier."""
 
     def __init__(self, agent=None, checkpoint_dir=None, resumes=False):
         super().__init__(LearnerConfig(checkpoint_dir=checkpoint_dir), agent or counting_agent(), RecordingBuffer())
@@ -57,7 +57,7 @@ class CountedLearner(Learner):
 
 
 class ElsewhereLearner(CountedLearner):
-    """One whose memory is not found here, as on another machine: another process has its number."""
+    """A learner whose memory cannot be found, as on another machine."""
 
     def publication_reader(self):
         reader = pickle.loads(pickle.dumps(super().publication_reader()))
@@ -66,7 +66,7 @@ class ElsewhereLearner(CountedLearner):
 
 
 def connect(address):
-    """(the learner, what reads its parameters)."""
+    """Return (the learner, a reader of its parameters)."""
     learner = resolve(client(address), "learner", deadline=CHILD_DEADLINE)
     return learner, ParamReader(learner)
 
@@ -80,7 +80,7 @@ def child(address, *args):
         process.close()
 
 
-def test_a_learner_in_another_process_gives_its_parameters_in_memory():
+def test_learner_in_another_process_shares_its_parameters_in_memory():
     address = free_address()
     with child(address, CountedLearner):
         learner, reader = connect(address)
@@ -97,7 +97,7 @@ def test_a_learner_in_another_process_gives_its_parameters_in_memory():
         assert learner.given() == given + 20
 
 
-def test_every_leaf_is_bit_for_bit_that_of_get_params():
+def test_shared_leaves_equal_those_of_get_params():
     address = free_address()
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     learner = CountedLearner(agent)
@@ -112,7 +112,7 @@ def test_every_leaf_is_bit_for_bit_that_of_get_params():
 
 
 @pytest.mark.system
-def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
+def test_inferencer_acts_with_the_newest_parameters_of_another_process():
     address = free_address()
     with child(address, CountedLearner):
         remote, _ = connect(address)
@@ -125,7 +125,7 @@ def test_an_inferencer_acts_by_the_newest_parameters_of_another_process():
 
 
 @pytest.mark.system
-def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_versions(tmp_path):
+def test_reader_finds_the_successor_of_a_killed_learner(tmp_path):
     address = free_address()
     with child(address, CountedLearner, None, str(tmp_path)) as process:
         learner, reader = connect(address)
@@ -137,7 +137,7 @@ def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_
         process.kill()
         learner._deadline = 1.0
         with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_packed\(\) within 1 s"):
-            for _ in range(int(DEADLINE / 0.01)):  # it is looked for ten times a second
+            for _ in range(int(DEADLINE / 0.01)):  # its death is checked ten times a second
                 assert reader.get_params(newest) == (newest, None)
                 threading.Event().wait(0.01)
     with child(address, CountedLearner, None, str(tmp_path), True):
@@ -150,7 +150,7 @@ def test_a_learner_that_is_killed_is_missed_and_its_successor_found_with_higher_
         assert learner.given() == given
 
 
-def test_a_learner_whose_memory_is_not_here_is_asked_by_courier():
+def test_learner_without_local_memory_is_called_by_courier():
     address = free_address()
     learner = ElsewhereLearner()
     with serving(learner, address):
@@ -163,7 +163,7 @@ def test_a_learner_whose_memory_is_not_here_is_asked_by_courier():
     learner.close()
 
 
-def test_a_learner_that_is_closed_sends_its_readers_back_to_courier():
+def test_readers_of_a_closed_learner_return_to_courier():
     address = free_address()
     learner = CountedLearner()
     with serving(learner, address):
@@ -184,12 +184,12 @@ def packed(version):
 
 
 def written(reader):
-    """The newest version whose arrays are in memory."""
+    """Return the newest version whose arrays are in memory."""
     return reader._memory.newest_written()[0]
 
 
 def publish_at_full_speed(connection):
-    """Publishes versions over and over; each array says its version."""
+    """Publish versions without a pause. Each array holds its version."""
     version = 1
     publication = Publication(version, packed(version))
     connection.send(publication.reader())
@@ -200,7 +200,7 @@ def publish_at_full_speed(connection):
 
 
 @pytest.mark.system
-def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_speed():
+def test_reads_are_never_torn_or_older_while_a_publisher_runs_at_full_speed():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=publish_at_full_speed, args=(there,))
@@ -222,7 +222,7 @@ def test_no_read_is_torn_or_older_than_what_was_known_under_a_publisher_at_full_
     assert process.exitcode == 0 and reader.is_gone
 
 
-def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for_is_written_once():
+def test_version_is_written_only_after_a_request():
     publication = Publication(1, packed(1))
     reader = pickle.loads(pickle.dumps(publication.reader()))
     for version in range(2, 50):
@@ -237,40 +237,40 @@ def test_a_version_that_nobody_asks_for_is_not_written_and_one_that_is_asked_for
     assert publication.get_packed()[0] == 49
 
 
-def test_a_version_after_one_that_was_read_is_written_before_it_is_asked_for_and_the_next_is_not():
+def test_version_after_a_read_version_is_written_without_a_request():
     publication = Publication(1, packed(1))
     reader = pickle.loads(pickle.dumps(publication.reader()))
     wait_until(lambda: reader.read(-1) is not None)
     publication.publish(2, packed(2))
     wait_until(lambda: written(reader) == 2)
-    for version in range(3, 50):  # the second was not read
+    for version in range(3, 50):  # version 2 was not read
         publication.publish(version, packed(version))
     assert written(reader) == 2
     assert reader.read(2)[0] == 49
     publication.close()
 
 
-def test_memory_whose_publisher_has_closed_it_can_be_read_by_who_has_it_open_alone():
+def test_closed_memory_can_be_read_only_by_readers_that_have_opened_it():
     publication = Publication(1, packed(1))
     late, early = pickle.dumps(publication.reader()), pickle.loads(pickle.dumps(publication.reader()))
     wait_until(lambda: early.read() is not None)
     publication.close()
     assert early.is_gone and early.read()[0] == 1
-    with pytest.raises(UnavailableError, match="has ended, has closed them"):
+    with pytest.raises(UnavailableError, match="has exited, has closed the memory"):
         pickle.loads(late).read()
 
 
-def test_memory_of_another_ray_node_is_refused(monkeypatch):
+def test_parameters_of_another_ray_node_are_refused(monkeypatch):
     monkeypatch.setenv(MACHINE, "one")
     publication = Publication(1, packed(1))
     elsewhere = pickle.dumps(publication.reader())
     monkeypatch.setenv(MACHINE, "other")
-    with pytest.raises(UsageError, match=r"memory of another Ray node.* others call it"):
+    with pytest.raises(UsageError, match=r"belongs to another Ray node.* call it over the network"):
         pickle.loads(elsewhere).read()
     publication.close()
 
 
-def read_for_ever(address, connection):
+def read_forever(address, connection):
     _, reader = connect(address)
     version = -1
     while True:
@@ -278,15 +278,15 @@ def read_for_ever(address, connection):
         connection.send(version)
 
 
-def test_a_reader_that_is_killed_stalls_nobody():
-    before = set(threading.enumerate())  # learners of other tests may be open
+def test_killed_reader_blocks_no_other_process():
+    before = set(threading.enumerate())  # learners of other tests may still be open
     address = free_address()
     learner = CountedLearner()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with serving(learner, address):
         _, reader = connect(address)
-        process = context.Process(target=read_for_ever, args=(address, there))
+        process = context.Process(target=read_forever, args=(address, there))
         process.start()
         assert here.poll(CHILD_DEADLINE)
         reader.get_params()

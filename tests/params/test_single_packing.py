@@ -1,4 +1,4 @@
-"""From a learner's update to an inferencer's call, by every way that a topology has: packed once, unpacked once."""
+"""On every way from a learner's update to an inferencer's call, parameters are packed once and unpacked once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATES = 4
 
 
 class Elsewhere(Learner):
-    """One whose memory is not found."""
+    """A learner whose memory cannot be found."""
 
     def publication_reader(self):
         return None
@@ -46,7 +46,7 @@ def by_a_store(learner, stack):
     stack.append(made.close)
     store = pickle.loads(pickle.dumps(made))
 
-    def publish():  # as a LearnerWorker does
+    def publish():  # like a LearnerWorker
         version, packed = learner.get_packed(store.newest_version("main"))
         if packed is not None:
             store.put("main", version, packed)
@@ -63,9 +63,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(way, monkeypatch):
+def test_each_version_is_packed_once_and_unpacked_once(way, monkeypatch):
     if not memory.SUPPORTED and "shared" in way:
-        pytest.skip("no such memory here")
+        pytest.skip("shared memory is not supported here")
     cls, connect = WAYS[way]
     agent, stack, counts = counting_agent(), [], collections.Counter()
     learner = cls(LearnerConfig(), agent, RecordingBuffer())
@@ -102,6 +102,6 @@ def test_a_version_is_packed_by_the_update_and_unpacked_by_the_call_that_acts(wa
         w += 0.5 * (reward - w)
         expected.append((reward + 2, w))
     assert learned == expected
-    # In the two jitted calls, which were traced for the first version; and nowhere between them.
+    # Only the two jitted calls pack and unpack. They were traced for the first version.
     assert counts["unpack_jax"] > 0 and counts == traced
     assert not counts["pack_numpy"] and not counts["unpack_numpy"]

@@ -208,7 +208,7 @@ def write_until_told(buffer: Any, num_envs: int) -> None:
     header = buffer._view().memory.headers[rank]
 
     def end() -> None:
-        while not header[block.WAITS]:
+        while not header[block.IS_WAITING]:
             time.sleep(0.01)
         buffer.end_waits(rank)
 

@@ -21,9 +21,9 @@ from rlframe.testing.replay import (
     PRIORITY_CHECKS,
     PRIORITY_ITEMS,
     SCENARIOS,
+    add_experience,
     check_eviction,
     check_items,
-    play,
     writers,
 )
 from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
@@ -33,17 +33,17 @@ from tests.waiting import wait_until
 
 # The buffer in memory, which completes the items of Reverb, goes through all; Reverb, with a server for each, only
 # through every third. In `make test`: every sixth in memory, each item and each scene; every twelfth elsewhere.
-EACH_SCENE = pytest.mark.parametrize(
-    ("make", "item", "scene"),
+EACH_SCENARIO = pytest.mark.parametrize(
+    ("make", "item", "scenario"),
     [
         pytest.param(
-            *(factory, item, scene),
-            id=f"{factory.__name__}-{item}-{scene}",
+            *(factory, item, scenario),
+            id=f"{factory.__name__}-{item}-{scenario}",
             marks=[pytest.mark.system] if (i + j) % (6 if factory is local else 12) else [],
         )
         for factory in FACTORIES
         for i, item in enumerate(ITEMS)
-        for j, scene in enumerate(SCENARIOS)
+        for j, scenario in enumerate(SCENARIOS)
         if factory is not reverb or (i + j) % 3 == 0
     ],
     indirect=["make"],
@@ -54,28 +54,28 @@ NOT_REVERB = pytest.mark.parametrize("make", [local, shared_memory], indirect=Tr
 
 @pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
 def make(request: pytest.FixtureRequest) -> Any:
-    made = []
+    new_replay = []
 
     def build(*args: Any, seed: int = 0, writers: int = 1, **kwargs: Any) -> Any:
-        made.append(request.param(fake_agent(*args, **kwargs), writers, seed))
-        return made[-1]
+        new_replay.append(request.param(fake_agent(*args, **kwargs), writers, seed))
+        return new_replay[-1]
 
     build.is_reverb, build.factory = request.param is reverb, request.param
     yield build
-    for buffer in made:
+    for buffer in new_replay:
         buffer.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@EACH_SCENE
-def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scene: str, kind: str) -> None:
-    check_items(make.factory, kind, item, scene)
+@EACH_SCENARIO
+def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scenario: str, kind: str) -> None:
+    check_items(make.factory, kind, item, scenario)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@EACH_SCENE
-def test_a_full_buffer_drops_the_oldest_items_and_counts_them(make: Any, item: Any, scene: str, kind: str) -> None:
-    check_eviction(make.factory, kind, item, scene)
+@EACH_SCENARIO
+def test_a_full_buffer_drops_the_oldest_items_and_counts_them(make: Any, item: Any, scenario: str, kind: str) -> None:
+    check_eviction(make.factory, kind, item, scenario)
 
 
 @pytest.mark.parametrize(("kind", "check"), [(kind, check) for kind in KINDS for check in CHECKS[kind]])
@@ -123,11 +123,11 @@ def test_the_whole_suite_runs_on_one_replay() -> None:
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-@EACH_SCENE
-def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, kind: str) -> None:
+@EACH_SCENARIO
+def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str, kind: str) -> None:
     capacity, num_envs = 96, 6
-    buffer, twin = make(kind, item, 4, capacity, writers=writers(scene)), ReferenceReplay(item)
-    for _ in play(scene, buffer, twin, 140):
+    buffer, reference = make(kind, item, 4, capacity, writers=writers(scenario)), ReferenceReplay(item)
+    for _ in add_experience(scenario, buffer, reference, 140):
         pass
     items = buffer.stats()["items"]
     drawn: set[int] = set()
@@ -137,24 +137,24 @@ def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scene: str, 
             break
     if make.is_reverb:  # counts items, which leave in the order in which they were completed, but those of one call
         at_once = num_envs * getattr(item, "n_step", 1)
-        must_stay = set(list(twin.items)[len(twin.items) - max(0, items - at_once) :])
+        must_stay = set(list(reference.items)[len(reference.items) - max(0, items - at_once) :])
     else:  # a buffer may divide its capacity among its writers
-        newest = {first for seen in twin.seen.values() for first in seen[-capacity // writers(scene) :]}
-        must_stay = {first for first in newest & twin.items.keys() if first >= StepStream.next_id - capacity}
+        newest = {first for seen in reference.seen.values() for first in seen[-capacity // writers(scenario) :]}
+        must_stay = {first for first in newest & reference.items.keys() if first >= StepStream.next_id - capacity}
     assert must_stay <= drawn
 
 
 @pytest.mark.parametrize("item", [pytest.param(Transition(1), marks=pytest.mark.system), Transition(3)], ids=str)
 def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any, item: Any) -> None:
-    buffer, twin, stream = make("uniform", item, 8, 40), ReferenceReplay(item), StepStream(4, end=0.1)
+    buffer, reference, stream = make("uniform", item, 8, 40), ReferenceReplay(item), StepStream(4, end=0.1)
     buffer.claim_rank(4)
-    twin.claim_rank(4, 0)
+    reference.claim_rank(4, 0)
     for t in range(120):
         ids, step = stream.step(np.arange(0 if t % 30 < 5 else 1, 4))
         buffer.add(ids, step)
-        twin.add(ids, step)
+        reference.add(ids, step)
         if (batch := buffer.sample()) is not None:
-            assert_batch_matches(batch, twin)
+            assert_batch_matches(batch, reference)
 
 
 @NOT_REVERB
@@ -174,17 +174,17 @@ def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
 
 def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: Any) -> None:
     item = Sequence(3)
-    buffer, twin, stream = (
+    buffer, reference, stream = (
         make("queue", item, None, 1000, max_staleness=0),
         ReferenceReplay(item),
         StepStream(4, end=0.3),
     )
     buffer.claim_rank(4)
-    twin.claim_rank(4, 0)
+    reference.claim_rank(4, 0)
     for t in range(12):  # an item of each environment every third step; a version of its own acts in each step
         ids, step = stream.step()
         buffer.add(ids, step)
-        twin.add(ids, step)
+        reference.add(ids, step)
         if t == 2:
             assert buffer.size == 4
             buffer.forget_before(8)  # the versions of the first item are 1 to 3, of the others 4 to 6, 7 to 9, 10 to 12
@@ -192,7 +192,7 @@ def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: A
         elif t != 11:
             assert buffer.sample() is None
     batch = buffer.sample()
-    assert_batch_matches(batch, twin)
+    assert_batch_matches(batch, reference)
     np.testing.assert_array_equal(batch.params_version, [10, 10, 10, 10])
     assert buffer.sample() is None
     stats = buffer.stats()
@@ -243,20 +243,20 @@ def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item
 @NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str) -> None:
-    buffer, twin, stream = (
+    buffer, reference, stream = (
         keyed(make, kind, Transition(2), 64, 300),
         ReferenceReplay(Transition(2)),
         StepStream(6, end=0.0),
     )
-    twin.claim_rank(6, 0)
+    reference.claim_rank(6, 0)
     for _ in range(50):
         arguments = stream.step()
         buffer.add(*arguments)
-        twin.add(*arguments)
+        reference.add(*arguments)
     drawn = buffer.draw()
     add_for([buffer], stream, 25)
     batch = buffer.fetch(*drawn)
-    assert_batch_matches(batch, twin)
+    assert_batch_matches(batch, reference)
     kept = (batch.keys == drawn.keys).all(axis=1)
     assert 10 < kept.sum() < 54
     assert set(map(tuple, batch.keys.tolist())) == set(map(tuple, drawn.keys[kept].tolist()))
@@ -292,17 +292,17 @@ def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -
 
 @NOT_REVERB
 def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
-    buffer, twin, stream = keyed(make, "queue", Sequence(3), 4, 60), ReferenceReplay(Sequence(3)), StepStream(6)
-    twin.claim_rank(6, 0)
+    buffer, reference, stream = keyed(make, "queue", Sequence(3), 4, 60), ReferenceReplay(Sequence(3)), StepStream(6)
+    reference.claim_rank(6, 0)
     for _ in range(6):
         arguments = stream.step()
         buffer.add(*arguments)
-        twin.add(*arguments)
+        reference.add(*arguments)
     first, second = buffer.draw(), buffer.draw()
     assert set(map(tuple, first.keys.tolist())).isdisjoint(map(tuple, second.keys.tolist()))
     for drawn in (second, first, first):
         batch = buffer.fetch(*drawn)
-        assert_batch_matches(batch, twin)
+        assert_batch_matches(batch, reference)
         np.testing.assert_array_equal(batch.keys, drawn.keys)
     assert buffer.stats()["sampled"] == 8
     buffer.release(second.keys)

@@ -109,7 +109,7 @@ def test_what_comes_out_is_what_went_in(item: Any, first: str, subsets: bool) ->
             stream.assert_exact(batch.data.observation)
             if isinstance(item, Transition):
                 stream.assert_exact(batch.data.next_observation)
-    assert buffer._store.observations.framed() == ["observation"]
+    assert buffer._store.observations.single_frame_leaves() == ["observation"]
     assert buffer.stats()["evicted"] > 0
 
 
@@ -131,7 +131,7 @@ def test_images_that_only_look_stacked_are_kept_whole() -> None:
         if (batch := buffer.sample()) is not None:
             stream.assert_exact(batch.data.observation)
             stream.assert_exact(batch.data.next_observation)
-    assert buffer._store.observations.framed() == []
+    assert buffer._store.observations.single_frame_leaves() == []
     whole = ReplayBuffer(pixel_agent(Transition(1)), single_frame=False)
     whole.claim_rank(4)
     assert buffer.stats()["bytes"] == whole.stats()["bytes"]
@@ -155,6 +155,6 @@ def test_frames_kept_aside_are_dropped_with_their_steps() -> None:
     for _ in range(400):
         buffer.add(*stream.step())
         store._sweep_at = min(store._sweep_at, 64)
-    assert store._next_aside > 300
-    assert len(store._aside) < 150
+    assert store._next_separate > 300
+    assert len(store._separate_frames) < 150
     stream.assert_exact(buffer.sample().data.observation)

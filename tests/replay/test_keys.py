@@ -15,13 +15,13 @@ from rlframe.replay.shared_memory import block
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
-from tests.replay.test_shared_memory import Scene, steps_of
+from tests.replay.test_shared_memory import Resources, steps_of
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    made = Scene()
+def resources() -> Iterator[Resources]:
+    made = Resources()
     yield made
     for process in made.processes:
         process.kill()
@@ -50,11 +50,11 @@ def assert_adds_up(stats: dict[str, int]) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("item", [Transition(1), Sequence(4, 3)], ids=str)
-def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, item: Any) -> None:
-    buffer = scene.buffer("queue", item, 10, 60, num_writers=2, timeout=DEADLINE)
-    drawer = scene.process(processes.draw_when_told, buffer)
+def test_each_item_is_fetched_once_however_eager_the_writers_are(resources: Resources, item: Any) -> None:
+    buffer = resources.buffer("queue", item, 10, 60, num_writers=2, timeout=DEADLINE)
+    drawer = resources.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
-    writers = [scene.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
+    writers = [resources.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
     seen: list[int] = []
     held: list[Any] = []  # drawn, fetched late, and released later still
     while True:
@@ -77,19 +77,19 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(scene: Scene, i
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
     assert buffer._view().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
-    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} takes its items"):
+    with pytest.raises(UsageError, match=f"process {drawer.popen.pid} samples it"):
         buffer.draw()
 
 
-def test_what_is_not_released_holds_its_writer_up(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
-    drawer = scene.process(processes.draw_when_told, buffer)
+def test_what_is_not_released_holds_its_writer_up(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
+    drawer = resources.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
-    writer = scene.process(processes.write, buffer, 1, 400)
+    writer = resources.process(processes.write, buffer, 1, 400)
     held = list(iter(lambda: draw(drawer), None))
     memory = buffer._view().memory
     header = memory.headers[0]
-    wait_until(lambda: header[block.WAITS] == 1)
+    wait_until(lambda: header[block.IS_WAITING] == 1)
     held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
     stands_at = memory.cursors_of(0).steps
     assert stands_at < 200
@@ -97,7 +97,7 @@ def test_what_is_not_released_holds_its_writer_up(scene: Scene) -> None:
         assert_whole(buffer.fetch(*drawn), Transition(1))
     for drawn in held[1:]:
         release(drawer, drawn)
-    assert header[block.WAITS] == 1  # the oldest is still held
+    assert header[block.IS_WAITING] == 1  # the oldest is still held
     assert memory.cursors_of(0).steps == stands_at
     release(drawer, held[0])
     wait_until(lambda: memory.cursors_of(0).steps > stands_at)
@@ -108,24 +108,24 @@ def test_what_is_not_released_holds_its_writer_up(scene: Scene) -> None:
     assert_adds_up(ask(drawer, "stats"))
 
 
-def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
+def test_what_a_dead_process_had_drawn_is_not_drawn_again(resources: Resources) -> None:
     item = Transition(2)
-    buffer = scene.buffer("queue", item, 20, 300, num_writers=2, timeout=DEADLINE)
-    drawer = scene.process(processes.draw_when_told, buffer)
+    buffer = resources.buffer("queue", item, 20, 300, num_writers=2, timeout=DEADLINE)
+    drawer = resources.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
-    writers = [scene.process(processes.write, buffer, 3, 200, rank) for rank in (0, 1)]
-    taken: list[Any] = []
-    while len(taken) < 5:
+    writers = [resources.process(processes.write, buffer, 3, 200, rank) for rank in (0, 1)]
+    read_positions: list[Any] = []
+    while len(read_positions) < 5:
         if (drawn := draw(drawer)) is not None:
-            taken.append(drawn)
-    release(drawer, taken[0])
+            read_positions.append(drawn)
+    release(drawer, read_positions[0])
     header = buffer._view().memory.headers
-    wait_until(lambda: header[0][block.WAITS] == header[1][block.WAITS] == 1)
-    for drawn in taken[1:]:
+    wait_until(lambda: header[0][block.IS_WAITING] == header[1][block.IS_WAITING] == 1)
+    for drawn in read_positions[1:]:
         assert_whole(buffer.fetch(*drawn), item)
     drawer.kill()
-    keys = [tuple(key) for drawn in taken for key in drawn[0].tolist()]
-    following = scene.process(processes.draw_when_told, buffer)
+    keys = [tuple(key) for drawn in read_positions for key in drawn[0].tolist()]
+    following = resources.process(processes.draw_when_told, buffer)
     seen: list[int] = []
     while True:  # the writers go on: nobody protects what is lost
         are_done = all(writer.popen.poll() is not None for writer in writers)
@@ -142,23 +142,25 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(scene: Scene) -> None:
     assert stats["evicted"] == 0
     assert stats["sampled"] == len(keys) == len(seen) + 100
     assert stats["added"] == len(expected)
-    assert buffer.fetch(*taken[1]) is None  # overwritten since: the batch is dropped, not half of it learned
+    assert buffer.fetch(*read_positions[1]) is None  # overwritten since: the batch is dropped, not half of it learned
 
 
 @pytest.mark.system
-def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_draws_is_killed(scene: Scene) -> None:
+def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_draws_is_killed(
+    resources: Resources,
+) -> None:
     item = Transition(1)
-    buffer = scene.buffer("queue", item, 20, 200, num_writers=2, timeout=DEADLINE)
-    writers = [scene.process(processes.write, buffer, 4, 300, rank) for rank in (0, 1)]
+    buffer = resources.buffer("queue", item, 20, 200, num_writers=2, timeout=DEADLINE)
+    writers = [resources.process(processes.write, buffer, 4, 300, rank) for rank in (0, 1)]
     keys: list[tuple[int, ...]] = []
     for count in (2, 5, 11, 21):
-        drawer = scene.process(processes.draw_until_killed, buffer)
+        drawer = resources.process(processes.draw_until_killed, buffer)
         for _ in range(count):
             keys += [tuple(key) for key in drawer.hear()]
         drawer.kill()
         while (said := drawer.hear()) is not None:
             keys += [tuple(key) for key in said]
-    following = scene.process(processes.draw_when_told, buffer)
+    following = resources.process(processes.draw_when_told, buffer)
     while True:
         are_done = all(writer.popen.poll() is not None for writer in writers)
         if (drawn := draw(following)) is not None:
@@ -177,49 +179,49 @@ def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_dr
 
 
 @pytest.mark.system
-def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that_draws(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
-    drawer = scene.process(processes.draw_when_told, buffer)
+def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that_draws(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
+    drawer = resources.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
-    writer = scene.process(processes.write, buffer, 2, 300)
-    taken: list[Any] = []
-    while len(taken) < 15:
+    writer = resources.process(processes.write, buffer, 2, 300)
+    read_positions: list[Any] = []
+    while len(read_positions) < 15:
         if (drawn := draw(drawer)) is not None:
-            taken.append(drawn)
+            read_positions.append(drawn)
             release(drawer, drawn)
     header = buffer._view().memory.headers[0]
-    wait_until(lambda: header[block.WAITS] == 1)
+    wait_until(lambda: header[block.IS_WAITING] == 1)
     assert header[block.FLOOR] > header[block.SLOTS]
-    taken.append(draw(drawer))  # of a full queue: most of it is known, and left
+    read_positions.append(draw(drawer))  # of a full queue: most of it is known, and left
     drawer.kill()
-    following = scene.process(processes.draw_when_told, buffer)
+    following = resources.process(processes.draw_when_told, buffer)
     while True:
         is_done = writer.popen.poll() is not None
         if (drawn := draw(following)) is not None:
-            taken.append(drawn)
+            read_positions.append(drawn)
             release(following, drawn)
         elif is_done:
             break
     stats = ask(following, "stats")
     assert_adds_up(stats)
     assert stats["evicted"] == 0
-    assert stats["sampled"] == 20 * len(taken) == stats["added"] // 20 * 20
+    assert stats["sampled"] == 20 * len(read_positions) == stats["added"] // 20 * 20
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: str) -> None:
-    buffer = scene.buffer(kind, Transition(3, 0.9), 64, 400)
-    drawer = scene.process(processes.draw_when_told, buffer)
-    writer = scene.process(processes.write_until_stopped, buffer, 4)
+def test_a_late_fetch_is_whole_while_a_writer_comes_round(resources: Resources, kind: str) -> None:
+    buffer = resources.buffer(kind, Transition(3, 0.9), 64, 400)
+    drawer = resources.process(processes.draw_when_told, buffer)
+    writer = resources.process(processes.write_until_stopped, buffer, 4)
     writer.hear()
     memory = buffer._view().memory
     late = gone = whole = 0
     while not (late and gone and whole) or whole + late < 20:
         if (drawn := draw(drawer)) is None:
             continue
-        wanted = memory.cursors_of(0).head + (0, 200, 10_000)[(late + gone + whole) % 3]
-        wait_until(lambda wanted=wanted: memory.cursors_of(0).head >= wanted)
+        target = memory.cursors_of(0).head + (0, 200, 10_000)[(late + gone + whole) % 3]
+        wait_until(lambda target=target: memory.cursors_of(0).head >= target)
         batch = buffer.fetch(*drawn)
         if batch is None:
             gone += 1
@@ -233,22 +235,22 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(scene: Scene, kind: st
 
 
 @pytest.mark.system
-def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_path: Path) -> None:
+def test_who_draws_saves_and_restores_while_another_fetches(resources: Resources, tmp_path: Path) -> None:
     item, path = Transition(1), str(tmp_path / "replay")
-    buffer = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
-    drawer = scene.process(processes.draw_when_told, buffer)
+    buffer = resources.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    drawer = resources.process(processes.draw_when_told, buffer)
     assert draw(drawer) is None
-    scene.process(processes.write, buffer, 2, 40)
+    resources.process(processes.write, buffer, 2, 40)
     wait_until(lambda: buffer.stats()["steps"] == 80)
     drawn = [draw(drawer) for _ in range(3)]
     release(drawer, drawn[0])
-    with pytest.raises(UsageError, match="takes its items"):
+    with pytest.raises(UsageError, match="samples it"):
         buffer.save(path)
     assert ask(drawer, "save", path) is None
     assert_whole(buffer.fetch(*drawn[2]), item)
     before = ask(drawer, "stats")
-    other = scene.buffer("queue", item, 10, 200, timeout=DEADLINE)
-    following = scene.process(processes.draw_when_told, other)
+    other = resources.buffer("queue", item, 10, 200, timeout=DEADLINE)
+    following = resources.process(processes.draw_when_told, other)
     assert ask(following, "restore", path) is None
     after = ask(following, "stats")
     assert after == {**before, "bytes": after["bytes"]}
@@ -260,8 +262,8 @@ def test_who_draws_saves_and_restores_while_another_fetches(scene: Scene, tmp_pa
     assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
 
 
-def test_the_share_of_a_writer_that_waits_for_what_is_unreleased_does_not_lapse(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
+def test_the_share_of_a_writer_that_waits_for_what_is_unreleased_does_not_lapse(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
     for rank, num_envs in ((0, 3), (1, 2)):
         buffer.claim_rank(num_envs, rank)
     streams = [steps_of(0, 3, 10), steps_of(1, 2, 10)]
@@ -272,7 +274,7 @@ def test_the_share_of_a_writer_that_waits_for_what_is_unreleased_does_not_lapse(
     for _ in range(2):
         buffer.add(*next(streams[0]))
     header = buffer._view().memory.headers[1]
-    header[block.WAITS] = 1  # as if it could not go on before `release`
+    header[block.IS_WAITING] = 1  # as if it could not go on before `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.release(drawn.keys)
     following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it stands still by itself

@@ -36,7 +36,7 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: pathlib.Path, m
     for directory, numbers in [(inner, ("9000000", "5000000", "1000000")), (inner.parent, ("8000000", "6000000", "0"))]:
         for name, number in zip((limit, usage, "memory.stat"), numbers, strict=True):
             (directory / name).write_text(f"anon 7\n{cache} {number}\n" if name == "memory.stat" else number + "\n")
-    monkeypatch.setattr(tree_store, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(tree_store, "_PROCESS_CGROUPS", own)
     monkeypatch.setattr(tree_store, "_CGROUPS", root)
     assert tree_store.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
     (inner.parent / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
@@ -79,7 +79,7 @@ def test_a_writer_that_finds_no_room_is_told_the_capacity_it_needs() -> None:
     buffer = ReplayBuffer(fake_agent("queue", Sequence(20), None, 100))
     buffer.claim_rank(4)
     buffer.add(*StepStream(4).step())
-    with pytest.raises(UsageError, match="capacity of at least"):
+    with pytest.raises(UsageError, match="capacity to at least"):
         buffer.claim_rank(400)
 
 
@@ -92,17 +92,17 @@ def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
 
 
 def test_a_writer_whose_batches_do_not_fit_the_ring_evenly_is_served_exactly() -> None:
-    buffer, twin = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReferenceReplay(Transition(3))
+    buffer, reference = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReferenceReplay(Transition(3))
     streams = [StepStream(4, 0), StepStream(7, 1)]
     for stream in streams:
         buffer.claim_rank(stream.num_envs)
-        twin.claim_rank(stream.num_envs, stream.rank)
+        reference.claim_rank(stream.num_envs, stream.rank)
     for t in range(100):
         ids, step = streams[0 if t % 5 == 0 else 1].step()
         buffer.add(ids, step)
-        twin.add(ids, step)
+        reference.add(ids, step)
         if (batch := buffer.sample()) is not None:
-            assert_batch_matches(batch, twin)
+            assert_batch_matches(batch, reference)
 
 
 class Memory(NamedTuple):

@@ -105,7 +105,7 @@ def is_adding(buffer: ReverbReplayBuffer) -> bool:
 
 @pytest.mark.system
 def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_process: Any, tmp_path: Path) -> None:
-    agent, stream, twin = (
+    agent, stream, reference = (
         fake_agent("uniform", Transition(1), 8, 1000),
         StepStream(4, end=0.0),
         ReferenceReplay(Transition(1)),
@@ -115,18 +115,18 @@ def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_proce
     port = int(address.rpartition(":")[2])
     with buffer_of(agent, address, timeout=60.0) as buffer:
         assert buffer.claim_rank(4) == (0, 0)
-        twin.claim_rank(4, 0)
+        reference.claim_rank(4, 0)
 
         def step() -> None:
             ids, step = stream.step()
-            twin.add(ids, step)
+            reference.add(ids, step)
             buffer.add(ids, step)
 
         for _ in range(5):
             step()
         buffer.save(tmp_path / "replay")
         dataset = buffer.make_dataset()
-        assert_batch_matches(next(dataset), twin)
+        assert_batch_matches(next(dataset), reference)
         first.kill()
         adding, _ = in_thread(step)  # waits for the server
         second = own_process()
@@ -137,9 +137,9 @@ def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_proce
         assert buffer.size == buffer.stats()["added"] == 24
         while len({first for _ in range(20) for first in first_ids(buffer.sample()).tolist()}) < 24:
             pass
-        assert_batch_matches(buffer.sample(), twin)
+        assert_batch_matches(buffer.sample(), reference)
         for _ in range(20):  # the sampler that lived through it goes on
-            assert_batch_matches(next(dataset), twin)
+            assert_batch_matches(next(dataset), reference)
         assert buffer.claim_rank(4) == (1, 0)  # ranks are in the checkpoint
         dataset.close()
 
@@ -155,7 +155,7 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
         buffer.save(tmp_path / "replay")
         first.kill()
         own_process().start(tables, int(address.rpartition(":")[2]))
-        with pytest.raises(CheckpointError, match="given 0 items, but 4"):
+        with pytest.raises(CheckpointError, match="has received 0 items, but .* after 4"):
             buffer.restore(tmp_path / "replay")
         buffer.add(*stream.step())
         assert other.claim_rank(4) == (1, 0)  # the writer that lived on has claimed its rank again
@@ -221,26 +221,26 @@ def test_closing_ends_a_reader_that_waits(serve: Serve) -> None:
 
 
 def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
-    agent, stream, twin = (
+    agent, stream, reference = (
         fake_agent("queue", Transition(1), 4, 8),
         StepStream(4, end=0.0),
         ReferenceReplay(Transition(1)),
     )
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=5.0) as buffer:
         buffer.claim_rank(4)
-        twin.claim_rank(4, 0)
+        reference.claim_rank(4, 0)
 
         def step() -> None:
             ids, step = stream.step()
-            twin.add(ids, step)
+            reference.add(ids, step)
             buffer.add(ids, step)
 
         for _ in range(2):
             step()
-        with pytest.raises(PeerError, match="held add back.*'replay' is full"):
+        with pytest.raises(PeerError, match="blocked add.*'replay' is full"):
             step()
         seen = [first for _ in range(3) for first in first_ids(buffer.sample()).tolist()]
-        assert seen == list(twin.items)  # what was held back was not lost
+        assert seen == list(reference.items)  # what was held back was not lost
         for _ in range(2):
             step()
         adding, result = in_thread(step)
@@ -286,8 +286,8 @@ def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
             assert thread.is_alive()
             buffer.end_waits(rank)
             thread.join(timeout=30.0)
-        assert "add waited for another writer" in str(other[0])
-        assert re.search(r"Told to stop when add had waited \d", str(result[0]))
+        assert "while it waited for another writer" in str(other[0])
+        assert re.search(r"add was stopped after it had waited \d", str(result[0]))
         assert all(type(error) is StoppedError for error in (*result, *other))
         seen: list[int] = []
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
@@ -350,27 +350,27 @@ def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, 
 # --- blocks
 
 
-@pytest.mark.parametrize("scene", ["lockstep", "broken"])
-def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scene: str) -> None:
+@pytest.mark.parametrize("scenario", ["lockstep", "broken"])
+def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scenario: str) -> None:
     item = Sequence(3, period=2)
-    agent, stream, twin, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReferenceReplay(item), []
+    agent, stream, reference, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReferenceReplay(item), []
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=3))) as buffer:
         buffer.claim_rank(6)
-        twin.claim_rank(6, 0)
+        reference.claim_rank(6, 0)
         for t in range(30):
-            if scene == "broken" and t % 7 == 6:
+            if scenario == "broken" and t % 7 == 6:
                 stream.restart(np.array([1, 4]), unless_first=True)
             ids, step = stream.step()
             buffer.add(ids, step)
-            twin.add(ids, step)
-            if scene == "lockstep":
-                assert buffer.size == len(twin.items) - len(seen)
+            reference.add(ids, step)
+            if scenario == "lockstep":
+                assert buffer.size == len(reference.items) - len(seen)
             while (batch := buffer.sample()) is not None:
-                assert_batch_matches(batch, twin)
+                assert_batch_matches(batch, reference)
                 seen += first_ids(batch).tolist()
-        assert len(seen) == len(set(seen)) == len(twin.items) // 5 * 5
+        assert len(seen) == len(set(seen)) == len(reference.items) // 5 * 5
         assert len(seen) > 50
-        place = {first: i for i, first in enumerate(twin.items)}
+        place = {first: i for i, first in enumerate(reference.items)}
         assert max(abs(place[first] - i) for i, first in enumerate(seen)) < 6
 
 
@@ -380,7 +380,7 @@ def test_blocks_are_refused_where_they_cannot_be_filled_or_drawn(serve: Serve) -
         with pytest.raises(UsageError, match="a block that divides 6"):
             buffer.claim_rank(6)
         assert buffer.claim_rank(8) == (1, 0)
-    with pytest.raises(UsageError, match="draws each item by itself"):
+    with pytest.raises(UsageError, match="draws single items"):
         ReverbReplayBuffer.tables(fake_agent("uniform", Transition(1), 4, 100), block=2)
 
 
@@ -491,22 +491,26 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
 
 
 def test_a_dataset_of_a_queue_gives_each_item_once_and_in_order(serve: Serve) -> None:
-    agent, stream, twin = fake_agent("queue", Transition(2), 5, 1000), StepStream(3), ReferenceReplay(Transition(2))
+    agent, stream, reference = (
+        fake_agent("queue", Transition(2), 5, 1000),
+        StepStream(3),
+        ReferenceReplay(Transition(2)),
+    )
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as reader:
         writer.claim_rank(3)
-        twin.claim_rank(3, 0)
+        reference.claim_rank(3, 0)
         with reader.make_dataset() as dataset:
             for _ in range(40):
                 ids, step = stream.step()
                 writer.add(ids, step)
-                twin.add(ids, step)
+                reference.add(ids, step)
             seen: list[int] = []
-            while len(seen) + 5 <= len(twin.items):
+            while len(seen) + 5 <= len(reference.items):
                 batch = next(dataset)
-                assert_batch_matches(batch, twin)
+                assert_batch_matches(batch, reference)
                 seen += first_ids(batch).tolist()
-        place = {first: i for i, first in enumerate(twin.items)}
+        place = {first: i for i, first in enumerate(reference.items)}
         assert len(set(seen)) == len(seen)
         assert max(abs(place[first] - i) for i, first in enumerate(seen)) <= 3 * 2
 
@@ -546,7 +550,7 @@ def test_a_table_of_another_agent_is_refused(serve: Serve) -> None:
         ({"capacty": 5}, "Did you mean 'capacity'"),
         ({"block": 0}, "at least one item"),
         ({"when_full": "block"}, "'wait' or 'drop'"),
-        ({"samples_per_insert": 2.0}, "gives each item once"),
+        ({"samples_per_insert": 2.0}, "returns each item once"),
     ],
 )
 def test_options_of_tables_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -26,20 +26,20 @@ def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers
     """No sampler keeps draws to itself while a batch waits for them."""
     agent = fake_agent(kind, Transition(1), 8, 1000, min_size=8, samples_per_insert=1.0)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
-    buffer, stream, twin = (
+    buffer, stream, reference = (
         ReverbReplayBuffer(agent, stop_servers[0]),
         StepStream(4, end=0.0),
         ReferenceReplay(Transition(1)),
     )
     buffer.claim_rank(4)
-    twin.claim_rank(4, 0)
+    reference.claim_rank(4, 0)
     dataset = buffer.make_dataset(timeout=30.0)
     for round_ in range(1, 6):
         for _ in range(2):
             ids, step = stream.step()
-            twin.add(ids, step)
+            reference.add(ids, step)
             buffer.add(ids, step)
-        assert_batch_matches(next(dataset), twin)
+        assert_batch_matches(next(dataset), reference)
         assert buffer.stats()["sampled"] == 8 * round_
     buffer.close()
 

@@ -22,7 +22,7 @@ from rlframe.programs.topologies.makers import add_service
 from rlframe.replay import ReplayClosedError
 from rlframe.replay.service import ReplayService, ServiceReplayBuffer, client
 from rlframe.replay.service.server import SendBuffer, WriterId, unstack
-from rlframe.testing.replay import play
+from rlframe.testing.replay import add_experience
 from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.transport.sockets import SocketTransport
 from rlframe.types import Sequence, Transition
@@ -54,31 +54,31 @@ class Stutters:
 
 @pytest.mark.parametrize("kind", ["queue", "uniform"])
 def test_what_arrives_twice_counts_once(kind):
-    agent, twin, seen = fake_agent(kind, Transition(3), 4, 10_000), ReferenceReplay(Transition(3)), []
+    agent, reference, seen = fake_agent(kind, Transition(3), 4, 10_000), ReferenceReplay(Transition(3)), []
     buffer = ServiceReplayBuffer(agent, [Stutters(ReplayService(agent))])
-    for _ in play("broken fragments", buffer, twin, 60):
+    for _ in add_experience("broken fragments", buffer, reference, 60):
         while kind == "queue" and (batch := buffer.sample()) is not None:
-            assert_batch_matches(batch, twin)
+            assert_batch_matches(batch, reference)
             seen += first_ids(batch).tolist()
     stats = buffer.stats()
-    assert stats["added"] == len(twin.items)
+    assert stats["added"] == len(reference.items)
     if kind == "queue":
-        assert len(seen) == len(set(seen)) == stats["sampled"] and len(twin.items) - len(seen) < 4
+        assert len(seen) == len(set(seen)) == stats["sampled"] and len(reference.items) - len(seen) < 4
     else:
         assert buffer.sample() is not None and buffer.stats()["sampled"] == 4
     buffer.close()
 
 
 def test_over_a_transport_items_are_those_that_were_added():
-    agent, twin = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReferenceReplay(Sequence(5, period=2))
+    agent, reference = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReferenceReplay(Sequence(5, period=2))
     served = Served(ReplayService(agent))
     buffer = pickle.loads(pickle.dumps(ServiceReplayBuffer(agent, [served.handle])))
-    for _ in play("subsets", buffer, twin, 40):
+    for _ in add_experience("subsets", buffer, reference, 40):
         pass
-    assert buffer.stats()["added"] == len(twin.items)
+    assert buffer.stats()["added"] == len(reference.items)
     with buffer.make_dataset() as dataset:
         for _ in range(20):
-            assert_batch_matches(next(dataset), twin)
+            assert_batch_matches(next(dataset), reference)
     buffer.close()
     served.server.stop()
 
@@ -87,23 +87,23 @@ def test_over_a_transport_items_are_those_that_were_added():
     "kind", [*(pytest.param(one, marks=pytest.mark.system) for one in ("uniform", "prioritized")), "queue"]
 )
 def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
-    agent, twin, count = fake_agent(kind, Transition(1), 8, 10_000), ReferenceReplay(Transition(1)), 4_000
+    agent, reference, count = fake_agent(kind, Transition(1), 8, 10_000), ReferenceReplay(Transition(1)), 4_000
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, seed=shard) for shard in range(2)])
-    for _ in play("two writers", buffer, twin, 60):
+    for _ in add_experience("two writers", buffer, reference, 60):
         pass
     items = buffer.stats()["items"]
-    assert items == len(twin.items)
+    assert items == len(reference.items)
     if kind == "queue":
         drawn = []
         while (batch := buffer.sample()) is not None:
-            assert_batch_matches(batch, twin)
+            assert_batch_matches(batch, reference)
             drawn += first_ids(batch).tolist()
         assert len(drawn) == len(set(drawn)) >= items - 14
         return
     of_rank = np.zeros(2)
     for _ in range(count // 8):
         batch = buffer.sample()
-        assert_batch_matches(batch, twin)
+        assert_batch_matches(batch, reference)
         np.testing.assert_allclose(batch.probabilities, 1 / items, rtol=1e-5)
         of_rank += np.bincount(batch.keys[:, 0], minlength=2)
     there = np.array([service.stats()["items"] for service in buffer._services])
@@ -123,7 +123,7 @@ def test_a_batch_of_one_item_of_each_environment_is_of_one_service():
 
 def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch, caplog):
     monkeypatch.setattr(client, "_WARN_AFTER", 0.2)
-    monkeypatch.setattr(client, "_MOST_STEPS", 4)
+    monkeypatch.setattr(client, "_MAX_STEPS", 4)
     agent = fake_agent("queue", Transition(1), 4, 40)
     service = ReplayService(agent)
     buffer = ServiceReplayBuffer(agent, [service])
@@ -140,7 +140,7 @@ def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch,
     with caplog.at_level(logging.WARNING):
         writer.start()
         wait_until(
-            lambda: "the queue holds 40 items, as many as it may: its reader is behind" in caplog.text, "It is mute."
+            lambda: "the queue is full with 40 items, because its reader is behind" in caplog.text, "No warning."
         )
     held = len(added)
     assert 10 <= held <= 20 and service.stats()["evicted"] == 0
@@ -155,7 +155,7 @@ def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch,
 
 
 def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_back(monkeypatch):
-    monkeypatch.setattr(client, "_MOST_STEPS", 8)
+    monkeypatch.setattr(client, "_MAX_STEPS", 8)
     agent = fake_agent("queue", Transition(1), 4, 40)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent)])
     stream, taken, added = StepStream(4, end=0.0), [], []
@@ -174,7 +174,7 @@ def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_ba
 
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    wait_until(lambda: buffer._writers.by_rank[0]._why, "The queue does not fill.")
+    wait_until(lambda: buffer._writers.by_rank[0]._held_back_reason, "The queue does not fill.")
     assert 10 <= len(added) <= 18  # 10 steps there, and 8 gathered at most
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -190,17 +190,17 @@ def test_a_call_of_a_writer_is_answered_in_time_however_slowly_room_is_made():
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)
     ids, step = stream.step()
-    stage = SendBuffer(ids, step)
-    stage.put(step)
+    send_buffer = SendBuffer(ids, step)
+    send_buffer.put(step)
     for _ in range(39):
         step = stream.step()[1]._replace(timestep=step.next_timestep)
-        stage.put(step)
+        send_buffer.put(step)
     rank, incarnation = service.claim(1, None)
     writer = WriterId(rank, incarnation, 4, 0)
 
     def send() -> None:
-        arrived, why = service.add(writer, 0, [stage.stack(40)])
-        answered.append((arrived, why))
+        delivered, why = service.add(writer, 0, [send_buffer.stack(40)])
+        answered.append((delivered, why))
 
     sender, began = threading.Thread(target=send), time.monotonic()
     sender.start()
@@ -280,7 +280,7 @@ def test_a_queue_that_was_read_is_not_restored_as_it_was_before(tmp_path):
 
 
 def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
-    monkeypatch.setattr(client, "_MOST_STEPS", 2)
+    monkeypatch.setattr(client, "_MAX_STEPS", 2)
     agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, run_ahead=8)])
     stream, stopped = StepStream(4, end=0.0), threading.Event()
@@ -291,11 +291,11 @@ def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
             while True:
                 buffer.add(*stream.step())
         except StoppedError as error:
-            assert "held back the writer 0" in str(error)
+            assert "Writer 0 was stopped while" in str(error)
             stopped.set()
 
     threading.Thread(target=write, daemon=True).start()
-    wait_until(lambda: buffer._writers.by_rank[rank]._why, "Nothing holds it back.")
+    wait_until(lambda: buffer._writers.by_rank[rank]._held_back_reason, "Nothing holds it back.")
     assert not stopped.is_set() and buffer._services[0].stats()["added"] <= 20
     buffer.end_waits(rank)
     assert stopped.wait(10.0)
@@ -305,14 +305,14 @@ def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
 
 
 def test_a_service_that_is_made_again_goes_on_from_its_checkpoint(tmp_path):
-    agent, twin = fake_agent("uniform", Transition(3), 8, 10_000), ReferenceReplay(Transition(3))
+    agent, reference = fake_agent("uniform", Transition(3), 8, 10_000), ReferenceReplay(Transition(3))
     first = ReplayService(agent, tmp_path)
     handles = [first]
     buffer = ServiceReplayBuffer(agent, handles)
-    for _ in play("lockstep", buffer, twin, 30):
+    for _ in add_experience("lockstep", buffer, reference, 30):
         pass
     before = buffer.stats()["added"]
-    assert before == len(twin.items)
+    assert before == len(reference.items)
     first._save()
     stream = StepStream(6, 0, seed=1)
     for _ in range(5):  # lost with the service
@@ -343,7 +343,7 @@ def test_a_writer_whose_rank_was_claimed_anew_is_stopped():
     assert new.claim_rank(4, 0) == (0, 1)
     new.add(*stream.step())
     new.flush()
-    with pytest.raises(StoppedError, match="rank 0 was claimed anew"):
+    with pytest.raises(StoppedError, match="Rank 0 was claimed again"):
         old.add(*stream.step())
         old.flush()
 
@@ -355,18 +355,18 @@ def test_steps_travel_with_each_observation_once():
     steps = [step for _, step in steps]
     for i in range(1, 5):  # as an Actor's follow each other
         steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
-    stage = SendBuffer(ids, steps[0])
+    send_buffer = SendBuffer(ids, steps[0])
     for step in steps:
-        assert stage.takes(ids, step)
-        stage.put(step)
-    assert not stage.takes(ids, steps[0]) and not stage.takes(ids[:2], steps[0])
-    stack = stage.stack(5)
+        assert send_buffer.accepts(ids, step)
+        send_buffer.put(step)
+    assert not send_buffer.accepts(ids, steps[0]) and not send_buffer.accepts(ids[:2], steps[0])
+    stack = send_buffer.stack(5)
     assert stack.timesteps.reward.shape == (6, 3)
-    stage.arrived = 3
+    send_buffer.delivered = 3
     for first, back in (
         (0, list(unstack(stack))),
         (3, list(unstack(stack, 3))),
-        (3, list(unstack(stage.stack(5)))),
+        (3, list(unstack(send_buffer.stack(5)))),
     ):
         assert len(back) == 5 - first
         for step, same in zip(steps[first:], back):

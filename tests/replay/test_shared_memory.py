@@ -27,7 +27,7 @@ from tests.replay.processes import DEADLINE, Process, assert_whole, expected_ids
 from tests.waiting import wait_until
 
 
-class Scene:
+class Resources:
     """The buffers and processes of a test."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
-    made = Scene()
+def resources() -> Iterator[Resources]:
+    made = Resources()
     yield made
     for process in made.processes:
         process.kill()
@@ -82,13 +82,13 @@ def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritized", Transition(1)), ("uniform", Sequence(5, 2))]
 )
-def test_no_item_is_torn_while_writers_come_round_again_and_again(scene: Scene, kind: str, item: Any) -> None:
-    buffer = scene.buffer(kind, item, 64, 1500, num_writers=2)
-    writers = [scene.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
+def test_no_item_is_torn_while_writers_come_round_again_and_again(resources: Resources, kind: str, item: Any) -> None:
+    buffer = resources.buffer(kind, item, 64, 1500, num_writers=2)
+    writers = [resources.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
     for writer in writers:
         writer.hear()
-    wanted = 25 * 1500  # timesteps: each ring is overwritten many times
-    seen = sample_until(buffer, lambda: buffer.stats()["steps"] > wanted)
+    target = 25 * 1500  # timesteps: each ring is overwritten many times
+    seen = sample_until(buffer, lambda: buffer.stats()["steps"] > target)
     assert {first // processes.PER_ENV // 10_000 for first in seen} == {0, 1}
     stats = buffer.stats()
     assert stats["sampled"] == len(seen) > 1000
@@ -102,10 +102,10 @@ def test_no_item_is_torn_while_writers_come_round_again_and_again(scene: Scene, 
 @pytest.mark.parametrize(
     ("item", "batch_size"), [(Transition(1), 32), (Transition(3), 7), (Sequence(6), None), (Sequence(4, 3), 5)], ids=str
 )
-def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, batch_size: int | None) -> None:
-    buffer = scene.buffer("queue", item, batch_size, 600, num_writers=2)
+def test_a_queue_gives_every_item_of_every_writer_once(resources: Resources, item: Any, batch_size: int | None) -> None:
+    buffer = resources.buffer("queue", item, batch_size, 600, num_writers=2)
     sizes = [(8, 400, None, False), (3, 300, None, True)]
-    writers = [scene.process(processes.write, buffer, *arguments) for arguments in sizes]
+    writers = [resources.process(processes.write, buffer, *arguments) for arguments in sizes]
     ranks = [writer.hear()[0] for writer in writers]
     assert sorted(ranks) == [0, 1]
     seen = sample_until(buffer, lambda: all(writer.popen.poll() == 0 for writer in writers))
@@ -122,8 +122,8 @@ def test_a_queue_gives_every_item_of_every_writer_once(scene: Scene, item: Any, 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> None:
-    buffer = scene.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
+def test_a_writer_that_stands_still_keeps_its_items(resources: Resources, kind: str) -> None:
+    buffer = resources.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
     for _ in (0, 1):
         buffer.claim_rank(4)
     for arguments in steps_of(0, 4, 20):
@@ -136,14 +136,14 @@ def test_a_writer_that_stands_still_keeps_its_items(scene: Scene, kind: str) -> 
     assert expected_ids(Transition(1), 0, 0, 4, 20) <= seen
 
 
-def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> None:
-    buffer = scene.buffer("uniform", Transition(1), 64, 200)
+def test_what_is_overwritten_while_it_is_copied_is_drawn_again(resources: Resources) -> None:
+    buffer = resources.buffer("uniform", Transition(1), 64, 200)
     buffer.claim_rank(4)
     more = steps_of(0, 4, 10**6)
     for _ in range(100):
         buffer.add(*next(more))
     sampler = buffer._view().sampler
-    sampler.bind()
+    sampler.choose_role()
     reads, read = [], sampler.reader.read
 
     def slow_read(numbers: np.ndarray, probabilities: np.ndarray) -> Any:
@@ -159,33 +159,33 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(scene: Scene) -> 
 
 
 @pytest.mark.system
-def test_ranks_are_claimed_across_processes(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = scene.buffer("uniform", Transition(1), 8, 1000, num_writers=3)
-    writers = [scene.process(processes.claim, buffer) for _ in range(3)]
+def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = resources.buffer("uniform", Transition(1), 8, 1000, num_writers=3)
+    writers = [resources.process(processes.claim, buffer) for _ in range(3)]
     claimed = [writer.hear() for writer in writers]
     assert sorted(claimed) == [[0, 0], [1, 0], [2, 0]]
     with pytest.raises(UsageError, match="num_writers=3, and all ranks are taken"):
         buffer.claim_rank(2)
     with pytest.raises(UsageError, match="Rank 3 was claimed"):
         buffer.claim_rank(2, rank=3)
-    monkeypatch.setattr(segment_writers, "_DEATH", 0.05)
-    with pytest.raises(UsageError, match="which still runs"):
+    monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", 0.05)
+    with pytest.raises(UsageError, match="and is still running"):
         buffer.claim_rank(2, rank=1)
     os.kill(writers[1].popen.pid, signal.SIGKILL)  # not waited for: a zombie holds no rank
-    monkeypatch.setattr(segment_writers, "_DEATH", DEADLINE)
+    monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 
 
-def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(scene: Scene) -> None:
+def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(resources: Resources) -> None:
     item = Sequence(6)
-    buffer = scene.buffer("uniform", item, 32, 100_000)
-    first = scene.process(processes.write_until_stopped, buffer, 4)
+    buffer = resources.buffer("uniform", item, 32, 100_000)
+    first = resources.process(processes.write_until_stopped, buffer, 4)
     assert first.hear() == [0, 0]
     sample_until(buffer, lambda: buffer.stats()["steps"] > 800)
     first.kill()
     before = buffer.stats()["items"]
     assert before > 100
-    second = scene.process(processes.write, buffer, 4, 50)
+    second = resources.process(processes.write, buffer, 4, 50)
     assert second.hear() == [0, 1]
     assert second.hear() == "done"
     assert buffer.size == before + len(expected_ids(item, 0, 1, 4, 50))
@@ -195,14 +195,14 @@ def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(scene: Scene) -
 
 
 @pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.system), "queue"])
-def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
-    buffer = scene.buffer(kind, Transition(1), 64, 400, num_writers=2)
-    stopped, other = (scene.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
+def test_a_stopped_writer_stalls_nobody(resources: Resources, kind: str) -> None:
+    buffer = resources.buffer(kind, Transition(1), 64, 400, num_writers=2)
+    stopped, other = (resources.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
     assert sorted([stopped.hear(), other.hear()]) == [[0, 0], [1, 0]]
 
     def sample_for(steps: int) -> int:  # until the writers have taken so many more; not until the queue is empty
-        wanted, seen, deadline = buffer.stats()["steps"] + steps, 0, time.monotonic() + DEADLINE
-        while buffer.stats()["steps"] < wanted:
+        target, seen, deadline = buffer.stats()["steps"] + steps, 0, time.monotonic() + DEADLINE
+        while buffer.stats()["steps"] < target:
             batch = buffer.wait_for_batch(0.1)
             seen += 0 if batch is None else len(assert_whole(batch, Transition(1)))
             assert time.monotonic() < deadline
@@ -214,13 +214,13 @@ def test_a_stopped_writer_stalls_nobody(scene: Scene, kind: str) -> None:
     os.kill(stopped.popen.pid, signal.SIGCONT)
 
 
-def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
+def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None  # this process is the sampler
-    writer = scene.process(processes.write, buffer, 1, 2000)
+    writer = resources.process(processes.write, buffer, 1, 2000)
     writer.hear()
     header = buffer._view().memory.headers[0]
-    wait_until(lambda: header[block.WAITS] == 1)
+    wait_until(lambda: header[block.IS_WAITING] == 1)
     assert 90 <= buffer.size == buffer.stats()["added"] < 200
     seen = sample_until(buffer, lambda: writer.popen.poll() is not None)
     assert writer.hear() == "done"
@@ -229,8 +229,8 @@ def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(scene: S
     assert len(in_order) - len(seen) < 10
 
 
-def test_the_first_batch_of_an_item_per_environment_waits_for_all_writers(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Sequence(3), None, 100, num_writers=2)
+def test_the_first_batch_of_an_item_per_environment_waits_for_all_writers(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Sequence(3), None, 100, num_writers=2)
     buffer.claim_rank(4)
     for arguments in steps_of(0, 4, 3):
         buffer.add(*arguments)
@@ -244,10 +244,10 @@ def test_the_first_batch_of_an_item_per_environment_waits_for_all_writers(scene:
     assert sorted(batch.keys[:, 0].tolist()) == [0, 0, 0, 0, 1, 1]
 
 
-def test_what_a_queue_forgets_makes_room_for_its_writer(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Sequence(2), 100, 200, max_staleness=0, timeout=DEADLINE)
+def test_what_a_queue_forgets_makes_room_for_its_writer(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Sequence(2), 100, 200, max_staleness=0, timeout=DEADLINE)
     assert buffer.sample() is None  # this process is the sampler
-    writer = scene.process(processes.write, buffer, 4, 1000)
+    writer = resources.process(processes.write, buffer, 4, 1000)
     writer.hear()
     buffer.forget_before(10**9)  # newer than all that will come
     deadline = time.monotonic() + DEADLINE
@@ -258,27 +258,27 @@ def test_what_a_queue_forgets_makes_room_for_its_writer(scene: Scene) -> None:
     assert stats["added"] == 2000 == stats["evicted_unsampled"] + stats["items"]
 
 
-def test_a_writer_that_waits_can_be_told_to_stop(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
+def test_a_writer_that_waits_can_be_told_to_stop(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None
-    told = scene.process(processes.write_until_told, buffer, 1).hear()
-    assert told.startswith("Writer 0 of the replay buffer was told to stop while it waited for items that")
+    told = resources.process(processes.write_until_told, buffer, 1).hear()
+    assert told.startswith("Writer 0 of the replay buffer was stopped while it waited for the sampler to sample the oldest")
 
 
-def test_a_writer_says_what_it_waited_for(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 10, 100, timeout=0.3)
+def test_a_writer_says_what_it_waited_for(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=0.3)
     assert buffer.sample() is None
-    code, text = scene.process(processes.write, buffer, 1, 2000).end()
+    code, text = resources.process(processes.write, buffer, 1, 2000).end()
     assert code == 1
-    assert f"the sampler (process {os.getpid()}, which still runs) for items that it has not sampled yet" in text
+    assert f"the sampler (process {os.getpid()}, which is still running) to sample the oldest items" in text
     assert "WriterTimeoutError" in text
     assert issubclass(WriterTimeoutError, TimeoutError)
 
 
-def test_samples_per_insert_paces_writers(scene: Scene) -> None:
-    buffer = scene.buffer("uniform", Transition(1), 16, 5000, min_size=20, samples_per_insert=2.0)
+def test_samples_per_insert_paces_writers(resources: Resources) -> None:
+    buffer = resources.buffer("uniform", Transition(1), 16, 5000, min_size=20, samples_per_insert=2.0)
     assert buffer.sample() is None
-    writer = scene.process(processes.write, buffer, 4, 1000)
+    writer = resources.process(processes.write, buffer, 4, 1000)
     writer.hear()
     expected = len(expected_ids(Transition(1), 0, 0, 4, 1000))
     sampled, deadline = 0, time.monotonic() + DEADLINE
@@ -292,11 +292,11 @@ def test_samples_per_insert_paces_writers(scene: Scene) -> None:
     assert writer.hear() == "done"
 
 
-def test_close_ends_the_waits_of_writers_and_datasets(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 10_000, 20_000, timeout=600.0)
-    reader = scene.process(processes.read_dataset, buffer)
+def test_close_ends_the_waits_of_writers_and_datasets(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 10_000, 20_000, timeout=600.0)
+    reader = resources.process(processes.read_dataset, buffer)
     assert reader.hear() == "reads"
-    writer = scene.process(processes.write_until_stopped, buffer, 1)
+    writer = resources.process(processes.write_until_stopped, buffer, 1)
     writer.hear()
     control = buffer._view().memory.control
     wait_until(lambda: control[block.SAMPLED] > 0)  # both are at it
@@ -307,20 +307,20 @@ def test_close_ends_the_waits_of_writers_and_datasets(scene: Scene) -> None:
     assert time.monotonic() - began < DEADLINE  # not the timeout
 
 
-def test_a_queue_goes_on_where_a_dead_sampler_stopped(scene: Scene) -> None:
+def test_a_queue_goes_on_where_a_dead_sampler_stopped(resources: Resources) -> None:
     item = Transition(2)
-    buffer = scene.buffer("queue", item, 50, 2000, num_writers=2)
+    buffer = resources.buffer("queue", item, 50, 2000, num_writers=2)
     # With ranks: the second one may start when the first has ended, and would be given its rank.
-    writers = [scene.process(processes.write, buffer, 5, 100, rank) for rank in range(2)]
+    writers = [resources.process(processes.write, buffer, 5, 100, rank) for rank in range(2)]
     ranks = [writer.hear()[0] for writer in writers]
     assert [writer.hear() for writer in writers] == ["done", "done"]
-    first = scene.process(processes.sample, buffer, 3)
+    first = resources.process(processes.sample, buffer, 3)
     seen = [x for _ in range(3) for x in first.hear()]
     first.hear()
     expected = expected_ids(item, ranks[0], 0, 5, 100) | expected_ids(item, ranks[1], 0, 5, 100)
     assert buffer.size == len(expected) - 150
     assert buffer.stats()["sampled"] == 150
-    with pytest.raises(UsageError, match=f"process {first.popen.pid} takes its items"):
+    with pytest.raises(UsageError, match=f"process {first.popen.pid} samples it"):
         buffer.sample()
     first.kill()
     while (batch := buffer.sample()) is not None:
@@ -330,24 +330,24 @@ def test_a_queue_goes_on_where_a_dead_sampler_stopped(scene: Scene) -> None:
     assert buffer.stats()["evicted"] == 0
 
 
-def test_others_read_a_prioritized_buffer_uniformly(scene: Scene) -> None:
-    buffer = scene.buffer("prioritized", Transition(1), 500, 2000, priority_exponent=1.0)
+def test_others_read_a_prioritized_buffer_uniformly(resources: Resources) -> None:
+    buffer = resources.buffer("prioritized", Transition(1), 500, 2000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 50):
         buffer.add(*arguments)
     batch = buffer.sample()
     buffer.update_priorities(batch.keys, np.where(batch.keys[:, 2] == batch.keys[0, 2], 1.0, 0.0))
     assert set(buffer.sample().keys[:, 2]) == {batch.keys[0, 2]}
-    reader = scene.process(processes.sample, buffer, 1)
+    reader = resources.process(processes.sample, buffer, 1)
     seen = set(reader.hear())
     assert len(seen) > 0.9 * buffer.size
     assert reader.hear()[0] == pytest.approx(1 / buffer.size)
 
 
-def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(scene: Scene, tmp_path: Path) -> None:
+def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(resources: Resources, tmp_path: Path) -> None:
     import cloudpickle
 
-    buffer = scene.buffer("uniform", Transition(1), 8, 1000)
+    buffer = resources.buffer("uniform", Transition(1), 8, 1000)
     text = cloudpickle.dumps(buffer)
     assert len(text) < 5000
     copy = pickle.loads(text)
@@ -359,12 +359,12 @@ def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(scene: Scene, tmp_pa
     gone = pickle.loads(text)
     name = gone._plan.name
     gone._plan = gone._plan._replace(name=name._replace(creator=name.creator._replace(started=1), token=1))
-    with pytest.raises(BufferGoneError, match=f"process {os.getpid()} that made"):
+    with pytest.raises(BufferGoneError, match=f"Process {os.getpid()}, which created"):
         gone.claim_rank(2)
 
 
-def test_nothing_is_left_of_a_maker_that_crashed(scene: Scene) -> None:
-    creator = scene.process(processes.make, None)
+def test_nothing_is_left_of_a_maker_that_crashed(resources: Resources) -> None:
+    creator = resources.process(processes.make, None)
     text = bytes.fromhex(creator.hear())
     buffer = pickle.loads(text)
     buffer.claim_rank(1)
@@ -373,12 +373,12 @@ def test_nothing_is_left_of_a_maker_that_crashed(scene: Scene) -> None:
     inode = os.fstat(buffer._view().memory._shared._descriptor).st_ino
     assert inode in memories()
     creator.kill()
-    with pytest.raises(BufferGoneError, match=f"process {creator.popen.pid} that made"):
+    with pytest.raises(BufferGoneError, match=f"Process {creator.popen.pid}, which created"):
         while True:  # what is mapped stays, but who waits learns that nobody will come
             buffer.add(*next(steps))
-    with pytest.raises(BufferGoneError, match="start the program anew"):
+    with pytest.raises(BufferGoneError, match="Start the program again"):
         plan = buffer._plan
-        block.Block(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
+        block.BufferMemory(plan.name, plan.num_writers, plan.rows, plan.spec, plan.step_spec)
     del buffer
     gc.collect()
     assert inode not in memories()
@@ -395,26 +395,26 @@ def memories() -> set[int]:
     return found.union(named)
 
 
-def test_more_environments_than_were_planned_for_are_refused(scene: Scene) -> None:
-    buffer = scene.buffer("uniform", Transition(1), 8, 1000, max_envs=10)
-    with pytest.raises(UsageError, match="greater max_envs"):
+def test_more_environments_than_were_planned_for_are_refused(resources: Resources) -> None:
+    buffer = resources.buffer("uniform", Transition(1), 8, 1000, max_envs=10)
+    with pytest.raises(UsageError, match="larger max_envs"):
         buffer.claim_rank(11)
     assert buffer.claim_rank(10)[0] == 0
 
 
-def test_more_memory_than_there_is_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_there_is_is_refused(resources: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_store, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"A capacity of \d+ steps would fit"):
-        scene.buffer("uniform", Transition(1), 8, 100_000)
-    buffer = scene.buffer("uniform", Transition(1), 8, 2_000)  # 0.9 MB
+        resources.buffer("uniform", Transition(1), 8, 100_000)
+    buffer = resources.buffer("uniform", Transition(1), 8, 2_000)  # 0.9 MB
     with pytest.raises(UsageError, match="memory is available"):
         buffer.claim_rank(1000)
 
 
-def test_a_dataset_wakes_with_what_a_writer_adds(scene: Scene) -> None:
-    buffer = scene.buffer("queue", Transition(1), 20, 2000, timeout=DEADLINE)
+def test_a_dataset_wakes_with_what_a_writer_adds(resources: Resources) -> None:
+    buffer = resources.buffer("queue", Transition(1), 20, 2000, timeout=DEADLINE)
     with buffer.make_dataset(timeout=DEADLINE) as dataset:
-        writer = scene.process(processes.write, buffer, 4, 300)
+        writer = resources.process(processes.write, buffer, 4, 300)
         expected = expected_ids(Transition(1), 0, 0, 4, 300)
         seen = [first for _ in range(len(expected) // 20) for first in assert_whole(next(dataset), Transition(1))]
         assert len(seen) == len(set(seen))

@@ -17,9 +17,9 @@ from rlframe.testing.streams import StepStream, fake_agent
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import assert_whole, expected_ids
-from tests.replay.test_shared_memory import Scene, sample_until, scene, steps_of
+from tests.replay.test_shared_memory import Resources, resources, sample_until, steps_of
 
-__all__ = ["scene"]
+__all__ = ["resources"]
 
 
 @pytest.fixture
@@ -84,16 +84,16 @@ def test_a_restored_buffer_draws_the_very_same_batches(
 
 
 @pytest.mark.system
-def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene) -> None:
+def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, resources: Resources) -> None:
     item = Sequence(5)
-    buffer = scene.buffer("prioritized", item, 64, 30_000, num_writers=2)
-    writers = [scene.process(processes.write_until_stopped, buffer, 6) for _ in range(2)]
+    buffer = resources.buffer("prioritized", item, 64, 30_000, num_writers=2)
+    writers = [resources.process(processes.write_until_stopped, buffer, 6) for _ in range(2)]
     for writer in writers:
         writer.hear()
     sample_until(buffer, lambda: buffer.stats()["steps"] > 40_000)
     for _ in range(5):
         buffer.save(tmp_path / "replay")
-        restored = scene.buffer("prioritized", item, 64, 30_000, num_writers=2)
+        restored = resources.buffer("prioritized", item, 64, 30_000, num_writers=2)
         restored.restore(tmp_path / "replay")
         assert restored.size > 0
         for _ in range(20):
@@ -101,8 +101,8 @@ def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, scene: Scene)
     assert [writer.popen.poll() for writer in writers] == [None, None]
 
 
-def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path: Path, scene: Scene) -> None:
-    buffer = scene.buffer("prioritized", Transition(1), 64, 1000, priority_exponent=1.0)
+def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path: Path, resources: Resources) -> None:
+    buffer = resources.buffer("prioritized", Transition(1), 64, 1000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 20):
         buffer.add(*arguments)
@@ -153,7 +153,7 @@ def test_a_buffer_in_use_is_not_overwritten(tmp_path: Path, make: Any) -> None:
     other.claim_rank(4)
     feed([other], [stream], 1)
     before = other.stats()
-    with pytest.raises(CheckpointError, match="writer 0 has added already"):
+    with pytest.raises(CheckpointError, match="writer 0 has already added steps"):
         other.restore(tmp_path / "replay")
     assert other.stats() == before
 

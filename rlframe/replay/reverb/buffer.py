@@ -1,11 +1,11 @@
-"""The replay buffer behind a Reverb server: for actors and learners on any number of machines.
+"""The client of a replay on a Reverb server, for actors and learners on any number of machines.
 
 Reverb: A Framework For Experience Replay (Cassirer et al. 2021), https://arxiv.org/abs/2102.04736
 
-A writer completes its items in its own process, exactly as the buffer in memory does, and sends them when they are
-complete. A uniform or prioritized replay holds each item by itself, so that the server's own selectors draw it. A queue
-may hold blocks of items (`tables(block=)`): whole unrolls `[B, T, ...]` at once, and a hundred times as many steps per
-second.
+A writer completes its items in its own process, with the code of the in-process buffer, and sends them when they are
+complete. In a uniform or prioritized replay, each row of the table is one item, so the server's own selectors draw it.
+In a queue, each row may be a block of items (`tables(block=)`). The server then handles whole unrolls `[B, T, ...]`,
+which makes it a hundred times as fast, in steps per second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.interprocess.heartbeat import patience as patience_of
+from rlframe.interprocess.heartbeat import peer_timeout
 from rlframe.replay.base import BaseReplayBuffer, Dataset, override
 from rlframe.replay.rate_limiter import WriterQuorum, WriterState, default_run_ahead
 from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection
@@ -34,31 +34,31 @@ from rlframe.replay.reverb.server_tables import (
     may_sample,
 )
 from rlframe.replay.reverb.writer import ReverbWriter
-from rlframe.replay.tables import LOWEST
+from rlframe.replay.tables import MIN_PRIORITY
 from rlframe.types import AgentSpecs, Batch, Step
 
-_DRAW_SECONDS = 10.0  # for what the server said it has: only another reader that was quicker has it wait
+_DRAW_TIMEOUT = 10.0  # for items that the server reported; the draw waits only if another reader was faster
 
 
 class ReverbReplayBuffer(BaseReplayBuffer):
-    """One process's side of a replay that a Reverb server holds. Pickles as the server's address.
+    """One process's client of a replay on a Reverb server. It pickles as the server's address.
 
-    `add` returns once the server has the items; where the server holds them back (a full queue, or samples that are
-    behind `samples_per_insert`), it waits for up to `patience` seconds. `sample` never waits for items.
+    `add` returns once the server has the items. It waits up to `patience` seconds while the server blocks it, because a
+    queue is full, or sampling is behind `samples_per_insert`. `sample` never waits for items.
 
-    A server that is gone is waited for, for `timeout` seconds; one that comes back at the same address is used again.
-    What it has then is what its checkpointer restored, and what its writers had not seen confirmed.
+    If the server is unreachable, calls wait up to `timeout` seconds for it. A server that restarts at the same address
+    is used again. Then it has the items of its checkpoint, and the items that it had not confirmed to their writers.
 
     Args:
-        agent: an Agent (anything with `replay_spec` and `step_spec`), as the server's tables were made from.
+        agent: an Agent, or any object with `replay_spec` and `step_spec`, which the server's tables were created from.
         server: a `reverb.Client`, or "host:port".
-        timeout: seconds that a server which does not answer is waited for; None: 120, or 600 in a process that is
-            watched (`rlframe.interprocess.heartbeat`), as those of a program are.
-        patience: seconds that `add` waits for a server which holds it back; None: 600, or for ever in such a process.
+        timeout: seconds to wait for a server that does not answer. None: 120, or 600 in a process whose heartbeats are
+            watched (`rlframe.interprocess.heartbeat`), such as a program's nodes.
+        patience: seconds that `add` waits while the server blocks it. None: 600, or no limit in such a process.
 
-    Raises (every method that asks the server):
-        PeerError: it did not answer in time.
-        UsageError: its tables are those of another agent.
+    Raises (every method that calls the server):
+        PeerError: the server did not answer in time.
+        UsageError: the server's tables belong to another agent.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     ) -> None:
         if agent is None or server is None:
             raise UsageError(
-                "A ReverbReplayBuffer is made of an agent and a server's client or address. For the node of a program, "
+                "A ReverbReplayBuffer needs an agent and a server's client or address. For the node of a program, "
                 "write lp.ReverbNode(ReverbReplayBuffer.tables(agent))."
             )
         self.spec = agent.replay_spec
@@ -74,18 +74,18 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._rows = ItemRows(self._agent)
         address = server if isinstance(server, str) else server.server_address
         self._options: dict[str, Any] = {"timeout": timeout, "patience": patience}
-        timeout = patience_of(120.0, watched=600.0) if timeout is None else timeout
+        timeout = peer_timeout(120.0, watched=600.0) if timeout is None else timeout
         self._connection = ReverbConnection(address, timeout)
         self._registry = RankRegistry(self._connection, timeout)
-        self._block = 0  # items per row of the table; 0 before the server was asked
-        patience = patience_of(600.0) if patience is None else patience
+        self._block = 0  # items per row of the table; 0 before the first call of the server
+        patience = peer_timeout(600.0) if patience is None else patience
         self._writer = ReverbWriter(self._agent, self._connection, self._registry, self._rows, patience)
         self._read_lock = threading.RLock()
         self._dropped = 0
         is_queue = self.spec.kind == "queue"
         self._drawn = DrawnItems(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
         self._quorum = WriterQuorum(self.spec.lapse_after)
-        self._envs: dict[int, int] = {}  # of each rank, as last asked
+        self._envs: dict[int, int] = {}  # environments of each rank, from the last call
         self._server_keys = ServerKeys()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,15 +103,15 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         """Return the tables of a server for an agent: `lp.ReverbNode(ReverbReplayBuffer.tables(agent))`.
 
         Args:
-            agent: an Agent (anything with `replay_spec` and `step_spec`).
-            block: of a queue, items that are sent, held and drawn as one; each writer's `num_envs` is a multiple of it.
-                Right where all of an actor's environments complete their unrolls with the same step.
-            when_full: whether writers "wait" for the reader of a full queue, or "drop" the oldest items.
-            run_ahead: items that may be added before as many samples were drawn as `samples_per_insert` says.
+            agent: an Agent, or any object with `replay_spec` and `step_spec`.
+            block: items of a queue that are sent, stored and drawn as one row. Each writer's `num_envs` must be a
+                multiple of it. Use it if all environments of an actor complete their unrolls with the same step.
+            when_full: "wait": writers wait for the reader of a full queue. "drop": the oldest items are dropped.
+            run_ahead: number of items by which inserts may be ahead of `samples_per_insert`.
             overrides: fields of `ReplaySpec` to change.
 
         Returns:
-            A callable that gives a list of `reverb.Table`, as `lp.ReverbNode` expects. It can be iterated over as well:
+            A callable that returns a list of `reverb.Table`, as `lp.ReverbNode` expects. It can also be iterated over:
             `reverb.Server(tables, port)`.
         """
         spec = override(agent.replay_spec, overrides)
@@ -130,20 +130,20 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         """Add one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
 
         Raises:
-            StoppedError: it was told to, by `end_waits`, or the buffer was closed.
+            StoppedError: `end_waits` was called, or the buffer was closed.
         """
         self._writer.add(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
-        """See `BaseReplayBuffer`. What `add` had on its way is still sent, until the buffer is closed."""
+        """See `BaseReplayBuffer`. Unconfirmed items are still sent until the buffer is closed."""
         self._writer.end_waits(rank)
 
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None while the server has too little or is ahead of `samples_per_insert`.
+        """Draw a batch. Return None while there are too few items, or sampling is ahead of `samples_per_insert`.
 
-        Draws are the server's, so no seed repeats them. `probabilities` are those at the time of each draw.
+        The server draws the items, so no seed can repeat the draws. `probabilities` are those at the time of each draw.
         """
         if self._connection.closed.is_set():
             return None
@@ -154,39 +154,42 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             if self.spec.kind == "queue":
                 self._draw_queue(count, table.current_size)
             elif self.missing(count) > 0 and may_sample(table, count):
-                self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_SECONDS))
+                self.keep(self._connection.draw(REPLAY, self.missing(count), _DRAW_TIMEOUT))
             number = self.items_to_take(count)
             return self.take(number) if number else None
 
     def _draw_queue(self, count: int, left: int) -> None:
-        # What is missing is taken even if too little is there: a writer that has yet to add the rest must not be held
-        # up by a full queue.
+        # Take the missing items even if there are too few. Otherwise a full queue could block the writer of the
+        # remaining items.
         while left > 0 and (missing := self.missing(count)) > 0:
-            drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_SECONDS)
+            drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_TIMEOUT)
             self.keep(drawn)
             left = left - len(drawn) if drawn else 0
 
     def batch_size(self) -> int:
-        """Return the number of items of a full batch; 0 if that is one of each environment, and none is known yet."""
+        """Return the number of items of a full batch.
+
+        If that is one item of each environment, it is 0 until a writer is known.
+        """
         if self.spec.batch_size is not None:
             return self.spec.batch_size
         self._envs = self._registry.envs()
         return sum(self._envs.values())
 
     def items_to_take(self, count: int) -> int:
-        """Return how many items, of `count` that all writers would give, make a batch now; 0 while there is too little.
+        """Return how many items make a batch now; 0 while there are too few. A full batch has `count` items.
 
-        A server does not know which of its writers live. So where a batch is one item of each environment, the share of
-        those lapses from whom nothing came for `lapse_after` seconds while others' items wait.
+        The server does not record which writers are alive. So if a batch has one item of each environment, a writer
+        lapses when none of its items arrived for `lapse_after` seconds, while items of other writers wait.
         """
         with self._read_lock:
             if not count or self.missing(count) <= 0:
                 return count
             if self.spec.kind != "queue" or self.spec.batch_size is not None or self._drawn.size < self.spec.min_size:
                 return 0
-            came = self._drawn.came
-            writers = {rank: WriterState(envs, came[rank], lambda: True) for rank, envs in self._envs.items()}
-            return self._quorum.complete_items(writers, self._drawn.items_of())
+            received = self._drawn.received
+            writers = {rank: WriterState(envs, received[rank], lambda: True) for rank, envs in self._envs.items()}
+            return self._quorum.complete_items(writers, self._drawn.items_by_rank())
 
     def forget_before(self, version: int) -> None:
         if self.spec.kind == "queue":
@@ -194,17 +197,17 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._drawn.forget_before(version)
 
     def missing(self, count: int) -> int:
-        """Return how many of the server's items (blocks, in a queue of these) must be drawn for a batch of `count`."""
+        """Return how many rows of the server's table must still be drawn for a batch of `count` items."""
         least = max(count, self.spec.min_size) if self.spec.kind == "queue" else count
         return -(-(least - self._drawn.size) // self._block)
 
     def keep(self, drawn: list[Any]) -> None:
-        """Keep drawn items for `take`."""
+        """Store drawn rows for `take`."""
         with self._read_lock:
             self._drawn.put(drawn)
 
     def take(self, count: int) -> Batch:
-        """Return a batch of items that were drawn; see `missing`."""
+        """Return a batch of stored items; see `missing`."""
         with self._read_lock:
             rows, probabilities, server_keys = self._drawn.take(count)
             batch = self._rows.unpack(rows, probabilities)
@@ -213,11 +216,13 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             return batch
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None, threads: int = 2) -> Dataset:
-        """Return an endless iterator of batches, `prefetch` of which a thread draws ahead, beside Reverb itself.
+        """Return an endless iterator of batches.
 
-        Items come by `threads` of Reverb's samplers at once, those of a queue by one. Items that were drawn ahead from
-        a queue and not read are lost with the dataset. Each `next` waits at most `timeout` seconds for its batch; None:
-        see `Dataset`. Close the dataset (or the buffer) to end it; any thread may.
+        A thread draws `prefetch` batches ahead of time, in addition to Reverb's own prefetching.
+
+        A uniform or prioritized replay uses `threads` of Reverb's samplers at once, and a queue uses one. If the
+        dataset is closed, items that were drawn from a queue but not read are lost. Each `next` waits at most `timeout`
+        seconds for its batch; None: see `Dataset`. To end it, close the dataset or the buffer, from any thread.
         """
         self._connect()
         dataset = ReverbDataset(self, self._connection, prefetch, timeout, threads)
@@ -227,25 +232,25 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Set the priorities of items that this process drew.
 
-        Priorities of items that are gone are dropped. They are counted exactly where one process writes; where several
-        do, an item whose turn to leave had nearly come may be counted wrongly.
+        Updates for evicted items are dropped and counted. The count is exact if only one process writes. With several
+        writers, an item that was about to be evicted may be counted wrongly.
         """
         info = self._connection.info("update_priorities")
-        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items leave in the order in which they came
+        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items are evicted in insertion order
         with self._read_lock:
             server_keys = self._server_keys.find(keys, floor)
             self._dropped += server_keys.count(None)
-        values = np.maximum(priorities, LOWEST).tolist()
+        values = np.maximum(priorities, MIN_PRIORITY).tolist()
         updates = {key: value for key, value in zip(server_keys, values) if key is not None}
         if updates:
             self._connection.set_priorities(REPLAY, updates)
-            self._registry.raise_highest(max(updates.values()), inserted(info[HIGHEST]))
+            self._registry.raise_highest_priority(max(updates.values()), inserted(info[HIGHEST]))
 
     # --- about the server
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True after `close`."""
         return self._connection.closed.is_set()
 
     @property
@@ -254,9 +259,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return self._connection.info("size")[REPLAY].current_size * block + self._drawn.size
 
     def stats(self) -> dict[str, int]:
-        """Return counters of the server, over all writers and readers; `steps`, `dropped_priorities`: of this process.
+        """Return the server's counters, over all writers and readers.
 
-        In a queue of blocks, those that were not full count as full. `bytes` is before Reverb's compression.
+        `steps` and `dropped_priorities` count this process only.
+
+        In a queue of blocks, blocks that are not full count as full. `bytes` is the size before Reverb's compression.
         """
         block = self._connect()
         table, waiting = self._connection.info("stats")[REPLAY], self._drawn.size
@@ -276,10 +283,12 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Make the server write a checkpoint where its checkpointer says, and note its name in the file `path`.
+        """Make the server write a checkpoint to its checkpointer's directory.
+
+        Write the checkpoint's name to the file `path`.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         self._connect()
         before = inserted(self._connection.info("checkpoint")[REPLAY])
@@ -290,12 +299,12 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Check that the server has read the checkpoint of this `save`, or has run on since.
+        """Check that the server has loaded the checkpoint of this `save`, or has kept running since then.
 
-        A Reverb server reads its latest checkpoint when it starts, and at no other time.
+        A Reverb server loads its latest checkpoint only when it starts.
 
         Raises:
-            CheckpointError: it did not, or the file cannot be read.
+            CheckpointError: the server has not loaded it, or the file cannot be read.
         """
         try:
             saved = json.loads(Path(path).read_text())
@@ -305,19 +314,19 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         there = inserted(self._connection.info("restore")[REPLAY])
         if there < saved["inserted"]:
             raise CheckpointError(
-                f"The Reverb server at {self._connection.address} was given {there} items, but {saved['inserted']} "
-                f"when {path} was saved: it has not read its checkpoint {saved['checkpoint']}. Start it with "
-                "checkpoint_ctor=lambda: reverb.checkpointers.DefaultCheckpointer(the directory of that)."
+                f"The Reverb server at {self._connection.address} has received {there} items, but {path} was saved "
+                f"after {saved['inserted']}: it has not read its checkpoint {saved['checkpoint']}. Start it with "
+                "checkpoint_ctor=lambda: reverb.checkpointers.DefaultCheckpointer(the checkpoint's directory)."
             )
 
     def close(self) -> None:
-        """End the datasets and every call that waits. The server keeps running."""
+        """End the datasets and all waiting calls. The server keeps running."""
         self._connection.closed.set()
         super().close()
         self._writer.close()
 
     def _connect(self) -> int:
-        """Return how many items a block holds. Raise UsageError if the server's tables are of another agent."""
+        """Return the number of items per block. Raise UsageError if the server's tables belong to another agent."""
         if not self._block:
             self._block = block_size(self._connection.signature(REPLAY), self._rows, self._connection.address)
         return self._block

@@ -1,8 +1,8 @@
-"""A Reverb server as its clients see it. Every call has a deadline; one that is not answered is tried again.
+"""Connections of clients to a Reverb server. Every call has a deadline. A call that gets no answer is retried.
 
-Reverb and TensorFlow are imported when the first server or client is made. It talks to Reverb's
-own layer below `reverb.Client`, where a sampler can be closed while somebody waits for it, and an item costs half.
-What blocks there without a deadline of its own (drawing, setting priorities) runs in a thread that can be left behind.
+Reverb and TensorFlow are imported when the first server or client is created. This module uses Reverb's internal layer
+below `reverb.Client`: there, a sampler can be closed while a thread waits for it, and items cost half as much. Calls
+that have no deadline in this layer (drawing, setting priorities) run in a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlframe import extras
 from rlframe.errors import PeerError, StoppedError
 from rlframe.replay.base import ReplayClosedError
 
-REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the tables of a server
+REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the server's tables
 
-_ATTEMPT = 1  # seconds that one look at the server may take
-_PAUSE = 0.1  # seconds between two
-_SLICE_MS = 500  # how long is waited for a confirmation before looking around
-_UNCONFIRMED = 32  # items on their way at once; from 50 on, Reverb warns
-_JOIN_WITHIN = 10.0  # seconds; a sampler that is closed lets its thread go at once
+_INFO_TIMEOUT = 1  # seconds
+_RETRY_INTERVAL = 0.1  # seconds between two attempts
+_FLUSH_TIMEOUT_MS = 500  # wait for a confirmation before the next check for errors and stops
+_MAX_UNCONFIRMED = 32  # items without a confirmation at once; Reverb warns above 50
+_JOIN_TIMEOUT = 10.0  # seconds; the thread of a closed sampler ends at once
 
 
 @functools.cache
 def import_reverb() -> tuple[Any, Any]:
-    """Return the modules (reverb, tensorflow)."""
+    """Import and return the modules (reverb, tensorflow)."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with extras.explain_import_error("ReverbReplayBuffer", "reverb"):
         import reverb
@@ -42,57 +42,57 @@ def import_reverb() -> tuple[Any, Any]:
 
 
 class ReverbConnection:
-    """A server's address, and calls to it. Any thread may use it.
+    """A server's address, and calls to the server. Any thread may use it.
 
     Args:
         address: "host:port".
-        timeout: seconds after which a server that does not answer is an error; a restart takes about ten.
+        timeout: seconds to wait for a server that does not answer. A restart takes about ten.
     """
 
     def __init__(self, address: str, timeout: float) -> None:
         self.address, self.timeout = address, timeout
         self.closed = threading.Event()
         self._lock = threading.Lock()
-        self._made: Any = None
+        self._client: Any = None
 
     @property
     def client(self) -> Any:
-        """Reverb's own client, made at the first call: a constructor must not wait for TensorFlow."""
+        """Reverb's own client, created at the first call because a constructor should not wait for TensorFlow."""
         with self._lock:
-            if self._made is None:
-                self._made = import_reverb()[0].pybind.Client(self.address)
-            return self._made
+            if self._client is None:
+                self._client = import_reverb()[0].pybind.Client(self.address)
+            return self._client
 
     def info(self, call: str, stop: threading.Event | None = None) -> dict[str, Any]:
-        """Return what the server says of each table, a `TableInfo` message.
+        """Return the server's `TableInfo` message of each table.
 
         Raises:
-            PeerError: it did not answer within the timeout.
-            StoppedError: `stop` was set while it did not.
+            PeerError: the server did not answer within the timeout.
+            StoppedError: `stop` was set before the server answered.
         """
         began = time.monotonic()
         while True:
-            answer = self.look()
+            answer = self.try_info()
             if answer is not None:
                 return answer
             if stop is not None and stop.is_set():
-                raise StoppedError(f"Told to stop while {call} waited for the Reverb server at {self.address}.")
-            self._again(call, began)
+                raise StoppedError(f"{call} was stopped while it waited for the Reverb server at {self.address}.")
+            self._wait_before_retry(call, began)
 
-    def look(self) -> dict[str, Any] | None:
-        """Like `info`, but ask once, and return None if there is no answer within a second."""
+    def try_info(self) -> dict[str, Any] | None:
+        """Like `info`, but try once, and return None if there is no answer within a second."""
         client = self.client
         from reverb.cc import schema_pb2
 
         try:
-            answers = client.ServerInfo(_ATTEMPT)
+            answers = client.ServerInfo(_INFO_TIMEOUT)
         except RuntimeError:
             return None
         infos = (schema_pb2.TableInfo.FromString(answer) for answer in answers)
         return {info.name: info for info in infos}
 
     def signature(self, table: str) -> Any:
-        """Return the only `TensorSpec` of a table's signature, or None if there is no such table."""
+        """Return the only `TensorSpec` of a table's signature; None if there is no such table."""
         answers = self.info("server_info")
         if table not in answers:
             return None
@@ -100,10 +100,10 @@ class ReverbConnection:
         return next(iter(info.signature.values())) if info.signature else None
 
     def draw(self, table: str, count: int, seconds: float) -> list[list[np.ndarray]]:
-        """Draw up to `count` items: as many as come within `seconds`.
+        """Draw up to `count` items, as many as arrive within `seconds`.
 
         Returns:
-            For each [key uint64, probability, size of the table, priority, *columns].
+            For each item, [key uint64, probability, size of the table, priority, *columns].
         """
         drawn: list[list[np.ndarray]] = []
         samplers: list[Any] = []
@@ -114,25 +114,28 @@ class ReverbConnection:
                 drawn.append(samplers[0].GetNextTrajectory())
 
         try:
-            self._within(seconds, run)
+            self._run_within(seconds, run)
         except RuntimeError as error:
-            if not self.has_lost(error):
+            if not self.is_connection_error(error):
                 raise
         for sampler in samplers:
-            sampler.Close()  # ends the waiting of a thread that is left behind
+            sampler.Close()  # also ends the wait of an abandoned thread
         return list(drawn)
 
     def sampler(self, table: str, ahead: int) -> Any:
-        """Return a Reverb sampler without end that draws up to `ahead` items before they are asked for."""
-        self.info("sample")  # it would wait without a deadline for a server that is not there
+        """Return an endless Reverb sampler that draws up to `ahead` items ahead of time."""
+        self.info("sample")  # raises if the server is unreachable; the sampler would wait without a deadline
         return self.client.NewSampler(table, -1, ahead)
 
-    def samplers(self, table: str, ahead: int, count: int) -> Samplers:
-        """Return `count` such samplers as one; see `Samplers`. What one alone draws ahead stays with it."""
-        return Samplers([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
+    def samplers(self, table: str, ahead: int, count: int) -> SamplerPool:
+        """Return `count` samplers as one; see `SamplerPool`.
+
+        If `count` is 1, the items that are drawn ahead stay in the sampler.
+        """
+        return SamplerPool([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
 
     def set_priorities(self, table: str, priorities: dict[int, float]) -> None:
-        """Set the priorities of items by their keys; those that are gone are ignored."""
+        """Set the priorities of items by their server keys. Evicted items are ignored."""
         self.call("update_priorities", lambda: self.client.MutatePriorities(table, list(priorities.items()), []))
 
     def checkpoint(self) -> str:
@@ -140,34 +143,35 @@ class ReverbConnection:
         return self.call("checkpoint", lambda: self.client.Checkpoint())
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run a call within a deadline, which Reverb's lack; repeat it while the server cannot be reached."""
+        """Run a call within a deadline, since Reverb's calls have none. Retry it while the server is unreachable."""
         began, result = time.monotonic(), []
         while True:
             self.info(name)
             try:
-                if self._within(self.timeout, lambda: result.append(function())):
+                if self._run_within(self.timeout, lambda: result.append(function())):
                     return result[0]
             except RuntimeError as error:
-                if not self.has_lost(error):
+                if not self.is_connection_error(error):
                     raise
-            self._again(name, began)
+            self._wait_before_retry(name, began)
 
-    def has_lost(self, error: RuntimeError) -> bool:
-        """Return whether an error of Reverb's came of a server that has gone; it may be back already."""
+    def is_connection_error(self, error: RuntimeError) -> bool:
+        """Return True if a Reverb error means that the server was unreachable. It may already be reachable again."""
         lost = ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset")
-        return any(text in str(error) for text in lost) or self.look() is None
+        return any(text in str(error) for text in lost) or self.try_info() is None
 
-    def silent(self, call: str, waited: float) -> PeerError:
+    def no_answer_error(self, call: str, waited: float) -> PeerError:
         """Return the error for a server that did not answer `call` for `waited` seconds."""
         return PeerError(
             f"The Reverb server at {self.address} did not answer {call} for {waited:.0f} s. "
-            "Look at that node's output: it may have failed, hang, or listen at another address."
+            "Check the output of that node: it may have failed, hang, or listen at another address."
         )
 
-    def _within(self, seconds: float, function: Callable[[], Any]) -> bool:
-        """Run `function` in a thread for up to `seconds`, or until the buffer is closed.
+    def _run_within(self, seconds: float, function: Callable[[], Any]) -> bool:
+        """Run `function` in a thread for up to `seconds`, or until the buffer is closed. Raise its exceptions.
 
-        Returns True if it ended. Raises its exceptions.
+        Returns:
+            True if the function returned in time.
         """
         raised: list[BaseException] = []
 
@@ -180,53 +184,53 @@ class ReverbConnection:
         thread, end = threading.Thread(target=run, name="rlframe reverb call", daemon=True), time.monotonic() + seconds
         thread.start()
         while thread.is_alive() and (left := end - time.monotonic()) > 0 and not self.closed.is_set():
-            thread.join(min(left, _PAUSE))
+            thread.join(min(left, _RETRY_INTERVAL))
         if raised:
             raise raised[0]
         return not thread.is_alive()
 
-    def _again(self, call: str, began: float) -> None:
-        """Pause before the next attempt. Raise if the time is up."""
+    def _wait_before_retry(self, call: str, began: float) -> None:
+        """Wait before the next attempt. Raise an error if the timeout is over."""
         waited = time.monotonic() - began
         if waited >= self.timeout:
-            raise self.silent(call, waited)
-        if self.closed.wait(_PAUSE):
+            raise self.no_answer_error(call, waited)
+        if self.closed.wait(_RETRY_INTERVAL):
             raise ReplayClosedError(f"The replay buffer was closed while {call} waited for {self.address}.")
 
 
 class ReverbInserter:
-    """Puts items of one array each into a table, and returns once the server has them.
+    """Inserts items into a table. Each item is one array. `insert` returns once the server has confirmed the items.
 
     Args:
         connection: the server.
         table: the table's name.
-        patience: seconds after which a server that answers, but holds the items back, is an error.
+        patience: seconds to wait for a server that answers, but does not accept the items.
     """
 
     def __init__(self, connection: ReverbConnection, table: str, patience: float) -> None:
         self._connection, self._table, self._patience = connection, table, patience
         pybind = import_reverb()[0].pybind
         self._writer = connection.client.NewTrajectoryWriter(pybind.ConstantChunkerOptions(1, 1), None)
-        # A writer that is dropped unclosed waits in its destructor, without end, for a server that is gone.
+        # If a Reverb writer is dropped without a close, its destructor waits forever for an unreachable server.
         self.close = weakref.finalize(self, self._writer.Close)
 
     def insert(self, arrays: Any, priority: float = 1.0, stop: threading.Event | None = None) -> None:
         """Insert items.
 
         Args:
-            arrays: of the shape and dtype of the table's signature.
-            priority: of all of them.
-            stop: ends the waiting. Unconfirmed items are still sent, until this is closed.
+            arrays: with the shape and dtype of the table's signature.
+            priority: the priority of all items.
+            stop: ends the wait. Unconfirmed items are still sent until this inserter is closed.
 
         Raises:
             StoppedError: `stop` was set.
-            PeerError: the server did not take them in time.
-            ReplayClosedError: the buffer was closed meanwhile.
+            PeerError: the server did not accept the items in time.
+            ReplayClosedError: the buffer was closed during the call.
         """
         for i, array in enumerate(arrays):
             self._writer.CreateItem(self._table, priority, [self._writer.Append([array])], [True])
-            if i % _UNCONFIRMED == _UNCONFIRMED - 1:
-                self._flush(_UNCONFIRMED // 2, stop)
+            if i % _MAX_UNCONFIRMED == _MAX_UNCONFIRMED - 1:
+                self._flush(_MAX_UNCONFIRMED // 2, stop)
         self._flush(0, stop)
 
     def _flush(self, left: int, stop: threading.Event | None) -> None:
@@ -237,47 +241,51 @@ class ReverbInserter:
                 raise ReplayClosedError(f"The replay buffer was closed while add waited {now - began:.1f} s.")
             if stop is not None and stop.is_set():
                 address = self._connection.address
-                raise StoppedError(f"Told to stop when add had waited {now - began:.1f} s for the server at {address}.")
-            if self._connection.look() is None:
+                raise StoppedError(
+                    f"add was stopped after it had waited {now - began:.1f} s for the server at {address}."
+                )
+            if self._connection.try_info() is None:
                 if now - reached >= self._connection.timeout:
-                    raise self._connection.silent("add", now - reached)
+                    raise self._connection.no_answer_error("add", now - reached)
                 continue
             reached = now
             if now - began >= self._patience:
                 raise PeerError(
-                    f"The Reverb server at {self._connection.address} has held add back for {now - began:.0f} s: its "
-                    f"table {self._table!r} is full, or was sampled less than samples_per_insert says. Is its learner "
-                    "running? A thread that both adds and samples needs a larger capacity or run_ahead."
+                    f"The Reverb server at {self._connection.address} has blocked add for {now - began:.0f} s: its "
+                    f"table {self._table!r} is full, or was sampled less than samples_per_insert requires. Is its "
+                    "learner running? A thread that both adds and samples needs a larger capacity or run_ahead."
                 )
 
     def _confirmed(self, left: int) -> bool:
         try:
-            self._writer.Flush(left, _SLICE_MS)
+            self._writer.Flush(left, _FLUSH_TIMEOUT_MS)
         except RuntimeError as error:
             if "Timeout exceeded" not in str(error):
                 raise PeerError(
-                    f"The Reverb server at {self._connection.address} refused what was added to its table "
+                    f"The Reverb server at {self._connection.address} refused an item for its table "
                     f"{self._table!r}: {error}."
                 ) from error
             return False
         return True
 
 
-class Samplers:
-    """Draws with several of Reverb's samplers at once, each drained by a thread: one alone waits for its round trips.
+class SamplerPool:
+    """Draws with several of Reverb's samplers at once, since each one waits for its round trips.
 
-    No draw lies with a thread or a sampler while others are waited for, so a rate limiter that lets through just enough
-    for a batch is enough. Draws of several come in no order, so a queue has one sampler.
+    A thread reads each sampler.
+
+    No sampler or thread holds back draws while a reader waits for them. So it is enough if the rate limiter allows
+    exactly one batch. The draws of several samplers have no order, so a queue uses one sampler.
 
     Args:
-        samplers: of one table, without end.
-        ahead: draws that may wait here.
+        samplers: endless samplers of one table.
+        ahead: the most draws to store here.
     """
 
     def __init__(self, samplers: list[Any], ahead: int) -> None:
         self._samplers, self._ahead = samplers, ahead
         self._drawn: collections.deque[list[np.ndarray]] = collections.deque()
-        self._wanted = ahead  # draws that the reader waits for, or where the threads stop while it does not
+        self._wanted = ahead  # draws that the reader waits for; if it does not wait, the limit of stored draws
         self._changed = threading.Condition()
         self._failure: RuntimeError | None = None
         self._threads = [
@@ -288,12 +296,12 @@ class Samplers:
             thread.start()
 
     def draw(self, least: int, most: int, seconds: float) -> list[list[np.ndarray]]:
-        """Wait up to `seconds` for `least` draws, and give those that are there, up to `most`.
+        """Wait up to `seconds` for `least` draws, and return the available draws, at most `most`.
 
         Each is [key uint64, probability, size of the table, priority, *columns].
 
         Raises:
-            RuntimeError: as Reverb's sampler does, also when it was closed.
+            RuntimeError: from Reverb's sampler, also if it was closed.
         """
         with self._changed:
             self._wanted = least
@@ -307,18 +315,18 @@ class Samplers:
             return drawn
 
     def Close(self) -> None:
-        """End a `draw` that waits, and the threads: none is inside of a sampler afterwards. Any thread may call it."""
+        """End a waiting `draw`, and the threads. After this, no thread is inside a sampler. Any thread may call it."""
         with self._changed:
             self._failure = self._failure or RuntimeError("The samplers were closed.")
             self._changed.notify_all()
         for sampler in self._samplers:
             sampler.Close()
-        # A process that ends while a thread is inside of a sampler is aborted by it.
+        # If a process exits while a thread is inside a sampler, the sampler aborts the process.
         for thread in self._threads:
-            thread.join(timeout=_JOIN_WITHIN)
+            thread.join(timeout=_JOIN_TIMEOUT)
 
     def _drain(self, sampler: Any) -> None:
-        drawn, draw = self._drawn, sampler.GetNextTrajectory  # raises when the sampler is closed
+        drawn, draw = self._drawn, sampler.GetNextTrajectory  # raises if the sampler is closed
         try:
             while True:
                 drawn.append(draw())

@@ -1,9 +1,9 @@
-"""Items as rows of bytes: how they travel to a Reverb server, lie there, and come back.
+"""Items as rows of bytes: their format for sending to, storing on, and reading from a Reverb server.
 
-A row is a numpy record that holds everything of one item. It goes as one array, because what a server's client pays for
-is the number of arrays: of seven named columns, a quarter as many items per second go in, and come out.
+A row is a numpy record that holds all data of one item. It is sent as one array, because the cost of Reverb's client
+depends on the number of arrays: seven named columns would reduce the items per second to a quarter, in both directions.
 
-`ReverbDataset` draws batches ahead with samplers that never stop.
+`ReverbDataset` draws batches ahead of time with endless samplers.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 
 from rlframe.replay.base import WAKE_INTERVAL, Dataset
 from rlframe.replay.layout import TreeLayout
-from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, Samplers
+from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, SamplerPool
 from rlframe.types import AgentSpecs, Batch, Sequence, SequenceBatch, Transition, TransitionBatch, Tree, specs
 
-_REMEMBERED = 1 << 17  # drawn items
-_KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # places in what a sampler gives
+_MAX_SERVER_KEYS = 1 << 17  # the most items whose server keys are stored
+_KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # positions in a sampler's result
 _SCALAR = specs.Array((), np.float32)
-_LOOK_EVERY = 2.0  # seconds without a batch between two looks at whether the server is there
-_LEAST_AHEAD = 256  # items; below that, round trips decide how fast they come
+_CHECK_INTERVAL = 2.0  # seconds without a batch between two checks that the server is reachable
+_MIN_AHEAD = 256  # items; with fewer, round trips limit the speed
 
 
 class ItemRows:
-    """Turns batches of an agent's items into rows, and rows into batches.
+    """Converts batches of an agent's items to rows, and rows to batches.
 
     Attributes:
         dtype: the record: `key` [3] int64 (rank, incarnation, number), `params_version` int64, and the item's leaves.
-        description: JSON of what the rows hold; two processes understand each other where theirs are equal.
+        description: JSON of the rows' contents. Two processes are compatible if their descriptions are equal.
     """
 
     def __init__(self, agent: AgentSpecs) -> None:
@@ -62,11 +62,11 @@ class ItemRows:
         return records.view(np.uint8).reshape(len(records), self.nbytes)
 
     def records(self, rows: np.ndarray) -> np.ndarray:
-        """[B] of `dtype`: what is in rows. The number of one that is padding is below 0."""
+        """Return the records of rows, [B] of `dtype`. The number of a padding record is negative."""
         return rows.reshape(-1).view(self.dtype)
 
     def unpack(self, rows: np.ndarray, probabilities: np.ndarray) -> Batch:
-        """Return the inverse of `pack`, with the chances of the draws ([B] float32)."""
+        """Return the batch of rows that `pack` returned, with the probabilities of the draws ([B] float32)."""
         records = self.records(rows)
         data = {
             field: layout.build([np.ascontiguousarray(records[leaf.name]) for leaf in layout.leaves])
@@ -76,14 +76,14 @@ class ItemRows:
         return Batch(self._batch(**data), keys, probabilities, versions)
 
     def padding(self, count: int) -> np.ndarray:
-        """Return rows that hold no item, [count, nbytes] uint8."""
+        """Return rows without items, [count, nbytes] uint8."""
         records = np.zeros(count, self.dtype)
         records["key"] = -1
         return records.view(np.uint8).reshape(count, self.nbytes)
 
 
 def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
-    """Field of a batch -> (its tree of specs, the time axis of its leaves)."""
+    """Return a dict: field of a batch -> (its tree of specs, the time axis of its leaves)."""
     item, step = agent.replay_spec.item, agent.step_spec
     if isinstance(item, Sequence):
         steps, ends = (item.length,), (item.length + 1,)
@@ -107,17 +107,17 @@ def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
 
 
 class ServerKeys:
-    """The server's keys of the items that were drawn last: their priorities may still come."""
+    """The server's keys of the items that were drawn last. Later priority updates need them."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[int, ...], int] = {}
 
     def put(self, keys: np.ndarray, server_keys: list[np.ndarray]) -> None:
-        """Note the server's keys of the items `keys` [B, 3]."""
+        """Store the server's keys of the items `keys` [B, 3]."""
         for key, server_key in zip(map(tuple, keys.tolist()), server_keys):
             self._keys.pop(key, None)
             self._keys[key] = int(server_key)
-        while len(self._keys) > _REMEMBERED:
+        while len(self._keys) > _MAX_SERVER_KEYS:
             del self._keys[next(iter(self._keys))]
 
     def find(self, keys: np.ndarray, floor: int) -> list[int | None]:
@@ -126,38 +126,38 @@ class ServerKeys:
 
 
 class DrawnItems:
-    """Items that were drawn and not given out yet, in order.
+    """Items that were drawn but not returned in a batch yet, in order.
 
     Attributes:
-        size: how many.
-        came: how many of each rank ever came, where a batch is one item of each environment.
-        forgotten: how many were dropped for their age.
+        size: number of items.
+        received: number of all items of each rank so far, if a batch is one item of each environment.
+        forgotten: number of items that were dropped because of their age.
     """
 
     def __init__(self, rows: ItemRows, queue: bool, by_rank: bool) -> None:
         self._rows, self._queue, self._by_rank = rows, queue, by_rank
-        # As samplers give them: [key, probability, size of the table, priority, rows [block, nbytes]].
+        # A sampler's results: [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self._oldest = -1
-        self.came: collections.Counter[int] = collections.Counter()
+        self.received: collections.Counter[int] = collections.Counter()
         self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
-        """Note what a sampler gave."""
+        """Add a sampler's results."""
         for sample in samples:
             if len(sample[_ROWS]) > 1:
                 numbers = self._rows.records(sample[_ROWS])["key"][:, 2]
-                if numbers[-1] < 0:  # padding comes last
+                if numbers[-1] < 0:  # padding is at the end
                     sample[_ROWS] = sample[_ROWS][numbers >= 0]
             if self._by_rank:
-                self.came.update(self._ranks(sample))
+                self.received.update(self._ranks(sample))
         self._samples.extend(samples)
         self.size += sum([len(sample[_ROWS]) for sample in samples])
         if self._oldest >= 0:
             self.forget_before(self._oldest)
 
     def forget_before(self, version: int) -> None:
-        """Drop items that a version below `version` acted in, now and when they come."""
+        """Drop the items in which a version below `version` acted, now and when they arrive."""
         self._oldest = max(self._oldest, version)
         kept = []
         for sample in self._samples:
@@ -170,24 +170,24 @@ class DrawnItems:
         self.forgotten += before - self.size
         self._samples = collections.deque(kept)
 
-    def items_of(self) -> dict[int, int]:
-        """Return how many of each rank there are."""
+    def items_by_rank(self) -> dict[int, int]:
+        """Return the number of items of each rank."""
         counts: collections.Counter[int] = collections.Counter()
         for sample in self._samples:
             counts.update(self._ranks(sample))
         return counts
 
     def _ranks(self, sample: list[np.ndarray]) -> list[int]:
-        """Return who wrote each of its items."""
+        """Return the rank of each item's writer."""
         return self._rows.records(sample[_ROWS])["key"][:, 0].tolist()
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return (rows [count, nbytes] uint8, probabilities [count] float32, the server's key of each)."""
+        """Return (rows [count, nbytes] uint8, probabilities [count] float32, server key of each)."""
         samples, missing = [], count
         while missing > 0:
             samples.append(self._samples.popleft())
             missing -= len(samples[-1][_ROWS])
-        if missing:  # the last block has more than are wanted
+        if missing:  # the last block has more items than needed
             *drawn, block = samples[-1]
             samples[-1] = [*drawn, block[:missing]]
             self._samples.appendleft([*drawn, block[missing:]])
@@ -195,14 +195,17 @@ class DrawnItems:
         keys, chances, sizes, _, rows = zip(*samples)
         lengths = [len(own) for own in rows]
         probabilities = np.fromiter(chances, np.float64, len(rows))
-        if self._queue:  # each has its turn: the chance of a draw among those that were there
+        if self._queue:  # a queue's probability: one draw among the items that it held
             probabilities = 1.0 / (np.maximum(np.fromiter(sizes, np.int64, len(rows)), 1) * lengths)
         all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
         return all_rows, np.repeat(probabilities.astype(np.float32), lengths), list(keys)
 
 
 class ReverbDataset(Dataset):
-    """Like `Dataset`. The buffer must have `batch_size`, `missing`, `items_to_take`, `keep` and `take`."""
+    """A `Dataset` of a Reverb server.
+
+    The buffer must have the methods `batch_size`, `missing`, `items_to_take`, `keep` and `take`.
+    """
 
     _buffer: Any
 
@@ -210,15 +213,15 @@ class ReverbDataset(Dataset):
         self, buffer: Any, connection: ReverbConnection, prefetch: int, timeout: float | None, threads: int
     ) -> None:
         self._connection, self._num_samplers = connection, threads
-        self._samplers: Samplers | None = None
-        self._looked = time.monotonic()
-        self._gone_since: float | None = None
+        self._samplers: SamplerPool | None = None
+        self._checked_at = time.monotonic()
+        self._unreachable_since: float | None = None
         self._count, self._counted = 0, 0.0
         super().__init__(buffer, prefetch, timeout)
 
     def _draw(self) -> Batch | None:
-        # A sampler waits, without a deadline, for a server that is not there: so ask first.
-        if self._samplers is None and self._connection.look() is None:
+        # A sampler waits for an unreachable server without a deadline, so check first.
+        if self._samplers is None and self._connection.try_info() is None:
             return None
         if not self._count or time.monotonic() > self._counted + WAKE_INTERVAL:
             self._count, self._counted = self._buffer.batch_size(), time.monotonic()
@@ -228,19 +231,21 @@ class ReverbDataset(Dataset):
             return None
         missing = self._buffer.missing(count)
         if self._samplers is None:
-            # What is drawn ahead of a queue nobody else can draw, and in any replay it gets older.
+            # Other readers cannot get the items that are drawn ahead from a queue, and all items that are drawn ahead
+            # get older.
             is_queue, blocks = self._buffer.spec.kind == "queue", max(0, missing) + 1
-            ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _LEAST_AHEAD), self._num_samplers)
+            ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _MIN_AHEAD), self._num_samplers)
             self._samplers = self._connection.samplers(REPLAY, ahead, samplers)
         if missing > 0:
-            # A batch of one item of each environment need not wait for all of them: each that comes may complete it.
+            # If a batch is one item of each environment, one further item may complete it, because other writers may
+            # lapse.
             self._collect(self._samplers, 1 if self._buffer.spec.batch_size is None else missing, missing)
         number = self._buffer.items_to_take(count)
         return self._buffer.take(number) if number else None
 
-    def _collect(self, samplers: Samplers, least: int, missing: int) -> None:
-        """Wait a while for `least` of the `missing` draws."""
-        if self._stop.is_set():  # maybe before there were samplers to close
+    def _collect(self, samplers: SamplerPool, least: int, missing: int) -> None:
+        """Wait a short time for `least` of the `missing` draws."""
+        if self._stop.is_set():  # possibly before there were samplers to close
             return
         try:
             self._buffer.keep(samplers.draw(least, missing, WAKE_INTERVAL))
@@ -249,24 +254,24 @@ class ReverbDataset(Dataset):
                 return
             self._samplers = None
             samplers.Close()
-            if not self._connection.has_lost(error):
+            if not self._connection.is_connection_error(error):
                 raise
 
     def _check(self) -> None:
         now = time.monotonic()
-        if now - self._looked < _LOOK_EVERY:
+        if now - self._checked_at < _CHECK_INTERVAL:
             return
-        self._looked = now
-        if self._connection.look() is not None:
-            self._gone_since = None
+        self._checked_at = now
+        if self._connection.try_info() is not None:
+            self._unreachable_since = None
             return
-        self._gone_since = self._gone_since or now
-        if now - self._gone_since >= self._connection.timeout:
-            raise self._connection.silent("sample", now - self._gone_since)
+        self._unreachable_since = self._unreachable_since or now
+        if now - self._unreachable_since >= self._connection.timeout:
+            raise self._connection.no_answer_error("sample", now - self._unreachable_since)
 
     def close(self) -> None:
         super().close()
-        self._interrupt()  # samplers that the thread may have opened since
+        self._interrupt()  # also samplers that the thread opened after the first call
 
     def _interrupt(self) -> None:
         samplers = self._samplers

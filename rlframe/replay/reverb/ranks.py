@@ -1,4 +1,4 @@
-"""The ranks that writers claim at a Reverb server, how many environments each has, and the highest priority."""
+"""The ranks that writers claim on a Reverb server, their numbers of environments, and the highest priority."""
 
 from __future__ import annotations
 
@@ -14,83 +14,84 @@ from rlframe.errors import PeerError
 from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, ReverbConnection, ReverbInserter
 from rlframe.replay.reverb.server_tables import CLAIM_FIELDS, inserted
 
-# The last two numbers of an entry (rank, incarnation, token, what, environments).
+# Values of the fourth number of an entry (rank, incarnation, token, kind, environments).
 _CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
 _READ_AHEAD = 64
 
 
 class RankRegistry:
-    """Ranks, how many environments each has, and the highest priority so far.
+    """Ranks, the number of environments of each, and the highest priority so far.
 
     Reverb has no compare-and-swap, so ranks are claimed in a log that only grows (the table of claims). A writer
-    appends its claim and then reads the whole log: it has the rank if no other claim to it stands. Of two writers that
-    claim the same rank at once, at least one sees the other, since both write before they read. It withdraws, and tries
-    again after a random pause. So no two ever hold the same (rank, incarnation), however many processes start together,
-    and whichever of them dies in between.
+    appends its claim and then reads the whole log. It has the rank if there is no other valid claim to it. If two
+    writers claim the same rank at once, at least one of them sees the other's claim, since both write before they read.
+    That writer withdraws its claim, and retries after a random backoff. So no two writers ever hold the same (rank,
+    incarnation), even if many processes start together or die during a claim.
 
     Args:
         connection: the server.
-        patience: seconds after which a claim that does not succeed is an error.
+        patience: seconds after which a claim without success is an error.
     """
 
     def __init__(self, connection: ReverbConnection, patience: float) -> None:
         self._connection, self._patience = connection, patience
-        self._random = random.Random()  # tokens must differ between processes, whatever their seeds
+        self._random = random.Random()  # not seeded, because tokens must differ between processes
         self._lock = threading.RLock()
-        self._mine: dict[tuple[int, int], list[list[int]]] = {}  # the entries that this process wrote
-        self._begun: dict[int | None, tuple[tuple[int, int], int]] = {}  # rank asked for -> what was claimed, its token
+        self._own_entries: dict[tuple[int, int], list[list[int]]] = {}  # entries that this process wrote
+        # Requested rank -> ((rank, incarnation) of the claim, its token).
+        self._pending_claims: dict[int | None, tuple[tuple[int, int], int]] = {}
         self._counters: list[int] = []
-        self._envs: tuple[int, dict[int, int]] = (-1, {})  # (entries that had been written, rank -> environments)
-        self._highest = (-1, 1.0)  # (values that had been written, the last one)
+        self._envs: tuple[int, dict[int, int]] = (-1, {})  # (number of entries at the last read, rank -> environments)
+        self._highest = (-1, 1.0)  # (number of inserted values at the last read, highest priority)
 
     def claim(self, rank: int | None) -> tuple[int, int]:
-        """Return the (rank, incarnation) that nobody but the caller holds.
+        """Return the (rank, incarnation) of a new claim. No other writer has it.
 
-        A claim that failed because the server had gone may be repeated, and continues.
+        If a claim failed because the server was unreachable, call this again to continue it.
         """
         pauses = retry.backoff(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
         with self._lock:
             while True:
-                claims = self._claims()
-                if rank not in self._begun:
+                claims = self._valid_claims()
+                if rank not in self._pending_claims:
                     if rank is None:
                         held = {r for (r, _), tokens in claims.items() if tokens}
                         chosen = next(r for r in range(len(held) + 1) if r not in held), 0
                     else:
                         chosen = rank, 1 + max((i for r, i in claims if r == rank), default=-1)
                     token = self._random.getrandbits(62)
-                    self._begun[rank] = chosen, token
+                    self._pending_claims[rank] = chosen, token
                     self._append([*chosen, token, _CLAIMED, 0])
-                    claims = self._claims()
-                chosen, token = self._begun.pop(rank)
+                    claims = self._valid_claims()
+                chosen, token = self._pending_claims.pop(rank)
                 if claims.get(chosen) == {token}:
-                    self._mine[chosen] = [[*chosen, token, _CLAIMED, 0]]
+                    self._own_entries[chosen] = [[*chosen, token, _CLAIMED, 0]]
                     return chosen
                 self._append([*chosen, token, _WITHDRAWN, 0])
                 pause = next(pauses, None)
                 if pause is None:
                     raise PeerError(
                         f"No rank could be claimed at {self._connection.address} for {self._patience:g} s: "
-                        "others claimed the same again and again. Give the actors their ranks."
+                        "other writers claimed the same rank each time. Pass a rank to each actor."
                     )
                 time.sleep(pause)
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Note how many environments a writer has."""
+        """Write the number of a writer's environments to the log."""
         with self._lock:
             entry = [rank, incarnation, 0, _OPENED, num_envs]
-            if entry not in self._mine[rank, incarnation]:
-                self._mine[rank, incarnation].append(entry)
+            if entry not in self._own_entries[rank, incarnation]:
+                self._own_entries[rank, incarnation].append(entry)
             self._append(entry)
 
-    def watch(self, tables: dict[str, Any]) -> None:
-        """Write lost entries again, if the server's counters say that it has lost some.
+    def restore_lost_entries(self, tables: dict[str, Any]) -> None:
+        """Write this process's entries again if the server's counters show that it has lost some.
 
         Args:
-            tables: what the server says of them now.
+            tables: the server's current `TableInfo` of each table.
 
         Raises:
-            PeerError: another writer has claimed a rank of this process since.
+            PeerError: another writer has claimed a rank of this process since then.
         """
         counters = [inserted(table) for _, table in sorted(tables.items())]
         with self._lock:
@@ -101,60 +102,66 @@ class RankRegistry:
 
     def _claim_again(self) -> None:
         there = {tuple(entry) for entry in self._read()}
-        for (rank, incarnation), entries in self._mine.items():
+        for (rank, incarnation), entries in self._own_entries.items():
             for entry in entries:
                 if tuple(entry) not in there:
                     self._append(entry)
-            if self._claims().get((rank, incarnation), set()) - {entries[0][2]}:
+            if self._valid_claims().get((rank, incarnation), set()) - {entries[0][2]}:
                 raise PeerError(
-                    f"The Reverb server at {self._connection.address} came back without its claims, and another writer "
-                    f"has claimed rank {rank} (incarnation {incarnation}) since. Restart this actor, and give the "
-                    "server a checkpointer."
+                    f"The Reverb server at {self._connection.address} has restarted without its claims, and another "
+                    f"writer has claimed rank {rank} (incarnation {incarnation}) since then. Restart this actor, and "
+                    "add a checkpointer to the server."
                 )
 
     def envs(self) -> dict[int, int]:
-        """Return how many environments the latest incarnation of each rank has; as last known where nobody answers."""
-        tables = self._connection.look()
+        """Return the number of environments of each rank's newest incarnation.
+
+        If the server does not answer, the numbers are the last known ones.
+        """
+        tables = self._connection.try_info()
         with self._lock:
             written = inserted(tables[CLAIMS]) if tables else self._envs[0]
             if self._envs[0] != written:
                 latest: dict[int, tuple[int, int]] = {}
-                for rank, incarnation, _, what, count in self._read():
-                    if what == _OPENED:
+                for rank, incarnation, _, kind, count in self._read():
+                    if kind == _OPENED:
                         latest[rank] = max(latest.get(rank, (-1, 0)), (incarnation, count))
                 self._envs = written, {rank: count for rank, (_, count) in latest.items()}
             return self._envs[1]
 
-    def highest(self, written: int) -> float:
-        """Return the highest priority so far, 1 at first. `written`: the server's count of inserted ones."""
+    def highest_priority(self, written: int) -> float:
+        """Return the highest priority so far, 1 at first. `written` is the server's count of inserted priorities."""
         with self._lock:
             if written and self._highest[0] != written:
                 for _, _, _, _, value in self._connection.draw(HIGHEST, 1, self._connection.timeout):
                     self._highest = written, float(value[0])
             return self._highest[1]
 
-    def raise_highest(self, priority: float, written: int) -> None:
+    def raise_highest_priority(self, priority: float, written: int) -> None:
         """Make `priority` the highest so far, if it is higher."""
         with self._lock:
-            if priority > self.highest(written):
+            if priority > self.highest_priority(written):
                 self._insert(HIGHEST, np.array([priority], np.float64))
 
-    def _claims(self) -> dict[tuple[int, int], set[int]]:
-        """(rank, incarnation) -> the tokens of the claims to it that stand; empty if all were withdrawn."""
+    def _valid_claims(self) -> dict[tuple[int, int], set[int]]:
+        """Return a dict: (rank, incarnation) -> tokens of its valid claims.
+
+        The set is empty if all claims were withdrawn.
+        """
         claims: dict[tuple[int, int], set[int]] = {}
         withdrawn = set()
-        for rank, incarnation, token, what, _ in self._read():
-            if what == _CLAIMED:
+        for rank, incarnation, token, kind, _ in self._read():
+            if kind == _CLAIMED:
                 claims.setdefault((rank, incarnation), set()).add(token)
-            elif what == _WITHDRAWN:
+            elif kind == _WITHDRAWN:
                 withdrawn.add(token)
         return {key: tokens - withdrawn for key, tokens in claims.items()}
 
     def _read(self) -> list[list[int]]:
-        """Return all entries that were in the log when this was called, and maybe later ones.
+        """Return all entries that were in the log at the call, and possibly later ones.
 
-        A table can only be sampled: so entries are drawn until as many different ones came as there are. Since none
-        ever leaves, these are all.
+        A table can only be sampled, so this draws until it has as many different entries as the table holds. Entries
+        are never removed, so these are all.
         """
         samplers: list[Any] = []
 

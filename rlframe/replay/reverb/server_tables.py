@@ -1,4 +1,4 @@
-"""The tables of a Reverb server, made for an agent, and what their counters say."""
+"""The tables of a Reverb server for an agent, and functions on their counters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _CLAIMS_KEPT = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ReverbTables:
-    """Makes tables: call it, or iterate over it. Pickles without Reverb, which only the node that serves them needs.
+    """Creates tables: call it, or iterate over it.
+
+    It can be pickled without Reverb, which only the server's node needs.
 
     See `ReverbReplayBuffer.tables`.
     """
@@ -32,24 +34,24 @@ class ReverbTables:
     def __post_init__(self) -> None:
         kind = self.agent.replay_spec.kind
         if self.block < 1:
-            raise UsageError(f"A table needs blocks of at least one item, got block={self.block}.")
+            raise UsageError(f"A block needs at least one item, got block={self.block}.")
         if self.block > 1 and kind != "queue":
             raise UsageError(
-                f"Blocks are for queues: a {kind} replay draws each item by itself. Leave block={self.block} out."
+                f"Only queues can have blocks: a {kind} replay draws single items. Leave block={self.block} out."
             )
         if self.when_full not in ("wait", "drop"):
             raise UsageError(f"when_full must be 'wait' or 'drop', got {self.when_full!r}.")
         if kind == "queue" and self.agent.replay_spec.samples_per_insert is not None:
             raise UsageError(
-                "A queue gives each item once, so samples_per_insert must be None; "
-                f"got {self.agent.replay_spec.samples_per_insert:g}. Writers wait for its reader as when_full says."
+                "A queue returns each item once, so samples_per_insert must be None; "
+                f"got {self.agent.replay_spec.samples_per_insert:g}. The option when_full determines if writers wait."
             )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self())
 
     def __call__(self) -> list[Any]:
-        """Fresh `reverb.Table`s: one of items, one of ranks, and one for the highest priority."""
+        """Return new `reverb.Table`s: for items, for claims of ranks, and for the highest priority."""
         reverb, tf = import_reverb()
         selectors, limiters = reverb.selectors, reverb.rate_limiters
         spec, rows = self.agent.replay_spec, ItemRows(self.agent)
@@ -58,7 +60,7 @@ class ReverbTables:
             "prioritized": lambda: selectors.Prioritized(spec.priority_exponent),
             "queue": selectors.Fifo,
         }[spec.kind]()
-        # The signature's name describes the fields of a row; each client compares it with its own.
+        # The signature's name describes the fields of a row. Each client compares it with its own description.
         signature = {"rows": tf.TensorSpec((self.block, rows.nbytes), tf.uint8, name=rows.description)}
         items = reverb.Table(
             REPLAY,
@@ -73,8 +75,10 @@ class ReverbTables:
         one = limiters.MinSize(1)
         claims = reverb.Table(CLAIMS, selectors.Uniform(), selectors.Fifo(), _CLAIMS_KEPT, one, signature=claim)
         value = {"priority": tf.TensorSpec((1,), tf.float64)}
-        highest = reverb.Table(HIGHEST, selectors.Fifo(), selectors.Fifo(), 1, limiters.MinSize(1), signature=value)
-        return [items, claims, highest]
+        highest_priority = reverb.Table(
+            HIGHEST, selectors.Fifo(), selectors.Fifo(), 1, limiters.MinSize(1), signature=value
+        )
+        return [items, claims, highest_priority]
 
     def _limiter(self, limiters: Any) -> Any:
         spec = self.agent.replay_spec
@@ -89,33 +93,33 @@ class ReverbTables:
 
 
 def inserted(table: Any) -> int:
-    """Return how many items (of some queues: blocks) were ever inserted into a table, by its `TableInfo`."""
+    """Return how many items (for a queue of blocks: blocks) were ever inserted into a table, from its `TableInfo`."""
     return table.rate_limiter_info.insert_stats.completed
 
 
 def may_sample(table: Any, count: int) -> bool:
-    """Return whether a table's rate limiter lets `count` items be sampled now."""
+    """Return True if a table's rate limiter allows sampling of `count` items now."""
     limiter = table.rate_limiter_info
     ahead = limiter.insert_stats.completed * limiter.samples_per_insert - limiter.sample_stats.completed - count
     return table.current_size >= limiter.min_size_to_sample and ahead >= limiter.min_diff
 
 
 def block_size(signature: Any, rows: ItemRows, address: str) -> int:
-    """Return how many items a block of the table with this signature (None: there is no such table) holds.
+    """Return the number of items per block of the table with this signature (None: there is no such table).
 
     Raises:
-        UsageError: they are not what `rows` says.
+        UsageError: the table's items do not match `rows`.
     """
     if signature is None or not (signature.name or "").startswith("{"):
         raise UsageError(
-            f"The Reverb server at {address} has no table of rlframe's. "
+            f"The Reverb server at {address} has no table of rlframe. "
             "Make its tables with ReverbReplayBuffer.tables(agent)."
         )
     if signature.name != rows.description:
         there, here = json.loads(signature.name), json.loads(rows.description)
         differs = next(name for name in here if here[name] != there.get(name))
         raise UsageError(
-            f"The Reverb server at {address} holds the items of another agent: {differs} is {there.get(differs)} "
+            f"The Reverb server at {address} has the items of another agent: {differs} is {there.get(differs)} "
             f"there, {here[differs]} here. Make its tables from the same agent."
         )
     return int(signature.shape[0])

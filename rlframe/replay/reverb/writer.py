@@ -1,4 +1,4 @@
-"""The writers of one process to a Reverb replay: their ranks, the items that are not complete yet, and their waits."""
+"""The writers of one process to a Reverb replay: their ranks, their incomplete items, and their waits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from rlframe.replay.reverb.server_tables import inserted
 from rlframe.replay.steps import ItemAssembler
 from rlframe.types import AgentSpecs, Step
 
-_LOOK_FOR_STOP = 0.2  # seconds
-_LOOK_EVERY = 1.0  # seconds between two looks at whether the server is still the one that the writers claimed ranks of
+_STOP_CHECK_INTERVAL = 0.2  # seconds
+# Seconds between two checks whether the server has restarted without the writers' claims.
+_CHECK_INTERVAL = 1.0
 
 
 class ReverbWriter:
@@ -29,13 +30,13 @@ class ReverbWriter:
 
     Args:
         agent: the specs of the agent.
-        connection: to the server.
-        registry: of the ranks of all processes.
-        rows: how an item is packed.
-        patience: seconds that `add` waits for a server which holds it back.
+        connection: the connection to the server.
+        registry: the ranks of all processes.
+        rows: the format of an item's row.
+        patience: seconds that `add` waits while the server blocks it.
 
     Attributes:
-        steps: that were added here.
+        steps: number of steps that were added in this process.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class ReverbWriter:
         self._block = 1  # items per row of the table
         self._lock = threading.RLock()
         self._inserter: ReverbInserter | None = None
-        self._claimed: dict[int, int] = {}  # rank -> its incarnation here
+        self._claimed: dict[int, int] = {}  # rank -> its incarnation in this process
         self._assembler = ItemAssembler(agent)
-        self._stops: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
-        self._looked = 0.0
+        self._stop_events: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
+        self._checked_at = 0.0
 
     def claim(self, block: int, num_envs: int | None, rank: int | None) -> tuple[int, int]:
-        """See `BaseReplayBuffer.claim_rank`; rows of the server's table hold `block` items."""
+        """See `BaseReplayBuffer.claim_rank`. Rows of the server's table hold `block` items."""
         with self._lock:
             rank, incarnation = self._registry.claim(rank)
             self._claimed[rank] = incarnation
@@ -73,7 +74,7 @@ class ReverbWriter:
             )
         with self._lock:
             self._block, incarnation = block, self._claimed[rank]
-            self._stops[rank] = threading.Event()
+            self._stop_events[rank] = threading.Event()
             self._assembler.open(rank, incarnation, num_envs)
             if self._agent.replay_spec.batch_size is None:
                 self._registry.open(rank, incarnation, num_envs)
@@ -81,7 +82,7 @@ class ReverbWriter:
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """See `ReverbReplayBuffer.add`."""
         check_added(env_ids, step)
-        stop = self._stops[self._assembler.rank_of(env_ids)]
+        stop = self._stop_events[self._assembler.rank_of(env_ids)]
         with self._writing(stop):
             if self._connection.closed.is_set():
                 raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
@@ -92,8 +93,9 @@ class ReverbWriter:
             before, priority = 0, 1.0
             if self._agent.replay_spec.kind == "prioritized":
                 info = self._connection.info("add", stop)
-                before, priority = inserted(info[REPLAY]), self._registry.highest(inserted(info[HIGHEST]))
-            # Numbers follow the order in which a prioritized table got its items, so that they tell which have left.
+                before, priority = inserted(info[REPLAY]), self._registry.highest_priority(inserted(info[HIGHEST]))
+            # Items are numbered in the order of the prioritized table's inserts. So their numbers show which items are
+            # evicted.
             self._assembler.renumber(batch, at_least=before)
             if self._inserter is None:
                 self._inserter = ReverbInserter(self._connection, REPLAY, self._patience)
@@ -101,26 +103,29 @@ class ReverbWriter:
             if rest := -len(rows) % self._block:
                 rows = np.concatenate([rows, self._rows.padding(rest)])
             self._inserter.insert(rows.reshape(-1, self._block, self._rows.nbytes), priority, stop)
-            if time.monotonic() - self._looked > _LOOK_EVERY:
-                self._looked = time.monotonic()
-                self._registry.watch(self._connection.info("add", stop))
+            if time.monotonic() - self._checked_at > _CHECK_INTERVAL:
+                self._checked_at = time.monotonic()
+                self._registry.restore_lost_entries(self._connection.info("add", stop))
 
     def end_waits(self, rank: int) -> None:
         """See `ReverbReplayBuffer.end_waits`."""
-        self._stops[rank].set()
+        self._stop_events[rank].set()
 
     def close(self) -> None:
-        """Give up unconfirmed items. The connection is closed already."""
+        """Give up unconfirmed items. The connection must be closed already."""
         with self._lock:
             if self._inserter is not None:
                 self._inserter.close()
 
     @contextlib.contextmanager
     def _writing(self, stop: threading.Event) -> Iterator[None]:
-        """Hold the lock of writers: another one, held back by the server, may have it for long."""
-        while not self._lock.acquire(timeout=_LOOK_FOR_STOP):
+        """Hold the lock of this process's writers.
+
+        The server may block another writer, which then holds the lock for long.
+        """
+        while not self._lock.acquire(timeout=_STOP_CHECK_INTERVAL):
             if stop.is_set():
-                raise StoppedError("Told to stop while add waited for another writer of this process.")
+                raise StoppedError("add was stopped while it waited for another writer of this process.")
         try:
             yield
         finally:

@@ -1,14 +1,14 @@
-"""A replay as nodes of its own, called by whatever transport the engine has: any Python, any number of machines.
+"""A replay in separate nodes. Clients call it through the engine's transport, from any number of machines.
 
     service = engine.add("replay", ReplayService, agent, directory)    # server.py: holds a `ReplayBuffer`
     replay = ServiceReplayBuffer(agent, [service])                     # client.py, in actors and in the learner
-    replay.add(env_ids, step)                   # in an actor
+    replay.add(env_ids, step)                       # in an actor
       StepSender.put                                # copies the step into a `SendBuffer`, and returns
-      StepSender's thread -> ReplayService.add      # sends what was gathered as a `StepStack`: each observation once
-    batch = replay.sample()                     # in the learner
-      ReplayService.sample                      # draws; with several services, from each by its share of the weight
+      StepSender's thread -> ReplayService.add      # sends the collected steps as a `StepStack`: each observation once
+    batch = replay.sample()                         # in the learner
+      ReplayService.sample                          # draws a batch from one service, chosen in proportion to its weight
 
-A call may arrive twice: steps and draws have numbers. A service that died restores its newest checkpoint.
+Steps and draws are numbered, because a call may arrive twice. A restarted service restores its newest checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The node that holds a replay, and the stacks in which steps travel to it: each observation once."""
+"""The node that holds a replay, and the stacks in which steps are sent to it, with each observation only once."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from rlframe.replay.rate_limiter import RateLimiter, default_run_ahead, items_ke
 from rlframe.shutdown import stop_with_program
 from rlframe.types import AgentSpecs, Batch, Step, TimeStep
 
-_STEPS, _BYTES = 256, 8 * 2**20  # of a stage
+_MAX_STEPS, _MAX_BYTES = 256, 8 * 2**20  # limits of a `SendBuffer`
 
 _leaves, _flatten = jax.tree_util.tree_leaves, jax.tree_util.tree_flatten
 
-_HOLD = 0.5  # seconds that a call waits for room, or for a batch, before it is answered
-_READERS = 8  # whose last answer is kept for a repeated call
+_MAX_WAIT = 0.5  # seconds that a call waits for room, or for a batch, before it returns
+_MAX_READERS = 8  # readers whose last answer is kept, in case a call is repeated
 _log = logging.getLogger(__name__)
 
 
 class StepStack(NamedTuple):
-    """K steps of the same environments, each of which begins where the one before ended."""
+    """K consecutive steps of the same environments. Each step begins at the timestep where the one before ended."""
 
     env_ids: np.ndarray  # [B] int64
     timesteps: TimeStep  # [K + 1, B, ...]
-    rest: Any  # (agent_output, agent_state), [K, B, ...]
-    versions: tuple[Any, ...]  # K parameters' versions
+    rest: Any  # (agent_output, agent_state), each [K, B, ...]
+    versions: tuple[Any, ...]  # the K versions of the parameters that acted
 
 
 class SendBuffer:
-    """Where the steps of the same environments are copied to, one after another, until they have arrived elsewhere.
+    """Buffers consecutive steps of the same environments until they are delivered.
 
-    What is added may be the environments' own arrays, which they write to again.
+    It copies the steps, because environments may reuse their arrays.
 
     Args:
         env_ids: [B] int64.
-        step: the first one that it is to `put`, which says the shapes.
-        before: the stage before this one: what follows each other in short runs gets little room.
+        step: the first step to `put`. Its shapes determine those of the buffer.
+        before: the buffer before this one. If steps come in short runs, the new buffer is small.
 
     Attributes:
-        count: steps that it has.
-        arrived: of these.
-        nbytes: of one step.
+        count: number of steps in the buffer.
+        delivered: number of delivered steps in the buffer.
+        nbytes: bytes of one step.
     """
 
     def __init__(self, env_ids: np.ndarray, step: Step, before: SendBuffer | None = None) -> None:
@@ -63,23 +63,23 @@ class SendBuffer:
         timestep, self._timestep_def = _flatten(step.timestep)
         rest, self._rest_def = _flatten((step.agent_output, step.agent_state))
         self.nbytes = sum(np.asarray(leaf).nbytes for leaf in (*timestep, *rest))
-        steps = _STEPS if before is None else before.count * (4 if before.count == before._size else 1)
-        self._size: int = max(1, min(_STEPS, steps, _BYTES // max(self.nbytes, 1)))
+        steps = _MAX_STEPS if before is None else before.count * (4 if before.count == before._size else 1)
+        self._size: int = max(1, min(_MAX_STEPS, steps, _MAX_BYTES // max(self.nbytes, 1)))
         self._timesteps, self._rest = _rows(timestep, self._size + 1), _rows(rest, self._size)
         self._versions: list[Any] = []
-        self._next: Any = None  # what followed the last step
+        self._next: Any = None  # the timestep that ended the last step
         self.count: int = 0
-        self.arrived: int = 0
+        self.delivered: int = 0
         for rows, leaf in zip(self._timesteps, timestep):
             rows[0] = leaf
 
-    def takes(self, env_ids: np.ndarray, step: Step) -> bool:
-        """Return True if a step follows the last one, and there is room."""
+    def accepts(self, env_ids: np.ndarray, step: Step) -> bool:
+        """Return True if the step continues the last one and there is room."""
         follows = self._next is step.timestep or self._next is None
         return follows and self.count < self._size and env_ids.tobytes() == self._id_bytes
 
     def put(self, step: Step) -> None:
-        """Copy a step that it `takes`."""
+        """Copy a step. It must be one that `accepts` allows."""
         at = self.count
         for rows, leaf in zip(self._timesteps, _leaves(step.next_timestep)):
             rows[at + 1] = leaf
@@ -90,15 +90,15 @@ class SendBuffer:
         self.count = at + 1
 
     def stack(self, until: int) -> StepStack:
-        """Return the steps from those that arrived up to the number `until`, as views."""
-        low = self.arrived
+        """Return the undelivered steps before the step number `until`, as views."""
+        low = self.delivered
         timesteps = self._timestep_def.unflatten([rows[low : until + 1] for rows in self._timesteps])
         rest = self._rest_def.unflatten([rows[low:until] for rows in self._rest])
         return StepStack(self._env_ids, timesteps, rest, tuple(self._versions[low:until]))
 
 
 def unstack(stack: StepStack, skip: int = 0) -> Iterator[Step]:
-    """Return the steps of a stack but the first `skip`, as views."""
+    """Return the steps of a stack, except the first `skip`, as views."""
     leaves, treedef = _flatten(stack.timesteps)
     others, other_treedef = _flatten(stack.rest)
     if skip >= len(stack.versions):
@@ -115,28 +115,28 @@ def _rows(leaves: list[Any], count: int) -> list[np.ndarray]:
 
 
 class WriterId(NamedTuple):
-    """One life of a writer."""
+    """Identifies one claim of a rank by a writer."""
 
     rank: int
     incarnation: int
     num_envs: int
-    life: int  # of no other one, even where the service that gave the incarnation has forgotten that
+    nonce: int  # unique, even if the service has forgotten an earlier claim of the same incarnation
 
 
 class ReplayService:
-    """Holds a `ReplayBuffer` in its process, for `ServiceReplayBuffer`s in others. A node: `run` and `stop`.
+    """A node that holds a `ReplayBuffer` for `ServiceReplayBuffer`s in other processes.
 
-    Every call may come twice: claims are known by a token, added steps and draws by their numbers. A service that dies
-    goes on from its newest checkpoint; what came after it is lost, and the fragments of all writers begin anew.
+    Calls may arrive twice: claims have a token, and steps and draws are numbered. If a service dies, its successor
+    continues from the newest checkpoint. Later data is lost, and all writers begin new fragments.
 
     Args:
-        agent: an Agent (anything with `replay_spec` and `step_spec`).
-        directory: where its checkpoint is written and found; None: nowhere.
-        seed: decides the draws.
-        waits: whether writers wait for the reader of a full queue; else its oldest items are dropped.
-        run_ahead: items that may be added before as many samples were drawn as `samples_per_insert` says.
-        seconds: between two checkpoints; longer where one takes more than a twentieth of that.
-        at_end: seconds that one may take when the program stops.
+        agent: an Agent, or any object with `replay_spec` and `step_spec`.
+        directory: directory of the checkpoint; None: no checkpoints.
+        seed: determines the draws.
+        waits: True: writers wait for the reader of a full queue. False: the oldest items are dropped.
+        run_ahead: number of items by which inserts may be ahead of `samples_per_insert`.
+        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of that.
+        at_end: seconds available for the last checkpoint when the program stops.
         overrides: fields of `ReplaySpec` to change.
     """
 
@@ -157,17 +157,17 @@ class ReplayService:
         self._seconds, self._at_end = seconds, at_end
         self._limiter = RateLimiter(spec)
         self._run_ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
-        self._most = items_kept(spec) if spec.kind == "queue" and waits else None
-        if self._most is not None:  # writers are held back before anything is overwritten
+        self._max_items = items_kept(spec) if spec.kind == "queue" and waits else None
+        if self._max_items is not None:  # writers wait before anything is overwritten
             spec = dataclasses.replace(spec, capacity=2 * spec.capacity)
         self._buffer = ReplayBuffer(AgentSpecs(spec, agent.step_spec), seed=seed)
         self._room = threading.Condition()
-        self._claims: dict[int, tuple[int, int]] = {}  # by token
-        self._writers: dict[int, int] = {}  # rank -> its newest incarnation that added
-        self._next: dict[WriterId, int] = {}  # the number of the step that is expected
-        self._adding: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
+        self._claims: dict[int, tuple[int, int]] = {}  # token -> (rank, incarnation)
+        self._writers: dict[int, int] = {}  # rank -> newest incarnation that added steps
+        self._next: dict[WriterId, int] = {}  # writer -> number of its next step
+        self._add_locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
         self._answers: collections.OrderedDict[int, tuple[int, Batch | None]] = collections.OrderedDict()  # by reader
-        self._drawing = threading.Lock()
+        self._draw_lock = threading.Lock()
         self._stop = threading.Event()
         if self._path is not None and self._path.exists():
             self._buffer.restore(self._path)
@@ -175,37 +175,37 @@ class ReplayService:
     # --- for writers
 
     def claim(self, token: int, rank: int | None) -> tuple[int, int]:
-        """Register a writer: its (rank, incarnation). The same `token` gets the same answer."""
+        """Register a writer, and return its (rank, incarnation). Calls with the same `token` return the same result."""
         with self._room:
             if token not in self._claims:
                 self._claims[token] = self._buffer.claim_rank(None, rank)
             return self._claims[token]
 
     def open(self, writer: WriterId) -> None:
-        """Say that a writer, which claimed its rank here or from another shard, is to add. Raise as `add`."""
-        with self._adding[writer.rank]:
+        """Register a writer that has claimed its rank here or at another shard. Raises the errors of `add`."""
+        with self._add_locks[writer.rank]:
             self._open(writer, 0)
 
     def add(self, writer: WriterId, number: int, stacks: list[StepStack], waits: bool = True) -> tuple[int, str]:
-        """Add the steps of a writer, of which the first one has this number. Wait for room, for half a second.
+        """Add consecutive steps of a writer. Wait up to half a second for room.
 
         Args:
-            writer: whose steps they are.
-            number: of the first one.
+            writer: the writer of the steps.
+            number: number of the first step.
             stacks: the steps, in order.
-            waits: False: does not wait, so that a writer hears at once that it is held back.
+            waits: False: return at once if there is no room.
 
         Returns:
-            (the number of the first step that is not in the replay, why that one is held back).
+            (number of the first step that was not added, the reason why that step must wait).
 
         Raises:
-            StoppedError: the rank was claimed by another writer since.
+            StoppedError: another writer has claimed the rank.
         """
-        with self._adding[writer.rank]:
+        with self._add_locks[writer.rank]:
             self._open(writer, number)
-            held, until = "", time.monotonic() + _HOLD * waits
+            held, until = "", time.monotonic() + _MAX_WAIT * waits
             for stack in stacks:
-                skip = max(self._next[writer] - number, 0)  # came with a call before this one
+                skip = max(self._next[writer] - number, 0)  # added by an earlier call
                 for step in unstack(stack, skip):
                     if held := self._wait_for_room(until):
                         return self._next[writer], held
@@ -215,62 +215,63 @@ class ReplayService:
             return self._next[writer], held
 
     def _open(self, writer: WriterId, number: int) -> None:
-        """Make sure that the writer is known, and that its next step continues those before."""
+        """Register a writer that is new, or whose steps were lost. Its fragments begin again."""
         newest = self._writers.get(writer.rank, -1)
         if writer.incarnation < newest:
-            raise StoppedError(f"The rank {writer.rank} was claimed anew: this writer's time is over.")
+            raise StoppedError(f"Rank {writer.rank} was claimed again, so this writer may not add steps.")
         expected = self._next.get(writer, -1)
-        if number > expected:  # it is new here, or steps went with a service that died
+        if number > expected:  # a new writer, or steps were lost with a service that died
             self._buffer.resume_rank(writer.rank, writer.incarnation, writer.num_envs)
             self._writers[writer.rank], self._next[writer] = writer.incarnation, number
 
     def _wait_for_room(self, until: float) -> str:
-        """Wait until a step may be inserted; why it may not, at the time `until`."""
-        if not (why := self._held_back()):
+        """Wait until a step may be inserted, or until the time `until`. Return the reason why it must still wait."""
+        if not (why := self._reason_to_wait()):
             return ""
         with self._room:
-            while (why := self._held_back()) and not self._stop.is_set() and time.monotonic() < until:
+            while (why := self._reason_to_wait()) and not self._stop.is_set() and time.monotonic() < until:
                 self._room.wait(0.1)
         return why
 
-    def _held_back(self) -> str:
+    def _reason_to_wait(self) -> str:
         size = self._buffer.size
-        if self._most is not None and size >= self._most:
-            return f"the queue holds {size} items, as many as it may: its reader is behind"
+        if self._max_items is not None and size >= self._max_items:
+            return f"the queue is full with {size} items, because its reader is behind"
         if self._limiter.ratio is not None:
             stats = self._buffer.stats()
             if not self._limiter.may_insert(stats["added"], stats["sampled"], self._run_ahead):
                 return (
-                    f"{stats['sampled']} samples of {stats['added']} items are behind {self._limiter.ratio:g} samples "
-                    "an insert"
+                    f"there were {stats['sampled']} samples for {stats['added']} items, less than "
+                    f"{self._limiter.ratio:g} samples per insert"
                 )
         return ""
 
     # --- for readers
 
     def sample(self, reader: int, number: int, wait: float = 0.0) -> Batch | None:
-        """Draw a batch, or return None while there is too little.
+        """Draw a batch. Return None while there are too few items.
 
         Args:
-            reader: the number of this reader.
-            number: of the draw, which rises by one with each batch that came: the same one gets the same batch.
-            wait: seconds to wait for enough to be there, half a second at most.
+            reader: the number of the reader.
+            number: the number of the draw. It increases by one with each batch. A repeated number returns the same
+                batch.
+            wait: seconds to wait for enough items, half a second at most.
         """
-        with self._drawing:
+        with self._draw_lock:
             last, batch = self._answers.get(reader, (-1, None))
             if last == number and batch is not None:
                 return batch
-            batch = self._buffer.wait_for_batch(min(wait, _HOLD)) if wait > 0.0 else self._buffer.sample()
+            batch = self._buffer.wait_for_batch(min(wait, _MAX_WAIT)) if wait > 0.0 else self._buffer.sample()
             self._answers[reader] = number, batch
             self._answers.move_to_end(reader)
-            while len(self._answers) > _READERS:
+            while len(self._answers) > _MAX_READERS:
                 self._answers.popitem(last=False)
         with self._room:
             self._room.notify_all()
         return batch
 
     def weight(self) -> float:
-        """Return the sum of the weights of all items: each shard is drawn from in proportion to it."""
+        """Return the sum of the weights of all items. Draws choose each shard in proportion to it."""
         return self._buffer.weight
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -290,26 +291,27 @@ class ReplayService:
     # --- as a node
 
     def run(self) -> None:
-        """Save now and then, until the program ends or `stop` is called, and once more then."""
+        """Save periodically until the program ends or `stop` is called, and once more at the end."""
         with stop_with_program(self.stop):
             replay_files.save_periodically(self._save, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
-        """End `run`, and the waiting of writers."""
+        """End `run`, and the waits of writers."""
         self._stop.set()
         with self._room:
             self._room.notify_all()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._buffer.close()
 
     def _save(self) -> None:
-        """Write a checkpoint; warn if it cannot."""
-        if self._path is not None and self._buffer.slots:  # an empty queue, too: what it had held was learned from
+        """Write a checkpoint. Warn if that fails."""
+        # Also for an empty queue: restored items would be learned from twice.
+        if self._path is not None and self._buffer.slots:
             try:
                 with SAVING:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     self._buffer.save(self._path)
-            except (CheckpointError, OSError) as error:  # it still has everything in memory: better than to end here
+            except (CheckpointError, OSError) as error:  # the data is still in memory, so continue
                 _log.warning("The replay service could not write a checkpoint: %s", error)

@@ -1,17 +1,17 @@
-"""A replay buffer in memory that processes of one machine share. `buffer.py: SharedMemReplayBuffer` is its front.
+"""A replay buffer in memory that the processes of one machine share. Users call `buffer.py: SharedMemReplayBuffer`.
 
-Two actors add, and a learner samples. None of them takes a lock:
+Example: two actors add, and a learner samples. None of them takes a lock:
 
-    replay = SharedMemReplayBuffer(agent, num_writers=2, max_envs=8)   # pickled, it is the name of the memory
+    replay = SharedMemReplayBuffer(agent, num_writers=2, max_envs=8)   # a pickle contains only the memory's name
     replay.add(env_ids, step)                   # in an actor
-      SegmentWriters.add                        # segment_writers.py: waits while a queue is full, or samples are behind
-      SegmentWriter.add                         # block.py: writes the rows of its segment, then a line of the item log
+      SegmentWriters.add                        # segment_writers.py: waits if a queue is full, or sampling is behind
+      SegmentWriter.add                         # block.py: writes rows to its segment, then an entry to its item log
     batch = replay.sample()                     # in the learner
-      Sampler.sample                            # sampler.py: draws, and publishes its counters, for which writers wait
-      SegmentReader.sync                        # segment_reader.py: reads the new lines of all logs into its table
-      SegmentReader.read                        # copies the rows, and draws others where a writer overwrote one
+      Sampler.sample                            # sampler.py: draws, and publishes the counters that writers wait for
+      SegmentReader.sync                        # segment_reader.py: reads new entries of all logs into its table
+      SegmentReader.read                        # copies the rows, and draws again for rows that a writer overwrote
 
-`block.py` lays the memory out. `saving.py` writes it to a checkpoint while its writers continue.
+`block.py` defines the layout of the memory. `saving.py` writes it to a checkpoint while its writers continue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The replay buffer between processes of one machine: experience moves through shared memory.
+"""The replay buffer between processes of one machine. Experience is passed in shared memory.
 
-Each writer owns a segment, a ring of its own, and takes no lock to write to it. A reader copies first and looks
-afterwards whether what it copied was overwritten meanwhile. See `docs/data.md`.
+Each writer owns a segment, which is a ring, and takes no lock to write to it. A reader copies data, and then checks
+that the data was not overwritten during the copy. See `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -22,42 +22,46 @@ from rlframe.replay import steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_evicted
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD
 from rlframe.replay.shared_memory import block, saving
-from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.block import BufferMemory
 from rlframe.replay.shared_memory.sampler import Sampler
 from rlframe.replay.shared_memory.segment_reader import SegmentReader
 from rlframe.replay.shared_memory.segment_writers import BufferPlan, SegmentWriters
 from rlframe.types import Batch, Step
 
 _T = TypeVar("_T")
-_LENT: set[SharedMemReplayBuffer] = set()  # made here and pickled: others look for them as long as this process lives
+_pickled_buffers: set[SharedMemReplayBuffer] = (
+    set()
+)  # created here and pickled; kept alive, because other processes may still open them
 
 
 class SharedMemReplayBuffer(KeyedReplayBuffer):
-    """Experience in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
+    """A replay buffer in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
 
-    The process that makes it must outlive the others' first use of it. The first process to sample is the sampler: it
-    owns priorities, and takes a queue's items; others may read uniformly. A writer in another process than the
-    sampler waits in `add` rather than overwrite what a queue has not sampled, or run ahead of `samples_per_insert`
-    by more than `rounds_ahead` batches (or steps of all environments); one in the same process never does, like the
-    in-process buffer. Until somebody samples, writers of the process that made the buffer do not wait.
+    The process that creates it must stay alive until the other processes have opened it. The first process to sample is
+    the sampler: it owns the priorities, and takes the items of a queue. Other processes can read uniformly.
+
+    A writer in another process than the sampler waits in `add`, so that it does not overwrite unsampled items of a
+    queue, or get ahead of `samples_per_insert` by more than `rounds_ahead` rounds. A writer in the sampler's process
+    never waits, like that of the in-process buffer. Before any process samples, writers in the process that created the
+    buffer do not wait either.
 
     Args:
-        agent: an Agent (anything with `replay_spec` and `step_spec`).
-        num_writers: actors; each keeps the newest `capacity / num_writers` timesteps of its own environments.
-        seed: decides the draws.
-        max_envs: the most environments of one writer. Costs addresses, not memory.
+        agent: an Agent, or any object with `replay_spec` and `step_spec`.
+        num_writers: number of actors. Each keeps the newest `capacity / num_writers` timesteps of its own environments.
+        seed: determines the draws.
+        max_envs: the most environments of one writer. A high value costs address space, but no memory.
         timeout: seconds that `add` waits at most.
-        in_threads: writers are threads beside the sampler's, so that they can wait for it in the same process as well.
-        rounds_ahead: batches (or steps of all environments) that writers may be ahead of `samples_per_insert`.
-        elastic_writers: a batch of one item per environment waits for none of the writers that have yet to come.
+        in_threads: True: writers are threads of the sampler's process, and also wait for the sampler.
+        rounds_ahead: rounds (batches, or steps of all environments) that writers may be ahead of `samples_per_insert`.
+        elastic_writers: True: a batch of one item per environment does not wait for writers that have not started yet.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
-        UsageError: for an unknown option, or where the memory that it would take is not there.
+        UsageError: an option is unknown, or there is not enough memory.
     """
 
     is_saved_by_learner = True
-    _created: SharedArrays | None = None  # a copy has none
+    _created: SharedArrays | None = None  # None in a copy
 
     def __init__(
         self,
@@ -85,20 +89,20 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def __getstate__(self) -> BufferPlan:
         if this_process() == self._plan.name.creator:
-            _LENT.add(self)
+            _pickled_buffers.add(self)
         return self._plan
 
     def __setstate__(self, plan: BufferPlan) -> None:
         self.spec, self._plan = plan.spec, plan
-        self._own_view: _View | None = None
+        self._own_view: _ProcessView | None = None
 
-    def _view(self) -> _View:
-        """Return this process's view of the buffer, opened on first use. All copies in the process share it."""
+    def _view(self) -> _ProcessView:
+        """Return this process's view of the buffer, opened at the first use. All copies in the process share it."""
         if self._own_view is None:
-            with _opening:
+            with _views_lock:
                 found = _views.get(self._plan.name.token)
                 if found is None:
-                    found = _views[self._plan.name.token] = _View(self._plan)
+                    found = _views[self._plan.name.token] = _ProcessView(self._plan)
                 self._own_view = found
         return self._own_view
 
@@ -107,7 +111,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """Make this process the sampler, and hold its lock. Raise `UsageError` if another process samples."""
         view = self._view()
         with view.lock:
-            view.sampler.bind_alone()
+            view.sampler.require_sampler()
             yield view.sampler
 
     # --- writing
@@ -115,11 +119,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
         """Register a writer; see `BaseReplayBuffer`.
 
-        A rank is free if nobody claimed it, or the process that did has ended.
+        A rank is free if no process has claimed it, or the process that claimed it has exited.
 
         Raises:
-            UsageError: all ranks are taken, or `rank` is by a process that runs on.
-            BufferGoneError: the process that made the buffer has ended.
+            UsageError: all ranks are taken, or `rank` is taken by a running process.
+            BufferGoneError: the process that created the buffer has exited.
         """
         return self._view().writers.claim(num_envs, rank)
 
@@ -133,8 +137,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
         Raises:
             WriterTimeoutError: there was no room for `timeout` seconds.
-            BufferGoneError: the process that made the buffer ended while it waited.
-            StoppedError: it was told to, by `end_waits`.
+            BufferGoneError: the process that created the buffer exited during the wait.
+            StoppedError: `end_waits` was called.
         """
         (self._own_view or self._view()).writers.add(env_ids, step)
 
@@ -145,26 +149,26 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     # --- reading
 
     def forget_before(self, version: int) -> None:
-        """See `BaseReplayBuffer`. In the sampler's process."""
+        """See `BaseReplayBuffer`. Call it in the sampler's process."""
         if self.spec.kind == "queue":
             with self._sampling() as sampler:
                 sampler.forget_before(version)
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None before `min_size` items were added (a queue: while it holds too few).
+        """Draw a batch. Return None before `min_size` items were added (for a queue: while it holds too few).
 
-        Arrays of a batch are the caller's own; large ones are used again once nothing refers to them.
+        The caller owns the arrays of a batch. Large arrays are reused once nothing refers to them.
 
         Raises:
             UsageError: another process samples this queue.
         """
         view = self._view()
         with view.lock:
-            view.sampler.bind()
+            view.sampler.choose_role()
             return None if self._closed else view.sampler.sample()
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. In the sampler's process.
+        """See `KeyedReplayBuffer`. Call it in the sampler's process.
 
         Raises:
             UsageError: another process samples.
@@ -176,46 +180,46 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             return None if self._closed else sampler.draw()
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
-        """See `KeyedReplayBuffer`. In any process, which need not be the sampler's, nor become it.
+        """See `KeyedReplayBuffer`. Any process may call it. It does not make the process the sampler.
 
-        What a queue gave can be gone only where the sampler was replaced, or where a writer in its own process, which
-        does not wait, came round.
+        Items of a queue can be overwritten only if the sampler was replaced, or if a writer in the sampler's own
+        process, which does not wait, overwrote them.
         """
         keys, probabilities = check_keys(keys, probabilities)
         view = self._view()
-        with view.fetching:
-            batch, gone = view.fetcher.fetch(keys, probabilities)
+        with view.fetch_lock:
+            batch, evicted = view.fetcher.fetch(keys, probabilities)
         if self.spec.kind == "queue":
-            return None if gone.any() else batch
-        return batch if replace_evicted(batch, gone) else None
+            return None if evicted.any() else batch
+        return batch if replace_evicted(batch, evicted) else None
 
     def release(self, keys: np.ndarray) -> None:
-        """See `KeyedReplayBuffer`. In the sampler's process."""
+        """See `KeyedReplayBuffer`. Call it in the sampler's process."""
         if self.spec.kind == "queue":
             with self._sampling() as sampler:
                 sampler.release(keys)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Like `sample`, but waits up to `timeout` seconds for enough to be there."""
+        """Return the result of `sample`, but wait up to `timeout` seconds for enough items."""
         return self._wait_for(self.sample, timeout)
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
-        """Return the result of `take` as soon as there may be enough items; None after about `timeout` seconds."""
-        taken = take()
-        if taken is not None or timeout <= 0 or self.closed:
-            return taken
+        """Return the result of `take` once there may be enough items; None after about `timeout` seconds."""
+        read_positions = take()
+        if read_positions is not None or timeout <= 0 or self.closed:
+            return read_positions
         view = self._view()
         memory = view.memory
         value = memory.added.value
         with view.lock:
-            memory.control[block.WANTED] = view.sampler.wanted()
+            memory.control[block.WAKE_AT] = view.sampler.inserts_needed()
         try:
-            taken = take()  # what came before the writers knew
-            if taken is not None:
-                return taken
+            read_positions = take()  # items may have been added before writers could see WAKE_AT
+            if read_positions is not None:
+                return read_positions
             memory.added.wait(value, timeout)
         finally:
-            memory.control[block.WANTED] = block.NOBODY
+            memory.control[block.WAKE_AT] = block.NEVER
         return take()
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -236,37 +240,41 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     @property
     def closed(self) -> bool:
-        """Whether it, or the buffer that it is a copy of, was closed: nothing is sampled any more."""
+        """True if this object, or the original buffer of this copy, was closed: nothing is sampled any more."""
         return self._closed or (self._own_view is not None and self._own_view.memory.closed)
 
     def close(self) -> None:
-        """Stop the datasets. Where the buffer was made, for all processes: nobody samples or waits any more."""
+        """Stop the datasets.
+
+        In the process that created the buffer, also end all sampling and waiting in other processes.
+        """
         if self._created is not None:
             self._created.close()
-            _LENT.discard(self)
+            _pickled_buffers.discard(self)
         super().close()
 
     # --- disk
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write items, priorities, counters and the state of the draws to the file `path`, in the sampler's process.
+        """Write items, priorities, counters and the random state to the file `path`. Call it in the sampler's process.
 
-        Writers go on meanwhile; items that they overwrite until all is written are not in the file.
+        Writers continue during the save. Items that they overwrite before the end are not in the file.
 
         Raises:
-            CheckpointError: it could not be written; what was there before is untouched.
+            CheckpointError: the file could not be written. The old file is unchanged.
             UsageError: another process samples.
         """
         with self._sampling() as sampler:
             saving.save(path, self._view().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved buffer, in the sampler's process and before writers add.
+        """Continue from a saved buffer. Call it in the sampler's process, before writers add.
 
-        A learner that was restarted while the buffer lived on finds its items there: it gets their priorities back.
+        If a learner restarts while the buffer still exists, the buffer keeps its items and only restores their
+        priorities.
 
         Raises:
-            CheckpointError: the file is missing, damaged or of another agent, or writers have added already.
+            CheckpointError: the file is missing, damaged or of another agent, or writers have already added.
             UsageError: another process samples.
         """
         memory = self._view().memory
@@ -274,22 +282,22 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             saving.restore(path, memory, sampler, self.spec)
 
 
-class _View:
-    """One process's view of a buffer: its two halves, over the same memory.
+class _ProcessView:
+    """One process's view of a buffer: its writers and its sampler, over the same memory.
 
     Attributes:
-        lock: held while this process adds or samples, never while it waits.
-        fetching: held while this process reads items by their keys, with `fetcher`.
+        lock: held while this process adds or samples, but not while it waits.
+        fetch_lock: held while this process reads items by their keys, with `fetcher`.
     """
 
     def __init__(self, plan: BufferPlan) -> None:
         spec, step_spec = plan.spec, plan.step_spec
-        self.memory = Block(plan.name, plan.num_writers, plan.rows, spec, step_spec)
-        self.lock, self.fetching = threading.RLock(), threading.Lock()
+        self.memory = BufferMemory(plan.name, plan.num_writers, plan.rows, spec, step_spec)
+        self.lock, self.fetch_lock = threading.RLock(), threading.Lock()
         self.writers = SegmentWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, elastic_writers=plan.elastic_writers)
-        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # it follows no log
+        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # does not read the logs
 
 
-_opening = threading.Lock()
-_views: weakref.WeakValueDictionary[int, _View] = weakref.WeakValueDictionary()  # by the token of the memory
+_views_lock = threading.Lock()
+_views: weakref.WeakValueDictionary[int, _ProcessView] = weakref.WeakValueDictionary()  # by the token of the memory

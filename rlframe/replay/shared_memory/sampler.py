@@ -1,7 +1,7 @@
-"""The reading side of a shared replay buffer, in one process.
+"""The sampling side of a shared replay buffer, in one process.
 
-One process is the sampler: its table says what is drawn next, and its counters pace the writers. Any other process may
-read too, uniformly, without the writers or the sampler knowing.
+One process is the sampler: its table determines what is drawn next, and writers wait for its counters. Other processes
+may read uniformly, without any effect on the writers or the sampler.
 """
 
 from __future__ import annotations
@@ -18,47 +18,50 @@ from rlframe.interprocess.waiting import fence
 from rlframe.replay.base import Draw
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter, WriterState
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.block import BufferMemory
 from rlframe.replay.shared_memory.segment_reader import RANK_BITS, SegmentReader
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
-_FRESH = 0.001  # seconds that items may be there before they are drawn: to look at the logs each time takes a quarter
+# Seconds between two reads of the logs. Reading them for each batch would take a quarter of the time.
+_SYNC_INTERVAL = 0.001
 
 
-_NOTHING = np.zeros(0, np.int64)
+_NO_STARTS = np.zeros(0, np.int64)
 
 
 class Sampler:
-    """Draws batches from the segments of `memory`. One thread at a time.
+    """Draws batches from the segments of `memory`. Only one thread may call it at a time.
 
     Attributes:
-        is_sampler: whether this process is the one that samples; else it reads uniformly.
+        is_sampler: True if this process is the sampler. Otherwise it reads uniformly.
     """
 
     def __init__(
-        self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, seed: int, *, elastic_writers: bool = False
+        self, memory: BufferMemory, spec: ReplaySpec, step_spec: StepSpec, seed: int, *, elastic_writers: bool = False
     ):
         self._memory, self._spec, self._step_spec = memory, spec, step_spec
         self._control = memory.control
-        self._come_and_go = elastic_writers
+        self._elastic_writers = elastic_writers
         self.is_sampler = False
         self.sampled = 0
         self.rng = np.random.Generator(np.random.PCG64(seed))
         self.reader = SegmentReader(memory, spec, step_spec, spec.kind)
-        self._is_bound = False
-        self._oldest = -1  # version: older items of a queue are dropped
-        self._unreleased = _NOTHING  # starts of a queue's items that were drawn, and are still to be read
+        self._has_role = False
+        self._min_version = -1  # items of a queue from older versions are dropped
+        self._unreleased = _NO_STARTS  # starts of a queue's drawn items that are not released yet
         self._limiter = RateLimiter(spec)
-        self._fresh_for, self._fresh_until = (0.0 if spec.kind == "queue" else _FRESH), 0.0
+        self._sync_interval, self._synced_until = (0.0 if spec.kind == "queue" else _SYNC_INTERVAL), 0.0
 
-    def bind(self) -> None:
-        """Make this process the sampler if there is none, or none alive; else a further reader.
+    def choose_role(self) -> None:
+        """Make this process the sampler if there is none, or its process has exited.
+
+        Otherwise make it a uniform reader.
 
         Raises:
-            UsageError: the buffer is a queue, which another process samples.
+            UsageError: the buffer is a queue that another process samples.
         """
-        if self._is_bound:
+        if self._has_role:
             return
         memory, kind = self._memory, self._spec.kind
         with memory.claims():
@@ -66,7 +69,7 @@ class Sampler:
             if other != this_process() and other.is_alive:
                 if kind == "queue":
                     raise UsageError(
-                        f"This replay buffer is a queue, and process {other.pid} takes its items: another one cannot."
+                        f"This replay buffer is a queue, and process {other.pid} samples it. No other process can."
                     )
                 self.reader = SegmentReader(memory, self._spec, self._step_spec, "uniform")
                 self.rng = np.random.Generator(np.random.PCG64([this_process().pid, this_process().started]))
@@ -74,35 +77,37 @@ class Sampler:
                 self._control[block.SAMPLER_PID], self._control[block.SAMPLER_STARTED] = this_process()
                 self.is_sampler = True
                 self._take_over()
-        self._is_bound = True
+        self._has_role = True
 
-    def bind_alone(self) -> None:
-        """Like `bind`, but raise `UsageError` if another process samples."""
-        self.bind()
+    def require_sampler(self) -> None:
+        """Call `choose_role`, and raise `UsageError` if another process samples."""
+        self.choose_role()
         if not self.is_sampler:
             pid = self._memory.sampler.pid
-            raise UsageError(f"Process {pid} samples this replay buffer: call this there, this one only reads.")
+            raise UsageError(
+                f"Process {pid} samples this replay buffer. Call this method there: this process only reads."
+            )
 
     def _take_over(self) -> None:
-        """Take over from a process that sampled before: its counters, and its place in a queue."""
+        """Continue for a previous sampler process: take over its counters, and its position in a queue."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
-        self._unreleased = _NOTHING
+        self._unreleased = _NO_STARTS
         if isinstance(reader.table, QueueTable):
             reader.take_over()
         else:
             reader.sync()
-        self._count(self._control[block.SAMPLED], self._control[block.EVICTED_UNSAMPLED])
+        self._set_counts(self._control[block.SAMPLED], self._control[block.EVICTED_UNSAMPLED])
         reader.table.dropped = self._control[block.DROPPED]
 
     def resume(self, starts: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
-        """Continue from a saved buffer, whose segments have been filled."""
+        """Continue from a saved buffer. Its segments must already be filled."""
         self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
-        self._unreleased = _NOTHING
+        self._unreleased = _NO_STARTS
         self.reader.resume(starts)
-        self._count(sampled, evicted_unsampled)
+        self._set_counts(sampled, evicted_unsampled)
         self.rng.bit_generator.state = rng
 
-    def _count(self, sampled: int, evicted_unsampled: int) -> None:
+    def _set_counts(self, sampled: int, evicted_unsampled: int) -> None:
         table, self.sampled = self.reader.table, sampled
         table.added, table.evicted = self.reader.added, self.reader.added - table.size
         table.evicted_unsampled = evicted_unsampled
@@ -112,11 +117,11 @@ class Sampler:
 
     @property
     def is_sampled_elsewhere(self) -> bool:
-        """True if another process samples, or did: then the buffer's counters are those in shared memory."""
+        """True if another process samples, or sampled. Then the buffer's counters are those in shared memory."""
         return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None while there is too little."""
+        """Draw a batch. Return None while there are too few items."""
         count, forgot = self._prepare()
         batch = self._draw(count) if count else None
         if self.is_sampler:
@@ -124,7 +129,7 @@ class Sampler:
         return batch
 
     def draw(self) -> Draw | None:
-        """Draw a batch that another process reads, or return None while there is too little."""
+        """Draw a batch for another process to read. Return None while there are too few items."""
         count, forgot = self._prepare()
         draw = None
         if count:
@@ -138,7 +143,7 @@ class Sampler:
         return draw
 
     def release(self, keys: np.ndarray) -> None:
-        """Let a queue's writers overwrite the items `keys` [B, 3], which were drawn."""
+        """Allow a queue's writers to overwrite the drawn items `keys` [B, 3]."""
         done = np.asarray(keys, np.int64)
         left = self._unreleased[~np.isin(self._unreleased, done[:, 0] << RANK_BITS | done[:, 2])]
         if len(left) < len(self._unreleased):
@@ -146,33 +151,33 @@ class Sampler:
             self.publish(True)
 
     def _prepare(self) -> tuple[int, bool]:
-        """Read the logs if need be, and drop old items. Return (items to draw now, whether items were dropped)."""
+        """Read the logs if necessary, and drop old items. Return (items to draw now, True if items were dropped)."""
         now = time.monotonic()
-        if now > self._fresh_until or self.reader.is_behind:
+        if now > self._synced_until or self.reader.is_behind:
             self.reader.sync()
-            self._fresh_until = now + self._fresh_for
+            self._synced_until = now + self._sync_interval
         count = self._items_to_sample()
         if not count:
             self.reader.sync()
             count = self._items_to_sample()
-        forgot = self.reader.store.forget_before(self._oldest) if count else 0
+        forgot = self.reader.store.forget_before(self._min_version) if count else 0
         if forgot:
             count = self._items_to_sample()
         return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
-        """Drop the items of a queue that a version below `version` acted in, now and when they come."""
-        self._oldest = max(self._oldest, version)
+        """Drop the items of a queue in which a version below `version` acted, now and when they are added."""
+        self._min_version = max(self._min_version, version)
         self.reader.sync()
-        self.publish(self.reader.store.forget_before(self._oldest) > 0)
+        self.publish(self.reader.store.forget_before(self._min_version) > 0)
 
     def _draw(self, count: int) -> Batch | None:
         reader = self.reader
         starts, probabilities = reader.table.draw(count, self.rng)
         batch = reader.read(starts, probabilities)
-        torn = reader.torn(starts)
-        while torn is not None:  # a writer came round to them while they were copied: others instead
-            rows = torn.nonzero()[0]
+        torn_items = reader.torn_items(starts)
+        while torn_items is not None:  # a writer overwrote these items during the copy: draw other items
+            rows = torn_items.nonzero()[0]
             reader.sync()
             if reader.table.size < (len(rows) if self._spec.kind == "queue" else 1):
                 return None
@@ -180,69 +185,69 @@ class Sampler:
             again = reader.read(starts, probabilities)
             for whole, part in zip(jax.tree_util.tree_leaves(batch), jax.tree_util.tree_leaves(again)):
                 whole[rows] = part
-            torn = reader.torn(starts)
-            if torn is not None:
-                torn = np.isin(np.arange(count), rows[torn])
+            torn_items = reader.torn_items(starts)
+            if torn_items is not None:
+                torn_items = np.isin(np.arange(count), rows[torn_items])
         self.sampled += count
         return batch
 
     def _items_to_sample(self) -> int:
-        """Return how many items a batch would have now; 0 while there are too few, or the learner is ahead."""
+        """Return the size of a batch now; 0 while there are too few items, or sampling is ahead."""
         if self._memory.closed:
             return 0
-        return self._limiter.items_to_sample(self._counts(), self._writers, self.reader.items_of)
+        return self._limiter.items_to_sample(self._counts(), self._writers, self.reader.items_by_rank)
 
     def _counts(self) -> ItemCounts:
         reader = self.reader
-        # A process that only reads is not paced.
+        # The ratio does not limit a process that is not the sampler.
         return ItemCounts(reader.table.size, reader.added, self.sampled if self.is_sampler else 0)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # A writer that has not come yet may still come, unless writers come and go. A writer that waits for unreleased
-        # items to leave counts as moving.
-        is_held_up = header[block.WAITS] and len(self._unreleased)
+        # A writer that has not started counts as alive, unless writers are elastic. A writer that waits for the release
+        # of items counts as making progress.
+        is_held_up = header[block.IS_WAITING] and len(self._unreleased)
         return WriterState(
             header[block.NUM_ENVS],
             object() if is_held_up else self._memory.cursors_of(rank).steps,
-            lambda: self._memory.writer(rank).is_alive if header[block.CLAIMS] else not self._come_and_go,
+            lambda: self._memory.writer(rank).is_alive if header[block.NUM_CLAIMS] else not self._elastic_writers,
         )
 
     def publish(self, has_drawn: bool) -> None:
-        """Publish the counters of sampling, and wake the writers that wait for them."""
+        """Publish the sampler's counters, and wake the writers that wait for them."""
         control, table = self._control, self.reader.table
         if not has_drawn and not self._writers_wait():
             return
         changed = has_drawn
         if isinstance(table, QueueTable):
-            changed = self.reader.publish_needs(self._unreleased) or has_drawn
-        # Last: a sampler that dies in between has evicted the items that it took from a queue.
+            changed = self.reader.publish_needed_items(self._unreleased) or has_drawn
+        # Written last: if a sampler dies before this, the items that it took from a queue count as evicted.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
         control[block.DROPPED] = table.dropped
         fence()
-        if changed and self._writers_wait():  # else waiting writers and readers would wake each other all the time
+        if changed and self._writers_wait():  # otherwise, waiting writers and readers would keep waking each other
             self._memory.room.wake()
 
     def _writers_wait(self) -> bool:
-        return any(header[block.WAITS] for header in self._memory.headers)
+        return any(header[block.IS_WAITING] for header in self._memory.headers)
 
-    def wanted(self) -> int:
-        """Return how many items must have been added in all before the next batch."""
+    def inserts_needed(self) -> int:
+        """Return the total number of inserts that are needed before the next batch."""
         return self._limiter.inserts_needed(self._counts(), self._writers)
 
     @property
     def size(self) -> int:
-        """Items that can be sampled now; elsewhere than in the sampler of a queue, as of its last batch."""
+        """Number of items that can be sampled now. In other processes than a queue's sampler, as of its last batch."""
         if self._spec.kind == "queue" and self.is_sampled_elsewhere:
             return self._control[block.SIZE]
         self.reader.sync()
         return self.reader.table.size
 
     def stats(self, bytes_taken: int) -> dict[str, int]:
-        """Return the counters; elsewhere than in the sampler, as of its last batch."""
+        """Return the counters. In other processes than the sampler, some are as of its last batch."""
         size, control, memory = self.size, self._control, self._memory
         steps = sum(cursors.read()[3] for cursors in memory.cursors)
         stats = {**self.reader.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.reader.added}

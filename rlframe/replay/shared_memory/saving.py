@@ -1,7 +1,7 @@
-"""A shared replay buffer on disk.
+"""Saving and restoring of a shared replay buffer.
 
-Its writers continue during a save: rows are streamed from memory that may be overwritten at the same time. The floors,
-saved last, tell which rows were not overwritten. Open fragments live in the writers' processes and are not saved.
+Writers continue during a save, so rows may be overwritten while they are streamed to the file. The floors are saved
+last, and show which rows were not overwritten. Open fragments are in the writers' processes, and are not saved.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.replay import replay_files, steps
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import Block
+from rlframe.replay.shared_memory.block import BufferMemory
 from rlframe.replay.shared_memory.sampler import Sampler
 from rlframe.replay.shared_memory.segment_reader import NUMBER_MASK, RANK_BITS
 from rlframe.replay.tables import PrioritizedTable
 from rlframe.types import ReplaySpec
 
 
-def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
+def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
     """Write the segments and the sampler's state to `path`, atomically.
 
     Raises:
-        CheckpointError: it could not be written; the old file is untouched.
+        CheckpointError: the file could not be written. The old file is unchanged.
     """
     reader = sampler.reader
     reader.sync()
@@ -35,12 +35,13 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
         if not words[block.SLOTS]:
             continue
         cursors, slots = reader.cursors[rank], words[block.SLOTS]
-        described[rank] = [slots, words[block.CHUNK], words[block.CLAIMS], cursors]
+        described[rank] = [slots, words[block.CHUNK], words[block.NUM_CLAIMS], cursors]
         arrays.update(_rows(memory, rank, cursors.head, slots))
     arrays["numbers"] = table.starts()
     if isinstance(table, PrioritizedTable):
         arrays["leaves"] = table.leaves(arrays["numbers"])
-    arrays["headers"] = memory.header_words  # last, and read only when it is written: these floors hold for the rest
+    # Read when they are written, after all other arrays: rows above these floors are intact.
+    arrays["headers"] = memory.header_words
     header = {
         "shared": [memory.num_writers, memory.token],
         "segments": described,
@@ -52,24 +53,24 @@ def save(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: Re
     replay_files.write(path, spec, header, arrays)
 
 
-def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec: ReplaySpec) -> None:
-    """Restore what `save` wrote; the caller holds the claims.
+def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
+    """Restore a file of `save`. The caller must hold the claims lock.
 
-    If the buffer is the one that was saved, or was filled from the file before, its items in memory are newer: only
-    priorities are restored.
+    If the file was saved by this buffer, or has filled it before, the items in memory are newer. Then only priorities
+    are restored.
 
     Raises:
-        CheckpointError: the file is missing, damaged or another agent's, or writers have added already.
+        CheckpointError: the file is missing, damaged or of another agent, or writers have already added.
     """
-    with replay_files.opened(path, spec) as saved:
+    with replay_files.open_saved(path, spec) as saved:
         header, shapes = saved.header, saved.shapes
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
             raise CheckpointError(
                 f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
-                f"{memory.num_writers}. (None: by an in-process one.)"
+                f"{memory.num_writers}. (None means an in-process buffer.)"
             )
-        is_same = token in (memory.token, memory.control[block.ORIGIN])
+        is_same = token in (memory.token, memory.control[block.RESTORED_FROM])
         dtypes = {name: shapes[name] for name in ("numbers", "leaves", "headers") if name in shapes}
         made: dict[str, np.ndarray] = {name: np.empty(shape, dtype) for name, (dtype, shape) in dtypes.items()}
         arrays = dict(made)
@@ -81,14 +82,14 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
         saved.read(arrays)
     starts = made["numbers"]
     if not is_same:
-        memory.control[block.ORIGIN] = header["shared"][1]
+        memory.control[block.RESTORED_FROM] = header["shared"][1]
         for rank, (slots, chunk, claims, cursors) in header["segments"].items():
             floor = int(made["headers"][int(rank), block.FLOOR])
             there = starts[(starts >> RANK_BITS == int(rank))] & NUMBER_MASK
             _fill(memory, int(rank), slots, chunk, block.Cursors(*cursors), there[there >= floor], floor)
             words = memory.headers[int(rank)]
-            words[block.CLAIMS] = max(claims, words[block.CLAIMS])
-            words[block.EPOCH] += 1
+            words[block.NUM_CLAIMS] = max(claims, words[block.NUM_CLAIMS])
+            words[block.NUM_RESTORES] += 1
         sampler.resume(starts, header["sampled"], header["rng"], header["evicted_unsampled"])
     table = sampler.reader.table
     if isinstance(table, PrioritizedTable):
@@ -98,36 +99,36 @@ def restore(path: str | os.PathLike[str], memory: Block, sampler: Sampler, spec:
     sampler.publish(True)
 
 
-def _rows(memory: Block, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
-    """Return the used part of a segment. The starts of the items tell which there are."""
+def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
+    """Return the used part of a segment, without the marks of items: the saved starts determine these."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
 
 def _fill(
-    memory: Block, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
+    memory: BufferMemory, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
 ) -> None:
-    """Register the rows of a segment, which are in memory already. `starts`: of its items."""
+    """Register the rows of a segment, which are already in memory. `starts` are those of its items."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[starts % slots] = True
-    memory.logs[rank][: len(starts)] = block.entries(starts)
+    memory.logs[rank][: len(starts)] = block.log_entries(starts)
     words[block.SLOTS], words[block.CHUNK], words[block.FLOOR] = slots, chunk, floor
     words[block.LOG_RESERVED] = len(starts)
     memory.cursors[rank].write(*cursors._replace(end=len(starts)))
 
 
 def _check_free(
-    path: str | os.PathLike[str], memory: Block, rank: int, slots: int, chunk: int, spec: ReplaySpec
+    path: str | os.PathLike[str], memory: BufferMemory, rank: int, slots: int, chunk: int, spec: ReplaySpec
 ) -> None:
     header = memory.headers[rank]
-    if header[block.BEGUN] or memory.cursors_of(rank).head:
+    if header[block.IN_USE] or memory.cursors_of(rank).head:
         raise CheckpointError(
-            f"The replay buffer cannot be restored from {path}: writer {rank} has added already. Restore before."
+            f"The replay buffer cannot be restored from {path}: writer {rank} has already added steps. Restore first."
         )
     if slots > memory.rows:
-        raise CheckpointError(f"{path} was saved with a greater max_envs: a segment has {slots} slots there.")
+        raise CheckpointError(f"{path} was saved with a larger max_envs: a segment in it has {slots} slots.")
     try:
-        steps.check_room(spec, slots, (block.MARGIN + 1) * chunk, header[block.NUM_ENVS])
+        steps.check_room(spec, slots, (block.MARGIN_CHUNKS + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:
         raise CheckpointError(f"{path} does not fit the writers of this buffer: {error}") from None

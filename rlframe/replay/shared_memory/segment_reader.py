@@ -1,7 +1,7 @@
-"""The reading side of a shared replay buffer: one table of all segments' items, kept up to date from their logs.
+"""A reader's table of the items of all segments, updated from the segments' logs.
 
-An item of rank r that starts at timestep n has the start `r << RANK_BITS | n` here, so that one table, the
-same as that of the in-process buffer, holds the items of all segments.
+Here, the start of an item of rank r at timestep n is `r << RANK_BITS | n`. So one table, of the same class as in the
+in-process buffer, holds the items of all segments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from rlframe.interprocess.processes import this_process
 from rlframe.interprocess.waiting import fence
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN, Block
+from rlframe.replay.shared_memory.block import COUNT_BITS, COUNT_MASK, MARGIN_CHUNKS, BufferMemory
 from rlframe.replay.steps import StepStore, make_table
 from rlframe.replay.tables import ItemTable, QueueTable, Ring
 from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, ring_index
@@ -21,11 +21,14 @@ from rlframe.types import Batch, ReplaySpec, StepSpec
 
 RANK_BITS = 43
 NUMBER_MASK = (1 << RANK_BITS) - 1
-_FEW = 3  # blocks that are noted one by one
+_MAX_BLOCKS = 3  # more blocks than this are added as single items
 
 
 class SegmentsTimeline(Timeline):
-    """The timesteps of all segments. Segment r has the slots from r * rows on, of which it uses `sizes[r]`."""
+    """The timesteps of all segments.
+
+    Segment r has the slots from r * rows on, and uses the first `sizes[r]` of them.
+    """
 
     def __init__(self, num_segments: int, rows: int):
         super().__init__(num_segments * rows, 1)
@@ -33,7 +36,7 @@ class SegmentsTimeline(Timeline):
         self._ranks = np.arange(num_segments)
         self._bases = self._ranks * rows
         self.sizes = np.full(num_segments, rows)
-        self.heads = self._ranks << RANK_BITS  # of each segment, as numbers
+        self.heads = self._ranks << RANK_BITS  # for each segment, as numbers
         self.floors = self.heads.copy()
 
     def index(self, numbers: Numbers, count: int) -> Index:
@@ -46,54 +49,54 @@ class SegmentsTimeline(Timeline):
         if len(self._ranks) == 1:
             return numbers % self.sizes.item(0)
         ranks = numbers >> RANK_BITS
-        return (numbers & NUMBER_MASK) % self._of(self.sizes, ranks) + self._of(self._bases, ranks)
+        return (numbers & NUMBER_MASK) % self._per_rank(self.sizes, ranks) + self._per_rank(self._bases, ranks)
 
     def follow(self, slots: np.ndarray, spans: Numbers) -> np.ndarray:
         if len(self._ranks) == 1:
             return (slots + spans) % self.sizes.item(0)
         ranks = slots // self._rows
-        bases = self._of(self._bases, ranks)
-        return (slots - bases + spans) % self._of(self.sizes, ranks) + bases
+        bases = self._per_rank(self._bases, ranks)
+        return (slots - bases + spans) % self._per_rank(self.sizes, ranks) + bases
 
-    def gone(self, numbers: Numbers) -> Any:
+    def is_evicted(self, numbers: Numbers) -> Any:
         if len(self._ranks) == 1:
             return numbers < self.floors.item(0)
-        return numbers < self._of(self.floors, np.asarray(numbers) >> RANK_BITS)
+        return numbers < self._per_rank(self.floors, np.asarray(numbers) >> RANK_BITS)
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
         ranks = numbers >> RANK_BITS
-        return (numbers >= self._of(self.floors, ranks)) & (numbers < self._of(self.heads, ranks))
+        return (numbers >= self._per_rank(self.floors, ranks)) & (numbers < self._per_rank(self.heads, ranks))
 
-    def living(self, slots: np.ndarray) -> np.ndarray:
+    def numbers_in(self, slots: np.ndarray) -> np.ndarray:
         ranks = slots // self._rows
-        heads, sizes = self._of(self.heads, ranks), self._of(self.sizes, ranks)
-        # The newest timestep is in the slot before the head's; the others lie up to a lap behind it.
-        behind = (self._of(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
+        heads, sizes = self._per_rank(self.heads, ranks), self._per_rank(self.sizes, ranks)
+        # The newest timestep is in the slot before the head's slot. The others are up to one lap older.
+        behind = (self._per_rank(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
         return heads - 1 - behind
 
-    def _of(self, values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    def _per_rank(self, values: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         return values.take(ranks, mode="wrap")
 
 
 class SegmentReader:
-    """A reader's table and how far it has read each segment's log.
+    """A reader's table, and its position in each segment's log.
 
     Attributes:
         store: the steps of all segments.
-        cursors: of each segment, how far it was read.
-        added: items that the logs told of so far.
+        cursors: for each segment, the position that was read last.
+        added: number of items in the logs so far.
     """
 
-    def __init__(self, memory: Block, spec: ReplaySpec, step_spec: StepSpec, kind: str):
+    def __init__(self, memory: BufferMemory, spec: ReplaySpec, step_spec: StepSpec, kind: str):
         self._memory = memory
         self.timeline = SegmentsTimeline(memory.num_writers, memory.rows)
         self.table: ItemTable = make_table(kind, self.timeline, spec.priority_exponent)
         if isinstance(self.table, Ring) and memory.num_writers > 1:
-            self.table.ordered = False  # items leave in each segment's order
+            self.table.ordered = False  # the order of eviction is per segment
         self._is_queue = kind == "queue"
         self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
-        self._versions, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
-        self._kept = [0] * memory.num_writers  # of each segment: its items from here on are in the table
+        self._cursor_counts, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
+        self._kept_from = [0] * memory.num_writers  # for each segment, the lowest number in the table
         self.added = 0
         self._pid = this_process().pid
 
@@ -107,24 +110,27 @@ class SegmentReader:
 
     @property
     def is_behind(self) -> bool:
-        """Whether items that it knows may be overwritten, or a writer in this process has added."""
+        """True if items in the table may soon be overwritten, or a writer in this process has added."""
         memory = self._memory
-        for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept, self._versions):
+        for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept_from, self._cursor_counts):
             floor = header[block.FLOOR]
-            is_near = floor and floor + header[block.CHUNK] > kept  # which may go while a batch is copied
+            is_near = floor and floor + header[block.CHUNK] > kept  # may be evicted during the copy of a batch
             if is_near or (header[block.PID] == self._pid and cursors.count != version):
                 return True
         return False
 
     def sync(self) -> None:
-        """Take over what the writers have published since."""
+        """Read the new entries of all logs."""
         changed = False
         for rank, header in enumerate(self._memory.headers):
-            if self._memory.cursors[rank].count != self._versions[rank] or header[block.FLOOR] != self._floors[rank]:
+            if (
+                self._memory.cursors[rank].count != self._cursor_counts[rank]
+                or header[block.FLOOR] != self._floors[rank]
+            ):
                 self._sync(rank, header)
                 changed = True
         if changed:
-            # What was overwritten before it was read is known by its number only.
+            # Items that were overwritten before they were read only increase the counters.
             self.added = sum([cursors.added for cursors in self.cursors])
             missed = self.added - self.table.added
             self.table.added += missed
@@ -141,7 +147,8 @@ class SegmentReader:
         firsts, counts = self._entries(rank, header, cursors.end)
         new = self._expand(mark + firsts, counts)
         fence()
-        self._floors[rank] = header[block.FLOOR]  # after the entries: those of older timesteps may be torn
+        # Read after the entries, because entries of older timesteps may be torn.
+        self._floors[rank] = header[block.FLOOR]
         timeline.heads[rank] = mark + cursors.head
         self._raise_floor(rank, header)
         if isinstance(new, np.ndarray):
@@ -149,23 +156,23 @@ class SegmentReader:
         else:
             for first, count, mask in new:
                 self.table.append_block(first, timeline.index(first, count), count, mask)
-        self._versions[rank], self.cursors[rank] = version, cursors
+        self._cursor_counts[rank], self.cursors[rank] = version, cursors
 
     def _entries(self, rank: int, header: memoryview, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first timesteps, counts) of the log's entries since the last call that were not overwritten."""
+        """Return (first timesteps, counts) of the log's new entries that were not overwritten."""
         log = self._memory.logs[rank]
         low = max(self.cursors[rank].end, header[block.LOG_RESERVED] - len(log))
-        entries = log.take(np.arange(low, end), mode="wrap")
+        log_entries = log.take(np.arange(low, end), mode="wrap")
         fence()
-        entries = entries[max(0, header[block.LOG_RESERVED] - len(log) - low) :]
-        return entries >> COUNT_BITS, entries & COUNT_MASK
+        log_entries = log_entries[max(0, header[block.LOG_RESERVED] - len(log) - low) :]
+        return log_entries >> COUNT_BITS, log_entries & COUNT_MASK
 
     def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, Mask]] | np.ndarray:
-        """Return the items of entries: as a few blocks (first number, how many, which of them), or one by one."""
+        """Return the items of entries, as a few blocks (first number, count, mask) or as single starts."""
         if not len(firsts):
             return []
         begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
-        if len(begins) > _FEW:
+        if len(begins) > _MAX_BLOCKS:
             return self._starts(firsts, counts)
         blocks = []
         for first, total in zip(firsts[begins].tolist(), np.add.reduceat(counts, begins).tolist()):
@@ -174,17 +181,19 @@ class SegmentReader:
         return blocks
 
     def _starts(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the items of entries, one by one."""
+        """Return the starts of the items of entries."""
         starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
         return starts[self._present[self.timeline.slots_of(starts)]]
 
     def _raise_floor(self, rank: int, header: memoryview) -> None:
-        """Give items up: a little early, or a writer would often come round to them while they are copied; not those
-        of a queue, whose writers wait."""
+        """Evict items shortly before a writer overwrites them. Otherwise they would often be overwritten during a copy.
+
+        Items of a queue are not evicted early, because the queue's writers wait.
+        """
         kept = self._floors[rank]
         if kept and not self._is_queue:
-            kept += MARGIN * header[block.CHUNK]
-        self._kept[rank] = kept
+            kept += MARGIN_CHUNKS * header[block.CHUNK]
+        self._kept_from[rank] = kept
         timeline, floor = self.timeline, (rank << RANK_BITS) + kept
         before = int(timeline.floors[rank])
         if floor <= before:
@@ -194,13 +203,13 @@ class SegmentReader:
         self.table.evict(timeline.index(floor - count, count))
 
     def read(self, starts: np.ndarray, probabilities: np.ndarray) -> Batch:
-        """Copy the items `starts` out."""
+        """Copy the items `starts`."""
         slots = self.timeline.slots_of(starts)
         data, versions = self.store.read(slots)
         return Batch(data, self.keys(starts, slots), probabilities, versions)
 
     def keys(self, starts: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """[B, 3] int64: of the items `starts`, which begin in `slots`."""
+        """Return the keys of the items `starts`, which begin in `slots`: [B, 3] int64."""
         keys = np.zeros((len(starts), 3), np.int64)
         keys[:, 2] = starts & NUMBER_MASK
         if len(self.cursors) > 1:
@@ -210,7 +219,7 @@ class SegmentReader:
         return keys
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copy the items `keys` out, as somebody else's table has them: (batch, [B] bool: which are gone)."""
+        """Copy items that another process has drawn. Return (batch, [B] bool: True for evicted items)."""
         for rank, header in enumerate(self._memory.headers):
             self.timeline.sizes[rank] = max(1, header[block.SLOTS])
         heads = np.array([cursors.read()[0] for cursors in self._memory.cursors])
@@ -226,9 +235,9 @@ class SegmentReader:
         return batch, ~known | ((starts & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
-        """Take over a queue from the process that sampled it before. The items that it took are gone."""
+        """Take over a queue from its previous sampler process. The items that it had drawn are gone."""
         for rank, header in enumerate(self._memory.headers):
-            end, count = self._memory.taken[rank].read()
+            end, count = self._memory.read_positions[rank].read()
             if not end:
                 continue
             self.timeline.sizes[rank] = header[block.SLOTS]
@@ -236,61 +245,65 @@ class SegmentReader:
             starts = self._starts((rank << RANK_BITS) + firsts, counts)
             fence()
             self._floors[rank] = header[block.FLOOR]
-            self._raise_floor(rank, header)  # while the table is empty: lower numbers were in these slots a lap before
+            # While the table is empty, because the slots had lower numbers one lap before.
+            self._raise_floor(rank, header)
             starts = starts[starts >= (rank << RANK_BITS) + self._floors[rank]]
             self.table.append(starts[max(0, len(starts) - count) :])
             self.cursors[rank] = self.cursors[rank]._replace(end=end)
         self.sync()
 
     def resume(self, starts: np.ndarray) -> None:
-        """Begin with the items `starts`, those that are there, as all that the segments hold."""
+        """Begin with the items `starts`, except evicted ones, as the complete contents of the segments."""
         for rank, header in enumerate(self._memory.headers):
-            self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` stand for the log so far
+            self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` replace the log so far
             self._sync(rank, header)
-        self.table.append(starts[~self.timeline.gone(starts)])
+        self.table.append(starts[~self.timeline.is_evicted(starts)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 
-    def items_of(self) -> dict[int, int]:
-        """Return how many items of each rank a queue holds."""
+    def items_by_rank(self) -> dict[int, int]:
+        """Return the number of items of each rank in a queue."""
         counts = np.bincount(self.table.starts() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
-    def publish_needs(self, unreleased: np.ndarray) -> bool:
-        """Tell the writers of a queue which items they must keep. Return True if these are fewer than before.
+    def publish_needed_items(self, unreleased: np.ndarray) -> bool:
+        """Publish which items a queue's writers must not overwrite. Return True if this changed.
 
         Args:
-            unreleased: items that were drawn, and are still to be read.
+            unreleased: items that were drawn, and are not released yet.
         """
         assert isinstance(self.table, QueueTable)
         waiting = self.table.starts()
         left = [len(waiting)]
         if len(self.cursors) > 1:
             left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
-        if len(unreleased):  # those that a writer overwrote which does not wait hold up nobody
-            waiting = np.concatenate([waiting, unreleased[~self.timeline.gone(unreleased)]])
+        if len(unreleased):  # without overwritten items, of a writer that does not wait
+            waiting = np.concatenate([waiting, unreleased[~self.timeline.is_evicted(unreleased)]])
         ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
         changed = False
         for rank, header in enumerate(self._memory.headers):
             mine = numbers if len(self.cursors) == 1 else numbers[ranks == rank]
-            needed, end = int(mine.min(initial=block.NOTHING)), self.cursors[rank].end
-            changed = changed or (needed, end) != (header[block.NEEDED], header[block.SYNCED])
-            self._memory.taken[rank].write(end, left[rank])
-            header[block.NEEDED] = needed
+            needed, end = int(mine.min(initial=block.NO_ITEM)), self.cursors[rank].end
+            changed = changed or (needed, end) != (header[block.LOWEST_NEEDED], header[block.SYNCED])
+            self._memory.read_positions[rank].write(end, left[rank])
+            header[block.LOWEST_NEEDED] = needed
             fence()
             header[block.SYNCED] = end
         return changed
 
-    def torn(self, starts: np.ndarray) -> np.ndarray | None:
-        """[B] bool: which of the items that were just read may have been overwritten meanwhile; None if none."""
+    def torn_items(self, starts: np.ndarray) -> np.ndarray | None:
+        """Return [B] bool: True for the items just read that may have been overwritten during the copy.
+
+        None if there are none.
+        """
         fence()
         floors = [header[block.FLOOR] for header in self._memory.headers]
-        if all(floor <= kept for floor, kept in zip(floors, self._kept)):
+        if all(floor <= kept for floor, kept in zip(floors, self._kept_from)):
             return None
-        torn = (starts & NUMBER_MASK) < np.array(floors).take(starts >> RANK_BITS)
-        return torn if torn.any() else None
+        torn_items = (starts & NUMBER_MASK) < np.array(floors).take(starts >> RANK_BITS)
+        return torn_items if torn_items.any() else None
 
     def starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the starts of the items `keys` [B, 3]; -1 for those that no such writer wrote."""
+        """Return the starts of the items `keys` [B, 3]; -1 if the key's writer did not write the slot."""
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         starts = np.where(known, rank << RANK_BITS | number, 0)

@@ -1,4 +1,4 @@
-"""The writing side of a shared replay buffer, in one process: ranks, segments, and waiting for the sampler."""
+"""The writing side of a shared replay buffer, in one process: ranks, segments, and waits for the sampler."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from rlframe.replay import steps
 from rlframe.replay.layout import check_added
 from rlframe.replay.rate_limiter import RateLimiter, items_of_rounds
 from rlframe.replay.shared_memory import block
-from rlframe.replay.shared_memory.block import Block, SegmentWriter
+from rlframe.replay.shared_memory.block import BufferMemory, SegmentWriter
 from rlframe.replay.steps import Writers
 from rlframe.replay.timeline import WriterFragments
 from rlframe.replay.tree_store import check_memory
 from rlframe.types import ReplaySpec, Step, StepSpec
 
-_LOOK = 0.2  # seconds between two looks of a writer that waits; wake-ups make the usual wait much shorter
-_DEATH = 10.0  # seconds that a rank's last process has to end, once it is claimed again
+_CHECK_INTERVAL = 0.2  # seconds between two checks during a wait; wake-ups usually end the wait much sooner
+_EXIT_TIMEOUT = 10.0  # seconds that a new claim waits for the exit of the rank's last process
 
 
 class WriterTimeoutError(RlframeError, TimeoutError):
-    """A writer waited too long for its replay buffer to have room."""
+    """A writer waited too long for room in its replay buffer."""
 
 
 class BufferPlan(NamedTuple):
-    """The description of a buffer that all its processes share: where its memory is, and its layout."""
+    """The description of a buffer that all its processes share: the memory's name and layout, and the options."""
 
     name: MemoryName
     spec: ReplaySpec
     step_spec: StepSpec
     num_writers: int
     max_envs: int
-    rows: int  # of each segment
+    rows: int  # slots of each segment
     seed: int
     timeout: float
     in_threads: bool
@@ -50,12 +50,12 @@ class SegmentWriters:
     """The writers of this process to the buffer of `plan`.
 
     Args:
-        plan: of the buffer.
-        memory: mapped.
-        lock: held while this process adds or samples, never while it waits.
+        plan: the description of the buffer.
+        memory: the buffer's memory, mapped into this process.
+        lock: held while this process adds or samples, but not while it waits.
     """
 
-    def __init__(self, plan: BufferPlan, memory: Block, lock: threading.RLock):
+    def __init__(self, plan: BufferPlan, memory: BufferMemory, lock: threading.RLock):
         self._plan, self._memory, self._lock = plan, memory, lock
         self._limiter = RateLimiter(plan.spec)
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
@@ -73,25 +73,25 @@ class SegmentWriters:
         memory, count = self._memory, self._plan.num_writers
         if rank is not None and not 0 <= rank < count:
             raise UsageError(
-                f"Rank {rank} was claimed, but this replay buffer was made for num_writers={count} (ranks 0 to "
-                f"{count - 1}). Make it with a greater num_writers."
+                f"Rank {rank} was claimed, but this replay buffer was created with num_writers={count} (ranks 0 to "
+                f"{count - 1}). Create it with a larger num_writers."
             )
         if num_envs is not None:
             self._check_envs(num_envs)
-        deadline = time.monotonic() + _DEATH
+        deadline = time.monotonic() + _EXIT_TIMEOUT
         while True:
             with self._lock, memory.claims():
                 chosen = self._free_rank() if rank is None else rank
                 holder, header = memory.writer(chosen), memory.headers[chosen]
                 if holder == this_process() or not holder.is_alive:
                     header[block.PID], header[block.STARTED] = this_process()
-                    header[block.CLAIMS] += 1
-                    self._incarnations[chosen] = header[block.CLAIMS] - 1
+                    header[block.NUM_CLAIMS] += 1
+                    self._incarnations[chosen] = header[block.NUM_CLAIMS] - 1
                     if num_envs is not None:
                         self.open(chosen, num_envs)
                     return chosen, self._incarnations[chosen]
             if time.monotonic() > deadline:
-                raise UsageError(f"Rank {chosen} was claimed, but process {holder.pid} has it, which still runs.")
+                raise UsageError(f"Rank {chosen} cannot be claimed: process {holder.pid} has it, and is still running.")
             time.sleep(0.02)
 
     def _free_rank(self) -> int:
@@ -100,33 +100,36 @@ class SegmentWriters:
             if not holder.is_alive:
                 return rank
         raise UsageError(
-            f"Another writer came, but this replay buffer was made for num_writers={len(holders)}, and all ranks are "
-            f"taken (by processes {', '.join(str(holder.pid) for holder in holders)}). Make it with a greater "
+            f"No rank is free: this replay buffer was created with num_writers={len(holders)}, and all ranks are "
+            f"taken (by processes {', '.join(str(holder.pid) for holder in holders)}). Create it with a larger "
             "num_writers."
         )
 
     def open(self, rank: int, num_envs: int) -> None:
-        """Lay the segment out for a writer of `num_envs` environments; the caller holds the lock and the claims."""
+        """Set up a segment for a writer of `num_envs` environments.
+
+        The caller must hold the lock and the claims lock.
+        """
         plan, memory = self._plan, self._memory
         self._check_envs(num_envs)
         if rank not in self._incarnations or memory.writer(rank) != this_process():
-            raise UsageError(f"Rank {rank} is not this process's: call claim_rank first.")
-        block.lay_out(memory, rank, plan.spec, num_envs)
-        # Pages are taken as they fill: all that the segments have yet to take must be there.
+            raise UsageError(f"This process has not claimed rank {rank}. Call claim_rank first.")
+        block.init_segment(memory, rank, plan.spec, num_envs)
+        # The system provides pages as they fill. So the memory for the unfilled part of all segments must be available.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
         needed = steps.bytes_needed(plan.spec, plan.step_spec, left)
-        check_memory(needed, left, "what all writers' segments have yet to take")
-        self._begin(rank, num_envs)
+        check_memory(needed, left, "the unfilled part of all writers' segments")
+        self._open_segment(rank, num_envs)
 
     def _check_envs(self, num_envs: int) -> None:
         if not 1 <= num_envs <= self._plan.max_envs:
             raise UsageError(
-                f"A writer has 1 to max_envs={self._plan.max_envs} environments here, got num_envs={num_envs}. "
-                "Make the replay buffer with a greater max_envs."
+                f"A writer must have 1 to max_envs={self._plan.max_envs} environments, got num_envs={num_envs}. "
+                "Create the replay buffer with a larger max_envs."
             )
 
-    def _begin(self, rank: int, num_envs: int) -> SegmentWriter:
+    def _open_segment(self, rank: int, num_envs: int) -> SegmentWriter:
         plan = self._plan
         self._stopped_ranks.discard(rank)
         incarnation = self._incarnations[rank]
@@ -145,30 +148,33 @@ class SegmentWriters:
         if self._waits_for_room and self.waits:
             self._wait_for_room(segment, len(env_ids))
         with self._lock:
-            if not segment.begun:
-                segment = self._take_possession(segment)
+            if not segment.owns_segment:
+                segment = self._acquire_segment(segment)
             segment.add(envs, step)
         memory = self._memory
-        wanted = memory.control[block.WANTED]
-        if wanted != block.NOBODY and memory.added_items() >= wanted:
-            memory.control[block.WANTED] = block.NOBODY
+        inserts_needed = memory.control[block.WAKE_AT]
+        if inserts_needed != block.NEVER and memory.added_items() >= inserts_needed:
+            memory.control[block.WAKE_AT] = block.NEVER
             memory.added.wake()
 
-    def _take_possession(self, segment: SegmentWriter) -> SegmentWriter:
-        """Before a writer's first step: `restore` may have filled its segment since it was opened, but not later."""
+    def _acquire_segment(self, segment: SegmentWriter) -> SegmentWriter:
+        """Acquire a segment before a writer's first step.
+
+        `restore` may have filled the segment since it was opened. After this call, it must not.
+        """
         rank = segment.writer.rank
         with self._memory.claims():
-            if segment.epoch != self._memory.headers[rank][block.EPOCH]:
-                segment = self._begin(rank, segment.writer.num_envs)
-            self._memory.headers[rank][block.BEGUN] = 1
-        segment.begun = True
+            if segment.num_restores != self._memory.headers[rank][block.NUM_RESTORES]:
+                segment = self._open_segment(rank, segment.writer.num_envs)
+            self._memory.headers[rank][block.IN_USE] = 1
+        segment.owns_segment = True
         return segment
 
     # --- waiting for the sampler
 
     @property
     def waits(self) -> bool:
-        """Whether this process's writers wait for the sampler; see `SharedMemReplayBuffer`."""
+        """True if this process's writers wait for the sampler; see `SharedMemReplayBuffer`."""
         control = self._memory.control
         sampler = control[block.SAMPLER_PID]
         if self._memory.closed:
@@ -180,7 +186,7 @@ class SegmentWriters:
         return sampler != 0 or not self._is_creator
 
     def end_waits(self, rank: int) -> None:
-        """End what the writer `rank` of this process waits for."""
+        """End the waits of the writer `rank` of this process, now and later."""
         self._stopped_ranks.add(rank)
         self._memory.room.wake()
 
@@ -190,7 +196,7 @@ class SegmentWriters:
         if spec.kind == "queue":
             floor = segment.floor_after(count)
             if floor and segment.unsampled_below(floor):
-                what = "for items that it has not sampled yet to leave a full queue"
+                what = "to sample the oldest items of a full queue"
                 self._wait(segment, lambda: segment.unsampled_below(floor), what)
         if limiter.ratio is None:
             return
@@ -201,29 +207,34 @@ class SegmentWriters:
             return not limiter.may_insert(memory.added_items(), memory.control[block.SAMPLED], run_ahead)
 
         if is_ahead():
-            self._wait(segment, is_ahead, f"for it to sample {limiter.ratio:g} items for each that was added")
+            self._wait(segment, is_ahead, f"to sample {limiter.ratio:g} items per insert")
 
     def _wait(self, segment: SegmentWriter, blocked: Callable[[], bool], what: str) -> None:
         memory, rank, timeout = self._memory, segment.writer.rank, self._plan.timeout
         deadline = time.monotonic() + timeout
-        memory.headers[rank][block.WAITS] = 1
+        memory.headers[rank][block.IS_WAITING] = 1
         try:
             while True:
                 value = memory.room.value
-                if memory.control[block.WANTED] != block.NOBODY:
-                    memory.added.wake()  # so that the sampler looks at what it may let go of
+                if memory.control[block.WAKE_AT] != block.NEVER:
+                    memory.added.wake()  # so that the sampler checks which items it can release
                 if not blocked() or not self.waits:
                     return
                 if rank in self._stopped_ranks:
-                    raise StoppedError(f"Writer {rank} of the replay buffer was told to stop while it waited {what}.")
+                    raise StoppedError(
+                        f"Writer {rank} of the replay buffer was stopped while it waited for the sampler {what}."
+                    )
                 memory.check_creator()
                 if time.monotonic() > deadline:
                     sampler = memory.sampler
-                    state = f"process {sampler.pid}, which " + ("still runs" if sampler.is_alive else "has ended")
+                    state = f"process {sampler.pid}, which " + (
+                        "is still running" if sampler.is_alive else "has exited"
+                    )
                     raise WriterTimeoutError(
                         f"Writer {rank} of the replay buffer waited {timeout:g} s for the sampler "
-                        f"({state if sampler.pid else 'none has come yet'}) {what}. Does the learner still learn?"
+                        f"({state if sampler.pid else 'no process has sampled yet'}) {what}. "
+                        "Is the learner still learning?"
                     )
-                memory.room.wait(value, _LOOK)
+                memory.room.wait(value, _CHECK_INTERVAL)
         finally:
-            memory.headers[rank][block.WAITS] = 0
+            memory.headers[rank][block.IS_WAITING] = 0
