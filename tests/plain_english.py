@@ -79,8 +79,8 @@ def problems(paths: list[pathlib.Path]) -> list[str]:
     """A line for each text that is hard to read."""
     found = []
     for path in paths:
-        if path.resolve() == pathlib.Path(__file__).resolve():
-            continue  # the patterns themselves
+        if path.name in ("plain_english.py", "test_plain_english.py"):
+            continue  # they hold the patterns
         for line, kind, text in texts(path.read_text()):
             if (words := problem(kind, text)) is not None:
                 start = text.strip().partition("\n")[0]

@@ -99,7 +99,7 @@ class EnvGroup:
         unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount), except rows with MID and discount 1
         targets = observations.begin(rows.leaves)
         is_leaf, leaf, target = observations.is_leaf, observations.leaves[0], targets[0]
-        accepted, shape = leaf.accepted, leaf.shape
+        accepted, shape = leaf.accepted_dtypes, leaf.shape
         try:
             for i, (step, action) in enumerate(zip(self._steppers, self.codec.decode(actions), strict=True)):
                 current[0] = i

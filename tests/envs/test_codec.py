@@ -152,7 +152,10 @@ def test_stacked_discrete_observations_become_multi_discrete():
     assert stacked.tolist() == [[0, 2]]
     assert flatten_observation(spec, stacked).tolist() == [[1, 0, 0, 0, 0, 1]]
     cube = MultiDiscreteArray(np.full((2, 2, 2), 3))
-    assert jax.eval_shape(lambda rows: flatten_observation(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (1, 24)
+    assert jax.eval_shape(lambda rows: flatten_observation(cube, rows), np.zeros((1, 2, 2, 2), np.int32)).shape == (
+        1,
+        24,
+    )
 
 
 # For each row of the table in docs/own-network.md: a space, and the number of network inputs for it.

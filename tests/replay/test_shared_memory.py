@@ -262,7 +262,9 @@ def test_a_writer_that_waits_can_be_told_to_stop(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None
     told = resources.process(processes.write_until_told, buffer, 1).hear()
-    assert told.startswith("Writer 0 of the replay buffer was stopped while it waited for the sampler to sample the oldest")
+    assert told.startswith(
+        "Writer 0 of the replay buffer was stopped while it waited for the sampler to sample the oldest"
+    )
 
 
 def test_a_writer_says_what_it_waited_for(resources: Resources) -> None:

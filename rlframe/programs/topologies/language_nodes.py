@@ -19,7 +19,7 @@ from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.phases import Phase, advance
 from rlframe.language.environments import APIServerConfig, BaseEnv
-from rlframe.language.environments.cli import made
+from rlframe.language.environments.cli import override
 from rlframe.language.environments.serving import ServeLoop
 from rlframe.language.model import weights
 from rlframe.language.model.tokenizers import load_tokenizer
@@ -86,7 +86,7 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
     }
     if "seed" in type(default).model_fields and "seed" not in experiment.env_kwargs:
         given["seed"] = env_seed(experiment.seed, rank, incarnation)
-    return made(default, {}, {**given, **experiment.env_kwargs}, "env-kwargs.")
+    return override(default, {}, {**given, **experiment.env_kwargs}, "env-kwargs.")
 
 
 def check_environment(session: Session) -> None:

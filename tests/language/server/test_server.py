@@ -350,7 +350,7 @@ def test_server_follows_a_killed_and_resumed_learner(tmp_path):
             asking = pool.submit(ask_repeatedly, client)
             try:
                 wait_until(lambda: policy(server)["version"] > 8, "no versions come")
-                assert server._refresher._learner._clients[address]._shared is not None
+                assert server._refresher._learner._memory is not None
                 child.kill()
                 child.close()
                 last, count = policy(server)["version"], len(answers)

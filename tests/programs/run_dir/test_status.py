@@ -209,7 +209,6 @@ def test_status_and_stop_work_on_an_elastic_run(tmp_path, capsys):
         told = capsys.readouterr().out
         assert "(CLOSED: enough). The last checkpoint is " in told
         assert program.finish()[0] == 0
-        assert {"learner-0.log", "collector-0.log"} <= {path.name for path in (run_dir / "logs").iterdir()}
 
 
 @pytest.mark.system
