@@ -34,8 +34,9 @@ def test_progress_in_a_notebook_is_one_line_redrawn_in_place(tmp_path):
     client.execute()
     text = "".join(each.text for each in notebook.cells[0].outputs if each.output_type == "stream")
     assert text.count("\r") >= 2, "the progress should be drawn at least twice"
-    before, *lines = [line for line in shown(text) if line]
-    assert before.startswith("About 31 updates of 4 items each")
+    backend, updates, *lines = [line for line in shown(text) if line]
+    assert backend.startswith("The environment gymnasium:CartPole-v1 is made by Gymnasium")
+    assert updates.startswith("About 31 updates of 4 items each")
     assert len(lines) == 1 and lines[0].startswith("ppo on gymnasium:CartPole-v1: steps 4,"), lines
     assert "return" in lines[0] and "0:00 left" in lines[0]
     assert "return_mean" in notebook.cells[1].outputs[0].data["text/plain"]
