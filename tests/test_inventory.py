@@ -77,7 +77,10 @@ def commands() -> Inventory:
     }
     by_flag: dict[str, list[str]] = collections.defaultdict(list)
     for agent in agents():
-        for flag in flags(shown("train", "--agent", agent, "--help")):
+        shown_flags: dict[str, None] = {}  # in order
+        for topology in topologies(agent):
+            shown_flags |= dict.fromkeys(flags(shown("train", "--agent", agent, "--topology", topology, "--help")))
+        for flag in shown_flags:
             if not flag.startswith("--network."):  # flags of the network in the agent's preset
                 by_flag[flag].append(agent)
     for flag, of in by_flag.items():
@@ -91,7 +94,7 @@ def commands() -> Inventory:
     ]
     for command in COMMANDS:
         text = shown(*command.split(), "--help")
-        arguments = re.findall(r"positional arguments.*\n(?: -+ *\n)?  (\S.*?)(?:  |$)", text, re.MULTILINE)
+        arguments = re.findall(r"^(?:Arguments|positional arguments):\n  (\S.*?)(?:  |$)", text, re.MULTILINE)
         found[" ".join(["rlframe", command, *arguments])] = flags(text)
     return {name: sorted(lines) for name, lines in found.items()} | {"my_env.py": of_environments()}
 
@@ -180,11 +183,21 @@ def refused(*arguments: str) -> str:
 def flags(text: str) -> list[str]:
     """Return the flags in a help text, with their choices if these are a list of words."""
     found = []
-    for options in re.findall(r"^  (--\w.*?)(?:  |$)", text, re.MULTILINE):
-        chosen = re.search(r"\{(.*?)\}", options)
-        words = [word for word in chosen[1].split(",") if word != "None"] if chosen else []
-        found.append(", ".join(re.findall(r"--[\w.-]+", options)) + (f" {{{','.join(words)}}}" if words else ""))
+    for option in re.findall(r"^  (--.*(?:\n {20,}.*)*)", text, re.MULTILINE):
+        words = " ".join(option.split())
+        name, value = re.match(r"(--[^\s,]+),? ?(\S*)", words).groups()
+        listed = re.search(r": (\w+(?:, \w+)+)\.(?: \[\S+\])?$", words)
+        choices = listed[1].split(", ") if listed else [each for each in value.split("|") if each.islower()]
+        names = [name.replace("[no-]", ""), name.replace("[no-]", "no-")] if "[no-]" in name else [name]
+        found.append(", ".join(names) + (f" {{{','.join(choices)}}}" if len(choices) > 1 else ""))
     return found
+
+
+def topologies(agent: str) -> list[str]:
+    """Return the topologies of an agent."""
+    from rlframe.programs.options import registry
+
+    return list(registry.TOPOLOGIES[registry.agent_class(agent).learns_from])
 
 
 def agents() -> list[str]:

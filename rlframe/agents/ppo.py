@@ -24,34 +24,33 @@ from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
 
 @dataclasses.dataclass(frozen=True)
 class PPOConfig:
-    """Defaults from Schulman et al. 2017, table 3 (MuJoCo). Other defaults are from OpenAI Baselines' ppo2."""
+    """Defaults from Schulman et al. 2017, table 3 (MuJoCo). Other defaults are from OpenAI Baselines' ppo2.
 
-    unroll_length: int = 2048  # steps of each environment between two updates
-    num_epochs: int = 10
-    num_minibatches: int = 32  # minibatches per epoch; 2048 steps / minibatches of 64
-    # stop the update before the first minibatch with a higher approx_kl; None never stops
-    target_kl: float | None = None
+    With `max_staleness` above 0, actors run ahead by that many unrolls. The clipped ratio corrects for it, because it
+    uses the stored log-probabilities of the policy that acted, as equation 7 of the paper requires. Hilton et al. 2022
+    (arXiv:2110.00641) measure the cost.
+    """
+
+    unroll_length: int = 2048  # Steps of each environment between two updates.
+    num_epochs: int = 10  # Passes over the batch per update.
+    num_minibatches: int = 32  # Minibatches per epoch. The paper splits 2048 steps by 64.
+    target_kl: float | None = None  # End the update before a minibatch with a higher approx_kl.
     discount: float = 0.99
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
-    # maximum distance from the old value; ppo2 uses clip_epsilon, the paper does not clip
-    value_clip: float | None = None
+    value_clip: float | None = None  # Maximum change of the value. ppo2 uses clip_epsilon.
     entropy_cost: float = 0.0
-    # weight of half the squared error, as ppo2's vf_coef; Stable-Baselines3's 0.5 corresponds to 1.0
-    value_cost: float = 0.5
-    normalize_advantages: bool = True  # in each minibatch, as in ppo2/model.py
+    value_cost: float = 0.5  # Weight of half the squared error. SB3's vf_coef=0.5 is 1.0 here.
+    normalize_advantages: bool = True  # In each minibatch, as in ppo2.
     learning_rate: float = 3e-4
-    adam_epsilon: float = 1e-5  # ppo2/model.py
-    max_grad_norm: float | None = 0.5  # ppo2
-    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
-    anneal_clip: bool = False  # anneal clip_epsilon in the same way
-    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
-    # environments in a full batch; in schedules, a smaller batch counts as a fraction of a step. None: as one step
+    adam_epsilon: float = 1e-5  # As in ppo2.
+    max_grad_norm: float | None = 0.5  # Clip the global norm of gradients, as in ppo2.
+    anneal_learning_rate: bool = False  # Linearly to 0 at --steps.
+    anneal_clip: bool = False  # Anneal clip_epsilon linearly to 0.
+    total_learner_steps: int | None = None  # Internal: the updates of the run, at which annealing ends.
+    # Internal: environments of a full batch. Schedules count a smaller batch as a part of an update.
     envs_per_batch: int | None = None
-    # Maximum age of an unroll in versions. With 0, actors wait for each update, as in the paper. With more, they run
-    # ahead by that many unrolls. The clipped ratio corrects for this: it uses the stored log-probabilities of the
-    # policy that acted, as equation 7 of the paper requires. Hilton et al. 2022 (arXiv:2110.00641) measure the cost.
-    max_staleness: int = 0
+    max_staleness: int = 0  # Versions that an unroll may be old. With 0, actors wait for updates.
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")

@@ -56,14 +56,22 @@ class OptionField:
         """Every way to write the option: a switch has a second one, which turns it off."""
         if self.is_positional:
             return []
-        start, _, last = self.flag.rpartition(".") if "." in self.flag else ("", "", self.flag.removeprefix("--"))
-        no = f"{start}.no-{last}" if start else f"--no-{last}"
-        return [self.flag, no] if self.hint is bool else [self.flag]
+        start, last = self._split_flag()
+        return [self.flag, f"{start}no-{last}"] if self._can_turn_off else [self.flag]
+
+    @property
+    def _can_turn_off(self) -> bool:
+        return self.hint is bool and tyro.conf.FlagCreatePairsOff not in self.marks
+
+    def _split_flag(self) -> tuple[str, str]:
+        """The flag up to its last dot, and its rest: `--head.`, `num-atoms`."""
+        last = self.flag.removeprefix("--").rpartition(".")[2]
+        return self.flag.removesuffix(last), last
 
     def invocation(self) -> str:
         """The option with a placeholder for its value: `--steps INT`, `--[no-]resume`."""
         if self.hint is bool:
-            return self.flag.replace("--", "--[no-]", 1)
+            return "[no-]".join(self._split_flag()) if self._can_turn_off else self.flag
         value = next((mark.metavar for mark in self.marks if getattr(mark, "metavar", None)), None)
         if self.is_positional:
             name = self.name.upper()
@@ -115,7 +123,8 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
         if name not in fields or not fields[name].init:
             continue
         marks, hint = _split(annotated)
-        if tyro.conf.Suppress in marks:
+        is_optional_part = any(dataclasses.is_dataclass(each) for each in typing.get_args(hint))
+        if tyro.conf.Suppress in marks or (is_optional_part and getattr(options, name, None) is None):
             continue
         own = name
         for mark in marks:

@@ -51,11 +51,10 @@ DESCRIPTION = (
 class TrainOptions(CommandOptions, SessionOptions):
     """Options of a session, and options that only the command line has."""
 
-    # seeds such as 1-5 or 1,2,7: one run for each seed, in RUN_DIR/seed-N, with a table and a plot of all runs
+    # Seeds such as 1-5 or 1,2,7: one run each, in RUN_DIR/seed-N.
     seeds: Union[str, None] = option(None, multi_run="command")
-    at_once: int = option(1, multi_run="command")  # with --seeds: number of runs at a time
-    # print the result as one JSON object in the last line of stdout
-    json: bool = option(False, multi_run="command")
+    at_once: int = option(1, multi_run="command")  # With --seeds: number of runs at a time.
+    json: bool = option(False, multi_run="command")  # Print the result as one JSON object in the last line.
 
 
 # The groups of `--help`, and the options in each, in this order. "*" stands for all other options: those of the agent.
@@ -89,7 +88,7 @@ HELP_GROUPS = {
 class TopologyOption:
     """The option `--topology`. As the last base class, its field comes first in the help."""
 
-    topology: str = ""  # how the run is divided into processes: see docs/programs.md
+    topology: str = ""  # Processes of the run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,14 +155,18 @@ def read_arguments(
 def _format_help(
     defaults: Experiment, early: EarlyOptions, fields: Sequence[OptionField], prog: str, description: str, width: int
 ) -> str:
-    """Write the help of the options that the topology uses, in groups."""
+    """Write the help of the options that the topology uses, in groups.
+
+    Options whose comment starts with "Internal:" are set by the program, and are not shown.
+    """
     topologies = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
     chosen = early.texts.get("topology") or defaults.topology_config.name
     used = {*field_names(topologies[chosen])} if chosen in topologies else None
     every = {name for cls in topologies.values() for name in field_names(cls)}
-    shown = [each for each in fields if used is None or _field_name(each) not in every - used]
+    unused = every - used if used is not None else set()
+    shown = [each for each in fields if _field_name(each) not in unused and not each.text.startswith("Internal:")]
     others = ", ".join(name for name in topologies if name != chosen)
-    last = f"More options with another --topology: {others}." if len(shown) < len(fields) else ""
+    last = f"More options with another --topology: {others}." if unused else ""
     return format_help(shown, prog, description, width, HELP_GROUPS, last)
 
 

@@ -43,25 +43,23 @@ COMMAND_LINE_ONLY = {
 class SessionOptions:
     """Options of a session. They do not affect the results of a run."""
 
-    # Preset of tuned values: a name (`rlframe agents` lists them), none, or auto (by agent and environment).
-    preset: str = option("auto", multi_run="command")
-    # Path of a config.json: repeat its run. Other options override its values.
+    preset: str = option("auto", multi_run="command")  # Tuned values: a name from `rlframe agents`, none, or auto.
+    # A config.json whose run to repeat. Other options override it.
     config: Union[str, None] = option(None, multi_run="command")
-    # Directory of all files of the run. None means a new directory under runs/.
+    # Directory of all files. None means a new one under runs/.
     run_dir: Union[str, None] = option(None, multi_run="command")
     resume: bool = option(False, multi_run="command")  # Continue the run in --run-dir from its newest checkpoint.
     resume_from: Union[int, None] = None  # With --resume: continue from this step in RUN_DIR/checkpoints.
-    # With --resume: end the process that still writes to --run-dir, then continue its run.
+    # With --resume: end the process that still writes to --run-dir.
     take_over: bool = option(False, multi_run="command")
-    # Port of /status, /metrics, /healthz and the live page. 0 means any free port, None means no service, auto means 0
-    # for elastic and None otherwise.
+    # Port of the live page and metrics. 0: any; auto: elastic only.
     http: Union[Literal["auto"], int, None] = option("auto", multi_run="each")
     http_host: str = option("127.0.0.1", multi_run="each")  # Address at which the HTTP service listens.
-    token_file: Union[str, None] = None  # File with the token of the HTTP service. None means a new RUN_DIR/token.
-    stop_at: Union[int, None] = None  # Environment steps at which to stop and save. Schedules still end at --steps.
+    token_file: Union[str, None] = None  # File with the token of the HTTP service. None means RUN_DIR/token.
+    stop_at: Union[int, None] = None  # Stop and save at this step. Schedules still end at --steps.
     quiet: bool = option(False, multi_run="command")  # Show no progress.
     profile: bool = False  # Measure the time of each part of the run, and print a table.
-    profile_trace: bool = False  # Like --profile, and also write a JAX trace to RUN_DIR/trace.
+    profile_trace: bool = False  # Like --profile, and write a JAX trace to RUN_DIR/trace.
     wandb: bool = option(False, multi_run="each")  # Also log to Weights & Biases.
     trackio: bool = option(False, multi_run="each")  # Also log to Trackio.
     project: str = option("rlframe", multi_run="each")  # Project name in Weights & Biases or Trackio.

@@ -32,22 +32,15 @@ class Experiment:
     supervised steps of the agent's config. `make_experiment` makes an experiment from keyword arguments and a preset.
     """
 
-    agent: str = "ppo"  # Agent: a name that `rlframe agents` lists, or file.py:Class.
-    # Environment: a name that `rlframe envs` lists, or file.py:make_env. For a language model: file.py:Class.
-    env: str = "CartPole-v1"
-    # Environment steps of the run, at which schedules end. For a language model: learner steps.
-    steps: int = number(100_000, at_least=1)
-    seed: int = 1
-    # Environments of all actors together. A preset therefore fits any number of actors.
-    num_envs: int = number(8, at_least=1)
+    agent: str = "ppo"  # A name from `rlframe agents`, or file.py:Class.
+    env: str = "CartPole-v1"  # A name from `rlframe envs`, or file.py:make_env.
+    steps: int = number(100_000, at_least=1)  # Environment steps; for language models, learner steps.
+    seed: int = 1  # Random seed.
+    num_envs: int = number(8, at_least=1)  # Environments of all actors together.
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
-    # Steps between two evaluations. 0 means only the final evaluation (for a language model, also after the warm-up).
-    eval_every: int = number(0, at_least=0)
-    # Steps between two checkpoints. 0 means only when the run stops. A topology of several processes also saves every
-    # 30 s, because a restarted learner continues from a checkpoint.
-    checkpoint_every: int = number(100_000, at_least=0)
-    # Steps between two rows of the logs. 0 means 1/100 of the run, at most 10,000.
-    log_every: int = number(0, at_least=0)
+    eval_every: int = number(0, at_least=0)  # Steps between evaluations. 0 means only the final one.
+    checkpoint_every: int = number(100_000, at_least=0)  # Steps between checkpoints. 0 means only at the end.
+    log_every: int = number(0, at_least=0)  # Steps between log rows. 0 means 1% of the run, at most 10,000.
     # Options of the topology, which include network, evaluation and limits: see docs/programs.md.
     topology_config: TopologyConfig = dataclasses.field(
         default_factory=lambda: config_class_of(find_topology("single_process"))()

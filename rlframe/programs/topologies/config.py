@@ -180,20 +180,15 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 class EnvOptions(TopologyConfig):
     """Options of the environments. `makers.make_pool` reads them."""
 
-    # Type of the environment pool. auto means the fastest: envpool or loop (process with --async).
-    env_type: EnvType = "auto"
-    # Number of threads or processes of a pool. None means one per core.
-    num_workers: Union[int, None] = number(None, at_least=1)
-    async_envs: bool = False  # Act on the environments that answer first. Not for on-policy agents.
-    wait_num: Union[int, None] = None  # With --async: environments per pool to wait for. None means a third of them.
-    # Seconds for one step of an environment. After this time, the environment counts as hung.
-    answer_timeout: float = number(600.0, above=0)
-    # End the run if an observation or reward is NaN or infinite. None means True, except for EnvPool.
-    check_finite: Union[bool, None] = None
-    frame_stack: int = number(1, at_least=1)  # Number of stacked observations: the newest one and those before it.
-    # Number of times that each action is repeated, up to the end of the episode. Counts as one environment step.
-    action_repeat: int = number(1, at_least=1)
-    # Clip training rewards to [-clip_rewards, clip_rewards]. None means no clipping.
+    env_type: EnvType = "auto"  # Environment pool; auto is the fastest
+    num_workers: Union[int, None] = number(None, at_least=1)  # Threads or processes of a pool. None means one per core.
+    async_envs: bool = False  # Act on the environments that answer first; not on-policy.
+    wait_num: Union[int, None] = None  # With --async: environments to wait for. None means a third.
+    answer_timeout: float = number(600.0, above=0)  # Seconds for a step, after which an environment is hung.
+    check_finite: Union[bool, None] = None  # Stop at NaN or infinity. None means yes, except for EnvPool.
+    frame_stack: int = number(1, at_least=1)  # Number of newest observations to stack.
+    action_repeat: int = number(1, at_least=1)  # Times to repeat each action, as one environment step.
+    # Clip training rewards to +/- this value. None means no clipping.
     clip_rewards: Union[float, None] = number(None, above=0)
 
     @property
@@ -233,31 +228,25 @@ class EnvOptions(TopologyConfig):
 class AgentOptions(TopologyConfig):
     """Options of the agent that are not in its config: network, normalization and schedules."""
 
-    # Network: mlp, nature_cnn, lstm, gru or file.py:make_net. None means a network that fits the observation.
-    network: Union[str, None] = None
+    network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net. None: by the env.
     network_config: Any = None  # Options of a named network.
-    # Normalize observations by their running mean and standard deviation (rlframe.agents.Normalized).
-    normalize_observations: bool = False
-    # Limit of normalized observations, in standard deviations from the mean.
-    observation_clip: float = number(10.0, above=0)
-    # Normalize rewards by the running standard deviation of the discounted return. Needs an agent of sequences.
-    normalize_rewards: bool = False
+    normalize_observations: bool = False  # Subtract the running mean, divide by the deviation.
+    observation_clip: float = number(10.0, above=0)  # Limit of normalized observations, in deviations.
+    normalize_rewards: bool = False  # Divide by the running deviation of the return.
     reward_clip: float = number(10.0, above=0)  # Limit of normalized rewards.
-    # Environment steps at which schedules end. 0 means `steps`. A resumed run keeps its first value.
-    schedule_steps: int = number(0, at_least=0)
+    schedule_steps: int = number(0, at_least=0)  # Step at which schedules end. 0 means --steps; --resume keeps it.
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationOptions(TopologyConfig):
     """Options of evaluations, both final and during training (`eval_every`). `policies/evaluation.py` reads them."""
 
-    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Changes of env_kwargs for evaluations.
-    # Episodes per evaluation. 0 means no evaluation at all.
-    eval_episodes: int = number(20, at_least=0)
+    # Changes of --env-kwargs for evaluations.
+    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    eval_episodes: int = number(20, at_least=0)  # Episodes per evaluation. 0 means no evaluation.
     # Environments per evaluation. None means one per episode.
     eval_num_envs: Union[int, None] = number(None, at_least=1)
-    # Longest episode of an evaluation, in steps. A longer episode is an error.
-    eval_max_episode_length: int = number(108_000, at_least=1)
+    eval_max_episode_length: int = number(108_000, at_least=1)  # Longest evaluation episode, in steps.
 
     @property
     def evaluates(self) -> bool:
@@ -281,7 +270,7 @@ class StoppingOptions(TopologyConfig):
     until_learner_steps: Union[int, None] = number(None, above=0)  # End the run after this number of updates.
     # End the run after this wall time of the session, in seconds.
     until_seconds: Union[float, None] = number(None, above=0)
-    until_return: Union[float, None] = None  # End the run if an evaluation (--eval-every) reaches this mean return.
+    until_return: Union[float, None] = None  # End the run when an evaluation reaches this mean return.
 
     @property
     def stop_conditions(self) -> StopConditions:
@@ -313,7 +302,7 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
     replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
     accepts_custom_replay: ClassVar[bool] = True
 
-    replay: str = "auto"  # Replay buffer: a name or file.py:Class. auto means the default of the topology.
+    replay: str = "auto"  # Replay buffer, or file.py:Class
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,8 +26,7 @@ class SingleProcess(GameConfig):
     replays = ("local",)
 
     name: str = "single_process"
-    # Steps between two saves of a large replay buffer. A small one is saved with each checkpoint.
-    replay_checkpoint_every: int = number(1_000_000, at_least=0)
+    replay_checkpoint_every: int = number(1_000_000, at_least=0)  # Steps between saves of a large replay buffer.
 
 
 @configured_by(SingleProcess)
