@@ -1,0 +1,134 @@
+"""`--help`: groups, hidden options, and the text of an option."""
+
+import dataclasses
+from typing import Annotated, Literal, Union
+
+import pytest
+import tyro
+
+from rlframe.cli.help import field_comments, format_help, option_fields
+from rlframe.cli.main import main
+from rlframe.cli.train_options import HELP_GROUPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of other options."""
+
+    hidden: tuple[int, ...] = (64, 64)  # Sizes of the layers.
+    bias: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of every kind."""
+
+    name: Annotated[str, tyro.conf.Positional]  # Name of the run.
+    # Steps of the run, whose
+    # comment has two lines.
+    steps: int = 5
+    mode: Literal["fast", "slow"] = "fast"
+    engine: Literal["local", "launchpad", "ray", "threads"] = "local"  # Engine
+    rate: Union[float, None] = None  # None means no limit.
+    fresh: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    resume: bool = False
+    part: Part = Part()
+    secret: Annotated[int, tyro.conf.Suppress] = 3
+
+
+HELP = """usage: command [OPTIONS] NAME
+
+What it does.
+
+Arguments:
+  NAME                        Name of the run.
+
+Options:
+  --steps INT                 Steps of the run, whose comment has two lines. [5]
+  --mode fast|slow            [fast]
+  --engine NAME               Engine: local, launchpad, ray, threads. [local]
+  --rate FLOAT                None means no limit.
+  --fresh
+  --[no-]resume
+  --part.hidden INT...        Sizes of the layers. [64 64]
+  --part.[no-]bias            [on]"""
+
+
+def shown(capsys, *arguments):
+    """Return the lines that a command prints."""
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_help_has_one_line_per_option_with_its_comment_and_default():
+    assert format_help(list(option_fields(Options)), "command", "What it does.", 100) == HELP
+
+
+def test_a_text_is_wrapped_at_the_width_of_the_terminal():
+    lines = format_help(list(option_fields(Options)), "command", "What it does.", 60).splitlines()
+    assert lines[8:10] == [
+        "  --steps INT                 Steps of the run, whose",
+        " " * 30 + "comment has two lines. [5]",
+    ]
+
+
+def test_flags_include_the_one_that_turns_a_switch_off():
+    flags = [flag for field in option_fields(Options) for flag in field.flags]
+    assert flags[-5:] == ["--resume", "--no-resume", "--part.hidden", "--part.bias", "--part.no-bias"]
+    assert "--fresh" in flags and "--no-fresh" not in flags
+
+
+def test_an_instance_gives_the_defaults():
+    fields = {field.name: field for field in option_fields(Options("x", steps=7, part=Part((8,))))}
+    assert fields["steps"].default == 7 and fields["part.hidden"].description() == "Sizes of the layers. [8]"
+
+
+def test_comments_of_bases_are_found_and_a_class_without_source_has_none():
+    @dataclasses.dataclass(frozen=True)
+    class Derived(Options):
+        steps: int = 6  # Steps of the derived class.
+
+    comments = field_comments(Derived)
+    assert comments["steps"] == "Steps of the derived class." and comments["rate"] == "None means no limit."
+    assert field_comments(dataclasses.make_dataclass("Made", ["x"])) == {}
+
+
+def test_help_of_train_has_at_most_100_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = shown(capsys, "train", "--help")
+    assert len(lines) <= 100 and max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("topology", "used", "unused"),
+    [
+        ("single_process", ["replay-checkpoint-every"], ["engine", "num-actors", "operator", "ray-address"]),
+        ("heavy_env", ["engine", "num-actors", "ray-address"], ["operator", "num-inferencers"]),
+        ("light_env", ["engine", "num-inferencers"], ["operator", "replay-checkpoint-every"]),
+        ("elastic", ["operator", "max-actors"], ["num-inferencers"]),
+    ],
+)
+def test_help_of_train_hides_options_that_the_topology_does_not_use(topology, used, unused, capsys):
+    lines = shown(capsys, "train", "--topology", topology, "--help")
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert {f"--{name}" for name in used} <= {*flags} and not {f"--{name}" for name in unused} & {*flags}
+    assert "--steps" in flags and "--learning-rate" in flags and "--total-learner-steps" not in flags
+    assert lines[-1].startswith("More options with another --topology: ")
+
+
+def test_the_shortest_group_comes_first_and_the_agent_has_all_other_options(capsys):
+    lines = shown(capsys, "train", "--agent", "dqn", "--topology", "elastic", "--help")
+    counts = {}
+    for line in lines:
+        if line.removesuffix(":") in HELP_GROUPS:
+            title = line.removesuffix(":")
+            counts[title] = 0
+        elif line.startswith("  --"):
+            counts[title] += 1
+    assert {*counts} == {*HELP_GROUPS}
+    assert list(counts.values()) == sorted(counts.values())
+
+
+def test_each_option_is_in_one_group():
+    names = [name for names in HELP_GROUPS.values() for name in names]
+    assert len(names) == len({*names})
