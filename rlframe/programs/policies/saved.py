@@ -97,8 +97,7 @@ class SavedPolicy(LocalParams):
     def update(self, stop: threading.Event) -> None:
         """Request a checkpoint from the learner, wait for it, and load its parameters.
 
-        If no checkpoint can be read (for example, because the disk is full), get the newest parameters from the
-        learner.
+        If no checkpoint can be read (for example, because the disk was full), get the learner's newest parameters.
 
         Raises:
             StoppedError: `stop` was set before the checkpoint was written.
