@@ -65,7 +65,7 @@ class WorkerRecord(Stateful):
 
     @property
     def counts_as_wanted(self) -> bool:
-        """True if the worker counts towards `Requests.wanted`."""
+        """True if the worker counts toward `Requests.wanted`."""
         return not is_over(self.state) and not self.is_leaving
 
     @property
