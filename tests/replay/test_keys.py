@@ -277,5 +277,5 @@ def test_writer_that_waits_for_a_release_does_not_lapse(resources: Resources) ->
     header[block.IS_WAITING] = 1  # as if it could not continue before `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.release(drawn.keys)
-    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it makes no progress of its own
+    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it makes no progress
     assert following.keys[:, 0].tolist() == [0, 0, 0]
