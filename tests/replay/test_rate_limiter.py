@@ -56,7 +56,7 @@ def test_reverb_bounds_allow_the_same_samples_and_inserts(run_ahead: int) -> Non
 
 def test_items_to_sample_is_a_whole_batch_or_zero() -> None:
     def unasked() -> dict:
-        raise AssertionError("nobody is waited for")
+        raise AssertionError("the writers must not be needed")
 
     assert limiter("uniform").items_to_sample(ItemCounts(9, 9, 0), unasked, unasked) == 8
     assert limiter("queue").items_to_sample(ItemCounts(7, 7, 0), unasked, unasked) == 0

@@ -161,14 +161,14 @@ def test_restore_detects_a_server_that_restarted_empty(own_process: Any, tmp_pat
         assert other.claim_rank(4) == (1, 0)  # the running writer has claimed its rank again
 
 
-@pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
+@pytest.mark.parametrize("silent", ["no answer", "no listener"])
 def test_error_names_a_server_that_never_answers(silent: str) -> None:
     needs("reverb")
     connection.import_reverb()  # importing TensorFlow takes time
     port = free_port()
     address = f"127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
-        if silent != "nobody listens":
+        if silent != "no listener":
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
         with buffer_of(fake_agent("uniform", Transition(1), 8, 1000), address, timeout=1.0) as buffer:
             for call in (buffer.claim_rank, buffer.sample, lambda: buffer.size, buffer.make_dataset):

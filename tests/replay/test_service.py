@@ -296,7 +296,7 @@ def test_end_waits_stops_a_waiting_writer_of_a_service(monkeypatch):
             stopped.set()
 
     threading.Thread(target=write, daemon=True).start()
-    wait_until(lambda: buffer._writers.by_rank[rank]._held_back_reason, "Nothing holds it back.")
+    wait_until(lambda: buffer._writers.by_rank[rank]._held_back_reason, "The writer does not wait.")
     assert not stopped.is_set() and buffer._services[0].stats()["added"] <= 20
     buffer.end_waits(rank)
     assert stopped.wait(10.0)
