@@ -240,7 +240,7 @@ def test_who_waits_is_told_at_once(
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 2 * DEADLINE) == 2
     assert time.monotonic() - began < DEADLINE
-    assert (writer.hear(), writer.hear()) == ("begins", [1, 2])
+    assert (writer.read_line(), writer.read_line()) == ("begins", [1, 2])
 
 
 def test_packed_parameters_travel_untouched(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_versions(make: Make, process
     store, newest = make(kept=2), -1
     for _ in range(4):
         writer = process(processes.write, store, newest + 1, 10**6)
-        assert writer.hear() == "begins"
+        assert writer.read_line() == "begins"
         wanted, deadline = newest + 5, time.monotonic() + DEADLINE
         while (newest := store.wait_for_version("main", wanted, 1.0)) <= wanted:
             assert time.monotonic() < deadline
