@@ -1,6 +1,6 @@
 """Pack the small leaves of a tree into one array.
 
-Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, whatever its size. So a policy with a dozen
+Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, for any size. So a policy with a dozen
 small arrays travels as one array. Large leaves stay separate: a copy of them would take longer than it saves.
 """
 

@@ -258,7 +258,7 @@ class _Memory:
             self.requested.wake()
 
     def record_read(self, version: int) -> None:
-        """Record that `version` was read, so that the next version is written as soon as it is announced."""
+        """Record that `version` was read, so that the next version is written when it is announced."""
         self._last_read[0] = version
 
     def newest_written(self) -> tuple[int, int]:

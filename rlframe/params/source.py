@@ -21,7 +21,7 @@ class ParamSource(Protocol):
         """Return (newest version, its tree of numpy arrays), or (`known_version`, None) if that is the newest."""
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """Return the newest version as soon as it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Return the newest version once it is above `known_version`, or after `timeout` seconds (1 at most).
 
         Optional: only inferencers of on-policy agents call it. If it is missing, they poll `get_params`.
         """

@@ -85,7 +85,7 @@ class FrameStore:
     def _differ(self, references: np.ndarray, values: np.ndarray, first: int) -> np.ndarray | None:
         """Return [B] bool: the rows whose older frames differ from those referred to, or refer too far back.
 
-        None if none do.
+        Return None if there are none.
         """
         count = len(values)
         lowest = references[0]

@@ -47,7 +47,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._added = threading.Condition(self._lock)
         self._num_waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
-        self._incarnations: dict[int, int] = {}  # of each rank that was ever claimed
+        self._incarnations: dict[int, int] = {}  # rank -> its newest incarnation
         self._writers = Writers[WriterFragments]()
         self._origins: list[tuple[int, int]] = []  # every (rank, incarnation) that has opened a segment
         self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch, while there is only one writer

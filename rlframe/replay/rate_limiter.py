@@ -3,7 +3,7 @@
 It follows Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
 
 The lead of writers over a reader in another process is counted in rounds. A round is the samples of one batch, or the
-samples that one item of every environment allows (`samples_per_insert` for each), whichever is more.
+samples that one item of every environment allows (`samples_per_insert` for each). The larger number counts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-# Of the time may be spent on saves of large buffers, or on saves during which inserts and samples wait.
+# The largest fraction of time that saves may take, if they are large or block inserts and samples.
 _MAX_SAVE_FRACTION = 0.05
 _PIECE_BYTES = 1 << 24  # bytes that are read, written and checked at once
 # A buffer up to this size is saved with every checkpoint, so a resumed run continues exactly.

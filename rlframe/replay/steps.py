@@ -1,7 +1,7 @@
 """A ring of timesteps and the items that they form. One class serves process and shared memory, writers and readers.
 
 A buffer in this process has one `StepStore`. In shared memory, each writer has one over its segment, and each reader
-has one over all segments. A writer to a Reverb server has a small one, which drops each item as soon as it is complete.
+has one over all segments. A writer to a Reverb server has a small one, which drops each complete item at once.
 
 `ItemAssembler` is for replays that store whole items: a Reverb server, or your own.
 """
@@ -276,7 +276,7 @@ def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
 
 
 class ItemAssembler:
-    """Completes the items of this process's writers, and returns each as soon as it is complete.
+    """Completes the items of this process's writers, and returns each item once it is complete.
 
     It handles n-step returns, the ends of episodes, environments that are stepped in any order, and broken fragments.
     Only one thread may call it at a time.

@@ -77,7 +77,7 @@ def new_replay(factory: Factory, *spec: Any, num_writers: int = 1, **options: An
         getattr(replay, "close", lambda: None)()
 
 
-def writers(scenario: str) -> int:
+def num_writers_of(scenario: str) -> int:
     """Return the number of writers in a scenario."""
     return 2 if scenario == "two writers" else 1
 
@@ -93,7 +93,7 @@ def add_experience(
 ) -> Iterator[int]:
     """Add the same experience to the replay and the reference; yield after every step."""
     rng = np.random.default_rng(seed)
-    streams = [StepStream(num_envs, rank, seed, end) for rank in range(writers(scenario))]
+    streams = [StepStream(num_envs, rank, seed, end) for rank in range(num_writers_of(scenario))]
     for stream in streams:
         claimed = replay.claim_rank(stream.num_envs, stream.rank)
         assert claimed == (stream.rank, 0), f"claim_rank returned {claimed} to the first writer of rank {stream.rank}"
@@ -121,7 +121,7 @@ def add_experience(
 def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
     """Every sampled item was added. A queue returns each item once; other kinds draw each with equal probability."""
     reference, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
-    with new_replay(factory, kind, item, batch_size, 10_000, num_writers=writers(scenario)) as replay:
+    with new_replay(factory, kind, item, batch_size, 10_000, num_writers=num_writers_of(scenario)) as replay:
         for _ in add_experience(scenario, replay, reference, 40):
             if kind == "queue":
                 while (batch := replay.sample()) is not None:
@@ -152,7 +152,7 @@ def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
 def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> None:
     """A full replay evicts the oldest items, counts them, and draws only complete items."""
     reference, sampled = ReferenceReplay(item), 0
-    with new_replay(factory, kind, item, 4, 96, num_writers=writers(scenario)) as replay:
+    with new_replay(factory, kind, item, 4, 96, num_writers=num_writers_of(scenario)) as replay:
         for t in add_experience(scenario, replay, reference, 140):
             batch = replay.sample() if t % 30 == 29 else None
             if batch is not None:

@@ -240,7 +240,7 @@ def test_wait_returns_as_soon_as_a_new_version_arrives(
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 2 * DEADLINE) == 2
     assert time.monotonic() - began < DEADLINE
-    assert (writer.hear(), writer.hear()) == ("begins", [1, 2])
+    assert (writer.read_line(), writer.read_line()) == ("begins", [1, 2])
 
 
 def test_packed_parameters_are_not_repacked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_writer_killed_at_any_time_leaves_complete_versions(make: Make, process:
     store, newest = make(kept=2), -1
     for _ in range(4):
         writer = process(processes.write, store, newest + 1, 10**6)
-        assert writer.hear() == "begins"
+        assert writer.read_line() == "begins"
         wanted, deadline = newest + 5, time.monotonic() + DEADLINE
         while (newest := store.wait_for_version("main", wanted, 1.0)) <= wanted:
             assert time.monotonic() < deadline

@@ -96,7 +96,7 @@ def test_concurrent_calls_use_separate_slots():
             for seed, call in calls:
                 assert call.result()[1]["seen"].tolist() == [seed + 1.0] * 2
                 assert call.done()
-        # There are 64 slots, so other calls went by Courier. On a busy machine, calls are repeated.
+        # The memory has 64 slots, so other calls went by Courier. On a busy machine, calls are repeated.
         assert 64 <= service.shared <= service.all - 2 and service.all >= 161
 
 

@@ -44,7 +44,7 @@ class Process:
         self.popen.stdin.write(pickle.dumps((function.__name__, args)))
         self.popen.stdin.close()
 
-    def hear(self) -> Any:
+    def read_line(self) -> Any:
         """Return the next line that the process prints."""
         assert self.popen.stdout is not None
         return json.loads(self.popen.stdout.readline())
@@ -57,16 +57,16 @@ class Process:
         self.popen.stdout.close()
 
 
-def say(thing: Any) -> None:
+def print_line(thing: Any) -> None:
     print(json.dumps(thing), flush=True)
 
 
 def write(store: Any, first: int, last: int) -> None:
     """Put versions as fast as possible."""
-    say("begins")
+    print_line("begins")
     for version in range(first, last + 1):
         store.put("main", version, params(version), {"version": version})
-    say(store.versions("main"))
+    print_line(store.versions("main"))
 
 
 if __name__ == "__main__":

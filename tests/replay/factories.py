@@ -1,4 +1,4 @@
-"""The buffers that the conformance suite runs over. Add a factory, and it is held to the same promises."""
+"""The buffers that the conformance tests run on. Add a factory here to test another buffer."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from tests.replay.reverb_servers import Servers
 
 
 def local(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """The buffer in this process."""
-    del num_writers  # any number
+    """Return a buffer in this process."""
+    del num_writers  # it supports any number
     return ReplayBuffer(agent, seed=seed)
 
 
 def shared_memory(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """The buffer between processes, used from one; other processes: `test_shared_memory.py`."""
+    """Return a shared-memory buffer that one process uses. `test_shared_memory.py` uses several processes."""
     return SharedMemReplayBuffer(agent, seed=seed, num_writers=num_writers)
 
 
 def reverb(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """A Reverb server of its own, in another process."""
-    del num_writers, seed  # the server draws, without a seed, for any number of writers
-    tables = ReverbReplayBuffer.tables(agent, when_full="drop")  # one thread writes and reads
+    """Return a buffer on its own Reverb server, in another process."""
+    del num_writers, seed  # the server draws without a seed, for any number of writers
+    tables = ReverbReplayBuffer.tables(agent, when_full="drop")  # "drop", because one thread writes and reads
     return _Served(agent, servers().start(tables))
 
 
 def service(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """A replay service; other processes: `test_service.py`."""
-    del num_writers  # any number
-    return ServiceReplayBuffer(agent, [ReplayService(agent, seed=seed, waits=False)])  # one thread writes and reads
+    """Return a replay service's buffer. `test_service.py` uses several threads."""
+    del num_writers  # it supports any number
+    # No waits, because one thread writes and reads.
+    return ServiceReplayBuffer(agent, [ReplayService(agent, seed=seed, waits=False)])
 
 
 @functools.cache
 def servers() -> Servers:
-    """The process that all tests' servers run in."""
+    """Return the process for the servers of all tests."""
     needs("reverb")
     made = Servers()
     atexit.register(made.close)

@@ -1,4 +1,4 @@
-"""Real processes around a shared replay buffer, and experience that says by itself whether it is whole."""
+"""Processes around a shared replay buffer. The contents of all steps follow from their ids, so tests can check them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.testing.streams import fake_agent
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0  # seconds for whatever a test waits for
+DEADLINE = 60.0  # seconds for each wait of a test
 PIXELS = 400
 STEP_SPEC = StepSpec(
     observation={"id": specs.Array((), np.int64), "image": specs.Array((PIXELS,), np.uint8)},
@@ -29,30 +29,32 @@ STEP_SPEC = StepSpec(
     extras={"log_prob": specs.Array((), np.float32)},
     agent_state=(specs.Array((2,), np.float32),),
 )
-EPISODE = 9  # timesteps
+EPISODE = 9  # timesteps of an episode
 PER_ENV = 10**9
 
 
 def first_id(rank: int, incarnation: int, env: Any) -> Any:
-    """The id of the first timestep of an environment; the others follow."""
+    """Return the id of an environment's first timestep. The following timesteps have the following ids."""
     return ((rank * 10 + incarnation) * 1000 + env) * PER_ENV
 
 
-def place(ids: np.ndarray) -> np.ndarray:
-    """The place of timesteps in their episodes. Environments begin at different ones."""
+def place_in_episode(ids: np.ndarray) -> np.ndarray:
+    """Return the positions of timesteps in their episodes. The environments begin at different positions."""
     return (ids + ids // PER_ENV) % EPISODE
 
 
 def step_types(ids: np.ndarray) -> np.ndarray:
-    return np.where(place(ids) == 0, FIRST, np.where(place(ids) == EPISODE - 1, LAST, MID)).astype(np.uint8)
+    return np.where(
+        place_in_episode(ids) == 0, FIRST, np.where(place_in_episode(ids) == EPISODE - 1, LAST, MID)
+    ).astype(np.uint8)
 
 
 def rewards(ids: np.ndarray) -> np.ndarray:
-    return np.where(place(ids) == 0, 0, ids % 97 / 8).astype(np.float32)
+    return np.where(place_in_episode(ids) == 0, 0, ids % 97 / 8).astype(np.float32)
 
 
 def discounts(ids: np.ndarray) -> np.ndarray:
-    return np.where((place(ids) == EPISODE - 1) & (ids % 2 == 0), 0, 1).astype(np.float32)
+    return np.where((place_in_episode(ids) == EPISODE - 1) & (ids % 2 == 0), 0, 1).astype(np.float32)
 
 
 def observations(ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -68,17 +70,20 @@ def timestep(ids: np.ndarray) -> TimeStep:
 
 
 def make_step(ids: np.ndarray) -> Step:
-    """The step from the timesteps `ids` [B]; the version that acted is its number in its environment."""
+    """Return the step from the timesteps `ids` [B].
+
+    The version that acted is the timestep's number in its environment.
+    """
     output = AgentOutput(actions(ids), {"log_prob": (ids % 1013).astype(np.float32)})
     state = (np.stack([ids % 11, ids % 13], axis=-1).astype(np.float32),)
     return Step(timestep(ids), output, state, ids % PER_ENV, timestep(ids + 1))
 
 
 def expected_ids(item: Any, rank: int, incarnation: int, num_envs: int, steps: int) -> set[int]:
-    """The first ids of all items of a writer that stepped all its environments `steps` times."""
+    """Return the first ids of all items of a writer that stepped all its environments `steps` times."""
     ids = first_id(rank, incarnation, np.arange(num_envs))[:, None] + np.arange(steps)
     if isinstance(item, Transition):
-        ends = ids + np.minimum(item.n_step, EPISODE - 1 - place(ids))
+        ends = ids + np.minimum(item.n_step, EPISODE - 1 - place_in_episode(ids))
         there = (step_types(ids) != LAST) & (ends % PER_ENV <= steps)
     else:
         start = ids % PER_ENV
@@ -87,11 +92,11 @@ def expected_ids(item: Any, rank: int, incarnation: int, num_envs: int, steps: i
 
 
 def assert_whole(batch: Any, item: Any) -> np.ndarray:
-    """Every field of every item is what its first id says. Returns the first ids [B]."""
+    """Check that all fields of all items match the items' first ids. Return the first ids [B]."""
     data = batch.data
     if isinstance(item, Transition):
         ids = data.observation["id"]
-        m = np.minimum(item.n_step, EPISODE - 1 - place(ids))
+        m = np.minimum(item.n_step, EPISODE - 1 - place_in_episode(ids))
         assert (step_types(ids) != LAST).all()
         reward = sum(np.where(k < m, item.discount**k * rewards(ids + k + 1), 0) for k in range(item.n_step))
         np.testing.assert_allclose(data.reward, reward, rtol=1e-5)
@@ -117,7 +122,7 @@ def assert_whole(batch: Any, item: Any) -> np.ndarray:
 
 
 class Process:
-    """A new interpreter that runs a function of this module on a pickled buffer and says things, a JSON per line."""
+    """A new interpreter that runs a function of this module on a pickled buffer, and prints JSON lines."""
 
     def __init__(self, function: Any, buffer: Any, *args: Any):
         self.popen = subprocess.Popen(
@@ -130,18 +135,18 @@ class Process:
         assert self.popen.stdin is not None
         self.popen.stdin.write(pickle.dumps((function.__name__, buffer, args)))
         self.popen.stdin.flush()
-        self._said: queue.Queue[Any] = queue.Queue()
+        self._lines: queue.Queue[Any] = queue.Queue()
         self._errors: list[bytes] = []
         self._threads = [threading.Thread(target=read, daemon=True) for read in (self._listen, self._keep_errors)]
         for thread in self._threads:
             thread.start()
 
-    def hear(self) -> Any:
-        """The next thing that it says; None once it has ended."""
-        return self._said.get(timeout=DEADLINE)
+    def read_line(self) -> Any:
+        """Return the next line that the process prints; None after its end."""
+        return self._lines.get(timeout=DEADLINE)
 
-    def tell(self, *thing: Any) -> None:
-        """Says something to it, a JSON in a line."""
+    def send_line(self, *thing: Any) -> None:
+        """Send a JSON line to the process."""
         assert self.popen.stdin is not None
         self.popen.stdin.write(json.dumps(thing).encode() + b"\n")
         self.popen.stdin.flush()
@@ -151,7 +156,7 @@ class Process:
         self.popen.wait(DEADLINE)
 
     def end(self) -> tuple[int, str]:
-        """Waits for it to end: (exit code, what it wrote to stderr)."""
+        """Wait for the end of the process. Return (exit code, its stderr)."""
         code = self.popen.wait(DEADLINE)
         assert self.popen.stdin is not None
         self.popen.stdin.close()
@@ -163,8 +168,8 @@ class Process:
         assert self.popen.stdout is not None
         with self.popen.stdout as lines:
             for line in lines:
-                self._said.put(json.loads(line))
-        self._said.put(None)
+                self._lines.put(json.loads(line))
+        self._lines.put(None)
 
     def _keep_errors(self) -> None:
         assert self.popen.stderr is not None
@@ -172,37 +177,37 @@ class Process:
             self._errors.append(file.read())
 
 
-def say(thing: Any) -> None:
+def print_line(thing: Any) -> None:
     print(json.dumps(thing), flush=True)
 
 
 def write(buffer: Any, num_envs: int, steps: int, rank: int | None = None, subsets: bool = False) -> None:
-    """A writer at full speed: says its rank and incarnation, writes, and says that it has."""
+    """Write at full speed. Print the rank and incarnation before, and "done" after."""
     rank, incarnation = buffer.claim_rank(rank=rank)
     buffer.open_segment(rank, num_envs)
-    say([rank, incarnation])
+    print_line([rank, incarnation])
     envs = np.arange(num_envs)
     ids = first_id(rank, incarnation, envs)
     for t in range(num_envs * steps if subsets else steps):
         some = (t + np.arange(1)) % num_envs if subsets else envs
         buffer.add(global_env_ids(rank, some), make_step(ids[some]))
         ids[some] += 1
-    say("done")
+    print_line("done")
 
 
 def write_until_stopped(buffer: Any, num_envs: int) -> None:
-    """Writes until it is killed, or the buffer is closed."""
+    """Write until the process is killed, or the buffer is closed."""
     rank, incarnation = buffer.claim_rank(num_envs)
     ids = first_id(rank, incarnation, np.arange(num_envs))
-    say([rank, incarnation])
+    print_line([rank, incarnation])
     while not buffer.closed:
         buffer.add(global_env_ids(rank, np.arange(num_envs)), make_step(ids))
         ids += 1
-    say("stopped")
+    print_line("stopped")
 
 
-def write_until_told(buffer: Any, num_envs: int) -> None:
-    """Writes until it waits for room, and has another thread end that."""
+def write_until_end_waits(buffer: Any, num_envs: int) -> None:
+    """Write until the writer waits for room. Then another thread calls `end_waits`."""
     rank, incarnation = buffer.claim_rank(num_envs)
     ids = first_id(rank, incarnation, np.arange(num_envs))
     header = buffer._view().memory.headers[rank]
@@ -218,70 +223,70 @@ def write_until_told(buffer: Any, num_envs: int) -> None:
             buffer.add(global_env_ids(rank, np.arange(num_envs)), make_step(ids))
             ids += 1
     except StoppedError as error:
-        say(str(error))
+        print_line(str(error))
 
 
 def make(_: Any) -> None:
-    """Makes a queue, says its pickle, and stays."""
+    """Create a queue, print its pickle, and keep running."""
     agent = fake_agent("queue", Transition(1), 10, 100, STEP_SPEC)
     buffer = SharedMemReplayBuffer(agent, timeout=DEADLINE)
-    say(pickle.dumps(buffer).hex())
+    print_line(pickle.dumps(buffer).hex())
     time.sleep(DEADLINE)
 
 
 def claim(buffer: Any) -> None:
-    """Claims a rank and keeps it."""
-    say(buffer.claim_rank(2))
+    """Claim a rank and keep it."""
+    print_line(buffer.claim_rank(2))
     time.sleep(DEADLINE)
 
 
 def sample(buffer: Any, batches: int) -> None:
-    """Says the first ids of some batches, and the probabilities of the last one, and stays."""
+    """Print the first ids of some batches, and the probabilities of the last one. Keep running."""
     for _ in range(batches):
         deadline = time.monotonic() + DEADLINE
         while (batch := buffer.wait_for_batch(1.0)) is None:
             assert time.monotonic() < deadline
         assert_whole(batch, buffer.spec.item)
         ids = batch.data.observation["id"]
-        say(ids.tolist() if ids.ndim == 1 else ids[:, 0].tolist())
-    say(batch.probabilities.tolist())
+        print_line(ids.tolist() if ids.ndim == 1 else ids[:, 0].tolist())
+    print_line(batch.probabilities.tolist())
     time.sleep(DEADLINE)
 
 
-def draw_when_told(buffer: Any) -> None:
-    """Draws, releases and counts as it is told, and says what came of it."""
+def draw_on_request(buffer: Any) -> None:
+    """Draw, release, save, restore or count, as each line of stdin requests, and print the result."""
     for line in sys.stdin.buffer:
         what, *arguments = json.loads(line)
         if what == "draw":
             drawn = buffer.draw(*arguments)
-            say(None if drawn is None else [drawn.keys.tolist(), drawn.probabilities.tolist()])
+            print_line(None if drawn is None else [drawn.keys.tolist(), drawn.probabilities.tolist()])
         elif what == "release":
-            say(buffer.release(np.array(*arguments)))
+            print_line(buffer.release(np.array(*arguments)))
         elif what in ("save", "restore"):
-            say(getattr(buffer, what)(*arguments))
+            print_line(getattr(buffer, what)(*arguments))
         else:
-            say(buffer.stats())
+            print_line(buffer.stats())
 
 
 def draw_until_killed(buffer: Any) -> None:
-    """Draws, and releases all but the two draws before, without end; says the keys."""
+    """Draw forever, and print the keys. Release each draw after two more draws."""
     held = []
     while True:
         drawn = buffer.draw(timeout=0.2)
         if drawn is not None:
-            say(drawn.keys.tolist())
+            print_line(drawn.keys.tolist())
             held.append(drawn.keys)
         if len(held) > 2 or (held and drawn is None):
             buffer.release(held.pop(0))
 
 
 def read_dataset(buffer: Any) -> None:
-    """Reads a dataset to its end."""
+    """Read a dataset to its end."""
     with buffer.make_dataset() as dataset:
-        say("reads")
+        print_line("reads")
         for _ in dataset:
             pass
-    say("ended")
+    print_line("ended")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reverb servers in a process of their own, that tests start, stop and kill."""
+"""A process with Reverb servers that tests start, stop and kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Servers:
-    """A process that serves tables until its parent is gone; importing TensorFlow for each test would take too long."""
+    """A process that serves tables until its parent exits.
+
+    One process serves all tests, because importing TensorFlow is slow.
+    """
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -25,20 +28,20 @@ class Servers:
         )
 
     def start(self, tables: Any, port: int | None = None, checkpoints: Path | None = None) -> str:
-        """Serves `tables` and returns the address."""
+        """Serve `tables`, and return the address."""
         return f"localhost:{self._ask('start', tables, port, checkpoints)}"
 
     def stop(self, address: str) -> None:
-        """Ends one server."""
+        """Stop one server."""
         self._ask("stop", int(address.rpartition(":")[2]))
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process (SIGKILL)."""
         self.process.kill()
         self.close()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         for pipe in (self.process.stdin, self.process.stdout):
             pipe.close()
         self.process.wait(timeout=30)
@@ -50,7 +53,7 @@ class Servers:
 
 
 def main() -> None:
-    """Answers (start, tables, port, checkpoints) with a port, and (stop, port)."""
+    """Answer each request (start, tables, port, checkpoints) with a port, and end a server at (stop, port)."""
     asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

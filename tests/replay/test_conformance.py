@@ -1,4 +1,4 @@
-"""What every replay buffer promises: `rlframe.testing.check_replay`, and what more ours do."""
+"""Properties of every replay buffer: those of `rlframe.testing.check_replay`, and those of this package's buffers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from rlframe.testing.replay import (
     add_experience,
     check_eviction,
     check_items,
-    writers,
+    num_writers_of,
 )
 from rlframe.testing.streams import ReferenceReplay, StepStream, assert_batch_matches, fake_agent, first_ids
 from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.waiting import wait_until
 
-# The buffer in memory, which completes the items of Reverb, goes through all; Reverb, with a server for each, only
-# through every third. In `make test`: every sixth in memory, each item and each scene; every twelfth elsewhere.
+# The in-process buffer, which also completes the items for Reverb, runs all cases. Reverb, which needs a server for
+# each case, runs every third. In `make test`, the in-process buffer runs every sixth case, with each item and each
+# scenario; the others run every twelfth.
 EACH_SCENARIO = pytest.mark.parametrize(
     ("make", "item", "scenario"),
     [
@@ -48,7 +49,7 @@ EACH_SCENARIO = pytest.mark.parametrize(
     ],
     indirect=["make"],
 )
-# A Reverb server takes no seed, and gives no items by their keys.
+# A Reverb server takes no seed, and cannot fetch items by their keys.
 NOT_REVERB = pytest.mark.parametrize("make", [local, shared_memory], indirect=True, ids=["local", "shared_memory"])
 
 
@@ -68,18 +69,18 @@ def make(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @EACH_SCENARIO
-def test_every_sampled_item_is_one_that_was_added(make: Any, item: Any, scenario: str, kind: str) -> None:
+def test_every_sampled_item_was_added(make: Any, item: Any, scenario: str, kind: str) -> None:
     check_items(make.factory, kind, item, scenario)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @EACH_SCENARIO
-def test_a_full_buffer_drops_the_oldest_items_and_counts_them(make: Any, item: Any, scenario: str, kind: str) -> None:
+def test_full_buffer_evicts_and_counts_the_oldest_items(make: Any, item: Any, scenario: str, kind: str) -> None:
     check_eviction(make.factory, kind, item, scenario)
 
 
 @pytest.mark.parametrize(("kind", "check"), [(kind, check) for kind in KINDS for check in CHECKS[kind]])
-def test_what_is_promised_is_kept(make: Any, kind: str, check: Any) -> None:
+def test_buffer_passes_the_checks_of_its_kind(make: Any, kind: str, check: Any) -> None:
     check(make.factory, kind)
 
 
@@ -87,20 +88,20 @@ def test_what_is_promised_is_kept(make: Any, kind: str, check: Any) -> None:
     "item", [pytest.param(item, marks=[pytest.mark.system] * (i > 0)) for i, item in enumerate(PRIORITY_ITEMS)], ids=str
 )
 @pytest.mark.parametrize("check", PRIORITY_CHECKS)
-def test_priorities_are_kept(make: Any, item: Any, check: Any) -> None:
+def test_buffer_passes_the_checks_of_priorities(make: Any, item: Any, check: Any) -> None:
     check(make.factory, item)
 
 
-class Liar(ReplayBuffer):
-    """Rewards that nobody got."""
+class WrongRewards(ReplayBuffer):
+    """A replay that changes the rewards."""
 
     def sample(self) -> Any:
         batch = super().sample()
         return batch and batch._replace(data=batch.data._replace(reward=batch.data.reward + 1))
 
 
-class Hoarder(ReplayBuffer):
-    """Gives a queue's items again and again."""
+class RepeatedItems(ReplayBuffer):
+    """A replay that returns a queue's items twice."""
 
     @functools.cached_property
     def _given(self) -> list[Any]:
@@ -112,40 +113,41 @@ class Hoarder(ReplayBuffer):
         return batch if batch is not None or len(self._given) < 20 else self._given[0]
 
 
-@pytest.mark.parametrize(("wrong", "kind"), [(Liar, "uniform"), (Hoarder, "queue")])
-def test_a_replay_that_breaks_a_promise_is_told_which(wrong: Any, kind: str) -> None:
+@pytest.mark.parametrize(("wrong", "kind"), [(WrongRewards, "uniform"), (RepeatedItems, "queue")])
+def test_check_replay_names_the_failed_check(wrong: Any, kind: str) -> None:
     with pytest.raises(AssertionError, match=f"In a {kind} replay of Transition.*lockstep"):
         testing.check_replay(lambda agent, num_writers: wrong(agent), kinds=[kind], items=[Transition(1)])
 
 
-def test_the_whole_suite_runs_on_one_replay() -> None:
+def test_check_replay_runs_all_checks() -> None:
     testing.check_replay(local, kinds=["uniform"], items=[Transition(3)])
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 @EACH_SCENARIO
-def test_a_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str, kind: str) -> None:
+def test_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str, kind: str) -> None:
     capacity, num_envs = 96, 6
-    buffer, reference = make(kind, item, 4, capacity, writers=writers(scenario)), ReferenceReplay(item)
+    buffer, reference = make(kind, item, 4, capacity, writers=num_writers_of(scenario)), ReferenceReplay(item)
     for _ in add_experience(scenario, buffer, reference, 140):
         pass
     items = buffer.stats()["items"]
     drawn: set[int] = set()
-    for _ in range(2000):  # 200 will do, but where no seed decides
+    for _ in range(2000):  # 200 are enough with a seed
         drawn.update(first_ids(buffer.sample()).tolist())
         if len(drawn) == items:
             break
-    if make.is_reverb:  # counts items, which leave in the order in which they were completed, but those of one call
+    # Reverb counts items, and evicts them in the order of completion, except within one call.
+    if make.is_reverb:
         at_once = num_envs * getattr(item, "n_step", 1)
         must_stay = set(list(reference.items)[len(reference.items) - max(0, items - at_once) :])
     else:  # a buffer may divide its capacity among its writers
-        newest = {first for seen in reference.seen.values() for first in seen[-capacity // writers(scenario) :]}
+        newest = {first for seen in reference.seen.values() for first in seen[-capacity // num_writers_of(scenario) :]}
         must_stay = {first for first in newest & reference.items.keys() if first >= StepStream.next_id - capacity}
     assert must_stay <= drawn
 
 
 @pytest.mark.parametrize("item", [pytest.param(Transition(1), marks=pytest.mark.system), Transition(3)], ids=str)
-def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any, item: Any) -> None:
+def test_environment_whose_steps_were_evicted_begins_a_new_fragment(make: Any, item: Any) -> None:
     buffer, reference, stream = make("uniform", item, 8, 40), ReferenceReplay(item), StepStream(4, end=0.1)
     buffer.claim_rank(4)
     reference.claim_rank(4, 0)
@@ -158,7 +160,7 @@ def test_an_environment_that_is_back_after_its_steps_left_begins_anew(make: Any,
 
 
 @NOT_REVERB
-def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
+def test_equal_seeds_draw_equal_batches(make: Any) -> None:
     first, second, other = (make("uniform", Transition(1), 16, 1000, seed=seed) for seed in (1, 1, 2))
     stream = StepStream(4)
     for buffer in (first, second, other):
@@ -172,7 +174,7 @@ def test_the_same_seed_draws_the_same_batches(make: Any) -> None:
     assert (draws[0] != draws[2]).any()
 
 
-def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: Any) -> None:
+def test_forget_before_drops_present_and_later_items(make: Any) -> None:
     item = Sequence(3)
     buffer, reference, stream = (
         make("queue", item, None, 1000, max_staleness=0),
@@ -181,13 +183,14 @@ def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: A
     )
     buffer.claim_rank(4)
     reference.claim_rank(4, 0)
-    for t in range(12):  # an item of each environment every third step; a version of its own acts in each step
+    for t in range(12):  # each environment completes an item every third step; each step has another version
         ids, step = stream.step()
         buffer.add(ids, step)
         reference.add(ids, step)
         if t == 2:
             assert buffer.size == 4
-            buffer.forget_before(8)  # the versions of the first item are 1 to 3, of the others 4 to 6, 7 to 9, 10 to 12
+            # The versions of the first item are 1 to 3; those of the others are 4 to 6, 7 to 9, and 10 to 12.
+            buffer.forget_before(8)
             assert buffer.sample() is None
         elif t != 11:
             assert buffer.sample() is None
@@ -199,8 +202,8 @@ def test_what_older_versions_acted_in_is_forgotten_now_and_when_it_comes(make: A
     assert (stats["added"], stats["evicted"], stats["evicted_unsampled"], stats["items"]) == (16, 12, 12, 0)
 
 
-def add_for(buffers: list[Any], stream: StepStream, steps: int) -> None:
-    """The same steps to all of them."""
+def add_steps(buffers: list[Any], stream: StepStream, steps: int) -> None:
+    """Add the same steps to all buffers."""
     for _ in range(steps):
         arguments = stream.step()
         for buffer in buffers:
@@ -208,7 +211,7 @@ def add_for(buffers: list[Any], stream: StepStream, steps: int) -> None:
 
 
 def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
-    """A buffer that gives items by their keys, to which a writer of 6 environments adds."""
+    """Return a buffer that can fetch items by their keys, with a writer of 6 environments."""
     buffer = make(*args, **kwargs)
     assert buffer.fetches_by_key
     buffer.claim_rank(6)
@@ -218,11 +221,11 @@ def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
 @NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritized", "queue"])
 @pytest.mark.parametrize("item", [Transition(1), Transition(3, 0.9), Sequence(4, 3)], ids=str)
-def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item: Any) -> None:
+def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, item: Any) -> None:
     samples, draws = (keyed(make, kind, item, 8, 300, seed=4, min_size=10) for _ in range(2))
     stream, batches = StepStream(6), 0
-    for _ in range(120):  # round and round
-        add_for([samples, draws], stream, 1)
+    for _ in range(120):  # the ring wraps several times
+        add_steps([samples, draws], stream, 1)
         batch, drawn = samples.sample(), draws.draw()
         assert (batch is None) == (drawn is None)
         if drawn is not None:
@@ -242,7 +245,7 @@ def test_what_is_drawn_and_fetched_is_what_is_sampled(make: Any, kind: str, item
 
 @NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str) -> None:
+def test_fetch_replaces_evicted_items_with_others_of_the_batch(make: Any, kind: str) -> None:
     buffer, reference, stream = (
         keyed(make, kind, Transition(2), 64, 300),
         ReferenceReplay(Transition(2)),
@@ -254,7 +257,7 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
         buffer.add(*arguments)
         reference.add(*arguments)
     drawn = buffer.draw()
-    add_for([buffer], stream, 25)
+    add_steps([buffer], stream, 25)
     batch = buffer.fetch(*drawn)
     assert_batch_matches(batch, reference)
     kept = (batch.keys == drawn.keys).all(axis=1)
@@ -263,7 +266,7 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
     by_key = dict(zip(map(tuple, drawn.keys.tolist()), drawn.probabilities.tolist()))
     assert batch.probabilities.tolist() == [by_key[tuple(key)] for key in batch.keys.tolist()]
     if kind == "prioritized":
-        # A shared buffer gives items up a little before they are overwritten: they can be read, but not drawn.
+        # A shared buffer evicts items shortly before they are overwritten. Then they can be read, but not drawn.
         given_up = batch.keys[:, 2].min() + (0 if isinstance(buffer, ReplayBuffer) else 40)
         buffer.update_priorities(
             batch.keys[batch.keys[:, 2] >= given_up], np.full(sum(batch.keys[:, 2] >= given_up), 5)
@@ -271,7 +274,7 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
         assert buffer.stats()["dropped_priorities"] == 0
         buffer.update_priorities(drawn.keys[~kept], np.full(64 - kept.sum(), 5.0))
         assert buffer.stats()["dropped_priorities"] == 64 - kept.sum()
-    add_for([buffer], stream, 100)
+    add_steps([buffer], stream, 100)
     assert buffer.fetch(*drawn) is None
     again = buffer.draw()
     buffer.claim_rank(6, 0)
@@ -280,9 +283,9 @@ def test_others_of_the_batch_stand_for_items_that_are_gone(make: Any, kind: str)
 
 
 @NOT_REVERB
-def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -> None:
+def test_priorities_set_after_a_fetch_determine_the_next_draw(make: Any) -> None:
     buffer = keyed(make, "prioritized", Transition(1), 32, 300, priority_exponent=1.0)
-    add_for([buffer], StepStream(6, end=0.0), 10)
+    add_steps([buffer], StepStream(6, end=0.0), 10)
     batch = buffer.fetch(*buffer.draw())
     buffer.update_priorities(batch.keys, np.where(batch.keys[:, 2] == batch.keys[0, 2], 1e6, 1e-6))
     following = buffer.draw()
@@ -291,7 +294,7 @@ def test_priorities_that_are_set_after_a_fetch_decide_the_next_draw(make: Any) -
 
 
 @NOT_REVERB
-def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
+def test_queue_keeps_drawn_items_until_release(make: Any) -> None:
     buffer, reference, stream = keyed(make, "queue", Sequence(3), 4, 60), ReferenceReplay(Sequence(3)), StepStream(6)
     reference.claim_rank(6, 0)
     for _ in range(6):
@@ -308,17 +311,17 @@ def test_a_queue_keeps_what_was_drawn_until_it_is_finished(make: Any) -> None:
     buffer.release(second.keys)
     buffer.release(first.keys)
     assert buffer.draw() is not None
-    assert buffer.draw() is None  # 12 items there were
+    assert buffer.draw() is None  # there were 12 items
     stats = buffer.stats()
     assert (stats["added"], stats["sampled"], stats["evicted"], stats["items"]) == (12, 12, 0, 0)
 
 
 @NOT_REVERB
-def test_drawing_is_paced_as_sampling_is(make: Any) -> None:
+def test_samples_per_insert_limits_draws(make: Any) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12, samples_per_insert=2.0)
     stream, drawn = StepStream(6, end=0.0), []
     for _ in range(10):
-        add_for([buffer], stream, 1)
+        add_steps([buffer], stream, 1)
         drawn.append(0)
         while buffer.draw() is not None:
             drawn[-1] += 1
@@ -327,7 +330,7 @@ def test_drawing_is_paced_as_sampling_is(make: Any) -> None:
 
 
 @NOT_REVERB
-def test_who_waits_for_a_draw_gets_it_when_enough_was_added(make: Any) -> None:
+def test_waiting_draw_returns_once_enough_items_were_added(make: Any) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12)
     stream = StepStream(6, end=0.0)
     assert buffer.draw(timeout=0.01) is None
@@ -336,27 +339,27 @@ def test_who_waits_for_a_draw_gets_it_when_enough_was_added(make: Any) -> None:
     def add() -> None:
         began.wait(30.0)
         for _ in range(3):
-            add_for([buffer], stream, 1)
+            add_steps([buffer], stream, 1)
 
     thread = threading.Thread(target=add)
     thread.start()
     begins = time.monotonic()
     began.set()
-    drawn = wait_until(lambda: buffer.draw(timeout=100.0))  # a call may end early
+    drawn = wait_until(lambda: buffer.draw(timeout=100.0))  # a call may return early
     thread.join()
-    assert time.monotonic() - begins < 60.0  # it was woken
+    assert time.monotonic() - begins < 60.0  # the wait was woken
     assert drawn.keys.shape == (8, 3)
 
 
 @NOT_REVERB
 @pytest.mark.parametrize(("keys", "count"), [((8, 2), 8), ((8, 3), 7), ((0, 3), 0), ((3,), 3)])
-def test_keys_that_are_none_are_refused(make: Any, keys: tuple[int, ...], count: int) -> None:
+def test_keys_with_a_wrong_shape_are_refused(make: Any, keys: tuple[int, ...], count: int) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000)
     with pytest.raises(UsageError, match="keys .B, 3. and probabilities .B."):
         buffer.fetch(np.zeros(keys, np.int64), np.zeros(count))
 
 
-def test_steps_of_an_unclaimed_rank_are_refused_by_the_ranks_that_are_claimed(make: Any) -> None:
+def test_steps_of_an_unclaimed_rank_are_refused(make: Any) -> None:
     buffer = make("uniform", Transition(1), 8, 1000)
     buffer.claim_rank(4)
     ids, step = StepStream(4, rank=3).step()
@@ -373,7 +376,7 @@ def test_steps_of_an_unclaimed_rank_are_refused_by_the_ranks_that_are_claimed(ma
         ("log_prob", lambda step: step.agent_output.extras.clear()),
     ],
 )
-def test_a_leaf_that_is_not_what_the_spec_says_is_named(make: Any, leaf: str, spoil: Any) -> None:
+def test_leaf_that_does_not_match_the_spec_is_refused_by_name(make: Any, leaf: str, spoil: Any) -> None:
     buffer = make("uniform", Transition(1), 8, 1000)
     buffer.claim_rank(4)
     ids, step = StepStream(4).step()
@@ -384,7 +387,7 @@ def test_a_leaf_that_is_not_what_the_spec_says_is_named(make: Any, leaf: str, sp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_step_is_refused_with_what_add_expects(make: Any, kind: str) -> None:
+def test_wrong_arguments_of_add_are_refused(make: Any, kind: str) -> None:
     stream = StepStream(2)
     buffer = make(kind, Transition(1), 4, 64)
     buffer.claim_rank(2)

@@ -1,4 +1,4 @@
-"""Frame-stacked pixels come out as they went in."""
+"""Storage of frame-stacked pixels: reads return exactly the stacks that were written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = (4, 32, 36)
 
 
 class FrameStream:
-    """Environments that stack frames; the pixel [-1, 0, 0:4] holds the number of the newest frame."""
+    """Environments that stack frames. The pixels [-1, 0, 0:4] hold the number of the newest frame."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FrameStream:
         self.open = np.stack([self.stack(None, FIRST) for _ in range(num_envs)])
 
     def stack(self, before: np.ndarray | None, step_type: int) -> np.ndarray:
-        """The stack that follows `before`."""
+        """Return the stack that follows `before`."""
         new = self.rng.integers(0, 255, self.shape).astype(np.uint8)
         new[-1, 0, :4] = np.frombuffer(np.uint32(self.count).tobytes(), np.uint8)
         if step_type != FIRST and self.stacked:
@@ -64,7 +64,7 @@ class FrameStream:
         return new
 
     def step(self, envs: np.ndarray | None = None) -> tuple[np.ndarray, Step]:
-        """Steps some environments."""
+        """Step some environments."""
         envs = np.arange(self.num_envs) if envs is None else envs
         count = len(envs)
         types = np.where(self.rng.random(count) < 0.1, LAST, MID).astype(np.uint8)
@@ -82,7 +82,7 @@ class FrameStream:
         return global_env_ids(0, envs), step
 
     def assert_exact(self, stacks: np.ndarray) -> None:
-        """Each of `stacks` [..., k, H, W] is the one that went in."""
+        """Check that each of `stacks` [..., k, H, W] equals the stack that was written."""
         for stack in stacks.reshape(-1, *self.shape):
             number = int(np.frombuffer(stack[-1, 0, :4].tobytes(), np.uint32)[0])
             np.testing.assert_array_equal(stack, self.stacks[number])
@@ -96,12 +96,12 @@ def pixel_agent(item: Any, capacity: int = 300, shape: Any = SHAPE) -> Any:
 @pytest.mark.parametrize("subsets", [pytest.param(False, marks=pytest.mark.system), True], ids=["lockstep", "subsets"])
 @pytest.mark.parametrize("first", ["zeros", "repeated", "random", "kept", "mixed"])
 @pytest.mark.parametrize("item", [Transition(1), Transition(3), Sequence(5, 3)], ids=str)
-def test_what_comes_out_is_what_went_in(item: Any, first: str, subsets: bool) -> None:
+def test_stacks_are_read_exactly_as_they_were_written(item: Any, first: str, subsets: bool) -> None:
     rng = np.random.default_rng(1)
     stream, buffer = FrameStream(rng, 4, first=first), ReplayBuffer(pixel_agent(item, 150))
     buffer.claim_rank(4)
     for t in range(150):
-        # One environment is slow: its frames must outlive those of the others.
+        # One environment is slow, so its frames must outlive those of the others.
         envs = np.array([0, 2, 3, 1][: 1 + t % 3]) if subsets and t % 17 else None
         buffer.add(*stream.step(envs))
         batch = buffer.sample()
@@ -123,7 +123,7 @@ def test_single_frames_take_a_quarter_of_the_memory() -> None:
     assert sizes[0] < 0.26 * sizes[1]
 
 
-def test_images_that_only_look_stacked_are_kept_whole() -> None:
+def test_images_that_only_look_stacked_are_stored_whole() -> None:
     stream, buffer = FrameStream(np.random.default_rng(0), 4, stacked=False), ReplayBuffer(pixel_agent(Transition(1)))
     buffer.claim_rank(4)
     for _ in range(150):
@@ -137,7 +137,7 @@ def test_images_that_only_look_stacked_are_kept_whole() -> None:
     assert buffer.stats()["bytes"] == whole.stats()["bytes"]
 
 
-def test_single_frames_of_what_is_not_stacked_are_refused_when_asked_for() -> None:
+def test_single_frame_option_is_refused_for_images_that_are_not_stacked() -> None:
     stream = FrameStream(np.random.default_rng(0), 4, stacked=False)
     buffer = ReplayBuffer(pixel_agent(Transition(1)), single_frame=True)
     buffer.claim_rank(4)
@@ -146,7 +146,7 @@ def test_single_frames_of_what_is_not_stacked_are_refused_when_asked_for() -> No
             buffer.add(*stream.step())
 
 
-def test_frames_kept_aside_are_dropped_with_their_steps() -> None:
+def test_separate_frames_are_dropped_with_their_steps() -> None:
     stream = FrameStream(np.random.default_rng(0), 4, first="random")
     buffer = ReplayBuffer(pixel_agent(Transition(1), 100))
     buffer.claim_rank(4)

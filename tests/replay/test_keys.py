@@ -1,4 +1,4 @@
-"""Items by their keys, between processes: one writes, one draws, one fetches."""
+"""Items by their keys, between processes: one process writes, one draws, and one fetches."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def resources() -> Iterator[Resources]:
 
 
 def ask(process: Process, *what: Any) -> Any:
-    process.tell(*what)
-    return process.hear()
+    process.send_line(*what)
+    return process.read_line()
 
 
 def draw(drawer: Process, timeout: float = 0.2) -> tuple[np.ndarray, np.ndarray] | None:
@@ -50,13 +50,13 @@ def assert_adds_up(stats: dict[str, int]) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("item", [Transition(1), Sequence(4, 3)], ids=str)
-def test_each_item_is_fetched_once_however_eager_the_writers_are(resources: Resources, item: Any) -> None:
+def test_each_item_is_fetched_once_while_writers_run_at_full_speed(resources: Resources, item: Any) -> None:
     buffer = resources.buffer("queue", item, 10, 60, num_writers=2, timeout=DEADLINE)
-    drawer = resources.process(processes.draw_when_told, buffer)
+    drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     writers = [resources.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
     seen: list[int] = []
-    held: list[Any] = []  # drawn, fetched late, and released later still
+    held: list[Any] = []  # draws that are fetched later, and released even later
     while True:
         are_done = all(writer.popen.poll() is not None for writer in writers)
         drawn = draw(drawer)
@@ -76,28 +76,28 @@ def test_each_item_is_fetched_once_however_eager_the_writers_are(resources: Reso
     assert stats["added"] == len(expected)
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
-    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # who fetches samples nothing
+    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # the process that fetches is not the sampler
     with pytest.raises(UsageError, match=f"process {drawer.popen.pid} samples it"):
         buffer.draw()
 
 
-def test_what_is_not_released_holds_its_writer_up(resources: Resources) -> None:
+def test_unreleased_items_block_their_writer(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
-    drawer = resources.process(processes.draw_when_told, buffer)
+    drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     writer = resources.process(processes.write, buffer, 1, 400)
     held = list(iter(lambda: draw(drawer), None))
     memory = buffer._view().memory
     header = memory.headers[0]
     wait_until(lambda: header[block.IS_WAITING] == 1)
-    held += list(iter(lambda: draw(drawer), None))  # what came meanwhile; now there is no more
+    held += list(iter(lambda: draw(drawer), None))  # items that were added since; now the queue is empty
     stands_at = memory.cursors_of(0).steps
     assert stands_at < 200
     for drawn in reversed(held):
         assert_whole(buffer.fetch(*drawn), Transition(1))
     for drawn in held[1:]:
         release(drawer, drawn)
-    assert header[block.IS_WAITING] == 1  # the oldest is still held
+    assert header[block.IS_WAITING] == 1  # the oldest item is not released yet
     assert memory.cursors_of(0).steps == stands_at
     release(drawer, held[0])
     wait_until(lambda: memory.cursors_of(0).steps > stands_at)
@@ -108,10 +108,10 @@ def test_what_is_not_released_holds_its_writer_up(resources: Resources) -> None:
     assert_adds_up(ask(drawer, "stats"))
 
 
-def test_what_a_dead_process_had_drawn_is_not_drawn_again(resources: Resources) -> None:
+def test_items_drawn_by_a_dead_process_are_not_drawn_again(resources: Resources) -> None:
     item = Transition(2)
     buffer = resources.buffer("queue", item, 20, 300, num_writers=2, timeout=DEADLINE)
-    drawer = resources.process(processes.draw_when_told, buffer)
+    drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     writers = [resources.process(processes.write, buffer, 3, 200, rank) for rank in (0, 1)]
     read_positions: list[Any] = []
@@ -125,9 +125,9 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(resources: Resources) 
         assert_whole(buffer.fetch(*drawn), item)
     drawer.kill()
     keys = [tuple(key) for drawn in read_positions for key in drawn[0].tolist()]
-    following = resources.process(processes.draw_when_told, buffer)
+    following = resources.process(processes.draw_on_request, buffer)
     seen: list[int] = []
-    while True:  # the writers go on: nobody protects what is lost
+    while True:  # the writers continue, and may overwrite lost items
         are_done = all(writer.popen.poll() is not None for writer in writers)
         if (drawn := draw(following)) is not None:
             keys += [tuple(key) for key in drawn[0].tolist()]
@@ -142,11 +142,11 @@ def test_what_a_dead_process_had_drawn_is_not_drawn_again(resources: Resources) 
     assert stats["evicted"] == 0
     assert stats["sampled"] == len(keys) == len(seen) + 100
     assert stats["added"] == len(expected)
-    assert buffer.fetch(*read_positions[1]) is None  # overwritten since: the batch is dropped, not half of it learned
+    assert buffer.fetch(*read_positions[1]) is None  # overwritten since: the whole batch is dropped
 
 
 @pytest.mark.system
-def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_draws_is_killed(
+def test_killed_drawers_cause_no_double_draws_and_no_wrong_counts(
     resources: Resources,
 ) -> None:
     item = Transition(1)
@@ -156,11 +156,11 @@ def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_dr
     for count in (2, 5, 11, 21):
         drawer = resources.process(processes.draw_until_killed, buffer)
         for _ in range(count):
-            keys += [tuple(key) for key in drawer.hear()]
+            keys += [tuple(key) for key in drawer.read_line()]
         drawer.kill()
-        while (said := drawer.hear()) is not None:
+        while (said := drawer.read_line()) is not None:
             keys += [tuple(key) for key in said]
-    following = resources.process(processes.draw_when_told, buffer)
+    following = resources.process(processes.draw_on_request, buffer)
     while True:
         are_done = all(writer.popen.poll() is not None for writer in writers)
         if (drawn := draw(following)) is not None:
@@ -173,15 +173,15 @@ def test_no_item_is_drawn_twice_and_none_miscounted_whenever_the_process_that_dr
     stats = ask(following, "stats")
     assert_adds_up(stats)
     assert stats["added"] == sum(len(expected_ids(item, rank, 0, 4, 300)) for rank in (0, 1))
-    # What a process took and had not yet said when it was killed is counted, as sampled or as evicted.
+    # Items that a process took but had not printed when it was killed count as sampled or as evicted.
     assert 0 <= stats["sampled"] + stats["evicted"] - len(keys) <= 4 * 20
     assert stats["evicted"] >= 0
 
 
 @pytest.mark.system
-def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that_draws(resources: Resources) -> None:
+def test_next_drawing_process_gets_the_items_of_a_wrapped_ring(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
-    drawer = resources.process(processes.draw_when_told, buffer)
+    drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     writer = resources.process(processes.write, buffer, 2, 300)
     read_positions: list[Any] = []
@@ -192,9 +192,9 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
     header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.IS_WAITING] == 1)
     assert header[block.FLOOR] > header[block.SLOTS]
-    read_positions.append(draw(drawer))  # of a full queue: most of it is known, and left
+    read_positions.append(draw(drawer))  # from a full queue: most of its items stay
     drawer.kill()
-    following = resources.process(processes.draw_when_told, buffer)
+    following = resources.process(processes.draw_on_request, buffer)
     while True:
         is_done = writer.popen.poll() is not None
         if (drawn := draw(following)) is not None:
@@ -210,11 +210,11 @@ def test_what_waits_in_a_ring_that_came_round_is_there_for_the_next_process_that
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_a_late_fetch_is_whole_while_a_writer_comes_round(resources: Resources, kind: str) -> None:
+def test_late_fetch_is_never_torn_while_the_ring_wraps(resources: Resources, kind: str) -> None:
     buffer = resources.buffer(kind, Transition(3, 0.9), 64, 400)
-    drawer = resources.process(processes.draw_when_told, buffer)
+    drawer = resources.process(processes.draw_on_request, buffer)
     writer = resources.process(processes.write_until_stopped, buffer, 4)
-    writer.hear()
+    writer.read_line()
     memory = buffer._view().memory
     late = gone = whole = 0
     while not (late and gone and whole) or whole + late < 20:
@@ -235,10 +235,10 @@ def test_a_late_fetch_is_whole_while_a_writer_comes_round(resources: Resources, 
 
 
 @pytest.mark.system
-def test_who_draws_saves_and_restores_while_another_fetches(resources: Resources, tmp_path: Path) -> None:
+def test_drawing_process_saves_and_restores_while_another_fetches(resources: Resources, tmp_path: Path) -> None:
     item, path = Transition(1), str(tmp_path / "replay")
     buffer = resources.buffer("queue", item, 10, 200, timeout=DEADLINE)
-    drawer = resources.process(processes.draw_when_told, buffer)
+    drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     resources.process(processes.write, buffer, 2, 40)
     wait_until(lambda: buffer.stats()["steps"] == 80)
@@ -250,19 +250,19 @@ def test_who_draws_saves_and_restores_while_another_fetches(resources: Resources
     assert_whole(buffer.fetch(*drawn[2]), item)
     before = ask(drawer, "stats")
     other = resources.buffer("queue", item, 10, 200, timeout=DEADLINE)
-    following = resources.process(processes.draw_when_told, other)
+    following = resources.process(processes.draw_on_request, other)
     assert ask(following, "restore", path) is None
     after = ask(following, "stats")
     assert after == {**before, "bytes": after["bytes"]}
     assert_adds_up(after)
     keys = [tuple(key) for one in drawn for key in one[0].tolist()]
-    while (one := draw(following)) is not None:  # not what was drawn before: that is lost, never learned twice
+    while (one := draw(following)) is not None:  # items that were drawn before are lost, and never learned from twice
         assert_whole(other.fetch(*one), item)
         keys += [tuple(key) for key in one[0].tolist()]
     assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
 
 
-def test_the_share_of_a_writer_that_waits_for_what_is_unreleased_does_not_lapse(resources: Resources) -> None:
+def test_writer_that_waits_for_a_release_does_not_lapse(resources: Resources) -> None:
     buffer = resources.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
     for rank, num_envs in ((0, 3), (1, 2)):
         buffer.claim_rank(num_envs, rank)
@@ -274,8 +274,8 @@ def test_the_share_of_a_writer_that_waits_for_what_is_unreleased_does_not_lapse(
     for _ in range(2):
         buffer.add(*next(streams[0]))
     header = buffer._view().memory.headers[1]
-    header[block.IS_WAITING] = 1  # as if it could not go on before `release`
+    header[block.IS_WAITING] = 1  # as if it could not continue before `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.release(drawn.keys)
-    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it stands still by itself
+    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it makes no progress
     assert following.keys[:, 0].tolist() == [0, 0, 0]

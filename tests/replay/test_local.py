@@ -1,4 +1,4 @@
-"""The buffer in this process: memory, options, shapes, datasets."""
+"""The buffer in this process: memory, options, shapes, and datasets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.testing.streams import STEP_SPEC, ReferenceReplay, StepStream, asse
 from rlframe.types import AgentOutput, Sequence, Step, StepSpec, TimeStep, Transition, specs
 
 
-def test_more_memory_than_there_is_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_beyond_the_available_memory_is_refused_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_store, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"100000 steps.*A capacity of \d+ steps would fit") as caught:
         ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100_000))
@@ -26,7 +26,9 @@ def test_more_memory_than_there_is_is_refused_before_anything_is_allocated(monke
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_container_counts(version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_limits_reduce_the_available_memory(
+    version: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, root = tmp_path / "own", tmp_path / "cgroup"
     inner = root / ("memory/pod/box" if version == 1 else "pod/box")
     inner.mkdir(parents=True)
@@ -38,14 +40,14 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: pathlib.Path, m
             (directory / name).write_text(f"anon 7\n{cache} {number}\n" if name == "memory.stat" else number + "\n")
     monkeypatch.setattr(tree_store, "_PROCESS_CGROUPS", own)
     monkeypatch.setattr(tree_store, "_CGROUPS", root)
-    assert tree_store.available_memory() == 2_000_000  # the pod's; the box alone could take 5,000,000
+    assert tree_store.available_memory() == 2_000_000  # limited by the pod; the box alone could take 5,000,000
     (inner.parent / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
     assert tree_store.available_memory() == 5_000_000
 
 
-def test_learning_begins_where_as_much_is_asked_for_as_the_buffer_keeps() -> None:
+def test_sampling_begins_with_min_size_equal_to_the_capacity() -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100, min_size=100))
-    stream = StepStream(4, end=0.5)  # half of what it keeps begins no item
+    stream = StepStream(4, end=0.5)  # half of its timesteps begin no item
     buffer.claim_rank(4)
     for _ in range(100):
         buffer.add(*stream.step())
@@ -53,17 +55,17 @@ def test_learning_begins_where_as_much_is_asked_for_as_the_buffer_keeps() -> Non
     assert buffer.size < 100 < buffer.stats()["added"]
 
 
-def test_the_estimate_is_what_the_arrays_take() -> None:
+def test_bytes_in_stats_match_the_arrays() -> None:
     for item in (Transition(3), Sequence(8)):
         buffer = ReplayBuffer(fake_agent("uniform", item, 8, 10_000))
         buffer.claim_rank(4)
         store = buffer._store
-        store.timeline.head = store.table.end = 2 * buffer.slots  # so that `arrays` gives all of each
+        store.timeline.head = store.table.end = 2 * buffer.slots  # so that `arrays` returns all rows
         taken = sum(array.nbytes for array in store.arrays().values())
         assert buffer.stats()["bytes"] == pytest.approx(taken, rel=0.05)
 
 
-def test_any_field_of_the_spec_can_be_overridden_and_a_misspelt_one_is_not_swallowed() -> None:
+def test_spec_fields_can_be_overridden_and_unknown_fields_are_refused() -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100), capacity=50, batch_size=3, kind="queue")
     assert (buffer.spec.capacity, buffer.spec.batch_size, buffer.spec.kind) == (50, 3, "queue")
     with pytest.raises(UsageError, match="Did you mean 'capacity'"):
@@ -75,7 +77,7 @@ def test_priorities_of_a_uniform_buffer_are_refused() -> None:
         ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100)).update_priorities(np.zeros((1, 3)), np.ones(1))
 
 
-def test_a_writer_that_finds_no_room_is_told_the_capacity_it_needs() -> None:
+def test_error_for_a_too_large_writer_names_the_needed_capacity() -> None:
     buffer = ReplayBuffer(fake_agent("queue", Sequence(20), None, 100))
     buffer.claim_rank(4)
     buffer.add(*StepStream(4).step())
@@ -83,7 +85,7 @@ def test_a_writer_that_finds_no_room_is_told_the_capacity_it_needs() -> None:
         buffer.claim_rank(400)
 
 
-def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
+def test_queue_grows_to_one_item_per_environment() -> None:
     buffer, stream = ReplayBuffer(fake_agent("queue", Sequence(20), None, 10)), StepStream(8)
     buffer.claim_rank(8)
     for _ in range(20):
@@ -91,7 +93,7 @@ def test_a_queue_too_small_for_one_item_per_environment_grows_to_it() -> None:
     assert buffer.sample().data.reward.shape == (8, 20)
 
 
-def test_a_writer_whose_batches_do_not_fit_the_ring_evenly_is_served_exactly() -> None:
+def test_batches_that_do_not_divide_the_ring_are_stored_correctly() -> None:
     buffer, reference = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReferenceReplay(Transition(3))
     streams = [StepStream(4, 0), StepStream(7, 1)]
     for stream in streams:
@@ -106,13 +108,13 @@ def test_a_writer_whose_batches_do_not_fit_the_ring_evenly_is_served_exactly() -
 
 
 class Memory(NamedTuple):
-    """A recurrent state, as libraries build them."""
+    """A recurrent state in the form that libraries use."""
 
     hidden: Any
     cell: Any
 
 
-def test_trees_come_back_as_they_were_given() -> None:
+def test_trees_keep_their_structure() -> None:
     leaf = specs.Array((2,), np.float32)
     spec = StepSpec({"a": leaf, "b": (leaf, leaf)}, [leaf], {}, Memory(leaf, leaf))
     buffer = ReplayBuffer(fake_agent("queue", Sequence(2), 3, 100, spec))
@@ -128,7 +130,7 @@ def test_trees_come_back_as_they_were_given() -> None:
     np.testing.assert_array_equal(data.agent_state.cell, x + 5)
 
 
-def test_large_arrays_are_recycled_only_when_nobody_holds_them() -> None:
+def test_large_arrays_are_reused_only_without_references() -> None:
     spec = STEP_SPEC._replace(observation=specs.Array((200_000,), np.uint8), extras={}, agent_state=())
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20, spec))
     buffer.claim_rank(2)
@@ -143,7 +145,7 @@ def test_large_arrays_are_recycled_only_when_nobody_holds_them() -> None:
         after = timestep()
         buffer.add(np.arange(2), Step(before, AgentOutput(np.zeros(2, np.int32)), (), 0, after))
         before = after
-    held = buffer.sample().data.observation[1:]  # a view: its owner is nowhere else
+    held = buffer.sample().data.observation[1:]  # a view, so that only the view refers to its base array
     copy = held.copy()
     places = set()
     for _ in range(10):
@@ -154,7 +156,7 @@ def test_large_arrays_are_recycled_only_when_nobody_holds_them() -> None:
     assert len(places) <= 3
 
 
-def test_a_dataset_gives_what_comes_in_and_ends_with_its_buffer() -> None:
+def test_dataset_returns_added_items_and_ends_with_its_buffer() -> None:
     buffer, stream = ReplayBuffer(fake_agent("queue", Transition(1), 5, 1000)), StepStream(5, end=0.0)
     buffer.claim_rank(5)
     seen: list[int] = []
@@ -178,7 +180,7 @@ def test_a_dataset_gives_what_comes_in_and_ends_with_its_buffer() -> None:
     assert not dataset._thread.is_alive()
 
 
-def test_a_dataset_passes_errors_on_and_closes() -> None:
+def test_dataset_raises_errors_of_its_thread_and_closes() -> None:
     buffer, stream = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000)), StepStream(5)
     buffer.claim_rank(5)
     buffer.add(*stream.step())
@@ -188,7 +190,7 @@ def test_a_dataset_passes_errors_on_and_closes() -> None:
     assert not dataset._thread.is_alive()
 
 
-def test_a_dataset_that_gets_nothing_says_what_it_waits_for() -> None:
+def test_dataset_timeout_error_names_the_needed_items() -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000, min_size=77))
     with buffer.make_dataset(timeout=0.05) as dataset, pytest.raises(DatasetTimeoutError, match="needs 77"):
         next(dataset)

@@ -1,4 +1,4 @@
-"""When a batch is due, when writers wait, and whom a batch of one item per environment waits for."""
+"""When a batch may be sampled, when writers wait, and which writers a batch of one item per environment waits for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def limiter(kind: str, batch_size: int | None = 8, **options: object) -> RateLim
     return RateLimiter(ReplaySpec(kind, Transition(1), batch_size, 1000, **options))
 
 
-def test_a_replay_is_sampled_once_min_size_items_were_ever_inserted() -> None:
+def test_replay_may_be_sampled_after_min_size_inserts() -> None:
     uniform = limiter("uniform", min_size=10)
     assert not uniform.may_sample(8, ItemCounts(9, 9, 0))
-    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # the others have left
+    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # the other items are evicted
     assert not uniform.may_sample(8, ItemCounts(0, 10, 0))
     assert uniform.inserts_needed(ItemCounts(9, 9, 0), dict) == 10
     assert uniform.inserts_needed(ItemCounts(0, 20, 0), dict) == 21
 
 
-def test_a_queue_is_sampled_while_it_holds_a_batch_and_min_size_items() -> None:
+def test_queue_may_be_sampled_while_it_holds_a_batch_and_min_size_items() -> None:
     queue = limiter("queue", min_size=10)
     assert not queue.may_sample(8, ItemCounts(9, 900, 0))
     assert queue.may_sample(8, ItemCounts(10, 900, 0))
@@ -30,9 +30,9 @@ def test_a_queue_is_sampled_while_it_holds_a_batch_and_min_size_items() -> None:
     assert limiter("queue", batch_size=12, min_size=10).inserts_needed(ItemCounts(9, 900, 0), dict) == 903
 
 
-def test_a_ratio_holds_both_sides_between_its_bounds() -> None:
+def test_samples_per_insert_limits_samples_and_inserts() -> None:
     paced = limiter("uniform", min_size=10, samples_per_insert=2.0)
-    assert paced.may_sample(8, ItemCounts(10, 10, 0))  # the first batch is due with the item `min_size`
+    assert paced.may_sample(8, ItemCounts(10, 10, 0))  # the first batch is available with item number `min_size`
     assert not paced.may_sample(8, ItemCounts(13, 13, 8))
     assert paced.may_sample(8, ItemCounts(14, 14, 8))
     assert paced.inserts_needed(ItemCounts(13, 13, 8), dict) == 14
@@ -42,7 +42,7 @@ def test_a_ratio_holds_both_sides_between_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [0, 8])
-def test_reverbs_bounds_say_the_same(run_ahead: int) -> None:
+def test_reverb_bounds_allow_the_same_samples_and_inserts(run_ahead: int) -> None:
     paced = limiter("uniform", min_size=10, samples_per_insert=2.0)
     least, most = paced.reverb_bounds(8, run_ahead)
     for inserted in range(10, 40):
@@ -51,12 +51,12 @@ def test_reverbs_bounds_say_the_same(run_ahead: int) -> None:
             assert (diff - 8 >= least) == paced.may_sample(8, ItemCounts(inserted, inserted, sampled))
             if run_ahead:
                 assert (diff <= most) == paced.may_insert(inserted, sampled, run_ahead)
-    assert most - least >= 4.0  # or neither side could go on
+    assert most - least >= 4.0  # otherwise both sides could be blocked
 
 
-def test_what_is_due_is_a_batch_or_nothing() -> None:
+def test_items_to_sample_is_a_whole_batch_or_zero() -> None:
     def unasked() -> dict:
-        raise AssertionError("nobody is waited for")
+        raise AssertionError("the writers must not be needed")
 
     assert limiter("uniform").items_to_sample(ItemCounts(9, 9, 0), unasked, unasked) == 8
     assert limiter("queue").items_to_sample(ItemCounts(7, 7, 0), unasked, unasked) == 0
@@ -65,7 +65,7 @@ def test_what_is_due_is_a_batch_or_nothing() -> None:
     assert limiter("uniform", min_size=10).items_to_sample(ItemCounts(9, 9, 0), unasked, unasked) == 0
 
 
-def test_a_batch_of_an_item_per_environment_does_without_a_writer_that_is_dead() -> None:
+def test_batch_of_one_item_per_environment_excludes_a_dead_writer() -> None:
     there = writers(16, 8, dead=(1,))
     assert limiter("queue", None).items_to_sample(ItemCounts(4, 4, 0), lambda: there, lambda: {0: 4}) == 4
     assert limiter("queue", None).items_to_sample(ItemCounts(4, 4, 0), lambda: writers(16, 8), lambda: {0: 4}) == 0
@@ -87,11 +87,11 @@ def clock() -> Clock:
 
 
 def writers(*steps: int, dead: tuple[int, ...] = ()) -> dict[int, WriterState]:
-    """Of four environments each, which have taken so many steps."""
+    """Return the states of writers with four environments each, which have taken `steps` steps."""
     return {rank: WriterState(4, count, lambda rank=rank: rank not in dead) for rank, count in enumerate(steps)}
 
 
-def test_a_batch_is_due_when_all_items_of_each_writer_are_there(clock: Clock) -> None:
+def test_batch_is_complete_with_all_items_of_each_writer(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
     assert both.complete_items(writers(8, 8), {}) == 0
     assert both.complete_items(writers(16, 8), {0: 4}) == 0
@@ -99,11 +99,11 @@ def test_a_batch_is_due_when_all_items_of_each_writer_are_there(clock: Clock) ->
     assert both.complete_items(writers(16, 16), {0: 4, 1: 4}) == 8
 
 
-def test_a_writer_that_stands_still_lapses_until_it_moves(clock: Clock) -> None:
+def test_writer_without_progress_lapses_until_it_progresses(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
     assert both.complete_items(writers(16, 8), {0: 4}) == 0
     clock.now += 9.0
-    assert both.complete_items(writers(16, 9), {0: 4}) == 0  # slow, but not still
+    assert both.complete_items(writers(16, 9), {0: 4}) == 0  # slow, but making progress
     clock.now += 9.0
     assert both.complete_items(writers(16, 9), {0: 4}) == 0
     clock.now += 2.0
@@ -114,7 +114,7 @@ def test_a_writer_that_stands_still_lapses_until_it_moves(clock: Clock) -> None:
     assert both.expected(writers(48, 10)) == 8
 
 
-def test_a_dead_writer_is_not_waited_for_and_one_that_has_yet_to_begin_for_longer(clock: Clock) -> None:
+def test_dead_writer_lapses_at_once_and_starting_writer_lapses_later(clock: Clock) -> None:
     three = WriterQuorum(10.0, clock)
     there = writers(16, 8, 0, dead=(1,))
     assert three.complete_items(there, {0: 4}) == 0
@@ -124,10 +124,10 @@ def test_a_dead_writer_is_not_waited_for_and_one_that_has_yet_to_begin_for_longe
     assert three.complete_items(there, {0: 4}) == 4
 
 
-def test_nobody_lapses_while_nobody_waits(clock: Clock) -> None:
+def test_no_writer_lapses_while_no_items_wait(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
     assert both.complete_items(writers(8, 8), {}) == 0
-    clock.now += 100.0  # an update took so long
+    clock.now += 100.0  # an update took this long
     assert both.complete_items(writers(8, 8), {}) == 0
     assert both.complete_items(writers(16, 8), {0: 4}) == 0
     clock.now += 9.0

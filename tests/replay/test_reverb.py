@@ -1,4 +1,4 @@
-"""A Reverb server, and what happens to it: restarts, silence, back-pressure, several writers at once."""
+"""A Reverb server that restarts, does not answer, or blocks its writers, and several writers at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Serve = Callable[..., str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Serves tables and returns the address; the server ends with the test."""
+    """Return a function that serves tables and returns the address. The servers end with the test."""
     needs("reverb")
     started: list[str] = []
 
@@ -53,7 +53,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def own_process() -> Iterator[Callable[[], Servers]]:
-    """Makes processes that a test may kill."""
+    """Return a function that starts a process for servers. The test may kill the process."""
     needs("reverb")
     made: list[Servers] = []
 
@@ -79,7 +79,7 @@ def buffer_of(agent: Any, address: str, **options: Any) -> Iterator[ReverbReplay
 
 
 def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Runs `function`; its result, or what it raised, is in the list once the thread has ended."""
+    """Run `function` in a thread. Return the thread, and a list for the function's result or error."""
     results: list[Any] = []
 
     def run() -> None:
@@ -100,11 +100,11 @@ def is_adding(buffer: ReverbReplayBuffer) -> bool:
     return True
 
 
-# --- a server that goes and comes back
+# --- a server that restarts
 
 
 @pytest.mark.system
-def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_process: Any, tmp_path: Path) -> None:
+def test_restarted_server_has_the_items_of_its_checkpoint(own_process: Any, tmp_path: Path) -> None:
     agent, stream, reference = (
         fake_agent("uniform", Transition(1), 8, 1000),
         StepStream(4, end=0.0),
@@ -138,14 +138,14 @@ def test_a_killed_server_that_comes_back_has_what_its_checkpoint_holds(own_proce
         while len({first for _ in range(20) for first in first_ids(buffer.sample()).tolist()}) < 24:
             pass
         assert_batch_matches(buffer.sample(), reference)
-        for _ in range(20):  # the sampler that lived through it goes on
+        for _ in range(20):  # the old sampler continues
             assert_batch_matches(next(dataset), reference)
-        assert buffer.claim_rank(4) == (1, 0)  # ranks are in the checkpoint
+        assert buffer.claim_rank(4) == (1, 0)  # the checkpoint includes the ranks
         dataset.close()
 
 
 @pytest.mark.system
-def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: Path) -> None:
+def test_restore_detects_a_server_that_restarted_empty(own_process: Any, tmp_path: Path) -> None:
     agent, stream = fake_agent("uniform", Transition(1), 8, 1000), StepStream(4, end=0.0)
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
     address = first.start(tables)
@@ -158,17 +158,17 @@ def test_a_server_that_comes_back_empty_is_noticed(own_process: Any, tmp_path: P
         with pytest.raises(CheckpointError, match="has received 0 items, but .* after 4"):
             buffer.restore(tmp_path / "replay")
         buffer.add(*stream.step())
-        assert other.claim_rank(4) == (1, 0)  # the writer that lived on has claimed its rank again
+        assert other.claim_rank(4) == (1, 0)  # the running writer has claimed its rank again
 
 
-@pytest.mark.parametrize("silent", ["accepts and says nothing", "nobody listens"])
-def test_a_server_that_never_answers_is_named(silent: str) -> None:
+@pytest.mark.parametrize("silent", ["no answer", "no listener"])
+def test_error_names_a_server_that_never_answers(silent: str) -> None:
     needs("reverb")
-    connection.import_reverb()  # it takes its own time to import TensorFlow
+    connection.import_reverb()  # importing TensorFlow takes time
     port = free_port()
     address = f"127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
-        if silent != "nobody listens":
+        if silent != "no listener":
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
         with buffer_of(fake_agent("uniform", Transition(1), 8, 1000), address, timeout=1.0) as buffer:
             for call in (buffer.claim_rank, buffer.sample, lambda: buffer.size, buffer.make_dataset):
@@ -178,7 +178,7 @@ def test_a_server_that_never_answers_is_named(silent: str) -> None:
                 assert time.monotonic() - began < 30.0
 
 
-def test_a_server_that_dies_is_named_by_every_call(own_process: Any) -> None:
+def test_every_call_names_a_dead_server(own_process: Any) -> None:
     agent, stream = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0)
     process = own_process()
     address = process.start(ReverbReplayBuffer.tables(agent))
@@ -204,10 +204,10 @@ def test_a_server_that_dies_is_named_by_every_call(own_process: Any) -> None:
                 next(dataset)
 
 
-# --- waiting, and being stopped
+# --- waits, and stops
 
 
-def test_closing_ends_a_reader_that_waits(serve: Serve) -> None:
+def test_close_ends_a_waiting_reader(serve: Serve) -> None:
     agent = fake_agent("uniform", Transition(1), 8, 1000)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         assert buffer.sample() is None
@@ -240,7 +240,7 @@ def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
         with pytest.raises(PeerError, match="blocked add.*'replay' is full"):
             step()
         seen = [first for _ in range(3) for first in first_ids(buffer.sample()).tolist()]
-        assert seen == list(reference.items)  # what was held back was not lost
+        assert seen == list(reference.items)  # the blocked items were not lost
         for _ in range(2):
             step()
         adding, result = in_thread(step)
@@ -249,7 +249,7 @@ def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
         assert isinstance(result[0], ReplayClosedError)
 
 
-def test_a_queue_that_is_smaller_than_a_batch_holds_nobody_up(serve: Serve) -> None:
+def test_queue_smaller_than_a_batch_does_not_block(serve: Serve) -> None:
     agent, stream = fake_agent("queue", Transition(1), 12, 8), StepStream(4, end=0.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent)), patience=5.0) as buffer:
         buffer.claim_rank(4)
@@ -260,7 +260,7 @@ def test_a_queue_that_is_smaller_than_a_batch_holds_nobody_up(serve: Serve) -> N
         assert len(set(first_ids(buffer.sample()))) == 12
 
 
-def test_a_ratio_of_samples_holds_writers_back(serve: Serve) -> None:
+def test_samples_per_insert_blocks_writers_of_a_reverb_server(serve: Serve) -> None:
     agent = fake_agent("uniform", Transition(1), 4, 1000, min_size=4, samples_per_insert=1.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, run_ahead=12)), patience=5.0) as buffer:
         buffer.claim_rank(4)
@@ -273,7 +273,7 @@ def test_a_ratio_of_samples_holds_writers_back(serve: Serve) -> None:
         wait_until(lambda: buffer.stats()["added"] == 20)
 
 
-def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
+def test_end_waits_stops_a_blocked_writer(serve: Serve) -> None:
     agent, streams = fake_agent("queue", Transition(1), 4, 8), [StepStream(4, rank, end=0.0) for rank in range(2)]
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         assert [buffer.claim_rank(4)[0] for _ in range(2)] == [0, 1]
@@ -281,7 +281,7 @@ def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
             buffer.add(*streams[0].step())
         held, result = in_thread(lambda: buffer.add(*streams[0].step()))
         wait_until(lambda: is_adding(buffer))
-        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # it waits for the first
+        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # it waits for the first writer
         for rank, thread in ((1, behind), (0, held)):
             assert thread.is_alive()
             buffer.end_waits(rank)
@@ -291,12 +291,12 @@ def test_a_writer_that_is_held_back_can_be_told_to_stop(serve: Serve) -> None:
         assert all(type(error) is StoppedError for error in (*result, *other))
         seen: list[int] = []
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
-        assert len(set(seen)) == 12  # what was on its way has come
-        assert buffer.claim_rank(4, rank=0) == (0, 1)  # who comes next may add again
+        assert len(set(seen)) == 12  # the unconfirmed items have arrived
+        assert buffer.claim_rank(4, rank=0) == (0, 1)  # the next incarnation may add
         buffer.add(*StepStream(4, 0, end=0.0).step())
 
 
-def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
+def test_actor_blocked_by_a_full_queue_stops(serve: Serve) -> None:
     spec = dataclasses.replace(counting_agent().replay_spec, kind="queue", batch_size=2, capacity=4)
     agent = AgentSpecs(spec, counting_agent().step_spec)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
@@ -311,7 +311,7 @@ def test_an_actor_that_a_full_queue_holds_back_stops(serve: Serve) -> None:
 
 
 @pytest.mark.system
-def test_a_writer_that_waits_for_a_server_that_is_gone_can_be_told_to_stop(own_process: Any) -> None:
+def test_end_waits_stops_a_writer_that_waits_for_a_dead_server(own_process: Any) -> None:
     agent, stream, process = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0), own_process()
     with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
         buffer.claim_rank(4)
@@ -323,7 +323,7 @@ def test_a_writer_that_waits_for_a_server_that_is_gone_can_be_told_to_stop(own_p
         assert type(result[0]) is StoppedError
 
 
-def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, monkeypatch: Any) -> None:
+def test_repeated_claim_continues_an_interrupted_claim(serve: Serve, monkeypatch: Any) -> None:
     agent = fake_agent("queue", Sequence(2), None, 1000)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         registry = buffer._registry
@@ -340,7 +340,7 @@ def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, 
                     buffer.claim_rank(rank=rank)
             before = sorted(registry._read())
             claimed = buffer.claim_rank(rank=rank)
-            assert sorted(registry._read()) == before  # nothing was claimed beside it
+            assert sorted(registry._read()) == before  # there was no second claim
         assert claimed == (0, 1)
         for _ in range(3):
             buffer.open_segment(0, 3)
@@ -351,7 +351,7 @@ def test_a_claim_that_was_cut_off_is_the_same_when_it_is_repeated(serve: Serve, 
 
 
 @pytest.mark.parametrize("scenario", ["lockstep", "broken"])
-def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scenario: str) -> None:
+def test_blocks_hold_the_same_items_as_single_rows(serve: Serve, scenario: str) -> None:
     item = Sequence(3, period=2)
     agent, stream, reference, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReferenceReplay(item), []
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=3))) as buffer:
@@ -370,11 +370,11 @@ def test_blocks_hold_the_same_items_as_single_ones(serve: Serve, scenario: str) 
                 seen += first_ids(batch).tolist()
         assert len(seen) == len(set(seen)) == len(reference.items) // 5 * 5
         assert len(seen) > 50
-        place = {first: i for i, first in enumerate(reference.items)}
-        assert max(abs(place[first] - i) for i, first in enumerate(seen)) < 6
+        position = {first: i for i, first in enumerate(reference.items)}
+        assert max(abs(position[first] - i) for i, first in enumerate(seen)) < 6
 
 
-def test_blocks_are_refused_where_they_cannot_be_filled_or_drawn(serve: Serve) -> None:
+def test_blocks_that_cannot_be_filled_or_drawn_are_refused(serve: Serve) -> None:
     agent = fake_agent("queue", Sequence(2), 4, 100)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=4))) as buffer:
         with pytest.raises(UsageError, match="a block that divides 6"):
@@ -387,7 +387,7 @@ def test_blocks_are_refused_where_they_cannot_be_filled_or_drawn(serve: Serve) -
 # --- several processes
 
 
-def test_writers_that_claim_ranks_at_once_all_get_their_own(serve: Serve) -> None:
+def test_concurrent_claims_get_different_ranks_and_incarnations(serve: Serve) -> None:
     agent = fake_agent("uniform", Transition(1), 8, 1000)
     address = serve(ReverbReplayBuffer.tables(agent))
     with contextlib.ExitStack() as stack:
@@ -404,13 +404,13 @@ def test_writers_that_claim_ranks_at_once_all_get_their_own(serve: Serve) -> Non
         assert min(incarnations) > 0
 
 
-def test_a_reader_knows_how_many_environments_its_writers_have(serve: Serve) -> None:
+def test_batch_of_a_reader_has_one_item_of_each_writers_environments(serve: Serve) -> None:
     agent = fake_agent("queue", Sequence(2), None, 1000)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:
         streams = StepStream(3, rank=0, end=0.0), StepStream(5, rank=1, end=0.0)
         assert (a.claim_rank(3), b.claim_rank(5)) == ((0, 0), (1, 0))
-        dataset = reader.make_dataset()  # a batch of those that it knows when it draws
+        dataset = reader.make_dataset()  # a batch has one item of each environment that is known at the draw
         for buffer, stream in zip((a, b), streams):
             for _ in range(2):
                 buffer.add(*stream.step())
@@ -419,7 +419,7 @@ def test_a_reader_knows_how_many_environments_its_writers_have(serve: Serve) -> 
         dataset.close()
 
 
-def test_the_highest_priority_is_known_to_other_processes(serve: Serve) -> None:
+def test_new_items_get_the_highest_priority_of_another_process(serve: Serve) -> None:
     agent = fake_agent("prioritized", Transition(1), 4, 1000, priority_exponent=1.0)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as learner:
@@ -431,7 +431,7 @@ def test_the_highest_priority_is_known_to_other_processes(serve: Serve) -> None:
         np.testing.assert_allclose(learner.sample().probabilities, 0.5)
 
 
-def test_an_actor_and_a_learner_take_a_bare_client(serve: Serve) -> None:
+def test_actor_and_learner_accept_a_reverb_client(serve: Serve) -> None:
     import reverb
 
     agent = counting_agent()
@@ -444,12 +444,12 @@ def test_an_actor_and_a_learner_take_a_bare_client(serve: Serve) -> None:
         actor.step()
     learner.run()
     assert learner.learner_steps == 3
-    assert float(learner.get_params()[1]["w"]) > 0.5  # every step pays 1
+    assert float(learner.get_params()[1]["w"]) > 0.5  # each reward is 1
     actor.close()
     learner.close()
 
 
-def test_a_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
+def test_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
     import reverb
 
     agent = counting_agent()
@@ -464,7 +464,7 @@ def test_a_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_saves(
+def test_learner_blocked_in_update_priorities_stops_and_saves(
     own_process: Any, tmp_path: Path, how: signal.Signals
 ) -> None:
     import reverb
@@ -480,7 +480,7 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
     buffer = learner._replay.buffer
     batch = buffer.sample()
     process.process.send_signal(how)
-    buffer.make_dataset = lambda: (each for each in [batch])  # drawn before the server left
+    buffer.make_dataset = lambda: (each for each in [batch])  # drawn before the server was stopped
     running, result = in_thread(learner.run)
     wait_until(lambda: learner.learner_steps == 1)
     learner.stop()
@@ -490,7 +490,7 @@ def test_a_learner_that_waits_for_a_server_to_take_its_priorities_stops_and_save
     learner.close()
 
 
-def test_a_dataset_of_a_queue_gives_each_item_once_and_in_order(serve: Serve) -> None:
+def test_queue_dataset_returns_each_item_once_and_in_order(serve: Serve) -> None:
     agent, stream, reference = (
         fake_agent("queue", Transition(2), 5, 1000),
         StepStream(3),
@@ -510,15 +510,15 @@ def test_a_dataset_of_a_queue_gives_each_item_once_and_in_order(serve: Serve) ->
                 batch = next(dataset)
                 assert_batch_matches(batch, reference)
                 seen += first_ids(batch).tolist()
-        place = {first: i for i, first in enumerate(reference.items)}
+        position = {first: i for i, first in enumerate(reference.items)}
         assert len(set(seen)) == len(seen)
-        assert max(abs(place[first] - i) for i, first in enumerate(seen)) <= 3 * 2
+        assert max(abs(position[first] - i) for i, first in enumerate(seen)) <= 3 * 2
 
 
-# --- what is asked for
+# --- arguments
 
 
-def test_tables_are_a_callable_that_pickles_and_an_iterable(serve: Serve) -> None:
+def test_tables_are_a_picklable_callable_and_an_iterable(serve: Serve) -> None:
     import launchpad as lp
     import reverb
 
@@ -529,11 +529,11 @@ def test_tables_are_a_callable_that_pickles_and_an_iterable(serve: Serve) -> Non
     assert infos["replay"].max_size == 50
     assert infos["replay"].sampler_options.prioritized.priority_exponent == pytest.approx(0.7)
     assert infos["replay"].signature["rows"].shape == (1, _row_bytes(agent))
-    server = reverb.Server(tables)  # as they are
+    server = reverb.Server(tables)  # without calling them
     server.stop()
 
 
-def test_a_table_of_another_agent_is_refused(serve: Serve) -> None:
+def test_table_of_another_agent_is_refused(serve: Serve) -> None:
     address = serve(ReverbReplayBuffer.tables(fake_agent("queue", Sequence(4), 4, 100)))
     with (
         buffer_of(fake_agent("queue", Sequence(5), 4, 100), address) as buffer,
@@ -553,12 +553,12 @@ def test_a_table_of_another_agent_is_refused(serve: Serve) -> None:
         ({"samples_per_insert": 2.0}, "returns each item once"),
     ],
 )
-def test_options_of_tables_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_tables_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ReverbReplayBuffer.tables(fake_agent("queue", Sequence(4), 4, 100), **options)
 
 
-def test_a_buffer_pickles_as_its_address(serve: Serve) -> None:
+def test_reverb_buffer_pickles_as_its_address(serve: Serve) -> None:
     agent, stream = fake_agent("uniform", Transition(1), 4, 100), StepStream(2, end=0.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         copy = pickle.loads(pickle.dumps(buffer))

@@ -1,4 +1,4 @@
-"""Several samplers of one server, as one."""
+"""A pool of several samplers of one server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def stop_servers():
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers):
-    """No sampler keeps draws to itself while a batch waits for them."""
+def test_samplers_form_whole_batches_of_the_samples_that_the_rate_limiter_allows(kind, stop_servers):
+    """No sampler holds back draws while a batch waits for them."""
     agent = fake_agent(kind, Transition(1), 8, 1000, min_size=8, samples_per_insert=1.0)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
     buffer, stream, reference = (
@@ -45,7 +45,7 @@ def test_what_a_rate_limiter_lets_through_makes_whole_batches(kind, stop_servers
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_closing_ends_the_threads_of_samplers_that_wait(number, stop_servers):
+def test_close_ends_the_threads_of_waiting_samplers(number, stop_servers):
     agent = fake_agent("uniform", Transition(1), 8, 1000)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
     buffer = ReverbReplayBuffer(agent, stop_servers[0])

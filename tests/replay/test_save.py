@@ -1,4 +1,4 @@
-"""A replay buffer that was saved goes on as if it had not stopped."""
+"""A restored replay buffer continues exactly like the saved buffer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same_batches(a: ReplayBuffer, b: ReplayBuffer, count: int = 5) -> Non
 @pytest.mark.parametrize("kind", ["uniform", "prioritized", "queue"])
 @pytest.mark.parametrize("item", [Transition(3), Sequence(4, 2)], ids=str)
 @pytest.mark.parametrize("steps", [7, 90])
-def test_a_restored_buffer_draws_the_very_same_batches(
+def test_restored_buffer_draws_the_same_batches(
     tmp_path: Path, kind: str, item: Any, steps: int, subsets: bool
 ) -> None:
     agent = fake_agent(kind, item, 6, 120)
@@ -60,7 +60,7 @@ def test_a_restored_buffer_draws_the_very_same_batches(
     assert os.listdir(tmp_path) == ["replay"]
 
 
-def test_a_reclaimed_rank_gets_the_next_incarnation_after_a_restore(tmp_path: Path) -> None:
+def test_rank_gets_the_next_incarnation_after_a_restore(tmp_path: Path) -> None:
     agent = fake_agent("uniform", Transition(1), 6, 120)
     saved = ReplayBuffer(agent)
     saved.claim_rank(4)
@@ -73,7 +73,7 @@ def test_a_reclaimed_rank_gets_the_next_incarnation_after_a_restore(tmp_path: Pa
     assert restored.size == saved.size
 
 
-def test_stacked_frames_and_those_kept_aside_are_restored(tmp_path: Path) -> None:
+def test_single_frames_and_separate_frames_are_restored(tmp_path: Path) -> None:
     frames = specs.Array((3, 32, 32), np.uint8)
     agent = fake_agent("uniform", Transition(2), 16, 100, StepSpec(frames, STEP_SPEC.action, STEP_SPEC.extras, ()))
     saved, rng = ReplayBuffer(agent), np.random.default_rng(0)
@@ -94,7 +94,7 @@ def test_stacked_frames_and_those_kept_aside_are_restored(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "garbage", "longer"])
-def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path, damage: str) -> None:
+def test_error_names_a_damaged_file_and_the_buffer_is_unchanged(tmp_path: Path, damage: str) -> None:
     agent = fake_agent("uniform", Transition(1), 6, 120)
     buffer = ReplayBuffer(agent)
     buffer.claim_rank(4)
@@ -102,10 +102,10 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path, damage: str
     path = tmp_path / "replay"
     buffer.save(path)
     good = path.read_bytes()
-    for place in range(0, len(good), len(good) // 20) if damage in ("flip", "cut") else [0]:
+    for position in range(0, len(good), len(good) // 20) if damage in ("flip", "cut") else [0]:
         bad = {
-            "flip": good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :],
-            "cut": good[:place],
+            "flip": good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :],
+            "cut": good[:position],
             "empty": b"",
             "garbage": b"\x00" * 1000,
             "longer": good + b"x",
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_named_and_changes_nothing(tmp_path: Path, damage: str
         assert buffer.sample() is not None
 
 
-def test_a_missing_file_and_another_agents_are_refused(tmp_path: Path) -> None:
+def test_missing_file_and_file_of_another_agent_are_refused(tmp_path: Path) -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 6, 120))
     with pytest.raises(CheckpointError, match="nowhere"):
         buffer.restore(tmp_path / "nowhere")
@@ -131,7 +131,7 @@ def test_a_missing_file_and_another_agents_are_refused(tmp_path: Path) -> None:
         ReplayBuffer(fake_agent("uniform", Transition(1), 6, 120, other)).restore(tmp_path / "replay")
 
 
-def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 6, 120))
     buffer.claim_rank(4)
     buffer.save(tmp_path / "replay")

@@ -1,4 +1,4 @@
-"""The replay service: what is said twice, what is lost with whom, who waits for what, and several shards."""
+"""The replay service: repeated calls, data loss, waits, and several shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 
 class Served:
-    """A service behind real sockets, and what calls it."""
+    """A service behind sockets, and a handle to it."""
 
     def __init__(self, service: ReplayService) -> None:
         names = ("claim", "open", "add", "sample", "update_priorities", "forget_before", "stats")
@@ -38,8 +38,8 @@ class Served:
         self.handle = Remote([self.server.address], "replay service", transport=SocketTransport())
 
 
-class Stutters:
-    """Answers every call twice, as a transport may: the second answer is the one that counts."""
+class RepeatedCalls:
+    """Makes each call twice, as a transport may, and returns the second answer."""
 
     def __init__(self, service: ReplayService) -> None:
         self._service = service
@@ -53,9 +53,9 @@ class Stutters:
 
 
 @pytest.mark.parametrize("kind", ["queue", "uniform"])
-def test_what_arrives_twice_counts_once(kind):
+def test_repeated_calls_count_once(kind):
     agent, reference, seen = fake_agent(kind, Transition(3), 4, 10_000), ReferenceReplay(Transition(3)), []
-    buffer = ServiceReplayBuffer(agent, [Stutters(ReplayService(agent))])
+    buffer = ServiceReplayBuffer(agent, [RepeatedCalls(ReplayService(agent))])
     for _ in add_experience("broken fragments", buffer, reference, 60):
         while kind == "queue" and (batch := buffer.sample()) is not None:
             assert_batch_matches(batch, reference)
@@ -69,7 +69,7 @@ def test_what_arrives_twice_counts_once(kind):
     buffer.close()
 
 
-def test_over_a_transport_items_are_those_that_were_added():
+def test_items_sampled_over_a_transport_were_added():
     agent, reference = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReferenceReplay(Sequence(5, period=2))
     served = Served(ReplayService(agent))
     buffer = pickle.loads(pickle.dumps(ServiceReplayBuffer(agent, [served.handle])))
@@ -86,7 +86,7 @@ def test_over_a_transport_items_are_those_that_were_added():
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(one, marks=pytest.mark.system) for one in ("uniform", "prioritized")), "queue"]
 )
-def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
+def test_items_of_two_shards_are_drawn_with_the_right_probabilities(kind):
     agent, reference, count = fake_agent(kind, Transition(1), 8, 10_000), ReferenceReplay(Transition(1)), 4_000
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, seed=shard) for shard in range(2)])
     for _ in add_experience("two writers", buffer, reference, 60):
@@ -107,7 +107,8 @@ def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
         np.testing.assert_allclose(batch.probabilities, 1 / items, rtol=1e-5)
         of_rank += np.bincount(batch.keys[:, 0], minlength=2)
     there = np.array([service.stats()["items"] for service in buffer._services])
-    np.testing.assert_allclose(of_rank / count, there / items, atol=0.08)  # four deviations of so many batches
+    # Four standard deviations for this number of batches.
+    np.testing.assert_allclose(of_rank / count, there / items, atol=0.08)
     if kind == "prioritized":
         batch = buffer.sample()
         buffer.update_priorities(batch.keys, np.full(8, 5.0))
@@ -115,13 +116,13 @@ def test_of_two_shards_each_item_is_drawn_with_its_chance(kind):
     buffer.close()
 
 
-def test_a_batch_of_one_item_of_each_environment_is_of_one_service():
+def test_batch_of_one_item_per_environment_needs_a_single_shard():
     agent = fake_agent("queue", Sequence(3), None, 1000)
     with pytest.raises(UsageError, match="use --replay-shards 1, got 2"):
         ServiceReplayBuffer(agent, [ReplayService(agent), ReplayService(agent)])
 
 
-def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch, caplog):
+def test_writer_of_a_full_queue_waits_and_logs_the_reason(monkeypatch, caplog):
     monkeypatch.setattr(client, "_WARN_AFTER", 0.2)
     monkeypatch.setattr(client, "_MAX_STEPS", 4)
     agent = fake_agent("queue", Transition(1), 4, 40)
@@ -146,7 +147,7 @@ def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch,
     assert 10 <= held <= 20 and service.stats()["evicted"] == 0
     reader = ServiceReplayBuffer(agent, [service])
     taken = 0
-    while taken < 236:  # all 60 steps of 4 environments, but the last of each, which has no successor yet
+    while taken < 236:  # 60 steps of 4 environments; the last step of each stays open
         batch = reader.wait_for_batch(0.2)
         taken += 0 if batch is None else len(batch.keys)
     writer.join(20.0)
@@ -154,7 +155,7 @@ def test_a_writer_waits_for_the_reader_of_a_full_queue_and_says_why(monkeypatch,
     buffer.close()
 
 
-def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_back(monkeypatch):
+def test_reader_does_not_wait_for_a_blocked_writer_of_the_same_buffer(monkeypatch):
     monkeypatch.setattr(client, "_MAX_STEPS", 8)
     agent = fake_agent("queue", Transition(1), 4, 40)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent)])
@@ -175,7 +176,7 @@ def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_ba
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     wait_until(lambda: buffer._writers.by_rank[0]._held_back_reason, "The queue does not fill.")
-    assert 10 <= len(added) <= 18  # 10 steps there, and 8 gathered at most
+    assert 10 <= len(added) <= 18  # 10 steps in the service, and 8 collected steps at most
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(20.0)
@@ -185,7 +186,7 @@ def test_who_reads_by_the_same_object_does_not_wait_for_a_writer_that_is_held_ba
     assert not writer.is_alive()
 
 
-def test_a_call_of_a_writer_is_answered_in_time_however_slowly_room_is_made():
+def test_writers_call_returns_in_time_while_its_queue_drains_slowly():
     agent = fake_agent("queue", Transition(1), 4, 40)
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)
@@ -205,7 +206,7 @@ def test_a_call_of_a_writer_is_answered_in_time_however_slowly_room_is_made():
     sender, began = threading.Thread(target=send), time.monotonic()
     sender.start()
     number = 0
-    while not answered and time.monotonic() < began + 10.0:  # there is room for a step every fifth of a second
+    while not answered and time.monotonic() < began + 10.0:  # room for one step every 0.2 s
         sender.join(0.2)
         number += service.sample(0, number) is not None
     sender.join()
@@ -213,11 +214,11 @@ def test_a_call_of_a_writer_is_answered_in_time_however_slowly_room_is_made():
     assert 10 <= answered[0][0] < 40 and "its reader is behind" in answered[0][1]
 
 
-def test_a_writer_that_begins_anew_is_not_taken_for_one_who_says_the_same_again():
+def test_new_writer_with_the_same_incarnation_is_not_a_repeated_call():
     agent = fake_agent("uniform", Transition(1), 4, 1000)
     service = ReplayService(agent)
     stream = StepStream(4, end=0.0)
-    for _ in range(2):  # with the same incarnation: the service that gave it has forgotten the first one
+    for _ in range(2):  # with the same incarnation, because the service has forgotten the first one
         buffer = ServiceReplayBuffer(agent, [service])
         service._buffer._incarnations.clear()
         assert buffer.claim_rank(4) == (0, 0)
@@ -228,7 +229,7 @@ def test_a_writer_that_begins_anew_is_not_taken_for_one_who_says_the_same_again(
     assert service.stats()["steps"] == 2 * 5 * 4
 
 
-def test_a_shard_without_writers_does_not_hold_up_the_others():
+def test_shard_without_writers_does_not_delay_the_others():
     agent = fake_agent("queue", Transition(1), 4, 1000)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent), ReplayService(agent)])
     buffer.claim_rank(4, 1)
@@ -238,11 +239,11 @@ def test_a_shard_without_writers_does_not_hold_up_the_others():
     began = time.monotonic()
     for _ in range(20):
         assert buffer.wait_for_batch(0.5) is not None
-    assert time.monotonic() < began + 2.0  # half a second for every other batch would be five
+    assert time.monotonic() < began + 2.0  # waiting half a second for every other batch would take five seconds
     buffer.close()
 
 
-def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
+def test_each_shard_of_a_queue_can_hold_a_whole_batch(tmp_path):
     agent = fake_agent("queue", Transition(1), 32, 1000)
     config = HeavyEnv(replay="service", replay_shards=4, grace_seconds=8.0)
     run = types.SimpleNamespace(
@@ -261,11 +262,11 @@ def test_of_a_queue_each_shard_holds_a_whole_batch(tmp_path):
     buffer.close()
 
 
-def test_a_queue_that_was_read_is_not_restored_as_it_was_before(tmp_path):
+def test_restored_queue_does_not_contain_sampled_items(tmp_path):
     agent = fake_agent("queue", Transition(1), 4, 40)
     service = ReplayService(agent, tmp_path)
     buffer = ServiceReplayBuffer(agent, [service])
-    service._save()  # nobody has come yet: there is nothing to save, and nothing to warn of
+    service._save()  # no writer yet: nothing is saved, and there is no warning
     assert not list(tmp_path.iterdir())
     buffer.claim_rank(4)
     stream = StepStream(4, end=0.0)
@@ -279,7 +280,7 @@ def test_a_queue_that_was_read_is_not_restored_as_it_was_before(tmp_path):
     buffer.close()
 
 
-def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
+def test_end_waits_stops_a_waiting_writer_of_a_service(monkeypatch):
     monkeypatch.setattr(client, "_MAX_STEPS", 2)
     agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, run_ahead=8)])
@@ -295,7 +296,7 @@ def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
             stopped.set()
 
     threading.Thread(target=write, daemon=True).start()
-    wait_until(lambda: buffer._writers.by_rank[rank]._held_back_reason, "Nothing holds it back.")
+    wait_until(lambda: buffer._writers.by_rank[rank]._held_back_reason, "The writer does not wait.")
     assert not stopped.is_set() and buffer._services[0].stats()["added"] <= 20
     buffer.end_waits(rank)
     assert stopped.wait(10.0)
@@ -304,7 +305,7 @@ def test_a_writer_that_is_told_to_stop_does_not_wait_on(monkeypatch):
         buffer.add(*stream.step())
 
 
-def test_a_service_that_is_made_again_goes_on_from_its_checkpoint(tmp_path):
+def test_new_service_continues_from_the_checkpoint(tmp_path):
     agent, reference = fake_agent("uniform", Transition(3), 8, 10_000), ReferenceReplay(Transition(3))
     first = ReplayService(agent, tmp_path)
     handles = [first]
@@ -326,13 +327,13 @@ def test_a_service_that_is_made_again_goes_on_from_its_checkpoint(tmp_path):
     for _ in range(4):
         buffer.add(*stream.step())
     stats = buffer.stats()
-    # The lost ones have torn the fragments: only what these four steps form by themselves has come on top.
+    # The lost steps break the fragments, so only the items within these four steps are added.
     assert before < stats["added"] < before + 4 * 6
     assert buffer.claim_rank(6) == (1, 0) and buffer.claim_rank(6, 0) == (0, 1)
     buffer.close()
 
 
-def test_a_writer_whose_rank_was_claimed_anew_is_stopped():
+def test_writer_stops_after_another_writer_claims_its_rank():
     agent = fake_agent("uniform", Transition(1), 4, 1000)
     service = ReplayService(agent)
     old, new = ServiceReplayBuffer(agent, [service]), ServiceReplayBuffer(agent, [service])
@@ -348,12 +349,12 @@ def test_a_writer_whose_rank_was_claimed_anew_is_stopped():
         old.flush()
 
 
-def test_steps_travel_with_each_observation_once():
+def test_stack_contains_each_observation_once():
     stream = StepStream(3, end=0.0)
     steps = [stream.step() for _ in range(5)]
     ids = steps[0][0]
     steps = [step for _, step in steps]
-    for i in range(1, 5):  # as an Actor's follow each other
+    for i in range(1, 5):  # consecutive steps, as from an Actor
         steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
     send_buffer = SendBuffer(ids, steps[0])
     for step in steps:

@@ -1,4 +1,4 @@
-"""The replay buffer between processes: real ones, at full speed, stopped and killed."""
+"""The shared-memory buffer with real processes that run at full speed, and are stopped and killed."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def resources() -> Iterator[Resources]:
 
 
 def steps_of(rank: int, num_envs: int, steps: int, begin: int = 0) -> Iterator[tuple[np.ndarray, Any]]:
-    """The arguments of `add` for a writer that steps all its environments."""
+    """Yield the arguments of `add` for a writer that steps all its environments."""
     for t in range(begin, steps):
         ids = first_id(rank, 0, np.arange(num_envs)) + t
         yield global_env_ids(rank, np.arange(num_envs)), make_step(ids)
 
 
-def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
-    """The first ids of all batches until `done`; every item is checked."""
+def sample_batches_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
+    """Sample and check batches until `done`. Return the first ids of all their items."""
     firsts: list[int] = []
     deadline = time.monotonic() + DEADLINE
     while True:
@@ -82,53 +82,53 @@ def sample_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritized", Transition(1)), ("uniform", Sequence(5, 2))]
 )
-def test_no_item_is_torn_while_writers_come_round_again_and_again(resources: Resources, kind: str, item: Any) -> None:
+def test_no_item_is_torn_while_the_rings_wrap_many_times(resources: Resources, kind: str, item: Any) -> None:
     buffer = resources.buffer(kind, item, 64, 1500, num_writers=2)
     writers = [resources.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
     for writer in writers:
-        writer.hear()
-    target = 25 * 1500  # timesteps: each ring is overwritten many times
-    seen = sample_until(buffer, lambda: buffer.stats()["steps"] > target)
+        writer.read_line()
+    target = 25 * 1500  # timesteps: each ring wraps many times
+    seen = sample_batches_until(buffer, lambda: buffer.stats()["steps"] > target)
     assert {first // processes.PER_ENV // 10_000 for first in seen} == {0, 1}
     stats = buffer.stats()
     assert stats["sampled"] == len(seen) > 1000
     assert stats["added"] == stats["items"] + stats["evicted"]
     assert 500 < stats["items"] < 2500
     buffer.close()
-    assert [writer.hear() for writer in writers] == ["stopped", "stopped"]
+    assert [writer.read_line() for writer in writers] == ["stopped", "stopped"]
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("item", "batch_size"), [(Transition(1), 32), (Transition(3), 7), (Sequence(6), None), (Sequence(4, 3), 5)], ids=str
 )
-def test_a_queue_gives_every_item_of_every_writer_once(resources: Resources, item: Any, batch_size: int | None) -> None:
+def test_queue_returns_every_item_of_every_writer_once(resources: Resources, item: Any, batch_size: int | None) -> None:
     buffer = resources.buffer("queue", item, batch_size, 600, num_writers=2)
     sizes = [(8, 400, None, False), (3, 300, None, True)]
     writers = [resources.process(processes.write, buffer, *arguments) for arguments in sizes]
-    ranks = [writer.hear()[0] for writer in writers]
+    ranks = [writer.read_line()[0] for writer in writers]
     assert sorted(ranks) == [0, 1]
-    seen = sample_until(buffer, lambda: all(writer.popen.poll() == 0 for writer in writers))
+    seen = sample_batches_until(buffer, lambda: all(writer.popen.poll() == 0 for writer in writers))
     expected = set()
     for rank, (num_envs, steps, _, _) in zip(ranks, sizes):
         expected |= expected_ids(item, rank, 0, num_envs, steps)
     stats = buffer.stats()
     assert len(seen) == len(set(seen))
     assert set(seen) <= expected
-    assert len(expected) - len(seen) == stats["items"] < (batch_size or 11)  # the rest makes no batch
+    assert len(expected) - len(seen) == stats["items"] < (batch_size or 11)  # the rest is less than a batch
     assert stats["evicted"] == stats["evicted_unsampled"] == 0
     assert stats["added"] == len(expected)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_a_writer_that_stands_still_keeps_its_items(resources: Resources, kind: str) -> None:
+def test_idle_writer_keeps_its_items(resources: Resources, kind: str) -> None:
     buffer = resources.buffer(kind, Transition(1), 64, 200, num_writers=2, max_envs=4)
     for _ in (0, 1):
         buffer.claim_rank(4)
     for arguments in steps_of(0, 4, 20):
         buffer.add(*arguments)
-    for arguments in steps_of(1, 4, 2000):  # round and round, beyond the room for entries of both
+    for arguments in steps_of(1, 4, 2000):  # the ring wraps many times
         buffer.add(*arguments)
         assert_whole(buffer.sample(), Transition(1))
     seen = {first for _ in range(100) for first in assert_whole(buffer.sample(), Transition(1)).tolist()}
@@ -136,7 +136,7 @@ def test_a_writer_that_stands_still_keeps_its_items(resources: Resources, kind: 
     assert expected_ids(Transition(1), 0, 0, 4, 20) <= seen
 
 
-def test_what_is_overwritten_while_it_is_copied_is_drawn_again(resources: Resources) -> None:
+def test_items_overwritten_during_a_copy_are_drawn_again(resources: Resources) -> None:
     buffer = resources.buffer("uniform", Transition(1), 64, 200)
     buffer.claim_rank(4)
     more = steps_of(0, 4, 10**6)
@@ -162,7 +162,7 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(resources: Resour
 def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = resources.buffer("uniform", Transition(1), 8, 1000, num_writers=3)
     writers = [resources.process(processes.claim, buffer) for _ in range(3)]
-    claimed = [writer.hear() for writer in writers]
+    claimed = [writer.read_line() for writer in writers]
     assert sorted(claimed) == [[0, 0], [1, 0], [2, 0]]
     with pytest.raises(UsageError, match="num_writers=3, and all ranks are taken"):
         buffer.claim_rank(2)
@@ -171,23 +171,23 @@ def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: p
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", 0.05)
     with pytest.raises(UsageError, match="and is still running"):
         buffer.claim_rank(2, rank=1)
-    os.kill(writers[1].popen.pid, signal.SIGKILL)  # not waited for: a zombie holds no rank
+    os.kill(writers[1].popen.pid, signal.SIGKILL)  # it stays a zombie, which holds no rank
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 
 
-def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(resources: Resources) -> None:
+def test_items_of_a_killed_writer_stay_and_its_rank_can_be_claimed(resources: Resources) -> None:
     item = Sequence(6)
     buffer = resources.buffer("uniform", item, 32, 100_000)
     first = resources.process(processes.write_until_stopped, buffer, 4)
-    assert first.hear() == [0, 0]
-    sample_until(buffer, lambda: buffer.stats()["steps"] > 800)
+    assert first.read_line() == [0, 0]
+    sample_batches_until(buffer, lambda: buffer.stats()["steps"] > 800)
     first.kill()
     before = buffer.stats()["items"]
     assert before > 100
     second = resources.process(processes.write, buffer, 4, 50)
-    assert second.hear() == [0, 1]
-    assert second.hear() == "done"
+    assert second.read_line() == [0, 1]
+    assert second.read_line() == "done"
     assert buffer.size == before + len(expected_ids(item, 0, 1, 4, 50))
     seen = {first for _ in range(buffer.size) for first in assert_whole(buffer.sample(), item).tolist()}
     assert expected_ids(item, 0, 1, 4, 50) <= seen
@@ -195,12 +195,13 @@ def test_a_killed_writers_items_stay_and_its_rank_is_taken_again(resources: Reso
 
 
 @pytest.mark.parametrize("kind", [pytest.param("uniform", marks=pytest.mark.system), "queue"])
-def test_a_stopped_writer_stalls_nobody(resources: Resources, kind: str) -> None:
+def test_stopped_writer_does_not_block_sampling(resources: Resources, kind: str) -> None:
     buffer = resources.buffer(kind, Transition(1), 64, 400, num_writers=2)
     stopped, other = (resources.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
-    assert sorted([stopped.hear(), other.hear()]) == [[0, 0], [1, 0]]
+    assert sorted([stopped.read_line(), other.read_line()]) == [[0, 0], [1, 0]]
 
-    def sample_for(steps: int) -> int:  # until the writers have taken so many more; not until the queue is empty
+    # Until the writers have taken so many more steps; the queue may still hold items.
+    def sample_for(steps: int) -> int:
         target, seen, deadline = buffer.stats()["steps"] + steps, 0, time.monotonic() + DEADLINE
         while buffer.stats()["steps"] < target:
             batch = buffer.wait_for_batch(0.1)
@@ -214,22 +215,22 @@ def test_a_stopped_writer_stalls_nobody(resources: Resources, kind: str) -> None
     os.kill(stopped.popen.pid, signal.SIGCONT)
 
 
-def test_a_full_queue_holds_its_writers_back_until_something_is_sampled(resources: Resources) -> None:
+def test_full_queue_blocks_its_writer_until_items_are_sampled(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None  # this process is the sampler
     writer = resources.process(processes.write, buffer, 1, 2000)
-    writer.hear()
+    writer.read_line()
     header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.IS_WAITING] == 1)
     assert 90 <= buffer.size == buffer.stats()["added"] < 200
-    seen = sample_until(buffer, lambda: writer.popen.poll() is not None)
-    assert writer.hear() == "done"
+    seen = sample_batches_until(buffer, lambda: writer.popen.poll() is not None)
+    assert writer.read_line() == "done"
     in_order = sorted(expected_ids(Transition(1), 0, 0, 1, 2000))
     assert seen == in_order[: len(seen)]
     assert len(in_order) - len(seen) < 10
 
 
-def test_the_first_batch_of_an_item_per_environment_waits_for_all_writers(resources: Resources) -> None:
+def test_first_batch_of_one_item_per_environment_waits_for_all_writers(resources: Resources) -> None:
     buffer = resources.buffer("queue", Sequence(3), None, 100, num_writers=2)
     buffer.claim_rank(4)
     for arguments in steps_of(0, 4, 3):
@@ -244,12 +245,12 @@ def test_the_first_batch_of_an_item_per_environment_waits_for_all_writers(resour
     assert sorted(batch.keys[:, 0].tolist()) == [0, 0, 0, 0, 1, 1]
 
 
-def test_what_a_queue_forgets_makes_room_for_its_writer(resources: Resources) -> None:
+def test_dropped_items_of_a_queue_make_room_for_its_writer(resources: Resources) -> None:
     buffer = resources.buffer("queue", Sequence(2), 100, 200, max_staleness=0, timeout=DEADLINE)
     assert buffer.sample() is None  # this process is the sampler
     writer = resources.process(processes.write, buffer, 4, 1000)
-    writer.hear()
-    buffer.forget_before(10**9)  # newer than all that will come
+    writer.read_line()
+    buffer.forget_before(10**9)  # newer than all later versions
     deadline = time.monotonic() + DEADLINE
     while writer.popen.poll() is None:
         assert buffer.wait_for_batch(0.1) is None
@@ -258,16 +259,16 @@ def test_what_a_queue_forgets_makes_room_for_its_writer(resources: Resources) ->
     assert stats["added"] == 2000 == stats["evicted_unsampled"] + stats["items"]
 
 
-def test_a_writer_that_waits_can_be_told_to_stop(resources: Resources) -> None:
+def test_end_waits_stops_a_waiting_writer(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None
-    told = resources.process(processes.write_until_told, buffer, 1).hear()
-    assert told.startswith(
+    message = resources.process(processes.write_until_end_waits, buffer, 1).read_line()
+    assert message.startswith(
         "Writer 0 of the replay buffer was stopped while it waited for the sampler to sample the oldest"
     )
 
 
-def test_a_writer_says_what_it_waited_for(resources: Resources) -> None:
+def test_timeout_error_of_a_writer_names_the_sampler(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=0.3)
     assert buffer.sample() is None
     code, text = resources.process(processes.write, buffer, 1, 2000).end()
@@ -277,48 +278,48 @@ def test_a_writer_says_what_it_waited_for(resources: Resources) -> None:
     assert issubclass(WriterTimeoutError, TimeoutError)
 
 
-def test_samples_per_insert_paces_writers(resources: Resources) -> None:
+def test_samples_per_insert_limits_writers(resources: Resources) -> None:
     buffer = resources.buffer("uniform", Transition(1), 16, 5000, min_size=20, samples_per_insert=2.0)
     assert buffer.sample() is None
     writer = resources.process(processes.write, buffer, 4, 1000)
-    writer.hear()
+    writer.read_line()
     expected = len(expected_ids(Transition(1), 0, 0, 4, 1000))
     sampled, deadline = 0, time.monotonic() + DEADLINE
-    while sampled < 2 * (expected - 20) - 2 * 16:  # or the writer would still wait
+    while sampled < 2 * (expected - 20) - 2 * 16:  # otherwise the writer would still wait
         added = buffer.stats()["added"]
-        assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # two batches ahead, and the step that goes on
+        assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # two batches ahead, plus the step that is being added
         batch = buffer.wait_for_batch(1.0)
         sampled += 0 if batch is None else 16
         assert time.monotonic() < deadline
         assert sampled <= 2 * (buffer.stats()["added"] - 20) + 16
-    assert writer.hear() == "done"
+    assert writer.read_line() == "done"
 
 
 def test_close_ends_the_waits_of_writers_and_datasets(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10_000, 20_000, timeout=600.0)
     reader = resources.process(processes.read_dataset, buffer)
-    assert reader.hear() == "reads"
+    assert reader.read_line() == "reads"
     writer = resources.process(processes.write_until_stopped, buffer, 1)
-    writer.hear()
+    writer.read_line()
     control = buffer._view().memory.control
-    wait_until(lambda: control[block.SAMPLED] > 0)  # both are at it
+    wait_until(lambda: control[block.SAMPLED] > 0)  # both have begun
     began = time.monotonic()
     buffer.close()
-    assert writer.hear() == "stopped"
-    assert reader.hear() == "ended"
-    assert time.monotonic() - began < DEADLINE  # not the timeout
+    assert writer.read_line() == "stopped"
+    assert reader.read_line() == "ended"
+    assert time.monotonic() - began < DEADLINE  # not after the timeout
 
 
-def test_a_queue_goes_on_where_a_dead_sampler_stopped(resources: Resources) -> None:
+def test_new_sampler_continues_a_queue_after_the_old_sampler_died(resources: Resources) -> None:
     item = Transition(2)
     buffer = resources.buffer("queue", item, 50, 2000, num_writers=2)
-    # With ranks: the second one may start when the first has ended, and would be given its rank.
+    # With ranks: if the first writer has ended, the second one would get its rank.
     writers = [resources.process(processes.write, buffer, 5, 100, rank) for rank in range(2)]
-    ranks = [writer.hear()[0] for writer in writers]
-    assert [writer.hear() for writer in writers] == ["done", "done"]
+    ranks = [writer.read_line()[0] for writer in writers]
+    assert [writer.read_line() for writer in writers] == ["done", "done"]
     first = resources.process(processes.sample, buffer, 3)
-    seen = [x for _ in range(3) for x in first.hear()]
-    first.hear()
+    seen = [x for _ in range(3) for x in first.read_line()]
+    first.read_line()
     expected = expected_ids(item, ranks[0], 0, 5, 100) | expected_ids(item, ranks[1], 0, 5, 100)
     assert buffer.size == len(expected) - 150
     assert buffer.stats()["sampled"] == 150
@@ -332,7 +333,7 @@ def test_a_queue_goes_on_where_a_dead_sampler_stopped(resources: Resources) -> N
     assert buffer.stats()["evicted"] == 0
 
 
-def test_others_read_a_prioritized_buffer_uniformly(resources: Resources) -> None:
+def test_other_processes_read_a_prioritized_buffer_uniformly(resources: Resources) -> None:
     buffer = resources.buffer("prioritized", Transition(1), 500, 2000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 50):
@@ -341,12 +342,12 @@ def test_others_read_a_prioritized_buffer_uniformly(resources: Resources) -> Non
     buffer.update_priorities(batch.keys, np.where(batch.keys[:, 2] == batch.keys[0, 2], 1.0, 0.0))
     assert set(buffer.sample().keys[:, 2]) == {batch.keys[0, 2]}
     reader = resources.process(processes.sample, buffer, 1)
-    seen = set(reader.hear())
+    seen = set(reader.read_line())
     assert len(seen) > 0.9 * buffer.size
-    assert reader.hear()[0] == pytest.approx(1 / buffer.size)
+    assert reader.read_line()[0] == pytest.approx(1 / buffer.size)
 
 
-def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(resources: Resources, tmp_path: Path) -> None:
+def test_copy_opens_the_buffer_while_its_creator_is_alive(resources: Resources, tmp_path: Path) -> None:
     import cloudpickle
 
     buffer = resources.buffer("uniform", Transition(1), 8, 1000)
@@ -365,9 +366,9 @@ def test_a_copy_finds_the_buffer_as_long_as_its_maker_lives(resources: Resources
         gone.claim_rank(2)
 
 
-def test_nothing_is_left_of_a_maker_that_crashed(resources: Resources) -> None:
+def test_crashed_creator_leaves_no_memory_behind(resources: Resources) -> None:
     creator = resources.process(processes.make, None)
-    text = bytes.fromhex(creator.hear())
+    text = bytes.fromhex(creator.read_line())
     buffer = pickle.loads(text)
     buffer.claim_rank(1)
     steps = steps_of(0, 1, 10**6)
@@ -376,7 +377,7 @@ def test_nothing_is_left_of_a_maker_that_crashed(resources: Resources) -> None:
     assert inode in memories()
     creator.kill()
     with pytest.raises(BufferGoneError, match=f"Process {creator.popen.pid}, which created"):
-        while True:  # what is mapped stays, but who waits learns that nobody will come
+        while True:  # mapped memory stays, but a waiting writer gets an error
             buffer.add(*next(steps))
     with pytest.raises(BufferGoneError, match="Start the program again"):
         plan = buffer._plan
@@ -387,24 +388,26 @@ def test_nothing_is_left_of_a_maker_that_crashed(resources: Resources) -> None:
 
 
 def memories() -> set[int]:
-    """The inodes of all replay buffers' memory that a process holds, and what of it has a name."""
+    """Return the inodes of all replay buffers' memory that a process holds, or that has a name."""
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # it ended
+        with contextlib.suppress(OSError):  # the process has exited
             if os.readlink(path).startswith("/memfd:rlframe-replay"):
                 found.add(path.stat().st_ino)
     named = [path.stat().st_ino for path in Path("/dev/shm").glob("*rlframe*")]
     return found.union(named)
 
 
-def test_more_environments_than_were_planned_for_are_refused(resources: Resources) -> None:
+def test_writer_with_more_than_max_envs_environments_is_refused(resources: Resources) -> None:
     buffer = resources.buffer("uniform", Transition(1), 8, 1000, max_envs=10)
     with pytest.raises(UsageError, match="larger max_envs"):
         buffer.claim_rank(11)
     assert buffer.claim_rank(10)[0] == 0
 
 
-def test_more_memory_than_there_is_is_refused(resources: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_capacity_beyond_the_available_memory_is_refused(
+    resources: Resources, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tree_store, "available_memory", lambda: 1_000_000)
     with pytest.raises(UsageError, match=r"A capacity of \d+ steps would fit"):
         resources.buffer("uniform", Transition(1), 8, 100_000)
@@ -413,7 +416,7 @@ def test_more_memory_than_there_is_is_refused(resources: Resources, monkeypatch:
         buffer.claim_rank(1000)
 
 
-def test_a_dataset_wakes_with_what_a_writer_adds(resources: Resources) -> None:
+def test_dataset_wakes_when_a_writer_adds(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 20, 2000, timeout=DEADLINE)
     with buffer.make_dataset(timeout=DEADLINE) as dataset:
         writer = resources.process(processes.write, buffer, 4, 300)
@@ -421,4 +424,4 @@ def test_a_dataset_wakes_with_what_a_writer_adds(resources: Resources) -> None:
         seen = [first for _ in range(len(expected) // 20) for first in assert_whole(next(dataset), Transition(1))]
         assert len(seen) == len(set(seen))
         assert set(seen) <= expected
-        assert [writer.hear(), writer.hear()] == [[0, 0], "done"]
+        assert [writer.read_line(), writer.read_line()] == [[0, 0], "done"]

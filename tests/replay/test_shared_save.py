@@ -1,4 +1,4 @@
-"""A shared replay buffer that was saved goes on with the same items, priorities and draws."""
+"""A restored shared replay buffer has the same items, priorities and draws as the saved buffer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.testing.streams import StepStream, fake_agent
 from rlframe.types import Sequence, Transition
 from tests.replay import processes
 from tests.replay.processes import assert_whole, expected_ids
-from tests.replay.test_shared_memory import Resources, resources, sample_until, steps_of
+from tests.replay.test_shared_memory import Resources, resources, sample_batches_until, steps_of
 
 __all__ = ["resources"]
 
@@ -56,9 +56,7 @@ def assert_same_batches(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("kind", ["uniform", "prioritized", "queue"])
 @pytest.mark.parametrize("item", [Transition(3), Sequence(4, 2)], ids=str)
 @pytest.mark.parametrize("steps", [7, 90])
-def test_a_restored_buffer_draws_the_very_same_batches(
-    tmp_path: Path, make: Any, kind: str, item: Any, steps: int
-) -> None:
+def test_restored_buffer_draws_the_same_batches(tmp_path: Path, make: Any, kind: str, item: Any, steps: int) -> None:
     saved, streams = make(kind, item, 6, 240, seed=3), [StepStream(4, 0), StepStream(3, 1)]
     for stream in streams:
         saved.claim_rank(stream.num_envs)
@@ -67,13 +65,13 @@ def test_a_restored_buffer_draws_the_very_same_batches(
     saved.save(tmp_path / "replay")
     restored = make(kind, item, 6, 240, seed=99)
     assert restored.claim_rank() == (0, 0)
-    restored.open_segment(0, 4)  # an actor may be there before the learner restores
+    restored.open_segment(0, 4)  # an actor may start before the learner restores
     restored.restore(tmp_path / "replay")
     assert restored.claim_rank(3, rank=1) == (1, 1)
     want, got = saved.stats(), restored.stats()
     assert {**want, "bytes": 0} == {**got, "bytes": 0}
     assert_same_batches(saved, restored)
-    # Writers begin new fragments after a restore: so let those of the saved one do.
+    # Writers begin new fragments after a restore. The saved buffer's writers must do the same.
     for stream in streams:
         saved.claim_rank(stream.num_envs, rank=stream.rank)
     before = restored.stats()["added"]
@@ -84,13 +82,13 @@ def test_a_restored_buffer_draws_the_very_same_batches(
 
 
 @pytest.mark.system
-def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, resources: Resources) -> None:
+def test_buffer_is_saved_while_its_writers_continue(tmp_path: Path, resources: Resources) -> None:
     item = Sequence(5)
     buffer = resources.buffer("prioritized", item, 64, 30_000, num_writers=2)
     writers = [resources.process(processes.write_until_stopped, buffer, 6) for _ in range(2)]
     for writer in writers:
-        writer.hear()
-    sample_until(buffer, lambda: buffer.stats()["steps"] > 40_000)
+        writer.read_line()
+    sample_batches_until(buffer, lambda: buffer.stats()["steps"] > 40_000)
     for _ in range(5):
         buffer.save(tmp_path / "replay")
         restored = resources.buffer("prioritized", item, 64, 30_000, num_writers=2)
@@ -101,7 +99,7 @@ def test_a_buffer_is_saved_while_its_writers_go_on(tmp_path: Path, resources: Re
     assert [writer.popen.poll() for writer in writers] == [None, None]
 
 
-def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path: Path, resources: Resources) -> None:
+def test_restarted_learner_keeps_its_items_and_restores_their_priorities(tmp_path: Path, resources: Resources) -> None:
     buffer = resources.buffer("prioritized", Transition(1), 64, 1000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 20):
@@ -124,14 +122,14 @@ def test_a_restarted_learner_finds_its_items_and_gets_their_priorities(tmp_path:
     assert len(set(priorities)) > 3
 
 
-def test_a_learner_that_dies_twice_may_read_the_file_of_the_run_before_again(tmp_path: Path, make: Any) -> None:
+def test_learner_that_dies_twice_can_restore_the_previous_runs_file_again(tmp_path: Path, make: Any) -> None:
     saved, stream = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 10)
     keys = saved.sample().keys
     saved.update_priorities(keys, np.full(6, 50.0))
     saved.save(tmp_path / "replay")
-    buffer = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0)  # of a run that goes on
+    buffer = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0)  # the buffer of a resumed run
     buffer.claim_rank(4)
     buffer.restore(tmp_path / "replay")
     feed([buffer], [stream], 2)
@@ -139,12 +137,12 @@ def test_a_learner_that_dies_twice_may_read_the_file_of_the_run_before_again(tmp
         keys = np.concatenate([keys, buffer.sample().keys])
     size = buffer.size
     buffer.update_priorities(keys, np.ones(len(keys)))
-    buffer.restore(tmp_path / "replay")  # its learner died before it saved
+    buffer.restore(tmp_path / "replay")  # its learner died before the first save
     assert buffer.size == size > saved.size
     assert buffer.sample().probabilities.max() > 5 / size
 
 
-def test_a_buffer_in_use_is_not_overwritten(tmp_path: Path, make: Any) -> None:
+def test_restore_into_a_buffer_in_use_is_refused(tmp_path: Path, make: Any) -> None:
     saved, stream = make("uniform", Transition(1), 6, 240), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 30)
@@ -174,7 +172,7 @@ def test_files_of_other_buffers_are_refused(tmp_path: Path, make: Any) -> None:
         make("uniform", Transition(1), 6, 250).restore(tmp_path / "shared")
 
 
-def test_a_damaged_file_changes_nothing(tmp_path: Path, make: Any) -> None:
+def test_damaged_file_leaves_the_buffer_unchanged(tmp_path: Path, make: Any) -> None:
     saved, stream, path = make("uniform", Transition(1), 6, 240), StepStream(4), tmp_path / "replay"
     saved.claim_rank(4)
     feed([saved], [stream], 30)
@@ -182,8 +180,8 @@ def test_a_damaged_file_changes_nothing(tmp_path: Path, make: Any) -> None:
     good = path.read_bytes()
     buffer = make("uniform", Transition(1), 6, 240)
     buffer.claim_rank(4)
-    for place in range(0, len(good), len(good) // 15):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    for position in range(0, len(good), len(good) // 15):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
         with pytest.raises(CheckpointError, match="replay"):
             buffer.restore(path)
         assert buffer.size == 0

@@ -1,4 +1,4 @@
-"""The vectorized sum tree against cumulative sums."""
+"""The vectorized sum tree, compared with cumulative sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlframe.replay.sum_tree import SumTree
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 300, 9000, 200_000])
-def test_leaves_are_drawn_in_proportion(size: int) -> None:
+def test_leaves_are_drawn_in_proportion_to_their_values(size: int) -> None:
     rng = np.random.default_rng(0)
     tree = SumTree(size)
     values = rng.random(size) * (rng.random(size) < 0.5)
@@ -17,7 +17,7 @@ def test_leaves_are_drawn_in_proportion(size: int) -> None:
     tree.set(slice(0, size), values)
     indices, probabilities = tree.draw(200, rng)
     np.testing.assert_allclose(probabilities, tree.leaves[indices] / tree.leaves.sum(), rtol=1e-6)
-    # Stratified: the draw number i lies in the i-th part of the total.
+    # The draws are stratified: draw i is in the i-th part of the total.
     running = np.cumsum(tree.leaves) / tree.leaves.sum()
     low, high = running[indices] - tree.leaves[indices] / tree.leaves.sum(), running[indices]
     strata = np.arange(200) / 200
@@ -25,7 +25,7 @@ def test_leaves_are_drawn_in_proportion(size: int) -> None:
     assert (high >= strata - 1e-9).all()
 
 
-def test_sums_follow_ranges_and_single_leaves() -> None:
+def test_sums_are_correct_after_changes_of_ranges_and_single_leaves() -> None:
     rng, tree = np.random.default_rng(1), SumTree(200_000)
     for step in range(60):
         if step % 2:
@@ -39,7 +39,7 @@ def test_sums_follow_ranges_and_single_leaves() -> None:
             assert tree.levels[-1].sum() == pytest.approx(tree.leaves.sum(), rel=1e-12)
 
 
-def test_an_empty_leaf_is_never_drawn() -> None:
+def test_empty_leaf_is_never_drawn() -> None:
     rng, tree = np.random.default_rng(2), SumTree(1000)
     tree.set(np.array([3, 500, 999]), np.array([1e-12, 1.0, 1e12]))
     for _ in range(50):

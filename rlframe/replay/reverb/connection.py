@@ -285,7 +285,7 @@ class SamplerPool:
     def __init__(self, samplers: list[Any], ahead: int) -> None:
         self._samplers, self._ahead = samplers, ahead
         self._drawn: collections.deque[list[np.ndarray]] = collections.deque()
-        self._wanted = ahead  # draws that the reader waits for; if it does not wait, the limit of stored draws
+        self._wanted = ahead  # number of stored draws at which a thread wakes the reader
         self._changed = threading.Condition()
         self._failure: RuntimeError | None = None
         self._threads = [

@@ -64,7 +64,7 @@ class StepSender:
         self._held_back_reason = ""  # why the service makes the writer wait
         self._error: BaseException | None = None
         self._is_stopped = self._closed = False
-        threading.Thread(target=self._run, name="rlframe replay outbox", daemon=True).start()
+        threading.Thread(target=self._run, name="rlframe replay sender", daemon=True).start()
 
     def put(self, env_ids: np.ndarray, step: Step) -> None:
         """Add a step.

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepStack(NamedTuple):
-    """K consecutive steps of the same environments. Each step begins at the timestep where the one before ended."""
+    """K consecutive steps of the same environments. Each step begins where the previous step ended."""
 
     env_ids: np.ndarray  # [B] int64
     timesteps: TimeStep  # [K + 1, B, ...]

@@ -1,6 +1,6 @@
 """A replay buffer in memory that the processes of one machine share. Users call `buffer.py: SharedMemReplayBuffer`.
 
-Example: two actors add, and a learner samples. None of them takes a lock:
+Example: two actors add, and a learner samples. They take no locks:
 
     replay = SharedMemReplayBuffer(agent, num_writers=2, max_envs=8)   # a pickle contains only the memory's name
     replay.add(env_ids, step)                   # in an actor

@@ -1,7 +1,7 @@
 """The memory of a shared replay buffer. It is anonymous: processes open it through the process that created it.
 
     control     counters and flags of the whole buffer
-    headers     for each writer's segment: its cursors, the claim of its rank, and what was sampled from it
+    headers     for each writer's segment: its cursors, the claim of its rank, and the sampler's position in it
     logs        for each segment: the items that it completed, in order
     arrays      the data of each timestep: [num_writers * rows, ...], so that one gather reads from all segments
 

@@ -47,7 +47,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
-        num_writers: number of actors. Each keeps the newest `capacity / num_writers` timesteps of its own environments.
+        num_writers: number of actors. Each keeps the newest `capacity / num_writers` timesteps of its environments.
         seed: determines the draws.
         max_envs: the most environments of one writer. A high value costs address space, but no memory.
         timeout: seconds that `add` waits at most.

@@ -1,6 +1,6 @@
 """The sampling side of a shared replay buffer, in one process.
 
-One process is the sampler: its table determines what is drawn next, and writers wait for its counters. Other processes
+One process is the sampler: its table determines the next draws, and writers wait for its counters. Other processes
 may read uniformly, without any effect on the writers or the sampler.
 """
 

@@ -61,7 +61,7 @@ class SegmentWriters:
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
         self._pid = this_process().pid
         self._is_creator = plan.name.creator == this_process()
-        self._incarnations: dict[int, int] = {}  # of the ranks that this process claimed
+        self._incarnations: dict[int, int] = {}  # rank -> incarnation, for the claims of this process
         self._segments: dict[int, SegmentWriter] = {}
         self._writers = Writers[WriterFragments]()
         self._stopped_ranks: set[int] = set()  # see `end_waits`
