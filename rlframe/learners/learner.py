@@ -254,8 +254,7 @@ class Learner:
         self._replay.close_dataset()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters, logs of the last checked update, counters of the replay, and whether `run` has `finished`.
-        """
+        """Return counters, logs of the last checked update, the replay's counters, and whether `run` has `finished`."""
         replay = {f"replay_{name}": value for name, value in self._replay.stats().items()}
         counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
         return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}
@@ -282,8 +281,7 @@ class Learner:
         return self._publication.reader()
 
     def save_soon(self) -> None:
-        """Start a thread that saves as `run()` does, with the replay. `run()` raises its errors. May be called again.
-        """
+        """Start a thread that saves as `run()` does, with the replay. `run()` raises its errors."""
         if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
         self.saver.save_soon()

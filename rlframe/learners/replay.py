@@ -46,8 +46,8 @@ class LearnerReplay:
         target = handles.resolve(given, "replay buffer", stop=stop)
         if isinstance(target, handles.Remote):
             raise UsageError(
-                "A Learner cannot sample from a replay buffer on another node, because that node would copy every batch. "
-                "Use a buffer in shared memory, or Reverb."
+                "A Learner cannot sample from a replay buffer on another node, because that node would copy every "
+                "batch. Use a buffer in shared memory, or Reverb."
             )
         self.buffer = as_replay_buffer(target, lambda: agent)
         self._is_own = self.buffer is not target
@@ -124,7 +124,7 @@ class LearnerReplay:
     def _method(self, name: str, reason: str) -> Callable[..., Any]:
         if not hasattr(self.buffer, name):
             kind = type(self.buffer).__name__
-            raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {name}(). {why}.")
+            raise UsageError(f"The replay buffer of this Learner, a {kind}, needs {name}(). {reason}.")
         return getattr(self.buffer, name)
 
     # --- calls from other threads
@@ -135,12 +135,12 @@ class LearnerReplay:
             return {}
         thread = self._stats_thread
         if not thread.is_alive():
-            thread = self._stats_thread = threading.Thread(target=self._update_stats, name="rlframe replay", daemon=True)
+            thread = self._stats_thread = threading.Thread(target=self._fetch_stats, name="rlframe replay", daemon=True)
             thread.start()
         thread.join(_PATIENCE)
         return self._stats
 
-    def _update_stats(self) -> None:
+    def _fetch_stats(self) -> None:
         with contextlib.suppress(RlframeError):  # for example, the server is gone
             self._stats = self._full.stats() if self._full is not None else {}
 
