@@ -288,7 +288,7 @@ class Actor:
             )
 
     def _run_until(self, env_steps: float, until: float) -> bool:
-        """Step until `env_steps` or the time `until`. Return True if the Actor was waiting for parameters."""
+        """Step until `env_steps` were taken or until the time `until`. Return True if the Actor was waiting then."""
         has_end = env_steps < math.inf or until < math.inf
         while not self._stop.is_set():
             if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):

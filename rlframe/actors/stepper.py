@@ -165,13 +165,13 @@ class AsyncStepper(PoolStepper):
         with self._stepping:
             self.env.send(indices, output.action)
         self._running += len(indices)
-        request_and_output = (request.timestep, output._replace(params_version=None), request.state)
+        last_requests = (request.timestep, output._replace(params_version=None), request.state)
         if self._last_requests is None:
             rows = len(self._env_ids)
             self._last_requests = jax.tree.map(
-                lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), request_and_output
+                lambda leaf: np.zeros((rows, *leaf.shape[1:]), leaf.dtype), last_requests
             )
-        _write(self._last_requests, indices, request_and_output)
+        _write(self._last_requests, indices, last_requests)
         self._versions[indices], self._has_action[indices] = output.params_version, True
         if self._is_recurrent:
             _write(self._state, indices, next_state)

@@ -254,7 +254,7 @@ class Learner:
         self._replay.close_dataset()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters of learner and replay, logs of the last checked update, and whether `run` has `finished`."""
+        """Return counters, logs of the last checked update, the replay's counters, and whether `run` has `finished`."""
         replay = {f"replay_{name}": value for name, value in self._replay.stats().items()}
         counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
         return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}

@@ -135,14 +135,12 @@ class LearnerReplay:
             return {}
         thread = self._stats_thread
         if not thread.is_alive():
-            thread = self._stats_thread = threading.Thread(
-                target=self._update_stats, name="rlframe replay", daemon=True
-            )
+            thread = self._stats_thread = threading.Thread(target=self._fetch_stats, name="rlframe replay", daemon=True)
             thread.start()
         thread.join(_PATIENCE)
         return self._stats
 
-    def _update_stats(self) -> None:
+    def _fetch_stats(self) -> None:
         with contextlib.suppress(RlframeError):  # for example, the server is gone
             self._stats = self._full.stats() if self._full is not None else {}
 

@@ -107,9 +107,9 @@ def check_is_batch(*given: Any) -> None:
         return
     names = ", ".join(type(each).__name__ for each in given)
     raise UsageError(
-        f"Learner.step expects one argument, a Batch from replay_buffer.sample() or None; got ({names}). The Learner "
-        "holds its parameters and state itself, so call learner.step(batch). The pure function with parameters and "
-        "state is agent.learner_step(params, learner_state, batch)."
+        f"Learner.step expects one argument, a Batch from replay_buffer.sample() or None; got ({names}). "
+        "The Learner holds its parameters and state itself, so call learner.step(batch). The pure function with "
+        "parameters and state is agent.learner_step(params, learner_state, batch)."
     )
 
 

@@ -72,7 +72,8 @@ class VersionCounter:
             except (ValueError, KeyError, TypeError, OSError) as error:
                 raise CheckpointError(
                     f'{self._path} is damaged: {type(error).__name__}: {error}. It must hold {{"reserved": N}}, where '
-                    "N is at least the newest published version of the parameters (params_version in the run's logs)."
+                    "N is at least the newest version of the parameters that was published (params_version in the "
+                    "run's logs)."
                 ) from error
             # Equal after a clean stop. Otherwise every value up to the reserved one may have been used.
             self.value = value if value == self._reserved else max(value, self._reserved) + 1
