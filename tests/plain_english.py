@@ -26,12 +26,12 @@ PHRASE = re.compile(
     r"\b(who(ever)? (has|is|calls|asks|gives|writes|reads|was|would|knows|needs|makes|holds|waits|comes|sends|looks"
     r"|says|wants|does)|that (is|are) (to|told)|is told (that|to|by|of|what)|as it is|of (its|their|one's) own"
     r"|none of (it|them|these)|in the place of|(is|are) to be|that was given|the one (before|after|in question)|of who"
-    r"|what (it|they|is|was|comes|came|goes|there is)|goes on|go on|came to|is it|nor|be it|by hand|anew|meanwhile"
+    r"|what (it|they|is|was|comes|came|goes|there is)|goes on|go on|came to|is it|be it|by hand|anew|meanwhile"
     r"|has (the|a|an|its|it) \w+ (be|go|come|begin|end|wait|start|stop)|thereof|whichever|whatever)\b",
     re.IGNORECASE,
 )
 TEST_NAME = re.compile(
-    r"test_(what|who|whoever|whatever|whose|nobody|of|that_which)_|_(whoever|whatever|nobody|nor|anew)(_|$)"
+    r"test_(what|who|whoever|whatever|whose|nobody|of|that_which)_|_(whoever|whatever|nobody|anew)(_|$)"
 )
 BRITISH = re.compile(
     r"(normal|optim|priorit|vector|recogn|general|initial|serial|minim|maxim|quant|organ|synchron|summar)"

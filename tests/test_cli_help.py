@@ -38,7 +38,7 @@ class Options:
 
 HELP = """usage: command [OPTIONS] NAME
 
-What it does.
+Run the command.
 
 Arguments:
   NAME                        Name of the run.
@@ -61,11 +61,11 @@ def shown(capsys, *arguments):
 
 
 def test_help_has_one_line_per_option_with_its_comment_and_default():
-    assert format_help(list(option_fields(Options)), "command", "What it does.", 100) == HELP
+    assert format_help(list(option_fields(Options)), "command", "Run the command.", 100) == HELP
 
 
 def test_a_text_is_wrapped_at_the_width_of_the_terminal():
-    lines = format_help(list(option_fields(Options)), "command", "What it does.", 60).splitlines()
+    lines = format_help(list(option_fields(Options)), "command", "Run the command.", 60).splitlines()
     assert lines[8:10] == [
         "  --steps INT                 Steps of the run, whose",
         " " * 30 + "comment has two lines. [5]",

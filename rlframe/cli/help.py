@@ -200,7 +200,7 @@ def format_help(
     Args:
         fields: every option that is shown.
         prog: name of the command.
-        description: what it does.
+        description: first lines of the help.
         width: columns of the terminal.
         groups: title -> names of options, for commands with many. Options in none of them are in the last group that
             names "*". The shortest group comes first.

@@ -16,7 +16,7 @@ from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 
-def test_of_returns_options_only_for_a_matching_class():
+def test_options_are_returned_only_for_a_matching_class():
     experiment = make_experiment("ppo", "CartPole-v1", frame_stack=2)
     assert EnvOptions.of(experiment).frame_stack == 2
     with pytest.raises(AssertionError, match="The options of single_process are not a HeavyEnv"):
