@@ -202,8 +202,7 @@ def format_help(
         prog: name of the command.
         description: first lines of the help.
         width: columns of the terminal.
-        groups: title -> names of options, for commands with many. Options in none of them are in the last group that
-            names "*". The shortest group comes first.
+        groups: title -> names of options. The group with "*" takes all other options. The shortest group comes first.
         last: a line after all options.
     """
     positional = [field for field in fields if field.is_positional]
