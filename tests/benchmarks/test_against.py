@@ -45,7 +45,7 @@ def test_new_code_is_compared_with_the_old_code_before_and_after_it():
 
 def test_ratio_is_inverted_if_lower_is_better():
     figure = Figure((Turn(old=10.0, new=20.0, again=10.0),), higher_is_better=False)
-    assert figure.ratio.median == 0.5
+    assert figure.ratio.middle == 0.5
     assert figure.is_worse
 
 
