@@ -259,9 +259,7 @@ class Coordinator:
         if self._thread is None:
             raise UsageError("The job has not been submitted, so it cannot be changed.")
         if is_over(self._job.state):
-            raise UsageError(
-                f"The job is over: {self._job.state.value} ({self._job.reason}). It accepts no more commands."
-            )
+            raise UsageError(f"The job is over: {self._job.state.value} ({self._job.reason}). It takes no commands.")
         if self._job.ending is not None:
             raise UsageError(f"The job is ending and cannot be changed any more. {self._job.reason}".rstrip())
         self._request(event)

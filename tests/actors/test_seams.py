@@ -142,7 +142,7 @@ def test_on_policy_actor_rejects_inferencer_without_wait_for_version():
 
 
 def test_evaluator_rejects_inferencer_without_refresh():
-    with pytest.raises(UsageError, match=r"has no refresh\(\)"):
+    with pytest.raises(UsageError, match=r"without the method refresh\(\)"):
         Evaluator(CountingEnv(), OnlyInference(), episodes=1).evaluate()
 
 

@@ -249,5 +249,5 @@ def test_error_names_the_array_of_wrong_shape():
     with pytest.raises(ValueError, match=r"values must be \[T\+1, B\] with T = 4, B = 2; got \[4, 2\]"):
         generalized_advantages(steps, steps, steps, steps, 1.0)
     for returns in (n_step_returns, q_lambda_returns):
-        with pytest.raises(ValueError, match=r"goes_on must be \[T, B\] with T = 4, B = 2; got \[2, 4\]"):
+        with pytest.raises(ValueError, match=r"continues must be \[T, B\] with T = 4, B = 2; got \[2, 4\]"):
             returns(steps, steps, steps, steps.T > 0, 1)

@@ -415,7 +415,7 @@ def test_run_saves_the_replay_with_its_checkpoints_and_resume_restores_it(tmp_pa
 def test_large_replay_is_saved_rarely_and_only_the_latest_is_kept(tmp_path, monkeypatch):
     buffer, written = filled_buffer(), []
     monkeypatch.setattr(replay_files, "_SMALL_BYTES", 100)
-    monkeypatch.setattr(replay_files, "_SHARE", 1e-9)
+    monkeypatch.setattr(replay_files, "_MAX_SAVE_FRACTION", 1e-9)
     monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
     run_to(18, tmp_path, buffer, checkpoint_every=4)
     # The first replay is due immediately and the later ones only at the end, after the learner's own checkpoint.

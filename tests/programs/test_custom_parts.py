@@ -97,7 +97,7 @@ def test_custom_topology_can_be_replaced_if_its_options_have_default_values(cust
     config = tmp_path / "config.json"
     save_experiment(make_experiment("impala", topology=f"{custom}:twice", inferencers_per_actor=2), config, {})
     other = ["--config", str(config), "--topology", "heavy_env"]
-    refused = f"^inferencers_per_actor=2 is for the topology {custom}:twice: heavy_env does not read it. Leave it at 1"
+    refused = f"^inferencers_per_actor=2 is for the topology {custom}:twice: heavy_env does not use it. Set it to 1"
     with pytest.raises(UsageError, match=refused):
         read_arguments(other)
     with pytest.raises(UsageError, match=refused):

@@ -92,7 +92,7 @@ def test_negative_limits_are_refused_even_if_unused(field):
     ],
 )
 def test_option_that_the_topology_does_not_read_is_refused(field, value, topology, others):
-    with pytest.raises(UsageError, match=f"^{field}={value!r} is for the topology {others}: {topology} does not read"):
+    with pytest.raises(UsageError, match=f"^{field}={value!r} is for the topology {others}: {topology} does not use"):
         make_experiment(topology=topology, **{field: value})
     assert getattr(make_experiment(topology=others.split()[0], **{field: value}).topology_config, field) == value
 

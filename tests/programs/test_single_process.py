@@ -346,7 +346,7 @@ def test_run_killed_during_construction_can_be_resumed(tmp_path, topology):
 def test_run_without_updates_logs_a_warning(tmp_path, caplog):
     result = run_experiment(dqn(min_replay_size=500, steps=1000), run_dir=tmp_path / "run", stop_at=400)
     assert result.learner_steps == 0
-    assert f"open_loop no update in {result.env_steps} environment steps. The first update needs 504." in caplog.text
+    assert f"The run made no update in {result.env_steps} environment steps. The first update needs 504." in caplog.text
 
 
 @pytest.mark.parametrize(("env", "kind"), [("CartPole-v1", "loop"), ("CartPole-v1", "envpool"), ("Pong-v5", "auto")])
@@ -393,7 +393,7 @@ def test_resumed_run_without_its_replay_fills_a_new_one_with_new_seeds(tmp_path,
     for path in (tmp_path / "run" / "checkpoints" / "replay").iterdir():
         path.unlink()
     result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
-    assert "learning waits until the buffer has filled again" in caplog.text
+    assert "Learning waits until the buffer is full enough again" in caplog.text
     assert 400 <= result.env_steps < 403
     assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40  # (200 - 50) / 4
 

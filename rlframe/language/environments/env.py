@@ -40,16 +40,15 @@ class BaseEnv(abc.ABC):
         config: Options, an instance of the class's `env_config_cls`.
         server_configs: One config or a list, for the model servers.
         slurm: Use the model servers of the Slurm job, if there is one.
-        testing: Not supported; see `ServerManager`.
+        testing: Not supported.
 
     Attributes:
         server: The model servers, a `ServerManager`.
         tokenizer: The tokenizer that the config names.
         curr_step: The trainer's step: the number of batches it has received.
         max_token_len: Most tokens of a sequence, set by the trainer. -1 before registration.
-        workers: Attempts to collect groups that are running.
-        eval_workers: Running tasks of an evaluation.
-        status_dict: Last response of the service to `/status-env`.
+        workers, eval_workers: Running attempts to collect groups; running tasks of an evaluation.
+        status_dict: Last response to `/status-env`.
         backlog: Items that are collected before new items are requested.
         process_mode: Whether groups are collected for a file, without trainer and service.
     """
@@ -194,10 +193,7 @@ class BaseEnv(abc.ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Number of sequences in a batch that this environment may fill; -1 if unknown.
-
-        Excludes the minimums of other environments.
-        """
+        """Sequences of a batch that this environment may fill, without the minimums of others; -1 if unknown."""
         size = self.config.batch_size
         if size == -1 or not self.status_dict:
             return size

@@ -1,8 +1,7 @@
 """The service: every change is a command in the store's log, applied in the order of the log (see `state_machine`).
 
 All service processes that share a store hold the same queues. After a restart, the log leads to the same state. A
-command is applied and answered once it is durable. Everything here runs on the event loop's thread, unless a docstring
-names another thread.
+command is applied and answered once it is durable. The event loop's thread runs everything, except where noted.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Service:
     """All runs of one store.
 
     Args:
-        store: The store. `close` closes it.
-        max_bytes: Limit of the stored groups.
+        store, max_bytes: The store, which `close` closes, and the limit of its groups.
         snapshot_bytes: Bytes of commands between two snapshots. If the last snapshot is larger, its size counts.
         answer_deadline: Seconds for a command to be durable and applied.
 
@@ -152,8 +150,7 @@ class Service:
 
         Args:
             run: Name of the run. A command in `RUN_CREATING_COMMANDS` creates it. For others, a missing run is empty.
-            payload: Payload of an `add`.
-            arguments: Arguments of the command, without `now`.
+            payload, arguments: Payload of an `add`, and arguments of the command, without `now`.
 
         Raises:
             UsageError: The command is invalid.

@@ -177,7 +177,7 @@ class ScriptedCoordinator:
         self._answer()
         if is_over(JobState(self.job["state"])):
             job = self.job
-            raise UsageError(f"The job is over: {job['state']} ({job['reason']}). It accepts no more commands.")
+            raise UsageError(f"The job is over: {job['state']} ({job['reason']}). It takes no commands.")
         self.calls.append(call)
 
     def _answer(self) -> None:

@@ -54,8 +54,8 @@ def asked(monkeypatch):
 def flags(capsys, agent: str) -> list[str]:
     """Return the options in `rlframe train --help`."""
     assert main(["train", "--agent", agent, *network(agent), "--help"]) == 0
-    lines = re.findall(r"^(?:│ |  )((?:--?[a-z][\w.-]*,? ?)+)", capsys.readouterr().out, re.MULTILINE)
-    return re.findall(r"--([\w.-]+)", "\n".join(lines))
+    flags = re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE)
+    return [each for flag in flags for each in {flag.replace("[no-]", ""): 0, flag.replace("[no-]", "no-"): 0}]
 
 
 def network(agent: str) -> list[str]:

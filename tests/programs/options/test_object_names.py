@@ -177,7 +177,7 @@ def test_classes_of_notebook_cells_train_and_can_be_redefined(notebook):
     with pytest.raises(UsageError, match=r"The agent Mine was defined in a notebook .* pass .* as agent=\.\.\."):
         rlframe.load(run_dir)
     with pytest.raises(
-        UsageError, match="The agent Mine was .* put .agent.: ./path/to/file.py:Mine. into the config.json"
+        UsageError, match="The agent Mine was .* write .agent.: ./path/to/file.py:Mine. into the config.json"
     ):
         rlframe.train(run_dir=run_dir, resume=True, steps=96, quiet=True)
     of_policy = {name: given[name] for name in ("agent", "network")}

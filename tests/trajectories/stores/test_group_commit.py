@@ -50,7 +50,7 @@ def test_appends_during_commit_go_into_next_commit(disk):
     assert [future.result(DEADLINE) for future in [first, *others]] == [1, 2, 3]
     assert [future.result(DEADLINE) for future in snapshots] == [None, None]
     assert [[append.record for append in commit.appends] for commit in disk.commits] == [[b"a"], [b"b", b"c"]]
-    assert disk.commits[1].forgotten == [7, 8]
+    assert disk.commits[1].deleted == [7, 8]
     assert disk.commits[1].snapshot == (5, b"five")
 
 
