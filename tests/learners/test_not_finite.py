@@ -67,7 +67,7 @@ def is_finite(arrays) -> bool:
     return all(np.isfinite(array).all() for array in arrays)
 
 
-@pytest.mark.parametrize("wrong", [NAN, INFINITE, [1.0, 1.0, -np.inf, 1.0]])
+@pytest.mark.parametrize("rewards", [NAN, INFINITE, [1.0, 1.0, -np.inf, 1.0]])
 @pytest.mark.parametrize("agent_cls", [Counting, Eager])
 def test_non_finite_parameters_are_never_published(agent_cls, rewards):
     learner = make(agent_cls)
@@ -86,7 +86,7 @@ def test_non_finite_parameters_are_never_published(agent_cls, rewards):
     learner.close()
 
 
-@pytest.mark.parametrize("ask", [Learner.wait_for_update, Learner.save])
+@pytest.mark.parametrize("wait_or_save", [Learner.wait_for_update, Learner.save])
 def test_waiting_and_saving_raise_after_a_non_finite_update(wait_or_save, tmp_path):
     learner = make(checkpoint_dir=tmp_path)
     learner.step(reward_batch(GOOD))
