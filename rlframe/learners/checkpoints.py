@@ -210,8 +210,8 @@ class Checkpointer:
         expected = jax.tree.leaves_with_path(template)
         if len(expected) != len(leaves):
             raise CheckpointError(
-                f"Checkpoint {self.directory / str(step)} has {len(leaves)} arrays, but this agent has {len(expected)}."
-                " It was written by another agent or network. Resume with the run's own config.json."
+                f"Checkpoint {self.directory / str(step)} has {len(leaves)} arrays, but this agent has "
+                f"{len(expected)}. It was written by another agent or network. Resume with the run's own config.json."
             )
         for (path, want), got in zip(expected, leaves, strict=True):
             if np.shape(want) != got.shape:
