@@ -73,7 +73,7 @@ def connect(options: Any, prog: str) -> ControlClient:
 def check_one_run_is_named(options: Any) -> None:
     """Raise `UsageError` unless the options name exactly one run."""
     if (options.run_dir is None) == (options.url is None):
-        raise UsageError("Name one run: give either RUN_DIR or the --url of its control.")
+        raise UsageError("Name one run: give either RUN_DIR or --url with the address of its control API.")
 
 
 def has_reachable_coordinator(run_dir: str) -> bool:

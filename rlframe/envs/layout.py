@@ -123,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """Return `for_environment` for the row of the wrong value in a batch of the environments `env_ids` [B]."""
+        """Return the error for the environment with the wrong value. `env_ids` [B] are the environments of the batch."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])

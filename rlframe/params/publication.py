@@ -251,7 +251,7 @@ class _Memory:
         return self._announced[0]
 
     def announce(self, version: int) -> None:
-        """Announce a newer version. If the version before was read, wake the writer now."""
+        """Announce a newer version. If the previous version was already read, wake the writer."""
         was_read = self._last_read[0] == self._announced[0]
         self._announced[0] = version
         if was_read:

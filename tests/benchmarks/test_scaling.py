@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md agrees with its simulation below the knee, above it, and for each limiting part."""
+"""The model in docs/scaling.md agrees with the simulation, whichever component is the bottleneck."""
 
 from __future__ import annotations
 

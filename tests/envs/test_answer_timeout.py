@@ -14,7 +14,7 @@ from rlframe.envs import SyncEnv, group, process, thread
 from rlframe.errors import EnvError
 from tests.envs.scripted import ScriptedEnv
 
-SECONDS = 100.0  # on the pool's clock, between two polls
+SECONDS = 100.0  # seconds between two polls, by the clock of the pool
 
 
 class Gated(ScriptedEnv):

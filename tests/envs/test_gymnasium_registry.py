@@ -99,7 +99,7 @@ def test_gymnasium_id_that_is_registered_again_with_a_change_counts_as_the_user_
         SyncEnv("CartPole-v1", 1, "envpool")
 
 
-def test_ids_of_gymnasium_and_rlframe_do_not_count_as_the_user_s():
+def test_ids_from_gymnasium_and_rlframe_are_not_user_ids():
     assert [name for name in gymnasium_ids() if user_spec(name) is not None] == []
     with pytest.raises(ImportError):
         gymnasium.make("Ant-v3")  # Gymnasium's entry point for it is a function, not a class

@@ -147,7 +147,7 @@ def test_restored_learner_continues_like_an_uninterrupted_one(tmp_path):
     resumed.close()
 
 
-def test_program_stop_that_reaches_the_replay_first_is_no_failure(tmp_path, monkeypatch):
+def test_program_stop_is_no_failure_if_the_replay_stops_before_the_learner(tmp_path, monkeypatch):
     class EventWithoutWait(threading.Event):  # the thread that calls `stop` does not see the event
         def wait(self, timeout=None):
             return False

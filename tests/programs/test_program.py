@@ -1,4 +1,4 @@
-"""Topologies with the engine threads: the same nodes and connections as with processes, but fast."""
+"""Topologies with the `threads` engine, which has the same nodes and connections as one with processes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from rlframe.interprocess.phases import STARTING, Phase
 
 _REPLY_WITHIN = 0.3  # seconds before a call that is still in progress gets the reply NotReady
 _PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # a retry would fail in the same way
-_STUCK_SECONDS = 120.0  # seconds without progress after which work hangs, unless a phase allows more
+_STUCK_SECONDS = 120.0  # work without progress for so long is considered hung, unless its phase allows more
 _CLOSE_TIMEOUT = 4.0  # seconds for the current work to end when the worker is closed
 
 

@@ -197,7 +197,9 @@ class Relay:
 
     def __init__(self, ray_sockets: RaySockets, *sockets: str, subscriber: str | None = None) -> None:
         self._subscriber = subscriber
-        self._versions: dict[tuple[str, Policy], FetchedVersions] = {}  # by (address of the publishing node, policy)
+        self._versions: dict[
+            tuple[str, Policy], FetchedVersions
+        ] = {}  # keyed by the address of the publishing node and the policy
         self._lock = threading.Lock()
         self.ray_sockets, self.others = ray_sockets, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None

@@ -143,10 +143,13 @@ def test_wrong_input_prints_one_line_and_exits_with_2(server, capsys, command, m
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("status", "Name one run: give either RUN_DIR or the --url of its control."),
-        ("stop", "Name one run: give either RUN_DIR or the --url of its control."),
-        ("scale collector 4", "Name one run: give either RUN_DIR or the --url of its control."),
-        ("pause nowhere --url http://127.0.0.1:1", "Name one run: give either RUN_DIR or the --url of its control."),
+        ("status", "Name one run: give either RUN_DIR or --url with the address of its control API."),
+        ("stop", "Name one run: give either RUN_DIR or --url with the address of its control API."),
+        ("scale collector 4", "Name one run: give either RUN_DIR or --url with the address of its control API."),
+        (
+            "pause nowhere --url http://127.0.0.1:1",
+            "Name one run: give either RUN_DIR or --url with the address of its control API.",
+        ),
         ("status --url nonsense", "'nonsense' is not the URL of a control API, such as http://127.0.0.1:8765"),
         ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control API"),
     ],

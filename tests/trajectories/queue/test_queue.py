@@ -327,7 +327,7 @@ def test_env_status_counts_queue_in_packs():
     assert queue.env_status(9) is None
 
 
-def test_unbatchable_groups_do_not_make_other_environments_hold():
+def test_unbatchable_groups_do_not_pause_other_environments():
     queue = started()
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 100, env_id=five)

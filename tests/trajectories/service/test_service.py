@@ -216,7 +216,7 @@ def test_command_for_new_run_of_another_process_takes_effect(ends, redis_server)
 
 
 def test_long_poll_gets_batch_that_comes_just_before_its_wait(monkeypatch):
-    """The batch comes after the poll's first attempt, and before its wait for a change."""
+    """The batch becomes available after the poll's first attempt, but before the poll waits for a change."""
 
     async def test():
         async with serving(MemoryStore()) as service:

@@ -35,7 +35,7 @@ def encoded(fields):
     return msgspec.msgpack.encode(fields)
 
 
-def test_json_is_stored_unchanged_with_missing_keys_added():
+def test_json_is_stored_as_sent_except_for_added_missing_keys():
     body = json.dumps(group(mark=123456, inference_logprobs=[[-1.5e-07], [0.1, 1.0]], env_id=3)).encode()
     parsed = parse_group(b" " + body + b"\n", packed=False)
     assert (parsed.sequences, parsed.tokens, parsed.env_id, parsed.policy_version) == (2, 3, 3, None)
