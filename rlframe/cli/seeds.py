@@ -53,8 +53,8 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
         directory.check_kind(SEEDS)
         if experiment != load_experiment(directory.config):
             raise UsageError(
-                "Resumed runs keep their options. To resume them, leave out the options of the experiment: rlframe train "
-                f"--seeds {options.seeds} --resume --run-dir {directory.path}. For other options, start new runs."
+                "Resumed runs keep their options. To resume them, leave out the options of the experiment: rlframe "
+                f"train --seeds {options.seeds} --resume --run-dir {directory.path}. For other options, start new runs."
             )
     else:
         _check_can_start(experiment, options)

@@ -66,7 +66,7 @@ class ReplayThread:
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
-        """Restore the saved buffer and start the thread. If the buffer already has items, restore only their priorities.
+        """Restore the saved buffer and start the thread. If the buffer has items, restore only their priorities.
 
         Raises:
             CheckpointError: The saved buffer is damaged.

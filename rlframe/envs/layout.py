@@ -123,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """Return the error for the environment with the wrong value. `env_ids` [B] are the environments of the batch."""
+        """Return the error for the environment with the wrong value, of the batch's environments `env_ids` [B]."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])

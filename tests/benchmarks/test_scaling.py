@@ -1,4 +1,4 @@
-"""The model in docs/scaling.md agrees with the simulation, whichever component is the bottleneck."""
+"""The model in docs/scaling.md agrees with the simulation for each possible bottleneck."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_restored_queue_does_not_contain_sampled_items(tmp_path):
     buffer.close()
 
 
-def test_end_waits_stops_a_waiting_writer_of_a_service(monkeypatch):
+def test_waiting_writer_of_a_service_stops_after_end_waits(monkeypatch):
     monkeypatch.setattr(client, "_MAX_STEPS", 2)
     agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, run_ahead=8)])

@@ -162,7 +162,7 @@ def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
 
 
 def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:
-    """Return True if a module belongs to a package or is installed. Its module name identifies it better than its file."""
+    """Return True if a module belongs to a package or is installed. Its name identifies it better than its file."""
     if "." in name or hasattr(module, "__path__") or name in sys.stdlib_module_names:
         return True
     return bool(INSTALLED & set(pathlib.Path(file).parts))
