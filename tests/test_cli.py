@@ -41,7 +41,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
 def test_fields_of_the_agent_config_are_options():
     described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
     assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.num_epochs == 20  # the preset's
+    assert described.agent_config.num_epochs == 20  # the value of the preset
     assert preset.name == "ppo/cartpole"
 
 
@@ -71,7 +71,7 @@ def test_nested_configs_of_a_language_model_have_a_prefix():
 
 
 @pytest.mark.parametrize(("chosen", "left_out"), [("gru", True), ("mlp", False)])
-def test_preset_table_leaves_out_options_of_an_unused_network(chosen, left_out):
+def test_table_of_preset_values_omits_options_of_an_unused_network(chosen, left_out):
     described, _, preset = read_arguments(["--agent", "dqn", "--env", "CartPole-v1", "--network", chosen])
     table = io.StringIO()
     print_preset(preset, described, table)

@@ -179,7 +179,7 @@ def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]
 def test_every_topology_and_replay_has_a_test_case():
     tried = {call.by for call in TOPOLOGIES}
     for topology, replay in itertools.product(registry.TOPOLOGIES["steps"], ("auto", *registry.REPLAYS)):
-        if topology == "single_process":  # part of the core
+        if topology == "single_process":  # this topology is part of the core
             continue
         try:
             make_experiment(topology=topology, replay=replay)
