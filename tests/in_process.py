@@ -37,7 +37,7 @@ class InProcess:
         return Node(methods, address or f"node-{next(_numbers)}")
 
     def check(self, by: str) -> None:
-        """Do nothing: this transport has no requirements."""
+        """Do nothing, because this transport has no requirements."""
 
 
 class Client:

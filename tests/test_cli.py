@@ -1,4 +1,4 @@
-"""The command line, called in this process: its options, its output and its errors."""
+"""The options, the output and the errors of the command line, called in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a small run. Tests must not change it."""
+    """Return the directory of a small run. Tests must not change the directory."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     assert main(["train", *TINY, "--quiet", "--seed", "5", "--run-dir", str(run_dir)]) == 0
     return run_dir

@@ -84,7 +84,7 @@ def test_async_environments_work_in_every_engine_and_topology(tmp_path, program_
     assert result["learner_steps"] >= 0.8 * result["env_steps"] / 32 - 8
 
 
-def test_agent_that_needs_synchronous_environments_is_refused(tmp_path):
+def test_async_is_refused_for_an_agent_that_needs_synchronous_environments(tmp_path):
     with pytest.raises(
         UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* such as impala or dqn"
     ):

@@ -1,4 +1,4 @@
-"""Runs of the agents for continuous control: in one process, in every topology, and with robots of every library."""
+"""Runs of the agents for continuous control in one process, in every topology, and with robots from every library."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path: pathlib.Path) ->
     assert second["learner_steps"] > first["learner_steps"]
     assert second["params_version"] > first["params_version"]
     after = last_status(program.run_dir)
-    # rows without this value are evaluations
+    # rows without `steps_per_second` come from evaluations
     steps = [row["step"] for row in program.rows() if "steps_per_second" in row]
     assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # no item was evicted yet
     assert program.rows()[: len(rows)] == rows

@@ -1,4 +1,4 @@
-"""Failures of real programs: nodes that die, pause or raise, and Ctrl-C."""
+"""Failures of real programs (nodes that die, pause or raise errors), and runs that end with Ctrl-C."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
     return load_object(f"{path}:batches", "agent")
 
 
-def test_one_actor_in_threads_gives_the_same_batches_as_a_single_process(tmp_path):
+def test_one_actor_on_the_threads_engine_gives_the_same_batches_as_a_single_process(tmp_path):
     expected_batches = batches_of(tmp_path, "single_process")
     batches = batches_of(tmp_path, "heavy_env", engine="threads", num_actors=1)
     assert len(expected_batches) >= 18 and len(batches) >= 18

@@ -1,4 +1,4 @@
-"""In every topology, the update packs each version of the parameters once, and only jitted calls unpack it."""
+"""In every topology, the update packs each version of the parameters once, and only jitted calls unpack a version."""
 
 from __future__ import annotations
 

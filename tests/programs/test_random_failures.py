@@ -24,7 +24,7 @@ pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rl
 
 STEPS = 60_000
 SIGNALS = [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 3
-TIMEOUT = 700.0  # seconds
+TIMEOUT = 700.0  # seconds until the run must have ended
 
 
 def send_random_signals(program: RunningProgram, rng: random.Random) -> list[str]:

@@ -131,7 +131,7 @@ def object_name(target: Any) -> ObjectName:
     if module is None or attribute is None or not _is_at(module, attribute, target):
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     file = getattr(module, "__file__", None)
-    # the module was created in code
+    # without a file and a spec, the module was created at run time
     if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     if module_name == MAIN:
@@ -159,7 +159,8 @@ def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
         found = attribute_of(module, attribute)
     except AttributeError:
         return False
-    return found is target or (inspect.ismethod(target) and found == target)  # each access creates a new method object
+    # methods are compared with `==`, because each access creates a new method object
+    return found is target or (inspect.ismethod(target) and found == target)
 
 
 def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:

@@ -206,7 +206,7 @@ class WarmUpNode:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Train and write the weights in the published format. After `stop()`, return without writing."""
+        """Train, and write the weights in the format of released models. After `stop()`, return without writing."""
         session, directory = self._session, self._session.directory
         env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
