@@ -85,7 +85,7 @@ class jit:
                 pass
         with COMPILING:
             with self._choosing:
-                if self._jitted is jitted:  # otherwise another thread has already replaced it
+                if self._jitted is jitted:  # if not, another thread has already replaced the function
                     self._jitted = self._choose(args)
             return self(*args)
 

@@ -101,7 +101,7 @@ def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator
         yield
     except Exception as error:
         package = _package(error, [module for extra in extras for module in MODULES[extra]])
-        if package is None:  # a bug in rlframe, not in an optional package
+        if package is None:  # the error is a bug in rlframe, not in an optional package
             raise
         if not has(package):
             require(by, *extras, otherwise=otherwise)

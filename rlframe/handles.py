@@ -29,8 +29,8 @@ DEADLINE = 120.0  # seconds for a call with all its retries: long enough for a p
 
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds of backoff between two rounds of attempts: first and longest pause
 _WARN_AFTER = 1.0  # seconds without an answer before a warning, if the peer has answered this method before
-_STARTS_WITHIN = 60.0  # the same if it has not: it may still be importing and compiling
-_SHORT = 5.0  # seconds: calls with a deadline up to this only raise an error, without a warning first
+_STARTS_WITHIN = 60.0  # the same for a peer that has not answered yet, because it may still be importing and compiling
+_SHORT = 5.0  # seconds; calls with a deadline up to this value raise an error without an earlier warning
 _RETURN_AFTER = 30.0  # seconds after which the preferred one of several peers is tried again
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Remote:
         self._answered: set[str] = set()  # methods that have returned an answer
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):  # nodes do not expose private methods, and pickle looks some up
+        if method.startswith("_"):  # nodes do not expose private methods, but pickle looks some of them up
             raise AttributeError(method)
         return functools.partial(self._call, method)
 
@@ -263,7 +263,7 @@ class Poller:
         if self._future is not None:
             if not self._future.done():
                 return None
-            with contextlib.suppress(Exception):  # the peer may be restarting or stopping: call again
+            with contextlib.suppress(Exception):  # the peer may be restarting or stopping, so call again
                 answer = self._future.result()
             self._future = None
         address, client = self._peer._peer()

@@ -20,8 +20,8 @@ def backoff(
     Args:
         first: seconds of the first pause.
         longest: maximum seconds of a pause.
-        deadline: maximum seconds of all attempts and pauses together.
-        since: time from which the deadline counts, by `time.monotonic`. None means the time of the first pause.
+        deadline: maximum total seconds of all attempts and pauses.
+        since: `time.monotonic()` value from which the deadline counts. None means the time of the first pause.
         jitter: random share of each pause, from 0 to 1. It spreads the retries of callers that failed together.
     """
     end, pause = (time.monotonic() if since is None else since) + deadline, first

@@ -33,8 +33,8 @@ def register_program(stop: threading.Event, end: Callable[[], None]) -> None:
     """Register this process as a node of a program.
 
     Args:
-        stop: set when the program should stop.
-        end: stops the program.
+        stop: event that is set when the program should stop.
+        end: function that stops the program.
     """
     global _program
     _program = _Program(stop, end)

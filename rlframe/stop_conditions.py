@@ -26,8 +26,8 @@ class StopConditions:
     """Limits of a run. The run ends when it reaches the first of them. None means no limit."""
 
     env_steps: int | None = None  # environment steps of all actors
-    learner_steps: int | None = None  # updates
-    seconds: float | None = None  # since the start of this session or job
+    learner_steps: int | None = None  # updates of the learner
+    seconds: float | None = None  # seconds since the start of this session or job
     eval_return: float | None = None  # mean return of one evaluation during the run
 
     @property

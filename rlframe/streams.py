@@ -35,7 +35,7 @@ def silence_broken_pipe(stream: Any) -> bool:
         return False
     try:
         number = stream.fileno()
-    except (OSError, ValueError):  # not a file, or closed
+    except (OSError, ValueError):  # the stream is not a file, or is closed
         return False
     poll = select.poll()
     poll.register(number, 0)

@@ -28,7 +28,7 @@ Logs = dict[str, Any]  # name -> scalar
 
 TimeStep = dm_env.TimeStep
 
-# uint8 instead of dm_env's enum members, because comparisons of arrays with those are ten times slower.
+# uint8 instead of dm_env's enum members, because array comparisons with enum members are ten times slower.
 FIRST = np.uint8(dm_env.StepType.FIRST)
 MID = np.uint8(dm_env.StepType.MID)
 LAST = np.uint8(dm_env.StepType.LAST)

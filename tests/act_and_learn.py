@@ -1,4 +1,4 @@
-"""A program that acts, learns, and acts with the trained policy, with observations and layers of given sizes.
+"""Act, learn, and act with the trained policy, with observations and layers of given sizes.
 
 python -m tests.act_and_learn '{"shape": [210, 160, 3], "batches": [1, 2, 8]}'
 """

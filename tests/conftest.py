@@ -31,7 +31,8 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if collection_path.name == "test_openapi.py" and "not system" in config.option.markexpr else None
 
 
-_MUCH = 1.5e9  # bytes; compiled functions use memory, and three test processes share the machine
+# bytes of memory; above this, compiled functions are cleared, because three test processes share the machine
+_MUCH = 1.5e9
 
 
 @pytest.hookimpl(wrapper=True)

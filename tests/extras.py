@@ -1,4 +1,4 @@
-"""Optional packages in tests: missing packages skip a test, broken packages fail it."""
+"""Optional packages in tests. A missing package skips the test, and a broken package fails the test."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from typing import Any
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
 from rlframe.transport import CALL_TIMEOUT, MappedFuture
 
-THREADS = 4  # threads of a node, which is the number of concurrent calls
+THREADS = 4  # threads of a node: the maximum number of concurrent calls
 
 Answer = concurrent.futures.Future[Any]
 
-_nodes: dict[str, Node] = {}  # by address
+_nodes: dict[str, Node] = {}  # address -> node
 _numbers = itertools.count()
 
 
@@ -37,7 +37,7 @@ class InProcess:
         return Node(methods, address or f"node-{next(_numbers)}")
 
     def check(self, by: str) -> None:
-        """Do nothing: this transport has no requirements."""
+        """Do nothing, because this transport has no requirements."""
 
 
 class Client:

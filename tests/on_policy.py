@@ -1,4 +1,4 @@
-"""A PPO agent that records in each step which update acted, with a learner and actors for on-policy tests."""
+"""A PPO agent that records in each step the updates of the acting parameters, with a learner and actors for tests."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ Text = tuple[int, str, str]  # line, kind, text
 
 
 def texts(source: str) -> Iterator[Text]:
-    """Each docstring, comment, message and test name. A message is a string of four words or more."""
+    """Yield each docstring, comment, message and test name. A message is a string of four words or more."""
     tree = ast.parse(source)
     docstrings = set()
     for node in ast.walk(tree):
@@ -65,7 +65,7 @@ def texts(source: str) -> Iterator[Text]:
 
 
 def problem(kind: str, text: str) -> str | None:
-    """The words of a text that make it hard to read, or None."""
+    """Return the words that make a text hard to read, or None."""
     if kind == "test name":
         found = TEST_NAME.search(text)
     else:
@@ -76,7 +76,7 @@ def problem(kind: str, text: str) -> str | None:
 
 
 def problems(paths: list[pathlib.Path]) -> list[str]:
-    """A line for each text that is hard to read."""
+    """Return a line for each text that is hard to read."""
     found = []
     for path in paths:
         if path.name in ("plain_english.py", "test_plain_english.py"):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import psutil
 
 ROOT = pathlib.Path(__file__).parents[1]
-WITHIN = 30.0  # maximum seconds between a fault and the end of the program
+WITHIN = 30.0  # maximum seconds from a fault to the end of the program
 
 RAISES_AT_STEP_100 = """
 import gymnasium

@@ -44,7 +44,7 @@ BOXES = {
     "basics": "files beside the packages: types, errors, extras, retry, shutdown, stop_conditions",
     "user_code": "files and modules that a user names",
 }
-_UNSEEN = ("__main__", "testing")  # not in the diagram: no package imports them
+_UNSEEN = ("__main__", "testing")  # not in the diagram, because no package imports these modules
 
 Graph = Mapping[str, set[str]]
 

@@ -1,4 +1,4 @@
-"""The command line, called in this process: its options, its output and its errors."""
+"""The options, the output and the errors of the command line, called in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a small run. Tests must not change it."""
+    """Return the directory of a small run. Tests must not change the directory."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     assert main(["train", *TINY, "--quiet", "--seed", "5", "--run-dir", str(run_dir)]) == 0
     return run_dir
@@ -41,7 +41,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
 def test_fields_of_the_agent_config_are_options():
     described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
     assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.num_epochs == 20  # the preset's
+    assert described.agent_config.num_epochs == 20  # the value of the preset
     assert preset.name == "ppo/cartpole"
 
 
@@ -71,7 +71,7 @@ def test_nested_configs_of_a_language_model_have_a_prefix():
 
 
 @pytest.mark.parametrize(("chosen", "left_out"), [("gru", True), ("mlp", False)])
-def test_preset_table_leaves_out_options_of_an_unused_network(chosen, left_out):
+def test_table_of_preset_values_omits_options_of_an_unused_network(chosen, left_out):
     described, _, preset = read_arguments(["--agent", "dqn", "--env", "CartPole-v1", "--network", chosen])
     table = io.StringIO()
     print_preset(preset, described, table)

@@ -1,4 +1,4 @@
-"""`--help`: groups, hidden options, and the text of an option."""
+"""The output of `--help`: groups of options, hidden options, and the text of an option."""
 
 import dataclasses
 from typing import Annotated, Literal, Union
@@ -64,7 +64,7 @@ def test_help_has_one_line_per_option_with_its_comment_and_default():
     assert format_help(list(option_fields(Options)), "command", "Run the command.", 100) == HELP
 
 
-def test_a_text_is_wrapped_at_the_width_of_the_terminal():
+def test_text_is_wrapped_at_the_width_of_the_terminal():
     lines = format_help(list(option_fields(Options)), "command", "Run the command.", 60).splitlines()
     assert lines[8:10] == [
         "  --steps INT                 Steps of the run, whose",
@@ -72,18 +72,18 @@ def test_a_text_is_wrapped_at_the_width_of_the_terminal():
     ]
 
 
-def test_flags_include_the_one_that_turns_a_switch_off():
+def test_flags_include_the_no_flag_of_a_switch():
     flags = [flag for field in option_fields(Options) for flag in field.flags]
     assert flags[-5:] == ["--resume", "--no-resume", "--part.hidden", "--part.bias", "--part.no-bias"]
     assert "--fresh" in flags and "--no-fresh" not in flags
 
 
-def test_an_instance_gives_the_defaults():
+def test_defaults_come_from_the_given_instance():
     fields = {field.name: field for field in option_fields(Options("x", steps=7, part=Part((8,))))}
     assert fields["steps"].default == 7 and fields["part.hidden"].description() == "Sizes of the layers. [8]"
 
 
-def test_comments_of_bases_are_found_and_a_class_without_source_has_none():
+def test_help_has_comments_of_base_classes_but_none_of_a_class_without_source():
     @dataclasses.dataclass(frozen=True)
     class Derived(Options):
         steps: int = 6  # Steps of the derived class.

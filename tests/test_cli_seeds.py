@@ -1,4 +1,4 @@
-"""`rlframe train --seeds`: concurrent runs, their table, and how they end and resume."""
+"""Tests of `rlframe train --seeds`: concurrent runs, the table of results, and how runs end and resume."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_invalid_seeds_are_refused(text, why):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """The directory of finished runs with the seeds 3 and 4."""
+    """Return the directory of two finished runs, with the seeds 3 and 4."""
     folder = tmp_path_factory.mktemp("seeds") / "both"
     assert main([*QUICK, *BOTH, "--at-once", "2", "--run-dir", str(folder)]) == 0
     return folder
@@ -75,7 +75,7 @@ def test_each_seed_is_a_run_and_finished_runs_are_skipped(both, capfd):
     assert "both exists already. Choose another --run-dir, or continue the existing run" in capfd.readouterr().err
 
 
-def test_four_seeds_have_an_interquartile_mean_with_interval(both, tmp_path, capfd):
+def test_four_seeds_have_an_interquartile_mean_with_a_confidence_interval(both, tmp_path, capfd):
     folder = tmp_path / "four"
     shutil.copytree(both, folder)
     for seed, returned in ((3, 10.0), (4, 20.0), (5, 30.0), (6, 100.0)):
@@ -161,7 +161,8 @@ def test_directory_of_several_seeds_is_refused_as_a_run(both, capfd):
 
 
 def test_plot_of_several_seeds_shows_each_run(both, capfd, tmp_path):
-    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):  # like a shell expands both/seed-*
+    # the second list is the shell's expansion of both/seed-*
+    for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):
         assert main(["plot", *map(str, named), "--out", str(tmp_path / f"{number}.png")]) == 0
         assert capfd.readouterr().out == f"{tmp_path}/{number}.png\n"
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
@@ -234,7 +235,7 @@ def test_ctrl_c_saves_all_runs_for_resume(tmp_path):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]
         assert "SIGINT: saving after the current step" in (folder / "logs" / f"seed-{seed}.log").read_text()
-        assert steps > 0 and list((run / "checkpoints").iterdir())  # the run got one signal, and saved
+        assert steps > 0 and list((run / "checkpoints").iterdir())  # the run received only one signal, and saved
         assert not running(run)
 
 

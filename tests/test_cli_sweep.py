@@ -1,4 +1,4 @@
-"""`rlframe sweep`: its options, its trials, and how it resumes."""
+"""Tests of `rlframe sweep`: the options, the trials, and resumed sweeps."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_tpe_finds_better_values_than_random_sampling(sweep, tmp_path):
     assert late("tpe") > late("random") + 0.5
 
 
-def test_end_of_each_run_of_a_trial_is_printed(sweep, tmp_path):
+def test_sweep_prints_a_line_when_a_run_of_a_trial_ends(sweep, tmp_path):
     vary = ["--vary", "learning-rate=0.25", "--seeds", "1-2", "--at-once", "2"]
     _, said, err = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))
     lines = [line.partition(":")[0] for line in err.splitlines() if line.startswith("trial 0, ")]

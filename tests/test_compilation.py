@@ -1,4 +1,4 @@
-"""The CPU compiler options of functions. They change only the speed, not the results."""
+"""Compiler options for functions on the CPU. The options change only the speed, not the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def convolve(image):
 def options_of(monkeypatch, function, differentiates, *args):
     """Return the compiler options in the last call of `jax.jit`."""
     seen, real = [], jax.jit
-    compilation.jit(function, differentiates=differentiates)(*args)  # checks the options, which also calls `jax.jit`
+    # creation checks the options, which also calls `jax.jit`
+    compilation.jit(function, differentiates=differentiates)(*args)
 
     def spy(f, **kwargs):
         seen.append(kwargs.get("compiler_options"))
@@ -43,7 +44,7 @@ def product(width):
 
 
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
-# Newer versions of XLA have no older runtime, but another scheduler.
+# Newer versions of XLA do not have the older runtime. They have another scheduler instead.
 OLD = jax.__version_info__ < (0, 6)
 NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 NOT_SMALL = {} if OLD else NEW_RUNTIME
@@ -66,7 +67,7 @@ def of_numpy(image):
 
 
 def unrolled(image):
-    """An update like that of a recurrent network: one loop forward over steps, one backward."""
+    """Compute an update like a recurrent network: one loop forward over the steps, and one loop backward."""
     return jax.grad(lambda x: loop(lambda x: jnp.tanh(x @ x))(x).sum())(image)
 
 
@@ -122,7 +123,7 @@ def test_function_for_the_older_runtime_refuses_a_large_batch(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     small, large = np.ones((1, 256), np.float32), np.ones((256, 256), np.float32)
     function(small)
-    older = function._jitted  # another thread may still use it
+    older = function._jitted  # keep the older function, because another thread may still use it
     function(large)
     assert function._jitted is not older
     with pytest.raises(compilation._UnsuitableShapesError):
@@ -163,7 +164,7 @@ def test_cartpole_presets_suit_the_older_runtime(monkeypatch, tmp_path, agent):
     assert set(found) == {(False, True), (True, True)}
 
 
-def test_unsupported_compiler_option_is_dropped_alone(monkeypatch):
+def test_only_the_unsupported_compiler_option_is_dropped(monkeypatch):
     monkeypatch.setattr(compilation, "_ONE_BY_ONE", {"xla_no_such_option": True})
     monkeypatch.setattr(compilation, "_OLDER_RUNTIME", {"xla_no_such_option": False})
     assert options_of(monkeypatch, jnp.sum, False, IMAGE) == {"xla_cpu_multi_thread_eigen": False}

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def act_and_learn(**case: Any) -> None:
-    # With this variable, XLA would compile other code than for users.
+    # With this variable, XLA would not compile the same code as in a user process.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     command = [sys.executable, "-m", "tests.act_and_learn", json.dumps(case)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)

@@ -106,7 +106,7 @@ def slurm(tmp_path: pathlib.Path) -> Iterator[Queue]:
 
 @pytest.fixture(params=["kubernetes", "ray"])
 def replacing(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Queue]:
-    """A queue that restarts a job with the same command."""
+    """Return a queue that restarts a job with the same command."""
     if request.param == "ray":
         command, env = ["bash", str(DEPLOY / "ray/train.sh"), "ppo", "7"], {}
     else:
@@ -172,7 +172,7 @@ def test_slurm_script_starts_and_stops_ray_for_several_nodes(slurm):
     assert given[:4] == ["train", "--engine", "ray", "--ray-address"] and given[5 : 5 + len(ENDLESS)] == ENDLESS
     ip, port = given[4].split(":")
     assert f"--node-ip-address={ip} --port={port} " in head and f"--address={given[4]} " in others
-    assert head.endswith(" 64") and others.endswith(" 64")  # the token's length, in hexadecimal digits
+    assert head.endswith(" 64") and others.endswith(" 64")  # length of the token, in hexadecimal digits
     assert (runs / "srun").read_text().startswith("--nodes=2 --ntasks-per-node=1 --cpus-per-task=2 --exclude=node-1 ")
     for pid in (runs / "rays").read_text().split():
         assert not pathlib.Path(f"/proc/{pid}").exists()

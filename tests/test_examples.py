@@ -1,4 +1,4 @@
-"""The example scripts, run like a reader would: each learns and leaves no process."""
+"""The example scripts, run as a reader runs them. Each agent learns, and no process is left."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_callback_stops_a_solved_run_in_every_topology(tmp_path: pathlib.Path, t
 def test_custom_replay_store_passes_its_checks_and_an_agent_learns():
     done = run("examples/custom_replay_store.py")
     assert "ListReplay passed all checks" in done.stdout
-    assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= 100  # 22 untrained
+    # an untrained agent has a return of 22
+    assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= 100
 
 
 @pytest.mark.system
@@ -74,7 +75,7 @@ def test_agent_in_one_file_learns(tmp_path: pathlib.Path):
     command = re.findall(r"^rlframe (train .*)$", page, re.MULTILINE)[0].split()
     run("-m", "rlframe", *command, "--eval-every", "25000", "--quiet", "--run-dir", str(tmp_path / "run"))
     rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    # The maximum, because the return of a policy gradient may drop after it has solved the task.
+    # Take the best return, because a policy gradient agent may get worse after it has solved the task.
     assert max(row["return_mean"] for row in rows if "return_mean" in row) >= LEARNED
 
 
@@ -112,7 +113,7 @@ def test_custom_commander_sets_exploration_and_environment_difficulty():
     assert len({task for _, task, _, _ in told}) == len(told) == 6
     assert "learner/0 is assigned learn/1, attempt 0 with learning_rate 0.001." in done.stdout
     returns = re.findall(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert float(returns[0]) >= 60.0, done.stdout + done.stderr  # 20 untrained
+    assert float(returns[0]) >= 60.0, done.stdout + done.stderr  # an untrained agent has a return of 20
 
 
 @pytest.mark.system
@@ -136,7 +137,7 @@ def test_language_model_learns_with_separately_started_services(tmp_path: pathli
     service, learner, policy = (free_port() for _ in range(3))
     page = (llm / "learner.py").read_text()
     own = {"localhost:8000": f"localhost:{service}", "7000": str(learner), "runs/by-hand": str(folder), "500": "100"}
-    for there, here in own.items():  # use this test's ports and folder, and fewer updates
+    for there, here in own.items():  # use the ports and the folder of this test, and fewer updates
         assert page.count(there) >= 1
         page = page.replace(there, here)
     (tmp_path / "learner.py").write_text(page)

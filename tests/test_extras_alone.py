@@ -1,4 +1,4 @@
-"""Every command, topology and replay with only the core or one extra: it works, or names the missing extra."""
+"""With only the core or one extra, every command, topology and replay works or names the missing extra."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]
 def test_every_topology_and_replay_has_a_test_case():
     tried = {call.by for call in TOPOLOGIES}
     for topology, replay in itertools.product(registry.TOPOLOGIES["steps"], ("auto", *registry.REPLAYS)):
-        if topology == "single_process":  # part of the core
+        if topology == "single_process":  # this topology is part of the core
             continue
         try:
             make_experiment(topology=topology, replay=replay)
@@ -260,7 +260,7 @@ def test_damaged_package_is_reported_before_the_run_directory_is_created(tmp_pat
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The directory of a finished run."""
+    """Return the directory of a finished run."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     run_for_real(
         "train --quiet --steps 64 --num-envs 2 --unroll-length 8 --eval-episodes 1 --run-dir run", folder.parent

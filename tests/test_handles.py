@@ -1,4 +1,4 @@
-"""Handles: the called peer, retries, deadlines and errors, with each transport."""
+"""Calls through handles on each transport: the choice of the peer, retries, deadlines and errors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class BySockets(ByQueues):
 
 @pytest.fixture(params=[ByCourier, ByQueues, BySockets])
 def by(request) -> Iterator[Any]:
-    """A transport for the calls."""
+    """Return the transport of the calls."""
     if request.param is ByCourier:
         needs("launchpad")
     made = request.param()
@@ -199,7 +199,7 @@ def test_restarted_peer_is_found_at_its_address(by, asynchronous):
     done = threading.Event()
 
     def come_back() -> None:
-        done.wait(0.5)  # downtime of the peer
+        done.wait(0.5)  # seconds of downtime of the peer
         with by.serving(Node("second"), address):
             done.wait(60.0)
 
@@ -212,7 +212,7 @@ def test_restarted_peer_is_found_at_its_address(by, asynchronous):
         thread.join()
 
 
-def test_only_a_peer_that_answered_before_is_warned_about(by, monkeypatch, caplog):
+def test_warning_is_logged_only_for_a_peer_that_has_answered_before(by, monkeypatch, caplog):
     monkeypatch.setattr(handles, "_WARN_AFTER", 0.0)
     looks, is_reachable, address = [], by.transport.is_reachable, by.address()
 
@@ -238,7 +238,7 @@ def test_only_a_peer_that_answered_before_is_warned_about(by, monkeypatch, caplo
     assert f"The learner at {address} does not answer name()" in caplog.text
 
 
-def test_preferred_peer_is_called_and_others_if_it_is_dead(by):
+def test_other_peers_are_called_only_if_the_preferred_peer_is_dead(by):
     addresses = [by.address() for _ in range(3)]
     clients = [by.client(address) for address in addresses]
     with by.serving(Node("0"), addresses[0]):
@@ -268,7 +268,7 @@ def test_poller_does_not_wait_and_returns_each_answer_once(by):
         assert answer == "here"
 
 
-def test_stop_event_ends_the_wait(by):
+def test_stop_event_ends_the_wait_for_an_answer(by):
     stop = threading.Event()
     remote = resolve(by.client(by.address()), "learner", stop=stop)
     threading.Timer(0.3, stop.set).start()

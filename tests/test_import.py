@@ -1,4 +1,4 @@
-"""`import rlframe` is fast, and large libraries are imported only when they are needed."""
+"""Tests that `import rlframe` is fast, and that large libraries are imported only when they are needed."""
 
 from __future__ import annotations
 

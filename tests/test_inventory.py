@@ -1,4 +1,4 @@
-"""The public interface is as in `inventory.txt`: commands and flags, endpoints, names, and the files of a run.
+"""The public interface equals `inventory.txt`: commands and flags, endpoints, names, and the files of a run.
 
 A diff of this file shows what a change adds and removes. To update it, run `python -m tests.test_inventory`.
 """
@@ -23,7 +23,7 @@ from rlframe import errors
 from rlframe.cli import main
 from tests.extras import needs
 
-Inventory = dict[str, list[str]]  # section -> its lines
+Inventory = dict[str, list[str]]  # name of a section -> lines
 
 WRITTEN = pathlib.Path(__file__).with_name("inventory.txt")
 PACKAGE = pathlib.Path(__file__).parent.parent / "rlframe"
@@ -77,7 +77,7 @@ def commands() -> Inventory:
     }
     by_flag: dict[str, list[str]] = collections.defaultdict(list)
     for agent in agents():
-        shown_flags: dict[str, None] = {}  # in order
+        shown_flags: dict[str, None] = {}  # a dict as an ordered set of flags
         for topology in topologies(agent):
             shown_flags |= dict.fromkeys(flags(shown("train", "--agent", agent, "--topology", topology, "--help")))
         for flag in shown_flags:

@@ -1,4 +1,4 @@
-"""`pip install` copies every folder of the package, and its HTML pages."""
+"""Tests that `pip install` copies every folder of the package and every HTML page."""
 
 from __future__ import annotations
 

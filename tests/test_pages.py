@@ -56,7 +56,7 @@ def test_code_of_the_python_page_trains_and_acts(tmp_path):
 @pytest.mark.system
 def test_environment_of_the_custom_environment_page_is_learned(tmp_path):
     follow("own-environment.md", tmp_path)
-    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # random actions and standing still have 1 / 7
+    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # random actions and standing still have a mean return of 1 / 7
     rows = [json.loads(line) for line in (tmp_path / "runs" / "catch" / "metrics.jsonl").read_text().splitlines()]
     assert any("env/caught" in row for row in rows)
     assert (tmp_path / "curves.png").exists()

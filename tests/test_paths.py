@@ -1,4 +1,4 @@
-"""Runs with paths that are not UTF-8, also if Python's encoding of paths is ASCII."""
+"""Runs with paths that are not UTF-8, including runs in which Python's encoding of paths is ASCII."""
 
 from __future__ import annotations
 

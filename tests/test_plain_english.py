@@ -12,7 +12,7 @@ def test_what_is_kept(path):
 '''
 
 
-def test_each_kind_of_text_is_found():
+def test_lint_checks_each_kind_of_text():
     assert [(line, kind) for line, kind, _ in texts(SOURCE)] == [
         (2, "test name"),
         (3, "docstring"),
@@ -37,11 +37,11 @@ def test_each_kind_of_text_is_found():
         ("message", "fbx.make_prioritised_flat_buffer in two places", None),
     ],
 )
-def test_a_pattern_is_found_in_the_kinds_that_it_is_for(kind, text, words):
+def test_pattern_is_found_only_in_its_kinds_of_text(kind, text, words):
     assert problem(kind, text) == words
 
 
-def test_the_lint_names_file_line_and_words(tmp_path, capsys):
+def test_lint_prints_the_file_the_line_and_the_words(tmp_path, capsys):
     bad, good = tmp_path / "bad.py", tmp_path / "good.py"
     bad.write_text(SOURCE)
     good.write_text('"""Rows of a file."""\n')

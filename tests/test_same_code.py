@@ -1,4 +1,4 @@
-"""`same_code` ignores text and names, and finds every other change."""
+"""Tests that `same_code` ignores text and names, and finds every other change."""
 
 import subprocess
 
@@ -24,7 +24,7 @@ def rectangle_area(w, h):
 
 @pytest.fixture
 def change(tmp_path, monkeypatch):
-    """Commit one source, write another, and return their differences."""
+    """Commit one source, write another source, and return the differences between the two."""
     monkeypatch.chdir(tmp_path)
 
     def differences_of(old, new):
@@ -39,11 +39,11 @@ def change(tmp_path, monkeypatch):
     return differences_of
 
 
-def test_changed_names_messages_and_docstrings_are_the_same_code(change):
+def test_changed_names_messages_and_docstrings_are_no_difference(change):
     assert change(OLD, SAME) == []
 
 
-def test_a_changed_operator_is_another_code(change):
+def test_changed_operator_is_a_difference(change):
     found = change(OLD, SAME.replace("w * h", "w + h"))
     assert found == [
         "module.py: rectangle_area: new or changed",
@@ -51,5 +51,5 @@ def test_a_changed_operator_is_another_code(change):
     ]
 
 
-def test_a_value_that_is_missing_from_a_message_is_another_code(change):
+def test_value_that_is_missing_from_a_message_is_a_difference(change):
     assert len(change(OLD, SAME.replace("{h}", "negative"))) == 2

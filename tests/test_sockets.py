@@ -55,7 +55,7 @@ def run_as_nobody(code: str, *arguments: str) -> str:
 
 @pytest.fixture
 def open_directory():
-    """A directory that all users can write to."""
+    """Return a directory that all users can write to."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.chmod(directory, 0o777)
         yield pathlib.Path(directory)
@@ -121,7 +121,7 @@ def test_server_reads_nothing_from_another_user(open_directory):
 
 
 @as_another
-def test_client_sends_nothing_to_another_users_server(open_directory):
+def test_client_sends_nothing_to_a_server_of_another_user(open_directory):
     path = str(open_directory / "s")
     with subprocess.Popen([*as_nobody(SERVE), path], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "listens\n"

@@ -78,7 +78,7 @@ def test_address_is_reachable_only_while_a_node_serves(transport):
         client.call("add", 1)
     with pytest.raises(UnavailableError):
         client.submit("add", 1).result()
-    if pathlib.Path(address).is_absolute():  # the server has removed its directory
+    if pathlib.Path(address).is_absolute():  # the directory is gone, because the server has removed it
         pathlib.Path(address).parent.mkdir(mode=0o700)
     again = transport.serve(METHODS, address)
     assert again.address == address and transport.is_reachable(address)

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import tyro
 
 _NAMES = {int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON", bool: "True|False"}
-_LONGEST_CHOICES = 24  # characters: longer lists of choices move into the text
-_COLUMN = 30  # where texts begin
+_LONGEST_CHOICES = 24  # maximum characters of a list of choices beside a flag; longer lists move into the text
+_COLUMN = 30  # column in which the texts begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,10 @@ class OptionField:
     """One option of a command: a field of a dataclass, which may be a part of another one.
 
     Attributes:
-        name: in Python, with a dot for a part: `head.num_atoms`.
-        flag: on the command line: `--head.num-atoms`.
-        hint: annotation, without its marks.
-        marks: of tyro.
+        name: name in Python. An option of a part has a dot: `head.num_atoms`.
+        flag: name on the command line: `--head.num-atoms`.
+        hint: annotation of the field, without tyro's marks.
+        marks: tyro's marks in the annotation.
         default: value of the field; `dataclasses.MISSING` if there is none.
         text: comment beside the field.
     """
@@ -53,7 +53,7 @@ class OptionField:
 
     @property
     def flags(self) -> list[str]:
-        """Every way to write the option: a switch has a second one, which turns it off."""
+        """All flags of the option. A switch has a second flag, which turns the switch off."""
         if self.is_positional:
             return []
         start, last = self._split_flag()
@@ -64,7 +64,7 @@ class OptionField:
         return self.hint is bool and tyro.conf.FlagCreatePairsOff not in self.marks
 
     def _split_flag(self) -> tuple[str, str]:
-        """The flag up to its last dot, and its rest: `--head.`, `num-atoms`."""
+        """Split the flag after its last dot: `--head.` and `num-atoms`."""
         last = self.flag.removeprefix("--").rpartition(".")[2]
         return self.flag.removesuffix(last), last
 
@@ -79,7 +79,7 @@ class OptionField:
         return f"{self.flag} {value or self.value_name()}"
 
     def value_name(self) -> str:
-        """The placeholder for a value: `INT`, or the choices if they are few."""
+        """The placeholder for a value: `INT`, or the choices if there are few."""
         choices = "|".join(self.choices())
         members = [self.hint, *typing.get_args(self.hint)]
         name = next((found for each in members if (found := _NAMES.get(typing.get_origin(each) or each))), None)
@@ -95,7 +95,7 @@ class OptionField:
         return [str(value) for value in typing.get_args(literal)] if literal is not None else []
 
     def description(self) -> str:
-        """The text of the help: comment, choices if they are many, and the default."""
+        """The text of the help: the comment, the choices if there are many, and the default."""
         text, choices = self.text, self.choices()
         if choices and "|".join(choices) not in self.invocation():
             text = f"{text.rstrip('.')}: {', '.join(choices)}." if text else f"{', '.join(choices)}."
@@ -104,7 +104,7 @@ class OptionField:
 
 
 def _shown(default: Any) -> str:
-    """A default as the command line takes it; "" for a value that needs no mention."""
+    """Return a default in the format of the command line. Return "" for a default that the help omits."""
     if default is dataclasses.MISSING or default is None or default is False or default in ("", (), {}):
         return ""
     if default is True:
@@ -115,7 +115,7 @@ def _shown(default: Any) -> str:
 
 
 def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
-    """Every option of a dataclass, or of an instance of one, which gives the defaults."""
+    """Return all options of a dataclass. An instance of a dataclass gives the defaults."""
     cls = options if isinstance(options, type) else type(options)
     texts = field_comments(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -144,7 +144,7 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
 
 
 def _split(annotated: Any) -> tuple[tuple[Any, ...], Any]:
-    """The marks of an annotation and the annotation without them."""
+    """Return tyro's marks of an annotation, and the annotation without the marks."""
     marks: tuple[Any, ...] = ()
     while hasattr(annotated, "__metadata__"):
         marks, annotated = (*marks, *annotated.__metadata__), annotated.__origin__
@@ -153,12 +153,12 @@ def _split(annotated: Any) -> tuple[tuple[Any, ...], Any]:
 
 @functools.cache
 def field_comments(cls: type) -> dict[str, str]:
-    """The comments of a dataclass's fields, those of its bases included, by the name of the field."""
+    """Return the comments of a dataclass's fields by field name, including fields of base classes."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(each)) if dataclasses.is_dataclass(each) else ""
-        except (OSError, TypeError):  # a class without a source: made at run time, or in a notebook
+        except (OSError, TypeError):  # the class was created at run time or in a notebook, so its source cannot be read
             continue
         found |= _comments(source)
     return found
@@ -209,7 +209,8 @@ def format_help(
     usage = " ".join([f"usage: {prog}", "[OPTIONS]", *(field.invocation() for field in positional)])
     lines = [usage, "", *textwrap.wrap(description, width)]
     options = [field for field in fields if not field.is_positional]
-    options.sort(key=lambda field: field.name == "traceback")  # which every command has, and few need
+    # list `--traceback` last, because every command has it and few users need it
+    options.sort(key=lambda field: field.name == "traceback")
     by_group = {"Options": options}
     if groups is not None:
         rest = next(title for title, names in groups.items() if "*" in names)

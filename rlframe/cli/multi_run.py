@@ -86,7 +86,7 @@ def lock_multi_run(directory: RunDir, experiment: Experiment, options: TrainOpti
         directory.create()
     with RunLock(directory.path, options.take_over, ends_within=experiment.topology_config.grace_seconds + 30.0):
         if not options.resume:
-            directory.create()  # check again: another process may have written to it before the lock
+            directory.create()  # check again, because another process may have written to the directory before the lock
             save_experiment(experiment, directory.config, {})
         yield
 
@@ -120,7 +120,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                     has_stopped_them = True
                     for run in running:
                         run.stop()
-        finally:  # on an error; a run that is already stopping gets its second signal, and ends without saving
+        finally:  # after an error, a run that is already stopping gets a second signal and ends without saving
             for run in running:
                 run.stop()
             for run in running:
@@ -138,7 +138,7 @@ class SeedRun:
 
     def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
-        self.log = directory / "logs" / f"seed-{seed}.log"  # must not match `rlframe plot DIRECTORY/seed-*`
+        self.log = directory / "logs" / f"seed-{seed}.log"  # the path must not match `rlframe plot DIRECTORY/seed-*`
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None

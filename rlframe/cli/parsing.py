@@ -88,7 +88,7 @@ def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return the text of each given option, by the option's name in Python. A switch has the text "".
 
     `--agent dqn --head.num-atoms=21 --quiet` becomes `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. It does
-    not check names. Of several words after an option, it returns the first. Of an option given twice, the last.
+    not check names. If an option has several words, the first is returned. The last one wins if it is repeated.
     """
     texts: dict[str, str] = {}
     for argument, following in zip(arguments, [*arguments[1:], "--"]):

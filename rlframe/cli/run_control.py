@@ -1,6 +1,6 @@
 """Commands for an active run: `rlframe pause`, `unpause`, `scale` and `stop`.
 
-Users name a run by its directory or by the URL of its HTTP service (its "control"). `status.py` uses the same
+Users name a run by its directory or by the URL of its HTTP service. `status.py` uses the same
 functions to find a run.
 """
 
@@ -92,7 +92,7 @@ def has_reachable_coordinator(run_dir: str) -> bool:
 def _is_remote_loopback(run_dir: str, url: str) -> bool:
     """Return True if a URL is a loopback address of another host.
 
-    On this host, another process could listen at that address, and it would receive the token.
+    On this host, another process could listen at that address and would receive the token.
     """
     from rlframe.programs.run_dir.lock import holder_of
 

@@ -128,7 +128,7 @@ class Trials:
         directory: pathlib.Path,
     ) -> None:
         self._study, self._experiment_of, self._directory = study, experiment_of, directory
-        # The runs of a killed sweep are still running: a resumed sweep ends and continues them.
+        # The runs of a killed sweep are still running. A resumed sweep ends and continues these runs.
         self._options = dataclasses.replace(options, take_over=options.resume)
         self._in_progress: list[_Trial] = []
 

@@ -62,7 +62,7 @@ class Experiment:
 
     @property
     def named_options(self) -> dict[str, Any]:
-        """The values of the options that name classes or functions: `agent`, `env`, `network` and others."""
+        """Values of the options that name classes or functions: `agent`, `env`, `network` and others."""
         values = {**vars(self), **vars(self.topology_config), "topology": self.topology_config.name}
         return {option: values[option] for option in OPTIONS if option in values}
 

@@ -135,7 +135,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
     config = experiment.topology_config
-    if with_control and config.control_group is None:  # only --http adds a service to this topology
+    if with_control and config.control_group is None:  # in this topology, the run has a service only with --http
         extras.require("--http", "trajectories")
     needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
@@ -265,7 +265,8 @@ class _Launcher:
         opened.callback(MultiLogger(trackers).close)
         shown = trackers if self.progress is None else [self.progress, *trackers]
         loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]
-        loggers += [self.callbacks] if self.callbacks else []  # last, because they may read the files of the others
+        # callbacks are last, because they may read the files of the other loggers
+        loggers += [self.callbacks] if self.callbacks else []
         engine = make_engine(session.experiment, self.directory.logs, self.quiet)
         if engine.in_process:
             session = dataclasses.replace(session, loggers=tuple(loggers), progress=self.progress)
@@ -296,7 +297,7 @@ class _Launcher:
 
     def _run_engine(self, engine: Engine, status: StatusFile) -> int | None:
         """Run the nodes of a program. Return the number of the signal that ended it, or None."""
-        if self.callbacks:  # to end the run, a callback ends this node
+        if self.callbacks:  # a callback ends the run by ending this node
             group = ending_group(engine.groups) or next(iter(engine.groups))
             self.callbacks.connect(engine.handle_of(group), group)
         try:
@@ -321,7 +322,7 @@ class _Launcher:
             result = dataclasses.replace(result, evaluation_error=problem)
             _log.warning(problem)
         directory.write_result(result)
-        if directory.metrics.exists():  # the file is missing if the run was stopped at once
+        if directory.metrics.exists():  # the file is missing if the run was stopped before the first row
             _draw_learning_curve(directory)
         if self.callbacks.error is not None:
             raise self.callbacks.error

@@ -37,10 +37,10 @@ class Session:
     steps_before: int = 0
     quiet: bool = False  # print nothing
     codec: Codec | None = None  # codec of the environments; None for a language model
-    # The next three are set only if all nodes are in one process. Otherwise the launcher has the loggers.
-    loggers: tuple[Logger, ...] = ()  # receive each row
-    progress: Logger | None = None  # receives the rows, and the step without values a few times a second
-    profile: Profile | None = None  # measures the time of each part
+    # The next three fields are set only if all nodes are in one process. Otherwise the launcher has the loggers.
+    loggers: tuple[Logger, ...] = ()  # loggers that receive each row
+    progress: Logger | None = None  # a logger of the rows; a few times a second, also of the step without values
+    profile: Profile | None = None  # the profile that measures the time of each part
 
     @property
     def directory(self) -> RunDir:

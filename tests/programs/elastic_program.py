@@ -22,7 +22,7 @@ class ElasticProgram(RunningProgram):
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         super().__init__(run_dir, *arguments, "--topology", "elastic")
-        self.versions: list[int] = []  # from each status, in order
+        self.versions: list[int] = []  # the version in each status, oldest first
         self.env_steps: list[int] = []
         self._workers: dict[int, psutil.Process] = {}
 
@@ -58,7 +58,7 @@ class ElasticProgram(RunningProgram):
             try:
                 with ControlClient.of_run(self.run_dir) as client:
                     return function(client)
-            except (PeerError, UnavailableError, UsageError):  # the HTTP service or the coordinator is not ready
+            except (PeerError, UnavailableError, UsageError):  # the HTTP service or the coordinator is not ready yet
                 assert time.monotonic() < deadline, self.errors()
                 time.sleep(0.1)
 

@@ -39,7 +39,8 @@ class ProgressPrintingLearner(Learner):
 
     def _learn(self) -> None:
         super()._learn()
-        self.print_progress("ends at")  # before `run` ends the program, which also stops the replay server
+        # print before `run` ends the program, because its end also stops the replay server
+        self.print_progress("ends at")
 
 
 def env_builder(seed: int) -> SyncEnv:

@@ -39,7 +39,7 @@ PROGRAMS = (
     "ray distributed",
 )
 WITH_ELASTIC = (*PROGRAMS, "local elastic")
-# For tests that every agent repeats. One topology is enough for Ray, whose nodes are the same as those of `local`.
+# For tests that run with every agent. One topology is enough for Ray, because Ray runs the same nodes as `local`.
 FOR_EACH_AGENT = tuple(one for one in WITH_ELASTIC if one not in ("ray heavy_env", "ray light_env"))
 # `make test` runs only the first entry. `make test-system` runs all of them.
 GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
@@ -75,7 +75,7 @@ class RunningProgram:
             text=True,
         )
         self._seen: dict[int, psutil.Process] = {}
-        self._blocks: set[str] = set()  # paths of named shared memory of the nodes
+        self._blocks: set[str] = set()  # paths of the named shared memory that the nodes created
 
     def __enter__(self) -> RunningProgram:
         return self
@@ -129,7 +129,7 @@ class RunningProgram:
         )
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 120.0) -> None:
-        """Wait until the condition is true. Fail if the program exits or the time is over."""
+        """Wait until the condition is true. Fail if the program exits or the timeout expires."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self.errors()}"

@@ -84,13 +84,14 @@ def test_async_environments_work_in_every_engine_and_topology(tmp_path, program_
     assert result["learner_steps"] >= 0.8 * result["env_steps"] / 32 - 8
 
 
-def test_agent_that_needs_synchronous_environments_is_refused(tmp_path):
+def test_async_is_refused_for_an_agent_that_needs_synchronous_environments(tmp_path):
     with pytest.raises(
         UsageError, match=r"ppo cannot learn from asynchronous .*max_staleness=0.* such as impala or dqn"
     ):
         run_experiment(small_experiment("ppo"), run_dir=tmp_path / "run")
     reinforce = f"{ROOT}/examples/custom_agent.py:Reinforce"
-    with pytest.raises(UsageError, match="max_staleness=0, so actors wait"):  # from its replay_spec, not its name
+    # the check reads the agent's `replay_spec`, not the agent's name
+    with pytest.raises(UsageError, match="max_staleness=0, so actors wait"):
         run_experiment(make_experiment(reinforce, async_envs=True, topology="heavy_env"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -114,7 +115,7 @@ def test_wait_num_defaults_to_a_third_of_the_environments(num_envs, wait_num):
 
 
 @pytest.mark.system
-def test_auto_env_type_is_the_fastest_asynchronous_pool():
+def test_env_type_auto_selects_the_fastest_asynchronous_pool():
     for env, kind in ((f"{__file__}:slow_env", "AsyncProcesses"), ("CartPole-v1", "EnvPoolAdapter")):
         pool = make_pool(small_experiment("impala", env=env), 4, {}, 1)
         assert (pool.wait_num, type(pool._pool).__name__) == (3, kind)

@@ -170,4 +170,5 @@ def test_policy_refuses_observations_outside_its_space(tmp_path):
     exported = jax.export.deserialize(rlframe.export(run, tmp_path / "policy").read_bytes())
     observation = {"a": np.array([0, 7, 0], np.int32), "b": np.array([[0, 0], [0, 0], [0, np.nan]], np.float32)}
     action, _ = exported.call(observation, np.ones(3, bool), [], np.uint32(0))
-    assert action[0] in (-1, 0, 1) and action[1] == action[2] == -(2**31)  # the value for an invalid observation
+    # for an invalid observation, the action is the smallest integer
+    assert action[0] in (-1, 0, 1) and action[1] == action[2] == -(2**31)

@@ -93,7 +93,7 @@ def test_option_of_a_custom_topology_is_refused_for_other_topologies(custom):
         make_experiment("impala", topology=f"{custom}:twice", replay_checkpoint_every=5)
 
 
-def test_custom_topology_can_be_replaced_if_its_options_have_default_values(custom, tmp_path):
+def test_custom_topology_can_be_changed_to_another_if_its_options_have_default_values(custom, tmp_path):
     config = tmp_path / "config.json"
     save_experiment(make_experiment("impala", topology=f"{custom}:twice", inferencers_per_actor=2), config, {})
     other = ["--config", str(config), "--topology", "heavy_env"]

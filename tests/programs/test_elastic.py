@@ -69,8 +69,9 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path: pathlib.Path) ->
     assert second["learner_steps"] > first["learner_steps"]
     assert second["params_version"] > first["params_version"]
     after = last_status(program.run_dir)
-    steps = [row["step"] for row in program.rows() if "steps_per_second" in row]  # the other rows are evaluations
-    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # nothing was evicted yet
+    # rows without `steps_per_second` come from evaluations
+    steps = [row["step"] for row in program.rows() if "steps_per_second" in row]
+    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # no item was evicted yet
     assert program.rows()[: len(rows)] == rows
     assert steps == sorted(set(steps))
 
@@ -97,12 +98,13 @@ def test_paused_run_makes_no_progress_until_unpaused(tmp_path: pathlib.Path) -> 
             job, replay = status["job"], status["replay"]
             return job["env_steps"], job["learner_steps"], job["params_version"], replay["added"]
 
-        seen = [(0.0, (-1,))]  # (time of the first status, counters)
+        seen = [(0.0, (-1,))]  # pairs: time of the first status with these counters, and the counters
 
         def is_unchanged(status: dict[str, Any]) -> bool:
             if counters(status) != seen[-1][1]:
                 seen.append((time.monotonic(), counters(status)))
-            return time.monotonic() - seen[-1][0] > 25.0  # longer than the timeout of a silent worker
+            # this is longer than the timeout after which a silent worker is restarted
+            return time.monotonic() - seen[-1][0] > 25.0
 
         paused = program.wait_for(is_unchanged)
         assert paused["job"]["state"] == "PAUSED" and paused["job"]["waits_for"] == "paused"
@@ -151,7 +153,7 @@ def test_run_solves_the_task_despite_killed_and_paused_processes(
     assert result["return_mean"] == status["evaluations"][-1][1]
     assert result["env_steps"] >= steps
     assert status["job"]["state"] == "CLOSED"
-    assert status["job"]["restarts"] >= 3  # two collectors and the learner
+    assert status["job"]["restarts"] >= 3  # two collectors and the learner were killed
     assert status["job"]["coordinator_restarts"] == 1
     program.check_counters(status)
 

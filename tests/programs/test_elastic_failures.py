@@ -1,4 +1,4 @@
-"""Elastic runs that fail: they report the reason, keep the checkpoints, and leave no processes."""
+"""Failed elastic runs. They report the reason, keep the checkpoints, and leave no processes."""
 
 from __future__ import annotations
 

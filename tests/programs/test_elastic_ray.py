@@ -1,4 +1,4 @@
-"""Elastic runs with the engine ray. Ray places the workers, and each run starts its own Ray."""
+"""Elastic runs with the engine `ray`. Ray places the workers, and each run starts its own Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_ppo_learns_despite_killed_collector_learner_and_coordinator(tmp_path: p
         program.kill_and_wait("collector/0")
         program.kill_and_wait("learner/0")
         program.kill_coordinator()
-        assert program.worker("collector/1")["incarnation"] == 0  # it kept running, and the new coordinator found it
+        # the collector kept running, and the new coordinator found it
+        assert program.worker("collector/1")["incarnation"] == 0
         before = len(program.rows())
         program.wait_until(lambda: any(row.get("episode_return", 0.0) > 100.0 for row in program.rows()[before:]))
         program.call(lambda client: client.cancel("seen enough"))
@@ -39,7 +40,7 @@ def test_ppo_learns_despite_killed_collector_learner_and_coordinator(tmp_path: p
     assert "was killed by SIGKILL" in program.errors()
 
 
-def test_workers_of_local_operator_survive_a_killed_coordinator(tmp_path: pathlib.Path) -> None:
+def test_workers_of_the_local_operator_survive_a_killed_coordinator(tmp_path: pathlib.Path) -> None:
     with ElasticProgram(tmp_path / "run", *PPO, *LONG, "--operator", "local") as program:
         program.wait_for_collectors(2)
         program.kill_coordinator()

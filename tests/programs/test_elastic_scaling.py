@@ -71,7 +71,7 @@ def test_starved_learner_gets_another_collector(tmp_path: pathlib.Path) -> None:
         at = program.wait_for(lambda status: True)["job"]["seconds"]
         status = program.wait_for(
             lambda status: status["job"]["seconds"] > at + 21.0
-        )  # four windows of the load measurement
+        )  # 21 seconds are four windows of the load measurement
         assert (status["wanted"]["collector"], status["scaling"]) == (2, "auto")
         cancel_and_check(program)
 

@@ -66,7 +66,7 @@ def test_program_of_several_actors_logs_environment_means_per_row(tmp_path, topo
 
 def check_rows(path, within=0.0):
     rows = [row for row in read_jsonl(path / "metrics.jsonl") if "episode_length" in row]
-    if within:  # a row of few episodes may miss the counts of one side
+    if within:  # in a row with few episodes, the counts of the environment and of the Actor may differ
         rows = [row for row in rows if row["episodes"] > 4]
     assert len(rows) >= 1
     for row in rows:

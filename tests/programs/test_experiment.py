@@ -38,7 +38,7 @@ def test_config_json_stores_absolute_paths(tmp_path, monkeypatch):
     save_experiment(make_experiment("ppo", "env.py:make"), tmp_path / "config.json", {})
     assert load_experiment(tmp_path).env == f"{tmp_path}/env.py:make"
     grpo = make_experiment("grpo", weights="model", tokenizer="words/tokenizer.json")
-    monkeypatch.chdir("/")  # an environment may change the directory
+    monkeypatch.chdir("/")  # an environment may change the working directory
     assert grpo.agent_config.weights == f"{tmp_path}/model"
     assert grpo.topology_config.tokenizer == f"{tmp_path}/words/tokenizer.json"
     assert make_experiment("grpo", tokenizer="byte").topology_config.tokenizer == "byte"
@@ -97,7 +97,7 @@ def test_option_that_the_topology_does_not_read_is_refused(field, value, topolog
     assert getattr(make_experiment(topology=others.split()[0], **{field: value}).topology_config, field) == value
 
 
-def test_max_restarts_is_refused_for_the_engine_threads():
+def test_max_restarts_is_refused_for_the_threads_engine():
     with pytest.raises(UsageError, match="max_restarts=1 is for the engine launchpad or local"):
         make_experiment(topology="heavy_env", engine="threads", max_restarts=1)
 
@@ -108,12 +108,12 @@ def test_learner_of_several_processes_saves_every_30_seconds(tmp_path):
     assert learner_config(session).checkpoint_seconds == 30.0
 
 
-def test_queue_run_makes_one_update_per_round_of_unrolls():
+def test_run_with_a_queue_makes_one_update_per_round_of_unrolls():
     spec = ReplaySpec("queue", Sequence(32), batch_size=None, capacity=512)
     assert total_learner_steps(spec, steps=100_000, num_envs=8) == 100_000 // (32 * 8)
 
 
-def test_replay_run_makes_updates_after_min_size_is_reached():
+def test_run_with_a_replay_makes_updates_after_min_size_is_reached():
     spec = ReplaySpec("uniform", Transition(1), batch_size=64, capacity=10_000, min_size=1_000, samples_per_insert=32.0)
     assert total_learner_steps(spec, steps=101_000, num_envs=8) == 50_000
 
@@ -133,7 +133,7 @@ def test_resumed_run_keeps_its_first_schedule_steps():
 
 def test_resume_without_changes_gives_an_equal_experiment():
     saved = make_experiment("ppo", steps=1000)
-    assert resume_experiment(saved, saved) == saved  # so a plot shows them in one group
+    assert resume_experiment(saved, saved) == saved  # equal experiments, so a plot shows both sessions in one group
 
 
 def test_resumed_run_cannot_change_seed_or_learning_rate():

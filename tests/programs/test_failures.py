@@ -1,4 +1,4 @@
-"""Failures of real programs: nodes that die, pause or raise, and Ctrl-C."""
+"""Failures of real programs (nodes that die, pause or raise errors), and runs that end with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def steps_of(program: RunningProgram) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-@pytest.mark.system  # `make test` covers killed nodes with an elastic run
+@pytest.mark.system  # `make test` kills nodes only in an elastic run
 @pytest.mark.parametrize("program_name", PROGRAMS)
 def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, program_name):
-    steps = 200_000  # takes longer than killing all nodes
+    steps = 200_000  # so many that the run lasts until all nodes were killed
     arguments = [*IMPALA, *options_of(program_name), "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0
@@ -77,7 +77,7 @@ def test_paused_actor_does_not_stall_the_run(tmp_path, program_name):
 
 @pytest.mark.system
 @pytest.mark.parametrize("program_name", GRID)
-def test_program_ends_and_names_the_node_after_max_restarts(tmp_path, program_name):
+def test_program_ends_after_max_restarts_and_names_the_failed_node(tmp_path, program_name):
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name), "--max-restarts", "0") as program:
         program.wait_for_steps(500)
         began = time.monotonic()
@@ -108,7 +108,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path, program_name):
 
 
 @pytest.mark.system
-def test_learner_killed_during_exit_is_reported_with_newest_checkpoint(tmp_path):
+def test_learner_killed_during_exit_is_reported_with_the_newest_checkpoint(tmp_path):
     agent = tmp_path / "agent.py"
     agent.write_text(
         f"""
@@ -155,7 +155,7 @@ def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, program_name)
             RunLock(tmp_path / "run").__enter__()
         program.process.kill()
         program.process.wait()
-        with RunLock(tmp_path / "run"):  # only the launcher held the lock
+        with RunLock(tmp_path / "run"):  # the lock is free, because only the launcher held it
             program.check_nothing_is_left()
 
 

@@ -1,4 +1,4 @@
-"""Runs on a real disk that becomes full during the run, and is emptied again."""
+"""Runs on a real disk that becomes full during the run. Later, the test frees the space again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_elastic_run_survives_a_full_disk_and_completes(tmp_path, small_disk):
     needs("trajectories")
     from tests.programs.elastic_program import ElasticProgram
 
-    (tmp_path / "run").symlink_to(small_disk.path)  # other files of the test are on another disk
+    (tmp_path / "run").symlink_to(small_disk.path)  # all other files of the test are on another disk
     options = ["--agent", "impala", "--steps", "30000", "--log-every", "200", "--checkpoint-every", "50"]
     with ElasticProgram(tmp_path / "run", *options, "--num-actors", "1", "--max-actors", "1") as program:
         program.wait_for_steps(1_000)

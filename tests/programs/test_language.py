@@ -1,4 +1,4 @@
-"""`rlframe train --agent grpo`: the services of a language model's run, as processes and as threads."""
+"""Runs of `rlframe train --agent grpo`, with the services of a language model as processes and as threads."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Counting(Reverse):
 
 
 @pytest.mark.system
-def test_environment_of_resumed_run_keeps_its_name_and_checkpoint(tmp_path, monkeypatch):
+def test_resumed_run_keeps_the_name_and_checkpoint_of_its_environment(tmp_path, monkeypatch):
     monkeypatch.setattr(topology, "ENV_CHECKPOINT_EVERY", 2)
     (tmp_path / "counting.py").write_text(COUNTING)
     env = f"{tmp_path / 'counting.py'}:Counting"
@@ -149,7 +149,7 @@ class Evaluated(Reverse):
 """
 
 
-def test_values_of_evaluate_log_become_the_evaluation(tmp_path):
+def test_values_that_evaluate_logs_become_the_evaluation(tmp_path):
     (tmp_path / "evaluated.py").write_text(EVALUATED)
     experiment = dataclasses.replace(grpo_experiment(), env=f"{tmp_path / 'evaluated.py'}:Evaluated")
     environment = EnvironmentNode(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
@@ -231,7 +231,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path):
 
 @pytest.mark.system
 def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
-    steps = 1_500  # takes longer than killing all services
+    steps = 1_500  # so many that the run lasts until all services were killed
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", str(steps), "--checkpoint-every", "10") as program:
         at = 0
         for name in SERVICES:

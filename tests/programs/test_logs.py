@@ -1,4 +1,4 @@
-"""The output of the processes of a run: on the terminal, and in `logs/NODE.log`."""
+"""The output of a run's processes on the terminal and in `logs/NODE.log`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def node(name, code, *arguments, **options):
     return StartableProcess(name, [sys.executable, "-c", code, *arguments], GroupRules(**options))
 
 
-def test_log_file_of_a_node_has_time_level_and_name_across_restarts(tmp_path):
+def test_log_file_of_a_node_continues_after_restarts_with_time_level_and_name(tmp_path):
     directory, output = tmp_path / "logs", io.StringIO()
     for _ in range(2):
         ProgramSupervisor(

@@ -1,4 +1,4 @@
-"""A long run with many checkpoints: memory, threads and file descriptors of the nodes do not grow."""
+"""In a long run with many checkpoints, the nodes' memory, threads and file descriptors do not grow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from rlframe.learners import Checkpointer
 from tests.programs.running_program import RunningProgram
 
-UPDATES = 20  # between two checkpoints
+UPDATES = 20  # updates between two checkpoints
 NODES = {"learner", "inferencer", "actor 0", "actor 1", "monitor"}
-TIMEOUT = 900.0  # seconds; the test took 6 minutes on a busy machine
+TIMEOUT = 900.0  # maximum seconds of the test, which took 6 minutes on a busy machine
 
 
 class ResourceUse(NamedTuple):
     """Resources of a process."""
 
-    megabytes: float  # anonymous memory
+    megabytes: float  # anonymous memory, in MB
     threads: int
     files: int
 

@@ -1,4 +1,4 @@
-"""`rlframe.train` in a notebook with a real kernel: the progress is one line, redrawn in place."""
+"""In a notebook with a real kernel, `rlframe.train` shows its progress in one line that is redrawn in place."""
 
 from __future__ import annotations
 

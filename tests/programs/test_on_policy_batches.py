@@ -28,7 +28,8 @@ class Recording(PPO):
 
 
 def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
-    path = tmp_path / f"{topology}.py"  # a separate module per topology, so that each has its own list of batches
+    # write a separate module for each topology, so that each topology has its own list of batches
+    path = tmp_path / f"{topology}.py"
     path.write_text(RECORDING_PPO)
     values = {"num_envs": 4, "env_type": "loop", "eval_episodes": 2, "steps": 1_200, "unroll_length": 16}
     values |= {"num_epochs": 2, "num_minibatches": 2, "network": "mlp", "network_config": MLPConfig((16,)), "seed": 5}
@@ -37,7 +38,7 @@ def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
     return load_object(f"{path}:batches", "agent")
 
 
-def test_one_actor_in_threads_gives_the_same_batches_as_a_single_process(tmp_path):
+def test_one_actor_on_the_threads_engine_gives_the_same_batches_as_a_single_process(tmp_path):
     expected_batches = batches_of(tmp_path, "single_process")
     batches = batches_of(tmp_path, "heavy_env", engine="threads", num_actors=1)
     assert len(expected_batches) >= 18 and len(batches) >= 18

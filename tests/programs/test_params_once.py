@@ -1,4 +1,4 @@
-"""In every topology, the update packs each version of the parameters once, and only jitted calls unpack it."""
+"""In every topology, the update packs each version of the parameters once, and only jitted calls unpack a version."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, progr
 def test_language_model_parameters_are_packed_only_in_the_update(tmp_path):
     found, versions = counts_of(
         tmp_path, "CountingGRPO", *SMALL[2:], "--steps", "12"
-    )  # without the agent at the start of SMALL
+    )  # leave out the agent, which is at the start of `SMALL`
     assert versions >= 12
-    # The policy server has no agent, so it counts nothing here. It receives packed parameters.
+    # The policy server has no agent, so no calls of the policy server are counted. It receives packed parameters.
     assert set(found) == {"pack_jax"} and len(found["pack_jax"]) == 1 and max(found["pack_jax"]) < 10

@@ -1,4 +1,4 @@
-"""Topologies with the `threads` engine, which has the same nodes and connections as one with processes."""
+"""Topologies on the `threads` engine, which has the same nodes and connections as other engines but starts faster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_program_writes_the_same_files_and_result_as_a_single_process(tmp_path, 
     assert written[-1]["return_mean"] == result.return_mean
     assert {"staleness", "replay_items"} <= set(rows[-2][1]) and rows[-2][1]["learner_steps"] == result.learner_steps
     assert (tmp_path / "run/learning_curve.png").exists()
-    again = evaluate(tmp_path / "run", episodes=2)  # from the checkpoint
+    again = evaluate(tmp_path / "run", episodes=2)  # evaluate the parameters of the checkpoint
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
 
 
@@ -114,7 +114,7 @@ def test_replay_that_the_topology_does_not_support_is_refused():
     ).topology_config.replay_kind == os.path.abspath("store.py:Mine")
 
 
-def test_operator_of_elastic_follows_the_engine():
+def test_default_operator_of_elastic_depends_on_the_engine():
     def elastic(**options):
         return make_experiment("impala", **{"topology": "elastic", **options}).topology_config
 
@@ -133,7 +133,7 @@ def test_operator_of_elastic_follows_the_engine():
         elastic(engine="threads")
 
 
-def test_environments_are_divided_equally_among_actors_and_pools():
+def test_environments_are_divided_equally_between_actors_and_pools():
     assert small_experiment("impala", "light_env", num_envs=8, num_pools=2).envs_per_pool == 2
     assert small_experiment("impala", "heavy_env", num_envs=8, num_actors=4).envs_per_actor == 2
     assert make_experiment("impala", num_envs=7).envs_per_actor == 7
@@ -152,7 +152,7 @@ def test_one_environment_gives_one_actor_by_default():
 @pytest.mark.parametrize(
     ("topology", "instead"), [("elastic", "shared_memory or --replay service"), ("distributed", "service")]
 )
-def test_reverb_with_the_engine_ray_is_refused_before_ray_starts(topology, instead):
+def test_reverb_with_the_ray_engine_is_refused_before_ray_starts(topology, instead):
     with pytest.raises(
         UsageError, match=f"The engine ray cannot run a Reverb server. Use --replay {instead}, or another"
     ):
@@ -178,7 +178,7 @@ class Node:
         if self.how == "presses twice":
             os.kill(
                 os.getpid(), signal.SIGTERM
-            )  # another signal, because two equal pending signals may be delivered only once
+            )  # a different signal, because two equal pending signals may be delivered only once
         if self.how not in ("ends", "raises"):
             assert self.stopped.wait(60.0)
         if self.how == "never ends":

@@ -26,7 +26,8 @@ def small_experiment(**fields) -> Experiment:
 def test_resumed_run_is_identical_and_its_policy_loads(tmp_path):
     experiment = small_experiment()
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=315)  # in the middle of an episode and a sequence
+    # stop in the middle of an episode and a sequence
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=315)
     run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert 0.8 * (600 - 88) / 8 <= whole.learner_steps <= 1.2 * (600 - 88) / 8

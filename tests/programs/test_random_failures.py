@@ -24,7 +24,7 @@ pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rl
 
 STEPS = 60_000
 SIGNALS = [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 3
-TIMEOUT = 700.0  # seconds
+TIMEOUT = 700.0  # seconds until the run must have ended
 
 
 def send_random_signals(program: RunningProgram, rng: random.Random) -> list[str]:
@@ -58,7 +58,7 @@ def test_run_ends_and_leaves_no_processes_despite_random_failures(tmp_path: path
     with program_class(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000, 400.0)
         sent = send_random_signals(program, random.Random(seed))
-        code, result = program.finish(TIMEOUT)  # also checks that no process and no shared memory is left
+        code, result = program.finish(TIMEOUT)  # `finish` also checks that no process and no shared memory is left
     details = f"seed {seed}: {sent}\n{program.errors()}"
     assert len(sent) == len(SIGNALS), f"the run ended before all signals were sent: {details}"
     if code == 0:

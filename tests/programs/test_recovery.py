@@ -160,9 +160,9 @@ def test_program_continues_after_a_complete_restart(start: Callable[..., Program
     again = start(topology, 160)
     assert again.end() == 0, again.output
     begins, ends = again.reports[0], again.reports[-1]
-    assert begins[1:4] == ("begins", 100, 101)  # after a normal end, no version is skipped
+    assert begins[1:4] == ("begins", 100, 101)  # after a normal end, the next session skips no version
     assert ends[1:4] == ("ends", 160, 161)
-    assert ends.added > first.reports[-1].added  # the replay was restored too
+    assert ends.added > first.reports[-1].added  # the replay was also restored
     assert "restart" not in again.output
 
 

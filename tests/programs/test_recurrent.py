@@ -1,4 +1,4 @@
-"""Runs of recurrent agents: resumed, loaded, and in every topology."""
+"""Runs of recurrent agents in every topology, resumed runs, and loaded policies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_experiment(agent: str, **fields) -> Experiment:
 def test_resumed_run_is_identical_and_its_policy_loads(agent, fields, tmp_path):
     experiment = small_experiment(agent, **fields)
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=420)  # stop in the middle of episodes and sequences
     run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert whole.learner_steps >= 12
@@ -97,7 +97,7 @@ def test_recurrent_agent_makes_updates_with_every_replay_buffer(program_name, re
 
 @pytest.mark.system
 @pytest.mark.parametrize(("program_name", "replay"), [("launchpad elastic", "service"), ("ray elastic", "service")])
-def test_custom_recurrent_agent_runs_elastic_with_every_engine(program_name, replay, tmp_path):
+def test_custom_recurrent_agent_runs_in_the_elastic_topology_with_every_engine(program_name, replay, tmp_path):
     assert run_program(tmp_path / "run", program_name, *CUSTOM, "--replay", replay)[0]["learner_steps"] > 10
 
 
@@ -107,7 +107,7 @@ def test_learning_rate_schedule_follows_env_steps_with_fewer_collectors(tmp_path
     result, rows = run_program(tmp_path / "run", "local elastic", *PPO, *options)
     assert result["learner_steps"] >= 0.9 * STEPS / (
         32 * 4
-    )  # each update has unrolls of 4 environments, fewer than minibatches
+    )  # each update has unrolls of 4 environments, which is less than the number of minibatches
     for row in rows:
         if "learning_rate" in row:
             assert row["learning_rate"] == pytest.approx(3e-4 * (1.0 - row["step"] / STEPS), abs=0.1 * 3e-4)

@@ -1,4 +1,4 @@
-"""Resumed runs: the checkpoint that they continue from, and damaged checkpoints."""
+"""Resumed runs continue from the right checkpoint, and refuse damaged checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complete runs in one process, each of a second or two."""
+"""Complete runs in one process. Each run takes one or two seconds."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def assert_same_arrays(run_dir, other) -> None:
 def test_run_writes_all_files_to_its_directory(tmp_path, learning_curves):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
-    assert 18 <= result.learner_steps <= 20  # 600 // 32, plus updates from steps after an episode's end
+    # 600 // 32 updates, plus updates from the steps after the end of an episode
+    assert 18 <= result.learner_steps <= 20
     assert result.params_version == result.learner_steps + 1
     assert result.episodes == 2 and result.return_mean >= 8.0
     names = {path.name for path in (tmp_path / "run").iterdir()}
@@ -127,11 +128,11 @@ def test_rows_have_values_since_the_previous_row(tmp_path):
     assert "return_mean" in rows[-1] and "return_mean" not in rows[-2]
     assert rows[-2]["learner_steps"] in (18, 19)
     assert {"loss", "entropy", "staleness", "steps_per_second", "episode_return"} <= set(rows[3])
-    assert rows[3]["staleness"] == 0.0  # inline PPO is on-policy
+    assert rows[3]["staleness"] == 0.0  # PPO in a single process is on-policy
     assert rows[3]["replay_items"] < 2  # the queue is empty after the update
 
 
-def test_learner_uses_all_batches_that_one_step_completes(tmp_path):
+def test_learner_uses_every_batch_that_a_step_completes(tmp_path):
     result = run_experiment(impala(num_envs=16, unroll_length=4, batch_size=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= result.env_steps // (16 * 4) * 8
 
@@ -196,7 +197,7 @@ def test_same_seed_gives_same_parameters_and_another_seed_does_not(make, tmp_pat
 def test_resumed_run_is_bit_for_bit_identical(make, tmp_path):
     experiment = make(anneal_learning_rate=True)
     run_experiment(experiment, run_dir=tmp_path / "whole")
-    # 215 steps are in the middle of an episode, an unroll and an n-step window.
+    # 215 steps end in the middle of an episode, an unroll and an n-step window.
     stopped = run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)
     assert 215 <= stopped.env_steps < 218
     whole = run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
@@ -229,7 +230,7 @@ def test_more_steps_on_resume_do_not_change_the_schedules(tmp_path):
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 
 
-def test_resume_of_a_complete_run_returns_its_result(tmp_path, capsys):
+def test_resuming_a_complete_run_returns_its_result(tmp_path, capsys):
     first = run_experiment(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     progress = CallbackLogger(lambda step, values: None)
@@ -237,7 +238,7 @@ def test_resume_of_a_complete_run_returns_its_result(tmp_path, capsys):
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
-    assert first.env_steps > 600  # the last calls exceed the last step
+    assert first.env_steps > 600  # the last calls take more steps than the limit
     beyond = dataclasses.replace(ppo(), steps=first.env_steps)
     assert run_experiment(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -295,7 +296,7 @@ def test_environment_exception_ends_the_run_and_keeps_its_progress(tmp_path):
 
     result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert rows[:2] == before  # the resumed run continues the count of steps
+    assert rows[:2] == before  # the resumed run keeps the earlier rows and continues the step count
     assert [row["step"] // 100 for row in rows[2:]] == [3, 4, 5, 6, 6]
     assert 600 <= result.env_steps < 602
     assert 18 <= result.learner_steps <= 20
@@ -395,7 +396,8 @@ def test_resumed_run_without_its_replay_fills_a_new_one_with_new_seeds(tmp_path,
     result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     assert "Learning waits until the buffer is full enough again" in caplog.text
     assert 400 <= result.env_steps < 403
-    assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40  # (200 - 50) / 4
+    # number of updates: (200 - 50) / 4
+    assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40
 
     seeds = [int(line) for line in (tmp_path / "seeds").read_text().split()]
     acted, evaluated, acted_after_resume, evaluated_again = seeds[:2], seeds[2:4], seeds[4:6], seeds[6:]
@@ -429,5 +431,5 @@ def test_profile_covers_the_total_time(tmp_path):
     run_experiment(ppo(), run_dir=tmp_path / "run", profile=profile)
     rows = {row.name: row for row in profile.rows()}
     assert sum(row.share for row in rows.values()) == pytest.approx(1.0, abs=0.02)
-    assert rows["learner"].calls in (17, 18)  # without the first call, which compiles
+    assert rows["learner"].calls in (17, 18)  # the first call compiles, so it is not counted
     assert rows["environment"].calls == rows["replay add"].calls == rows["inference"].calls + 1

@@ -55,7 +55,7 @@ def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, lim
 
 
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
-def test_run_that_reaches_its_last_step_is_stopped_by_steps(tmp_path, place):
+def test_run_that_reaches_its_last_step_reports_steps_as_the_reason(tmp_path, place):
     run_dir = tmp_path / "run"
     assert train(run_dir, *place, steps=600, stop_at=300, until_learner_steps=NEVER).stopped_by == "stop_at"
     result = rlframe.train(run_dir=run_dir, resume=True, quiet=True)

@@ -14,7 +14,7 @@ WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
 def test_wrapper_options_are_saved_and_evaluations_use_unclipped_rewards(tmp_path):
     experiment = dqn(**WRAPPED)
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)  # stop in the middle of an episode
     run_experiment(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     # One policy stacks the frames itself. The other one gets stacked frames from a pool.

@@ -122,7 +122,7 @@ def choices_of(hint: Any) -> dict[str, Any]:
 
 
 def _choice_name(cls: Any) -> str | None:
-    """Return the class attribute `name` of a dataclass; None if there is none, or if it is a field."""
+    """Return the class attribute `name` of a dataclass. Return None if `name` does not exist or is a field."""
     if not dataclasses.is_dataclass(cls) or "name" in {field.name for field in dataclasses.fields(cls)}:
         return None
     name = getattr(cls, "name", None)

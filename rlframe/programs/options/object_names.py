@@ -131,7 +131,8 @@ def object_name(target: Any) -> ObjectName:
     if module is None or attribute is None or not _is_at(module, attribute, target):
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     file = getattr(module, "__file__", None)
-    if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:  # created in code
+    # without a file and a spec, the module was created at run time
+    if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     if module_name == MAIN:
         if file is None or not _is_defined_in(pathlib.Path(file), attribute, target):
@@ -158,11 +159,12 @@ def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
         found = attribute_of(module, attribute)
     except AttributeError:
         return False
-    return found is target or (inspect.ismethod(target) and found == target)  # each access creates a new method object
+    # methods are compared with `==`, because each access creates a new method object
+    return found is target or (inspect.ismethod(target) and found == target)
 
 
 def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:
-    """Return True if a module belongs to a package or is installed. Its name identifies it better than its file."""
+    """Return True if a module belongs to a package or is installed. Such a module is identified by its module name."""
     if "." in name or hasattr(module, "__path__") or name in sys.stdlib_module_names:
         return True
     return bool(INSTALLED & set(pathlib.Path(file).parts))
@@ -179,7 +181,8 @@ def _is_defined_in(file: pathlib.Path, attribute: str, target: Any) -> bool:
         return False
     if attribute.partition(".")[0] not in _defined(tree.body):
         return False
-    files = {code.co_filename for code in _codes(target)} - {"<string>"}  # file name of generated methods
+    # compare with the file name of generated methods
+    files = {code.co_filename for code in _codes(target)} - {"<string>"}
     return not files or any(os.path.abspath(each) == os.path.abspath(file) for each in files)
 
 

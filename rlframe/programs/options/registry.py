@@ -222,7 +222,7 @@ def name_of(option: str, given: Any) -> Any:
     if isinstance(given, (str, os.PathLike)):
         return absolute_name(os.fspath(given))
     if option not in _WANTED:
-        return given  # refused later, when all options are checked
+        return given  # an unknown name is refused later, when all options are checked
     if not callable(given) or (option == "env" and _is_one_environment(given)):
         raise _not_nameable(option, given)
     name = object_name(given)

@@ -169,7 +169,7 @@ class EvaluationOutcome(NamedTuple):
 
     step: int  # step at which the evaluation began
     values: Logs | None = None
-    problem: str | None = None  # a sentence
+    problem: str | None = None  # description of the failure, one sentence
 
 
 def try_evaluation(evaluate: Callable[[], Logs], step: int, *, final: bool) -> EvaluationOutcome:
@@ -210,9 +210,9 @@ def evaluate(
         seed: seed of the environments. None means the run's seed, which repeats the run's own evaluation.
         num_envs: number of environments. None means as many as in the run's own evaluations.
         max_episode_length: maximum steps of an episode. None means the limit of the run's own evaluations.
-        env: an environment, as for `rlframe.train`, to replace the run's environment. Required if the run's environment
+        env: replaces the run's environment; values as for `rlframe.train`. Required if the run's environment
             was defined in a notebook and does not exist in this process.
-        agent, network: the same for the agent and the network.
+        agent, network: replace the run's agent and network, in the same way as `env`.
 
     Returns:
         The result of `Evaluator.evaluate`.

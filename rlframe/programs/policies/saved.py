@@ -64,7 +64,8 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
     request_save, checkpointer = handles.Poller(learner, "save_soon"), Checkpointer(checkpoints)
     wanted, requested_at, until = math.inf, -math.inf, time.monotonic() + _SAVE_WITHIN
     while True:
-        wanted = min(wanted, learner.stats()["learner_steps"])  # may decrease if the learner restarts
+        # the number of steps may decrease if the learner restarts
+        wanted = min(wanted, learner.stats()["learner_steps"])
         steps, now = checkpointer.steps(), time.monotonic()
         if steps and steps[-1] >= wanted:
             return
@@ -114,7 +115,8 @@ class SavedPolicy(LocalParams):
             try:
                 return read_policy(self._agent, self._directory, steps[-1])
             except CheckpointError as error:
-                if checkpointer.steps()[-1:] == steps[-1:]:  # otherwise a newer checkpoint has replaced it: retry
+                # otherwise a newer checkpoint has replaced this one, so retry
+                if checkpointer.steps()[-1:] == steps[-1:]:
                     _log.warning("The newest checkpoint cannot be evaluated. %s", error)
                     return None
         return None

@@ -34,7 +34,7 @@ class ServedPolicy(NamedTuple):
 
 
 def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> ServedPolicy:
-    """Load a published model as version 0. If `learner` (HOST:PORT) is given, newer versions come from it.
+    """Load the model of a folder as version 0. If `learner` (HOST:PORT) is given, newer versions come from it.
 
     Raises:
         UsageError, CheckpointError: as for `weights.load`. UsageError also if the address is invalid or the tokenizer

@@ -35,7 +35,8 @@ CARTPOLE = Preset(
             agent__update_period=2,  # 128 updates every 256 steps
             agent__epsilon_end=0.04,
         ),
-        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),  # 0.16 of 50,000 steps
+        # exploration: 0.16 of 50,000 steps
+        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
         **settings("6 of 6 seeds solve the task, without it 3 of 6", agent__anneal_learning_rate=True),
@@ -73,7 +74,8 @@ ACROBOT = Preset(
             agent__epsilon_end=0.1,
             network__hidden=(256, 256),
         ),
-        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),  # 0.12 of 100,000 steps
+        # exploration: 0.12 of 100,000 steps
+        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4, network__orthogonal=True),
     },
@@ -130,7 +132,8 @@ ATARI_GAMES = Preset(
             agent__target_update_period=250,  # 1,000 steps
             agent__epsilon_end=0.01,
         ),
-        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),  # 0.1 of 10 million
+        # exploration: 0.1 of 10 million steps
+        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),
         **settings("Mnih et al. 2015: clipped errors; CleanRL does not clip them", agent__head__huber_threshold=1.0),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
         **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),

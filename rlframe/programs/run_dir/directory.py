@@ -27,7 +27,8 @@ from rlframe.programs.run_dir import lock
 from rlframe.user_code.files import forget_changed
 
 CHECKPOINTS_KEPT = 3
-RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"  # kinds of directories, each with its distinctive file
+# kinds of directories: the name of the file that only this kind has
+RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"
 
 _NAMED = 5  # maximum number of runs to list in an error message
 _VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
@@ -211,13 +212,14 @@ def versions() -> dict[str, str]:
 class Result:
     """The result of a run."""
 
-    env_steps: int  # of the whole run, including earlier sessions
+    env_steps: int  # environment steps of the whole run, including earlier sessions
     learner_steps: int
-    return_mean: float | None  # of the final evaluation; None if there was none or it failed
+    # mean return of the final evaluation; None without an evaluation or if the evaluation failed
+    return_mean: float | None
     return_std: float | None
     episodes: int  # episodes of the final evaluation
     steps_per_second: float  # environment steps of this session, divided by its training time
-    wall_seconds: float  # of this session, including the evaluation
+    wall_seconds: float  # duration of this session, including the evaluation
     params_version: int
     run_dir: str
     # reason of the end: steps, stop_at, until_learner_steps, until_seconds, until_return, callback, interrupt (Ctrl-C,

@@ -26,9 +26,9 @@ NAME = "run.lock"
 
 _HEARTBEAT = 5.0  # seconds between two heartbeats of a holder
 _WATCH = 30.0  # seconds to watch for a heartbeat of a holder on another host before it counts as dead
-_STALE = 120.0  # age in seconds of a heartbeat, by its file's time, after which `holder_of` assumes a dead holder
+_STALE = 120.0  # seconds since the file's modification after which `holder_of` assumes that the holder is dead
 _POLL = 0.05  # seconds between two attempts to get the lock
-_SETTLE = 1.0  # seconds in which a new holder writes its record, and `holder_of` releases its shared lock
+_SETTLE = 1.0  # seconds in which a new holder writes its record and `holder_of` releases the shared lock
 _KILL = 10.0  # seconds to wait for the end of a holder after SIGKILL
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class RunLock:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() != self._owner:  # a forked child leaves the context
+        if os.getpid() != self._owner:  # only a forked child leaves the context
             return
         self._over.set()
         self._thread.join()
@@ -149,7 +149,7 @@ class RunLock:
             if elsewhere:
                 if not self._take_over and self._is_beating(holder):
                     raise self._refused(holder)
-                if self._is_ours() is not None:  # otherwise the holder has ended and removed the file
+                if self._is_ours() is not None:  # if not, the holder has ended and removed the file
                     self._replace_file()
             elif not granted and granted is not None:
                 if not self._take_over:
@@ -197,16 +197,17 @@ class RunLock:
     def _replace_file(self) -> None:
         """Replace the lock file with a new one. The old holder notices this at its next heartbeat, and ends."""
         self._close()
-        temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}")  # random: containers may share pids
+        # a random name, because containers may share pids
+        temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}")
         self._descriptor = _open(temporary)
         _flock(self._descriptor)
         self._write(0)
         os.replace(temporary, self._path)
-        time.sleep(_HEARTBEAT)  # if several processes replace it at the same time, the last one wins
+        time.sleep(_HEARTBEAT)  # if several processes replace the file at the same time, the last process wins
 
     def _write(self, beat: int) -> None:
         record = json.dumps({**dataclasses.asdict(self._holder), "beat": beat}).encode()
-        # On a full disk, the lock still works. Only its record is missing in messages.
+        # On a full disk, the lock still works, but messages lack the holder's record.
         with contextlib.suppress(OSError):
             if beat == 0:
                 os.ftruncate(self._descriptor, 0)
@@ -255,7 +256,7 @@ def holder_of(directory: pathlib.Path) -> Holder | None:
     if holder is None or _is_alive(holder):
         return holder
     with contextlib.suppress(OSError):
-        if not holder.is_of_this_kernel:  # on another host, or on this host before its reboot
+        if not holder.is_of_this_kernel:  # the holder is on another host, or was on this host before a reboot
             return holder if time.time() - path.stat().st_mtime < _STALE else None
         with path.open() as file:
             try:  # the holder may be alive in another container

@@ -128,7 +128,8 @@ class StatusReader:
 
     def __call__(self) -> dict[str, Any]:
         """Read and return the current status."""
-        holder = holder_of(self._directory.path)  # before the file: the holder may write its end and exit in between
+        # read the lock before the file, because the holder may write its end and exit in between
+        holder = holder_of(self._directory.path)
         written, last = self._written(), self._rows.read()
         returns, evaluations = self._rows.returns, self._rows.evaluations
         state, reason = self._state(written, holder, bool(last))
@@ -174,7 +175,8 @@ class StatusReader:
         state = written["state"]
         if state in OVER:
             return state, written["reason"]
-        if holder is None and holder_of(self._directory.path) is None:  # check again: it may have started in between
+        # check again, because a process may have started in between
+        if holder is None and holder_of(self._directory.path) is None:
             return JobState.FAILED.value, f"process {written['pid']} on {written['host']} was killed"
         if state == JobState.RUNNING.value and not has_rows:
             return JobState.INIT.value, ""

@@ -38,7 +38,7 @@ class Language(ProgramConfig):
         "log_every": 1,
     }
 
-    name: str = "light_env"  # as in `TOPOLOGIES`
+    name: str = "light_env"  # the name in `TOPOLOGIES`
     # Tokenizer: byte, or a folder with a tokenizer.json. None means the tokenizer of the weights, or byte.
     tokenizer: Union[str, None] = None
     # Largest number of policy versions that a group may be behind the learner. None means no limit.
@@ -75,7 +75,7 @@ class Language(ProgramConfig):
 
     def requires(self, experiment: Experiment) -> list[str]:
         """See `TopologyConfig`."""
-        # The warm-up writes its weights in the published format, which needs the extra `lm`.
+        # The warm-up writes its weights in the format of released models, which needs the extra `lm`.
         config = experiment.agent_config
         published = self.tokenizer_name(config) != "byte" or config.weights or self.warm_up_steps(experiment)
         return ["trajectories", "envs", *(["lm"] if published else [])]
@@ -105,7 +105,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
     tokenizer = config.tokenizer_name(experiment.agent_config)
     if config.warm_up_steps(experiment):
         if not session.directory.warmup.exists():
-            engine.add("learner", WarmUpNode, session)  # with the learner's cores and accelerators
+            engine.add("learner", WarmUpNode, session)  # the warm-up gets the learner's cores and accelerators
             return language
         weights = dataclasses.replace(experiment.agent_config, weights=str(session.directory.warmup))
         session = dataclasses.replace(session, agent=make_agent(dataclasses.replace(experiment, agent_config=weights)))

@@ -170,7 +170,7 @@ def learner_config(session: Session) -> LearnerConfig:
         checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=max(1, updates_between(session.agent.replay_spec, *between, experiment.num_envs)),
         checkpoints_kept=CHECKPOINTS_KEPT,
-        resume=True,  # also after a restart of the learner
+        resume=True,  # resume, because the learner may have been restarted
         codec=session.codec,
     )
 

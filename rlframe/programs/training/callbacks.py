@@ -85,7 +85,7 @@ class Callbacks:
                 return
             try:
                 function(CallbackInfo(step, dict(row), self._request_stop))
-            except BaseException as error:  # includes SystemExit, which a thread would silently ignore
+            except BaseException as error:  # `BaseException` includes SystemExit, which a thread would silently ignore
                 self.error = error
                 self.request_end()
 

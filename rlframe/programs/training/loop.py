@@ -73,7 +73,7 @@ class TrainingLoop:
         self._one_update_per_step = spec.samples_per_insert is None and spec.kind != "queue"
         self._learner_logs: Logs | None = None  # logs of the newest update since the last row
         self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
-        self._newest_evaluation: EvaluationOutcome | None = None  # without failed evaluations
+        self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
         self.actor = self._make_actor()
         self._first_step = self._saved_env_steps = self.actor.env_steps
         self._row_schedule = Schedule(experiment.row_every, self._first_step)
@@ -221,7 +221,8 @@ class TrainingLoop:
             **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
-            **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},  # like `Learner.stats`
+            # the same names as in `Learner.stats`
+            **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},
         }
 
     def _evaluate(self, *, final: bool) -> EvaluationOutcome:
@@ -234,7 +235,7 @@ class TrainingLoop:
             with self._stop.interruptible():
                 outcome = try_evaluation(evaluate, now, final=final)
         except KeyboardInterrupt:
-            if self._stop.number is None:  # not from a signal
+            if self._stop.number is None:  # the evaluation did not end because of a signal
                 raise
             return EvaluationOutcome(now)
         if outcome.values is not None:

@@ -77,7 +77,7 @@ class Monitor(abc.ABC):
             except StoppedError:
                 pass
             finally:
-                self.stop()  # also stops a running evaluation
+                self.stop()  # `stop` also stops a running evaluation
                 self._progress.save()
                 self._rows.close()
         self._session.directory.write_result(self._result(evaluation, stopped_by))
@@ -152,7 +152,7 @@ class Monitor(abc.ABC):
                 return self._session.last_step_reason
             learner_steps = self._learner_stats.get("learner_steps", 0)
             if (by := self._early_stop.check_limits(learner_steps, self._rows.eval_return)) is not None:
-                self._progress.ended = by  # save the reason first, in case this node is restarted
+                self._progress.ended = by  # save the reason first, because this node may be restarted
                 self._progress.try_to_save()
                 return by
             if row_schedule.advance_to(now):

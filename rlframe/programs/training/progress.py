@@ -60,7 +60,7 @@ class ProgressFile:
             ) from error
 
     def try_to_save(self) -> None:
-        """Write the file. If that fails, warn once; the next row tries again."""
+        """Write the file. If this fails, warn once. The next row causes another attempt."""
         try:
             self.save()
         except CheckpointError as error:

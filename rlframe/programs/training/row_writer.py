@@ -17,7 +17,8 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.callbacks import Callbacks
 
-_EVALUATION_METRICS = ("return_mean", "return_std", "length_mean", "episodes")  # from `Evaluator.evaluate`
+# names of values that `Evaluator.evaluate` returns
+_EVALUATION_METRICS = ("return_mean", "return_std", "length_mean", "episodes")
 _POLL_SECONDS = 0.5  # seconds between two reads of the rows from another process
 
 

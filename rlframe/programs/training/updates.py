@@ -54,7 +54,7 @@ def steps_until_first_update(spec: ReplaySpec, num_envs: int) -> int:
     """
     batch = spec.batch_size or num_envs
     items = max(spec.min_size, batch) if spec.kind == "queue" else spec.min_size
-    rounds = math.ceil(items / num_envs)  # items of each environment
+    rounds = math.ceil(items / num_envs)  # number of items of each environment
     item = spec.item
     steps = item.length + (rounds - 1) * item.period if isinstance(item, Sequence) else rounds + item.n_step - 1
     return steps * num_envs
