@@ -40,7 +40,7 @@ from rlframe.stop_conditions import StopReason
 _log = logging.getLogger(__name__)
 
 _TICK = 0.05  # seconds between two ticks
-_JOURNAL_EVERY = 0.1  # seconds between two writes of the journal if there is no note
+_JOURNAL_EVERY = 0.1  # seconds between two writes of the journal, unless a note must be written
 _JSON_SCALARS = (str, int, float, bool, type(None))  # types of the note fields that the journal keeps
 _HANDLING = Phase("handling events", 300.0)
 _JOURNAL_WITHIN = 1.0  # seconds that a request waits until it is in the journal
@@ -255,7 +255,7 @@ class Coordinator:
         self._request_change(ev.RestoreRequested())
 
     def _request_change(self, event: Any) -> None:
-        """Make a request. Raise if the job has not started, is ending or is over, because it would drop the event."""
+        """Make a request. Raise if the job has not started, is ending or is over: such a job would drop the event."""
         if self._thread is None:
             raise UsageError("The job has not been submitted, so it cannot be changed.")
         if is_over(self._job.state):
@@ -388,7 +388,7 @@ class Coordinator:
         path = pathlib.Path(self._cfg.path) / "status.json"
         try:
             write_atomically(path, json.dumps(status, indent=1), "\n")
-        except OSError as error:  # the recorder's result below is more important
+        except OSError as error:  # continue: the recorder's result below is more important
             _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:
             ending = self._job.ending

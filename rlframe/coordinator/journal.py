@@ -112,7 +112,7 @@ class Journal:
             self._file.close()
         self._file = file
         self._size = self._path.stat().st_size
-        if self._size > _COMPACT_AT // 2:  # large even after compaction: do not compact again with every line
+        if self._size > _COMPACT_AT // 2:  # still large after compaction: do not compact again with every line
             self._size = 0
 
     def _unwritable(self, error: OSError) -> str:

@@ -42,8 +42,8 @@ class WorkerInfo:
     address: str | None = None  # address for the operator's transport; None until the worker serves
     host: str = ""
     pid: int | None = None  # process on that host; None if unknown
-    is_live: bool = True  # it runs or starts, and was not released
-    problem: str = ""  # reason that it does not start, or that it ended, if known
+    is_live: bool = True  # True if the worker starts or runs, and was not released
+    problem: str = ""  # reason that the worker does not start or has ended, if known
 
     @functools.cached_property
     def worker_id(self) -> str:
@@ -110,7 +110,7 @@ class StartTask:
                 )
             if not isinstance(values, dict):
                 raise UsageError(f"The overrides {name!r} of a task must be a dict of values by name, got {values!r}.")
-        try:  # the same form as in the journal, so that a restarted coordinator finds the same task
+        try:  # convert to the form of the journal, so that a restarted coordinator finds the same task
             plain = json.loads(json.dumps(self.overrides, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UsageError(
@@ -130,7 +130,7 @@ class BatchMeta:
 
 @dataclasses.dataclass(frozen=True)
 class Learn:
-    """A request to learn from batches: with their keys, or as a grant of batches that the learner draws itself."""
+    """A request to learn, either from given batches or from a number of batches that the learner draws (a grant)."""
 
     count: int  # maximum number of updates; 0 only saves
     batches: tuple[BatchMeta, ...] | None = None  # `count` batches; None means a grant
@@ -163,7 +163,7 @@ class NotReady(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class CallRefused(WorkerReply):
-    """The call has another attempt, incarnation or number than this worker. It changed nothing."""
+    """The call is for a different attempt, incarnation or call number of the worker. The call changed nothing."""
 
     why: str = ""
     is_misdirected: bool = False  # the call is for another worker or incarnation

@@ -16,7 +16,7 @@ from rlframe.retry import backoff
 
 _log = logging.getLogger(__name__)
 
-_BACKOFF = 0.25, 5.0  # seconds between two attempts to reach the operator: first, longest
+_BACKOFF = 0.25, 5.0  # shortest and longest pause in seconds between two attempts to reach the operator
 _PATIENCE = 5.0  # seconds, in addition to the operator's grace, for workers to end
 _JOIN = 10.0  # seconds for the thread to end: longer than any call to an operator
 
@@ -94,7 +94,7 @@ class OperatorThread:
             self._put_event(ev.WorkersEnded(why))
 
     def _fail(self, error: Exception) -> None:
-        """Report an error. It is permanent if it is a `UsageError`, or no outage and before the first reply."""
+        """Report an error. A `UsageError` is permanent, and so is any error before the first reply except an outage."""
         is_outage = isinstance(error, (OperatorError, PeerError, OSError))
         if not is_outage:
             _log.error("The operator raised an unexpected error.", exc_info=error)

@@ -204,7 +204,7 @@ class ParamStore:
     # --- for evaluations of one version
 
     def pin(self, policy_id: str) -> int:
-        """Keep the newest version until `unpin`, and return it; -1 if there is none. A third pin removes the first."""
+        """Pin the newest version, and return its number (-1 if no version exists). A third pin removes the first."""
         with self._changed:
             policy = self._policies[policy_id]
             newest = max(policy.versions, default=-1)
@@ -225,7 +225,7 @@ class ParamStore:
         return list(self._policies[policy_id].versions)
 
     def newest_version(self, policy_id: str) -> int:
-        """Return the newest version; -1 if there is none."""
+        """Return the number of the newest version, or -1 if no version exists."""
         return max(self.versions(policy_id), default=-1)
 
     def _drop_old(self, policy: _Policy) -> None:
@@ -265,7 +265,7 @@ class ParamStore:
 
 
 def _check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
-    """Raise `FencedError` if `attempt` is older than the attempt that opened the policy. None is older than any."""
+    """Raise `FencedError` if `attempt` is older than the attempt that opened the policy. None is the oldest."""
     if opened is None or (attempt is not None and attempt >= opened):
         return
     whose = f"attempt {opened.number} of epoch {opened.epoch}"

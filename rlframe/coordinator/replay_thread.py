@@ -66,7 +66,7 @@ class ReplayThread:
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
-        """Restore the saved buffer and start the thread. If the buffer has items, restore only their priorities.
+        """Restore a new buffer completely, but only the priorities of an existing buffer. Start the thread.
 
         Raises:
             CheckpointError: The saved buffer is damaged.
@@ -114,7 +114,7 @@ class ReplayThread:
         self._stats_read_at = time.monotonic()
         try:
             self.stats = {"kind": self._kind, **self._replay.stats()}
-        except Exception as error:  # its server may be restarting; the next round tries again
+        except Exception as error:  # the server may be restarting; the next round tries again
             _log.info("Cannot read the counters of the replay buffer: %s", error)
 
     def _save_if_due(self, *, final: bool = False) -> None:

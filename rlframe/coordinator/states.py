@@ -13,7 +13,7 @@ class TransitionError(RlframeError):
 
 
 class _State(enum.Enum):
-    # Each message looks up transitions by state. Members are singletons, so the identity hash is valid. It is faster
+    # Each message looks up transitions by state. Members are singletons, so the identity hash is valid, and faster
     # than Enum's hash of the name.
     __hash__ = object.__hash__
 
@@ -36,10 +36,10 @@ class TaskState(_State):
     """The states of a task."""
 
     PENDING = "PENDING"
-    ASSIGNED = "ASSIGNED"  # its worker is starting it
+    ASSIGNED = "ASSIGNED"  # the worker is starting the task
     RUNNING = "RUNNING"
-    CLOSING = "CLOSING"  # its worker must close it; an evaluation has its result by then
-    RETRYING = "RETRYING"  # its worker was lost or failed; PENDING follows at once
+    CLOSING = "CLOSING"  # the worker must close the task; an evaluation already has a result
+    RETRYING = "RETRYING"  # the worker was lost or failed; PENDING follows at once
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -49,18 +49,18 @@ class WorkerState(_State):
     """The states of one incarnation of a worker."""
 
     REQUESTED = "REQUESTED"  # the operator has not listed an address yet
-    CONNECTING = "CONNECTING"  # it has not replied to its first ping yet
+    CONNECTING = "CONNECTING"  # the worker has not replied to the first ping yet
     IDLE = "IDLE"
     BUSY = "BUSY"
-    CLOSING = "CLOSING"  # its task is CLOSING
+    CLOSING = "CLOSING"  # the worker's task is CLOSING
     SUSPECT = "SUSPECT"  # no reply for `Limits.suspect_after`
     LOST = "LOST"
-    DRAINING = "DRAINING"  # it leaves when its task is closed
+    DRAINING = "DRAINING"  # the worker leaves when its task is closed
     GONE = "GONE"
 
 
 class EndingStep(_State):
-    """The steps of a job's ending, in order. Each starts when the last one is done or has exceeded its deadline."""
+    """The steps of a job's ending, in order. A step starts when the previous step is done or too late."""
 
     COLLECTORS = "collectors"  # collectors close their tasks
     LEARNER = "learner"  # the learner saves and closes its task

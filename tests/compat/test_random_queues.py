@@ -90,7 +90,7 @@ PLAYED = {
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
-    """Return the queues of each kind, each with the answers of atroposlib's server."""
+    """Return the queues of each kind, each with the replies of the original package's server."""
     if not PYTHON.exists():
         pytest.skip("make test-compat builds the environment that has atroposlib")
     queues = [random_queue(kind, seed) for kind in KINDS for seed in range(PER_KIND)]

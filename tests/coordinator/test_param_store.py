@@ -179,7 +179,7 @@ def test_only_an_opened_policy_requires_an_attempt(make: Make) -> None:
     assert store.versions("main") == []
 
 
-def test_restarted_store_fences_by_the_first_attempt_that_puts(make: Make) -> None:
+def test_restarted_store_fences_attempts_older_than_the_first_to_put(make: Make) -> None:
     restarted = make()
     restarted.put("main", 8, params(8), attempt=Attempt(1, 1))
     with pytest.raises(FencedError):

@@ -106,7 +106,7 @@ def test_collect_trajectory_runs_group_size_times_and_fills_backlog():
     assert backlog == [f"follow-up {number}" for number in range(4)]
 
 
-def test_trajectory_that_is_none_is_skipped():
+def test_none_is_skipped_as_a_trajectory():
     class Some(Document):
         def trajectory(self, number):
             return None if number == 1 else super().trajectory(number)

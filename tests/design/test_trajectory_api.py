@@ -100,7 +100,7 @@ def test_common_workflow_of_trainer_and_rollout_handler(api):
 
 
 @pytest.mark.parametrize("steps_left, pauses", [(97, True), (96, False), (10, False)])
-def test_rollout_handler_that_should_hold_pauses_and_does_not_quit(api, steps_left, pauses):
+def test_rollout_handler_pauses_without_quitting_if_should_hold_is_true(api, steps_left, pauses):
     """The published client quits if `current_step + Q * group_size // batch_size` exceeds its number of steps."""
     api.post("/register", json={**REGISTRATION, "batch_size": 64, "starting_step": 7, "num_steps": 7 + steps_left})
     api.get("/batch")

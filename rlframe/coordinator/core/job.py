@@ -42,7 +42,7 @@ class JobEnding:
 
     @property
     def needs_learner(self) -> bool:
-        """True if a learner must still save. Then a lost learner is replaced."""
+        """True if a learner must still save, so that a lost learner is replaced."""
         return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
     def replaces(self, role: Role) -> bool:
@@ -118,7 +118,7 @@ class CollectorActivity:
     """Times of all collectors together."""
 
     seconds: float = 0.0  # duration of all calls
-    seconds_waited: float = 0.0  # part of it that collectors waited for newer parameters, or for room in the buffer
+    seconds_waited: float = 0.0  # waiting time in `seconds`, for newer parameters or room in the buffer
 
 
 class TrainingJob:
@@ -260,7 +260,7 @@ class TrainingJob:
         self.workers_to_call += workers
 
     def header(self, worker: WorkerRecord, task: Task) -> Header:
-        """Return the header of the next call. Its number is above all earlier numbers."""
+        """Return the header of the next call. The number of the call is above all earlier numbers."""
         self._seq += 1
         return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
 

@@ -31,7 +31,7 @@ from rlframe.interprocess.phases import STARTING, Phase
 
 _REPLY_WITHIN = 0.3  # seconds before a call that is still in progress gets the reply NotReady
 _PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # a retry would fail in the same way
-_STUCK_SECONDS = 120.0  # work without progress for so long is considered hung, unless its phase allows more
+_STUCK_SECONDS = 120.0  # work without progress for this many seconds is considered hung, unless its phase allows more
 _CLOSE_TIMEOUT = 4.0  # seconds for the current work to end when the worker is closed
 
 
@@ -176,7 +176,7 @@ class TaskWorker:
         return ""
 
     def _accept(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> _Work:
-        """Return the work that the call must wait for: unfinished earlier work, or its own work."""
+        """Return the work that the call must wait for: unfinished earlier work, or the work of the call."""
         work = self._work
         if work is not None and not work.is_done.is_set():
             if header.seq != work.seq and (name == "close_task" or (name == "start_task" and self._is_other(header))):
@@ -231,7 +231,7 @@ class TaskWorker:
             )
 
     def _progress_marker(self) -> Any:
-        """Return a value that changes while the work makes progress or waits. Detects work that hangs."""
+        """Return a value that changes while the work makes progress or waits. Used to detect hung work."""
         return time.monotonic() if self._waiting_for() is not None else self._progress_count()
 
     def _begin_task(self, header: Header, request: StartTask) -> WorkerReply:
@@ -268,7 +268,7 @@ class TaskWorker:
         return Closed(task.result)
 
     def _abandon_task(self) -> None:
-        """End the current task, if any, without its final save. Ignore its errors."""
+        """End the current task, if any, without its final save. Ignore errors of the task."""
         with contextlib.suppress(Exception):
             if self._task is not None:
                 self._end_task(final=False)

@@ -159,7 +159,7 @@ def test_commands_require_exactly_one_valid_run(capsys, tmp_path, monkeypatch, c
     assert refused(capsys, *command.split()).startswith(message)
 
 
-def test_command_after_the_end_of_the_job_prints_that_it_is_over(coordinator, server, capsys):
+def test_command_after_the_end_of_the_job_prints_that_the_job_is_over(coordinator, server, capsys):
     coordinator.become(JobState.DRAINING)
     coordinator.become(JobState.CLOSED, "100,000 environment steps")
     assert refused(capsys, "pause", "--url", server.url).startswith(

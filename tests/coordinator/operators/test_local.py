@@ -170,7 +170,7 @@ def test_workers_survive_a_killed_coordinator_and_the_next_one_finds_them(local,
     assert isinstance(pickle.loads(one.handle), OperatorHandle)
 
 
-def test_workers_end_with_the_operators_process():
+def test_workers_end_when_the_operator_process_ends():
     owner = subprocess.Popen(
         [sys.executable, HERE / "killed_launcher.py"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -172,7 +172,7 @@ def test_repeated_replace_calls_kill_and_replace_once(operator: ManualOperator):
     assert operator.live() == [("collector/0", 0), ("collector/1", 1)]
 
 
-def test_lower_request_ends_no_worker_but_the_next_dead_one_is_not_replaced(operator: ManualOperator):
+def test_lower_request_ends_no_worker_but_the_next_dead_worker_is_not_replaced(operator: ManualOperator):
     start_workers(operator, 3)
     operator.scale("collector", 2)
     operator.round()

@@ -137,7 +137,7 @@ def test_learner_without_a_checkpoint_publishes_above_all_known_versions(make, s
     assert call.until_done("learn", grant(1)).params_version == 9
 
 
-def test_learner_that_replaces_a_lost_one_continues_from_its_checkpoint(make, store, tmp_path):
+def test_replacement_of_a_lost_learner_continues_from_the_last_checkpoint(make, store, tmp_path):
     config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
     first = make(filled(), **config)
     start(first)
@@ -326,7 +326,7 @@ def test_non_finite_loss_fails_permanently_and_is_not_published(make, store):
     assert store.versions(POLICY) == [1]
 
 
-def test_newer_attempt_publishes_above_the_versions_of_the_older_one(make, store):
+def test_newer_attempt_publishes_above_the_versions_of_the_older_attempt(make, store):
     call = make(filled())
     start(call)
     call.until_done("learn", grant(3))

@@ -154,7 +154,7 @@ def test_invalid_learner_overrides_fail_the_task_permanently(call, overrides, me
     assert message in failed.message
 
 
-def test_values_that_the_agents_config_rejects_are_refused():
+def test_values_rejected_by_the_agent_config_are_refused():
     agent = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(UsageError, match="DQNConfig.learning_rate must be above 0, got -1"):
         with_config(agent, {"learning_rate": -1})

@@ -170,7 +170,7 @@ def test_repeated_call_gets_the_same_reply_without_new_work(worker, call):
     assert worker.log == ["start", "collect"]
 
 
-def test_slow_call_gets_not_ready_first_and_its_reply_when_repeated(worker, call):
+def test_slow_call_returns_not_ready_and_a_repeated_call_returns_the_reply(worker, call):
     header = start_blocked_work(worker, call)
     assert worker.get_data(header, GetData()) == NotReady("data")
     worker.resume.set()
