@@ -109,7 +109,7 @@ def test_group_with_unknown_token_is_refused_and_acknowledged(client, make_buffe
     assert buffer.stats()["refused"] == 2 and len(caplog.records) == 1
     buffer.note_update(batch.keys, 1)
     buffer.close()
-    assert make_buffer().sample() is None  # all are acknowledged
+    assert make_buffer().sample() is None  # All groups are acknowledged.
 
 
 def test_other_groups_of_batch_with_unknown_token_are_trained_on(service, make_buffer):
@@ -155,7 +155,7 @@ def test_buffer_can_be_pickled(client, make_buffer):
 # Leases.
 
 
-def test_batch_is_acknowledged_when_next_one_is_requested(client, make_buffer):
+def test_batch_is_acknowledged_when_next_batch_is_requested(client, make_buffer):
     buffer = make_buffer()
     client.post([numbered(1), numbered(2)])
     assert number_of(buffer.sample()) == 1
@@ -171,7 +171,7 @@ def test_unfinished_batches_are_given_back(client, make_buffer):
     buffer = make_buffer()
     dataset = buffer.make_dataset(prefetch=2)
     assert [number_of(next(dataset)) for _ in range(2)] == [0, 1]
-    wait_until(lambda: client.status().leased == 3)  # the current batch, and two prefetched ones
+    wait_until(lambda: client.status().leased == 3)  # the current batch and two prefetched batches
     dataset.close()
     wait_until(lambda: client.status().queue_size == 2)
     other = make_buffer()
@@ -195,7 +195,7 @@ def test_batch_of_dead_buffer_goes_to_another_buffer(client, make_buffer):
     client.post(numbered(1))
     dead = make_buffer(lease=0.3)
     first = dead.sample()
-    dead._renewal.close()  # a dead process does not renew its lease
+    dead._renewal.close()  # A dead process does not renew the lease of its batch.
     other = make_buffer()
     batch = other.wait_for_batch(DEADLINE)
     assert (number_of(batch), batch.keys[0, 1]) == (1, first.keys[0, 1])
@@ -205,7 +205,7 @@ def test_lease_is_renewed_while_batch_is_in_use(client, make_buffer):
     client.post([numbered(1), numbered(2)])
     buffer, other = make_buffer(lease=3.0), make_buffer()
     assert number_of(buffer.sample()) == 1
-    until_later = time.monotonic() + 4.0  # more than a lease
+    until_later = time.monotonic() + 4.0  # longer than the lease of a batch
     assert number_of(other.sample()) == 2
     while time.monotonic() < until_later:
         assert other.sample() is None
@@ -236,9 +236,11 @@ def test_batch_of_interrupted_request_is_given_back(client, make_buffer, monkeyp
 def test_redelivered_batch_is_not_returned_twice(client, make_buffer, monkeypatch):
     client.post(numbered(1))
     buffer = make_buffer(lease=0.3)
-    monkeypatch.setattr(buffer._client, "renew", lambda *args, **options: False)  # as if the service were unreachable
+    monkeypatch.setattr(
+        buffer._client, "renew", lambda *args, **options: False
+    )  # The request fails as if the service were unreachable.
     with buffer.make_dataset(prefetch=2) as dataset:
-        wait_until(lambda: buffer.stats()["came_again"] >= 1)  # its lease ended before it was read
+        wait_until(lambda: buffer.stats()["came_again"] >= 1)  # The lease of the batch ended before the batch was read.
         assert number_of(next(dataset)) == 1
         client.post(numbered(2))
         assert number_of(next(dataset)) == 2

@@ -178,7 +178,7 @@ def test_batch_request_sets_policy_version(client):
     assert client.status().policy_version == 4
 
 
-def test_environment_holds_during_pause(client):
+def test_environment_sends_nothing_during_pause(client):
     client.register(**SETTINGS)
     client.batch()
     env_id = client.register_env(**ENV).env_id
@@ -194,7 +194,7 @@ def test_environment_holds_during_pause(client):
     assert not wanted.is_alive()
 
 
-def test_environment_holds_while_too_many_groups_wait(client):
+def test_environment_sends_nothing_while_too_many_groups_wait(client):
     client.register(**SETTINGS)
     client.batch()
     env_id = client.register_env(**ENV).env_id
@@ -261,7 +261,7 @@ def test_invalid_arguments_are_refused_by_client(client):
 
 def test_unreachable_service_raises_peer_error_by_deadline():
     with flaky_proxy("http://127.0.0.1:9") as proxy:
-        url = proxy.url  # no server listens there after this block
+        url = proxy.url  # No server listens at this address after the block.
     began = time.monotonic()
     with (
         TrajectoryClient(url, timeout=0.3) as client,
@@ -385,7 +385,7 @@ def test_client_waits_for_retry_after(service, run, monkeypatch):
         client.status()
         assert time.monotonic() - began >= 0.7
         proxy.faults.extend(["busy"])
-        with pytest.raises(UnavailableError, match="1 attempts"):  # the pause would exceed the deadline
+        with pytest.raises(UnavailableError, match="1 attempts"):  # The requested pause would exceed the deadline.
             client.status(timeout=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Warnings about group fields that are ignored here, but change training elsewhere."""
+"""Warnings about group fields that rlframe ignores, but that change training in other trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group: its checks before it is sent, and its encodings."""
+"""The checks of a group before it is sent, and the encodings of a group."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_lengths_that_do_not_match_arrays_are_refused(lengths):
         Group.from_item(item)
 
 
-def test_empty_lists_from_atroposlib_clients_become_none():
+def test_empty_lists_sent_by_released_clients_become_none():
     item = {"tokens": [[1, 2], [3]], "masks": [[1, 2], [-100]], "scores": [0.5, 1.0], "env_id": 0}
     group = Group.from_item({**item, "advantages": [], "ref_logprobs": [], "messages": [], "overrides": []})
     assert [row.tolist() for row in group.tokens] == item["tokens"]

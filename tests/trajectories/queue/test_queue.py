@@ -1,4 +1,4 @@
-"""Rules of the queue, each with a small example."""
+"""Tests of each rule of the queue with a small example."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_batch_is_exactly_full_and_oldest_first():
 def test_oldest_unit_that_does_not_fit_waits_for_later_batch():
     queue = started()
     a, b = join(queue, 3).env_id, join(queue, 4).env_id
-    send(queue, 3, env_id=a)  # group 0: the remaining 5 cannot be filled with 4s
+    send(queue, 3, env_id=a)  # With group 0, the remaining 5 sequences cannot be filled with groups of 4.
     send(queue, 4, 4, env_id=b)
     assert batch_of(queue) == [1, 2]
     assert batch_of(queue) is None
@@ -86,7 +86,10 @@ def test_undersized_groups_are_buffered_until_they_sum_to_group_size():
     env_id = join(queue, 4).env_id
     answers = [add(queue, size, 0, 100, env_id, None, None, 0.0) for size in (3, 2, 1)]
     assert [(answer.status, answer.buffer_size) for answer in answers] == [("buffered", n) for n in (3, 5, 2)]
-    assert (queue.status().queue_size, queue.status().buffered) == (2, 1)  # 3 + 1 are a unit of two groups
+    assert (queue.status().queue_size, queue.status().buffered) == (
+        2,
+        1,
+    )  # The groups of 3 and 1 sequences become one unit.
     assert queue.status().waiting_for == [
         "the next batch waits for sequences: 4 of 8 are in the queue.",
         "env_0 (environment 0): 2 sequences in undersized groups wait for others that complete a group of 4.",
@@ -130,7 +133,7 @@ def test_new_group_size_repacks_undersized_groups():
 # Minimum shares.
 
 
-def test_minimum_shares_go_first_and_the_rest_is_oldest_first():
+def test_minimum_shares_are_filled_before_oldest_groups():
     queue = started(batch_size=16)
     a, b = join(queue, 4).env_id, join(queue, 4, minimum=0.5).env_id
     send(queue, 4, 4, 4, 4, 4, env_id=a)
@@ -145,7 +148,7 @@ def test_batch_waits_for_minimum_share_only_while_environment_is_live():
     assert batch_of(queue, now=10.0) is None
     assert not queue.may_take(10.0)
     assert any(w.env_id == b and "minimum share of 4" in w.why for w in queue.report(10.0).waiting)
-    queue.heartbeat(b, 9.0)  # from a clock that is behind; the time of the queue does not go back
+    queue.heartbeat(b, 9.0)  # This time comes from a clock that is behind. The time of the queue does not go back.
     assert batch_of(queue, now=20.0) is None
     assert queue.due(20.1)
     assert queue.may_take(20.1)
@@ -175,7 +178,7 @@ def test_minimum_shares_round_up_to_whole_units_if_batch_stays_exact():
     a, b = join(queue, 3, minimum=0.25).env_id, join(queue, 4).env_id
     send(queue, 3, env_id=a)
     send(queue, 4, 4, env_id=b)
-    assert batch_of(queue) == [1, 2]  # after a 3, the remaining 5 cannot be filled with 3s and 4s
+    assert batch_of(queue) == [1, 2]  # After a group of 3, groups of 3 and 4 cannot fill the remaining 5 sequences.
 
 
 def test_batch_waits_for_rest_of_minimum_share_if_no_other_unit_fits():
@@ -189,7 +192,7 @@ def test_batch_waits_for_rest_of_minimum_share_if_no_other_unit_fits():
 
 
 def test_other_environments_fill_rest_of_minimum_share():
-    """As in the published server, a batch waits only for environments that have no group queued."""
+    """As in the original server, a batch waits only for environments that have no group queued."""
     queue = started(batch_size=16)
     a, b = join(queue, 4, minimum=0.75).env_id, join(queue, 4).env_id
     send(queue, 4, 4, 4, 4, 4, env_id=b)
@@ -236,7 +239,7 @@ def served(queue, batches):
     return [env.served_sequences - then for env, then in zip(queue.report(0.0).envs, before)]
 
 
-def test_mix_by_weight_serves_in_proportion_to_weights():
+def test_batches_contain_environments_in_proportion_to_weights():
     for mix, expected in (("arrival", [10, 10]), ("weight", [2, 18])):
         queue = started(batch_size=10, mix=mix)
         light, heavy = join(queue, 1, weight=1.0).env_id, join(queue, 1, weight=9.0).env_id
@@ -259,7 +262,7 @@ def test_weights_hold_on_average_over_small_batches():
     assert served(restored, 8) == served(queue, 8) == [4, 28]
 
 
-def test_environment_gains_no_credit_while_it_sends_nothing():
+def test_idle_environment_does_not_get_larger_share_later():
     queue = started(batch_size=8, mix="weight")
     heavy, light = join(queue, 2, weight=3.0).env_id, join(queue, 2, weight=1.0).env_id
     send(queue, *[2] * 100, env_id=light)
@@ -312,18 +315,18 @@ def test_env_status_counts_queue_in_packs():
     send(queue, 8, 8, 8, env_id=b)
     send(queue, 2, env_id=c)
     status = queue.env_status(a)
-    # own 12; b: 24, less 8 reserved; c: 2 in packs of 8; all in groups of 4
+    # Counted in groups of 4: 12 of a, 24 - 8 reserved of b, and 2 of c in packs of 8.
     assert status.queue_size == (12 + 16 + 8) // 4
     assert (status.self_queue_size, status.max_group_size, status.current_step) == (3, 8, 0)
     assert (status.env_weight, status.unallocated_fraction) == (0.75, 0.5)
-    # own 24; a: 12 in packs of 8, less 8 reserved; c: 2 in packs of 8
+    # Counted in packs of 8: 24 of b, 12 - 8 reserved of a, and 2 of c.
     assert queue.env_status(b).queue_size == (24 + 8 + 8) // 8
     assert queue.env_status(c).env_weight == 0.01
     assert queue.env_status(c).queue_size == (2 + 8 + 16) // 2
     queue.disconnect_env(a)
     assert queue.env_status(b).env_weight == 1.0
     assert queue.env_status(b).unallocated_fraction == 0.75
-    assert queue.env_status(b).queue_size == (24 + 16 + 8) // 8  # the share of a is no longer reserved
+    assert queue.env_status(b).queue_size == (24 + 16 + 8) // 8  # The share of environment a is no longer reserved.
     assert queue.env_status(9) is None
 
 
@@ -337,7 +340,7 @@ def test_unbatchable_groups_do_not_pause_other_environments():
     assert queue.env_status(three).queue_size == (3 + 500) // 3
 
 
-def test_pause_makes_environments_hold_but_not_quit():
+def test_paused_environments_wait_and_do_not_quit():
     queue = started(num_steps=100)
     env_id = join(queue, 4).env_id
     assert not queue.env_status(env_id).hold
@@ -350,7 +353,7 @@ def test_pause_makes_environments_hold_but_not_quit():
     queue = started(num_steps=100, starting_step=90)
     queue.pause()
     status = queue.env_status(join(queue, 4).env_id)
-    # The published client quits beyond its number of steps.
+    # The original client quits after its number of steps.
     assert status.current_step + status.queue_size * 4 // 8 == 100
 
 
@@ -372,7 +375,7 @@ def test_report_is_limited_to_latest_heartbeats():
 # Epochs.
 
 
-def test_same_registration_is_confirmed_and_another_resets_run():
+def test_same_registration_is_confirmed_and_different_registration_resets_run():
     queue = started()
     join(queue)
     send(queue, 4, 4, 4)
@@ -401,7 +404,7 @@ def test_groups_after_reset_are_kept_for_next_registration():
     assert batch_of(queue) == [1]
 
 
-def test_same_run_key_continues_run_and_another_resets_it():
+def test_same_run_key_continues_run_and_different_key_resets_run():
     queue = Queue()
     one = {**SETTINGS, "run_key": "one"}
     assert queue.register(one, "a", 0.0) == "a"
@@ -471,9 +474,9 @@ def test_expired_batch_is_redelivered_before_new_ones_with_same_step():
     assert list(queue.epoch.leases.returned) == [first.batch_id]
     again = queue.take(11.0, lease_seconds=10.0, consumer="b")
     assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
-    assert not queue.nack(0, consumer="a")  # a is no longer the owner
+    assert not queue.nack(0, consumer="a")  # Client a is no longer the owner.
     assert queue.nack(0, consumer="b")
-    assert queue.ack(0)  # a late acknowledgment counts
+    assert queue.ack(0)  # A late acknowledgment is accepted.
     assert queue.epoch.released == [0, 1]
     assert not queue.ack(0)
     assert batch_of(queue, now=11.0) == [2, 3]
@@ -503,7 +506,7 @@ def test_same_request_gets_same_batch():
     send(queue, 8, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
     assert queue.take(0.0, consumer="a", request="1") == first
-    assert queue.epoch.released == []  # the request may be repeated once more
+    assert queue.epoch.released == []  # The request may be repeated again.
     leased = queue.take(0.0, 5.0, consumer="a", request="2")
     assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
@@ -532,7 +535,7 @@ def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
     assert batch_of(queue, 3600.0, consumer="a", request="1") == [2]
-    queue.reset(7300.0)  # one hour after the request of b and the second request of a
+    queue.reset(7300.0)  # One hour has passed since the request of b and the second request of a.
     assert sorted(queue.epoch.released) == [1, 2]
 
 
@@ -552,13 +555,15 @@ def test_staleness_is_counted_per_group():
     assert queue.report(0.0).staleness == type(queue.report(0.0).staleness)(groups=2, mean=1.0, largest=2)
 
 
-def test_group_that_would_become_stale_is_refused_and_environment_holds():
+def test_group_that_would_become_stale_is_refused_and_environment_waits():
     queue = started(max_staleness=1)
     env_id = join(queue, 8).env_id
     queue.set_policy_version(4)
     send(queue, 8, env_id=env_id, version=3)
     assert not queue.env_status(env_id).hold
-    refused = add(queue, 8, 0, 100, env_id, 3, None, 0.0)  # one version old, one batch ahead
+    refused = add(
+        queue, 8, 0, 100, env_id, 3, None, 0.0
+    )  # The group is one version old, and one batch is queued before it.
     assert (refused.status, refused.too_large) == ("refused", False)
     assert "2 policy versions old; the trainer accepts at most 1" in refused.reason
     assert send(queue, 8, env_id=env_id) == [1]  # a group without a version is not refused
@@ -579,12 +584,14 @@ def test_group_that_batch_waits_for_is_not_refused_as_stale():
     eight, four = join(queue, 8).env_id, join(queue, 4, minimum=0.5).env_id
     send(queue, 8, 8, env_id=eight)
     assert batch_of(queue) is None
-    send(queue, 4, 4, env_id=four, version=1)  # an 8 does not fit beside the share, so 4s must fill the batch
+    send(
+        queue, 4, 4, env_id=four, version=1
+    )  # A group of 8 does not fit beside the share, so groups of 4 must fill the batch.
     assert add(queue, 4, 0, 100, four, 1, None, 0.0).status == "refused"
     assert batch_of(queue) == [2, 3]
 
 
-def test_environment_that_batch_waits_for_does_not_hold():
+def test_environment_that_batch_waits_for_is_not_paused():
     queue = started(max_staleness=0)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 10, env_id=five)
@@ -651,7 +658,7 @@ def test_apply_refuses_methods_that_are_not_commands():
 
 
 def steps_of(function) -> int:
-    """Return the number of bytecodes that a call executes: its work, measured without a clock."""
+    """Return the number of bytecodes that a call executes. It measures the work without a clock."""
     steps = 0
 
     def trace(frame, event, _):

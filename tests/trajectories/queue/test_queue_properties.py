@@ -90,11 +90,11 @@ class RandomCommands(RuleBasedStateMachine):
         self.tokens = 0
         self.sizes = {}  # size of every group that was accepted in this epoch
         self.forgotten = set()
-        self.whole = set()  # groups that are units by themselves
+        self.whole = set()  # Each of these groups is one unit.
         self.last_served = {}  # (env_id, size) -> the last whole group of a batch
-        self.delivered = {}  # batch_id -> its groups
-        self.given = {}  # consumer -> (request, batch, when)
-        self.accepted = {}  # key -> when
+        self.delivered = {}  # batch_id -> groups of the batch
+        self.given = {}  # consumer -> (request, batch, time of the request)
+        self.accepted = {}  # key -> time of its use
         self.registration = {
             **SETTINGS,
             "batch_size": batch_size,

@@ -28,13 +28,13 @@ def fillings(target, counts):
 
 def test_can_fill_requires_exact_sum():
     assert can_fill(8, {3: 1, 5: 1})
-    assert not can_fill(8, {3: 2, 4: 1})  # possible sums: 3, 4, 6, 7, 10
+    assert not can_fill(8, {3: 2, 4: 1})  # The possible sums are 3, 4, 6, 7 and 10.
     assert not can_fill(8, {5: 100})
     assert can_fill(0, {})
     assert not can_fill(-1, {1: 1})
 
 
-def test_spent_unit_does_not_count():
+def test_removed_unit_is_not_used_for_filling():
     assert can_fill(8, {3: 1, 5: 1})
     assert not can_fill(8, {3: 1, 5: 1}, spent=5)
 
@@ -46,7 +46,7 @@ def test_usable_sizes_occur_in_a_filling():
 
 def test_oldest_size_is_chosen_if_rest_can_be_filled():
     age = {3: 1, 4: 2, 5: 3}.__getitem__
-    assert oldest_fitting_size(8, {3: 1, 4: 2}, age) == 4  # after 3, the remaining 5 cannot be filled
+    assert oldest_fitting_size(8, {3: 1, 4: 2}, age) == 4  # After a unit of 3, the remaining 5 cannot be filled.
     assert oldest_fitting_size(8, {3: 1, 4: 2, 5: 1}, age) == 3
     assert oldest_fitting_size(7, {4: 1}, age) is None
 

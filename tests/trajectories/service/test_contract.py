@@ -1,4 +1,4 @@
-"""The published contract, row by row, against the real command with SQLite. Then cases in which its server fails."""
+"""Tests of the original server's contract with the real command and SQLite, and of cases in which that server fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def either(client, request):
 
 
 def error_path(answer):
-    """Return the path in a 422."""
+    """Return the path in an answer with status 422."""
     assert answer.status_code == 422, answer.text
     detail = answer.json()["detail"]
     assert all(set(one) == {"loc", "msg", "type"} for one in detail)
@@ -253,7 +253,7 @@ def test_gzip_requests_and_answers_are_supported(api):
     assert len(raw) < 2000
 
 
-# Cases in which the published server fails
+# Cases in which the original server fails
 
 
 def test_batches_are_delivered_one_at_a_time_oldest_first(api):
@@ -273,7 +273,7 @@ def test_groups_before_registration_are_kept(api):
     assert api.marks() == [1, 2]
 
 
-def test_same_registration_is_confirmed_and_another_resets_run(api):
+def test_same_registration_is_confirmed_and_different_registration_resets_run(api):
     first = api.register()
     api.started().join()
     api.send(1)
@@ -285,7 +285,9 @@ def test_same_registration_is_confirmed_and_another_resets_run(api):
 
 
 def test_unbatchable_group_is_set_aside_and_others_are_served(api):
-    api.post("/scored_data", group(5, mark=9))  # before the registration, which makes it too large
+    api.post(
+        "/scored_data", group(5, mark=9)
+    )  # The group comes before the registration, which makes the group too large.
     api.send(1, 2)
     api.register()
     assert api.marks() == [1, 2]
@@ -324,7 +326,7 @@ def test_invalid_group_is_refused_with_path_to_field(api, fields, where):
 
 @pytest.mark.parametrize("advantages", [[[0.5, 0.5], [0.5, 0.5]], [[0.5]], [[], [1.0, 2.0]], [[1.0]] * 3])
 def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
-    """As in the published server."""
+    """As in the original server."""
     api.started(batch_size=2)
     assert api.post("/scored_data", group(advantages=advantages)).json() == {"status": "received"}
     assert api.get("/batch").json()["batch"][0]["advantages"] == advantages
@@ -333,7 +335,7 @@ def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
 
 
 def test_boolean_scores_become_one_and_zero(api):
-    """The published server also accepts booleans, and sends numbers to trainers."""
+    """The original server also accepts booleans, and sends numbers to trainers."""
     api.started(batch_size=2)
     sent = group(scores=[True, False], images=[True])
     for packed in (False, True):

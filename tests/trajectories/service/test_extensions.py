@@ -1,4 +1,4 @@
-"""Optional extensions of the published contract, against the real command with SQLite."""
+"""Tests of the optional extensions of the original server's contract, with the real command and SQLite."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_disconnected_waiting_request_takes_no_batch(api):
 # Pauses, versions, heartbeats
 
 
-def test_pause_makes_every_environment_hold(api):
+def test_pause_makes_every_environment_wait(api):
     api.join()
     assert api.post("/pause").json() == {"status": "success"}
     status = api.get("/status-env", params={"env_id": 0}).json()
@@ -187,7 +187,7 @@ def test_early_and_stale_groups_are_refused(client):
     assert item["policy_version"] == 5
 
 
-def test_stale_groups_are_discarded_if_registered_so(client):
+def test_stale_groups_are_discarded_if_registration_requests_it(client):
     api = Api(client, fresh_name()).started(max_staleness=1, stale="discard")
     api.send(1, 2, policy_version=1)
     api.send(3, 4, policy_version=8)
@@ -292,7 +292,7 @@ def test_large_body_is_refused(narrow):
         assert (answer.status_code, "at most 1 MB" in answer.json()["detail"]) == (413, True)
 
 
-def test_environments_hold_before_queue_is_full(narrow):
+def test_environments_wait_before_queue_is_full(narrow):
     api = Api(narrow, fresh_name()).started(batch_size=1000)
     api.join()
     long = {"tokens": [[7] * 20_000] * 2, "masks": [[7] * 20_000] * 2}

@@ -22,8 +22,8 @@ from tests.trajectories.queues import SETTINGS
 from tests.trajectories.serving import ServiceProcess, running_service
 from tests.waiting import wait_until
 
-DEADLINE = 60.0  # seconds for any answer, on a busy machine
-MAX_ANSWER = 10_000  # bytes; no answer repeats a long request
+DEADLINE = 60.0  # maximum seconds for any answer on a busy machine
+MAX_ANSWER = 10_000  # maximum bytes of an answer: no answer repeats a long request
 JSON, MSGPACK = "application/json", "application/msgpack"
 
 GROUP = {"tokens": [[1, 2], [3, 4, 5]], "masks": [[-100, 2], [-100, 4, 5]], "scores": [0.5, -0.5]}

@@ -17,10 +17,10 @@ from tests.trajectories.queues import SETTINGS
 from tests.trajectories.serving import ServiceProcess, running_service
 
 CLIENTS = 4
-GROUP_SIZE = 4  # sequences; two groups make a batch
-DEADLINE = 120.0  # seconds for any operation, on a busy machine
+GROUP_SIZE = 4  # sequences per batch: two groups fill a batch
+DEADLINE = 120.0  # maximum seconds for any operation on a busy machine
 LEASE = 1.0
-ONCE, LEASED = "default", "leased"  # two runs: one is consumed with request keys, the other with leases
+ONCE, LEASED = "default", "leased"  # The first run is consumed with request keys, the second run with leases.
 
 
 def group_of(client: int, number: int) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Connection:
 
 
 class Load:
-    """Threads of four clients that post to both runs and of a consumer for each run, with their answers."""
+    """Four client threads that post to both runs, one consumer thread for each run, and all answers."""
 
     def __init__(self, service: ServiceProcess) -> None:
         self.service = service
@@ -117,7 +117,7 @@ class Load:
             assert (answer["env_id"], answer["wandb_name"]) == (client, f"env_{client}")
         seen = len(self.batches)
         step = connection.until_answered("GET", "/status")["current_step"]
-        assert seen <= step <= len(self.batches) + 1  # one batch may not have arrived yet
+        assert seen <= step <= len(self.batches) + 1  # The last batch may not have arrived yet.
         connection.close()
 
     def wait_for(self, more: int) -> None:
@@ -143,7 +143,7 @@ class Load:
         self._posting = False
         self._join(self._posters)
         connection = Connection(self)
-        for run in (ONCE, LEASED):  # a single remaining group needs another one to fill a batch
+        for run in (ONCE, LEASED):  # A single remaining group needs a second group to fill a batch.
             status = connection.until_answered("GET", f"/runs/{run}/status")
             if status["queue_size"] % 2:
                 self._send(connection, run, 0, 1_000_000, keyed=True)
@@ -200,7 +200,7 @@ class Load:
             try:
                 status, answer = connection.once("POST", path, group)
             except (OSError, http.client.HTTPException):
-                return  # the group may have been stored or not
+                return  # It is unknown whether the group was stored.
             assert status == 200, answer
         assert answer == {"status": "received"}
         with self._progress:
@@ -305,5 +305,5 @@ def test_acknowledged_groups_are_served_once_over_three_kills(tmp_path):
 @pytest.mark.system
 @pytest.mark.timeout(1200)
 def test_acknowledged_groups_are_served_once_over_twenty_kills(tmp_path):
-    """Over 20,000 commands, so that snapshots are taken too."""
+    """The test sends over 20,000 commands, so that the service also takes snapshots."""
     kill_under_load(tmp_path, rounds=20, groups=1500)

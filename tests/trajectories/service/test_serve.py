@@ -47,7 +47,7 @@ def test_service_prints_its_address_and_drains_after_signal(tmp_path, number):
             with socket.create_connection(("127.0.0.1", client.base_url.port), DEADLINE) as waiting:
                 waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 api.send(1)
-                # This connection is later, so the service has read the earlier one.
+                # The service has read the earlier connection before it answers this connection.
                 httpx.get(f"{service.url}/status", timeout=DEADLINE)
                 assert service.stop(number) == 0
                 assert b'{"batch":null}' in waiting.recv(4096)

@@ -155,7 +155,7 @@ def test_snapshots_shorten_log_and_restore_same_state():
             await begin(service)
             for i in range(120):
                 await add(service, b"%d" % i, key=f"k{i}")
-            while store.load() is None or store.load()[0] < 50:  # earlier snapshots do not count
+            while store.load() is None or store.load()[0] < 50:  # Earlier snapshots are not counted.
                 await asyncio.sleep(0.01)
             before = msgspec.msgpack.encode(service.queue("run").get_state())
             again = Service(store, max_bytes=1)
@@ -208,15 +208,15 @@ def test_command_for_new_run_of_another_process_takes_effect(ends, redis_server)
             await asyncio.sleep(0)
             caught_up.set()
             assert await answer is None
-            await one.submit(ends, "heartbeat", env_id=0)  # this command is after it in the log
+            await one.submit(ends, "heartbeat", env_id=0)  # The log has this command after the command `ends`.
             status = one.queue(ends).status()
             assert (status.paused, status.queue_size) == (False, 1 if ends == "resume" else 0)
 
     run(test())
 
 
-def test_long_poll_gets_batch_that_comes_just_before_its_wait(monkeypatch):
-    """The batch becomes available after the poll's first attempt, but before the poll waits for a change."""
+def test_long_poll_gets_batch_that_is_ready_just_before_poll_waits(monkeypatch):
+    """The batch is ready after the poll's first attempt, but before the poll starts to wait for a change."""
 
     async def test():
         async with serving(MemoryStore()) as service:
@@ -265,7 +265,7 @@ def test_damaged_store_raises_store_error(position):
 
 
 def test_snapshot_can_hold_extreme_versions():
-    """Older logs may contain them."""
+    """Older logs may contain extreme versions."""
 
     async def test():
         store = MemoryStore()
@@ -313,7 +313,9 @@ def test_latest_groups_survive_restart_while_store_has_them(tmp_path):
         async with serving(store) as again:
             assert await again.latest_groups("run", 2) == [b"24", b"23"]
             assert await again.latest_groups("elsewhere", 2) == []
-        async with serving(open_store(f"sqlite:{tmp_path}/queue.db")) as third:  # from the snapshot at close
+        async with serving(
+            open_store(f"sqlite:{tmp_path}/queue.db")
+        ) as third:  # The groups come from the snapshot that was taken at close.
             assert await third.latest_groups("run", 2) == [b"24", b"23"]
             while await third.take("run"):
                 pass
@@ -372,7 +374,7 @@ def test_leases_expire_without_requests():
 
 
 class FailingStore(MemoryStore):
-    """A store whose appends fail, at once or later, as those of a real store may."""
+    """A store whose appends fail immediately or later."""
 
     error: Exception | None = None
     at_once = False

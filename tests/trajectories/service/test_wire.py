@@ -35,7 +35,7 @@ def encoded(fields):
     return msgspec.msgpack.encode(fields)
 
 
-def test_json_is_stored_as_sent_except_for_added_missing_keys():
+def test_json_is_stored_as_sent_except_that_missing_keys_are_added():
     body = json.dumps(group(mark=123456, inference_logprobs=[[-1.5e-07], [0.1, 1.0]], env_id=3)).encode()
     parsed = parse_group(b" " + body + b"\n", packed=False)
     assert (parsed.sequences, parsed.tokens, parsed.env_id, parsed.policy_version) == (2, 3, 3, None)
@@ -158,7 +158,7 @@ def test_bytes_that_are_not_a_group_are_refused(body):
 
 @pytest.mark.parametrize("name", ["advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "messages"])
 def test_empty_optional_array_is_accepted(name):
-    """The published BaseEnv sends [] for missing arrays. They are served unchanged."""
+    """The original BaseEnv sends [] for missing arrays. The service returns these empty arrays unchanged."""
     body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], name: []}).encode()
     assert json.loads(parse_group(body, packed=False).payload)[name] == []
     with pytest.raises(InvalidGroupError):

@@ -166,7 +166,9 @@ def test_wait_ends_when_record_is_appended(store):
 
 def test_snapshot_replaces_records_up_to_it(store):
     assert store.load() is None
-    for number in range(1, 11):  # one commit each, because a store may keep a commit until its last record is replaced
+    for number in range(
+        1, 11
+    ):  # Each record has its own commit, because a store may keep a commit until its last record is replaced.
         append_all(store, [(b"%d" % number, b"payload")])
     state = os.urandom(1_000_000)
     assert store.snapshot(6, state).result(DEADLINE) is None
@@ -213,7 +215,7 @@ def test_reopened_store_has_everything(location):
 
 
 @SURVIVES
-def test_positions_continue_after_snapshot_of_all_records(location):
+def test_positions_continue_after_all_records_are_replaced_by_snapshot(location):
     store = location.open()
     append_all(store, [(b"a",), (b"b",)])
     store.snapshot(2, b"state").result(DEADLINE)

@@ -133,7 +133,7 @@ def test_acknowledged_records_survive_kill_9_of_server(server, opened):
             end = time.monotonic() + DEADLINE
             while len(acknowledged) < before + 20 and time.monotonic() < end:
                 time.sleep(0.005)
-            time.sleep(delay)  # a random moment
+            time.sleep(delay)  # Kill the server at a random moment.
             server.kill()
             server.start()
     finally:
@@ -314,7 +314,7 @@ def test_lost_records_are_detected_after_new_appends(forgetful, opened):
         store.read(2, 10)
 
 
-def test_reader_one_snapshot_behind_continues_and_two_behind_loads(server, opened):
+def test_reader_one_snapshot_behind_continues_and_reader_two_behind_loads_snapshot(server, opened):
     ahead, behind = opened(server.url), opened(server.url)
     for number in range(1, 10):  # one commit each, because a commit is dropped as a whole
         append(ahead, b"%d" % number)

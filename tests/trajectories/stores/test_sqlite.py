@@ -101,7 +101,7 @@ def test_acknowledged_records_survive_kill_9_once_and_in_order(path, opened, opt
         assert set(log) - deleted <= set(held)
         assert store.payloads(held) == [payload_of(log[position]) for position in held]
         deleted |= set(held)
-        store.delete_payloads(held)  # as the service does with orphaned payloads
+        store.delete_payloads(held)  # The service deletes orphaned payloads in the same way.
         store.close()
     assert acknowledged
 
@@ -164,7 +164,7 @@ def test_full_disk_refuses_appends_until_payloads_are_deleted(path, opened):
     assert opened().read(0, 10) == [(number + 1, b"%d" % number) for number in range(5)] + [(6, b"again")]
 
 
-def test_payload_file_shrinks_when_much_of_it_is_free(path, opened):
+def test_payload_file_shrinks_when_much_of_the_file_is_free(path, opened):
     store = opened()
     positions = [store.append(b"record", bytes(20_000_000)).result(DEADLINE) for _ in range(5)]
     payloads = pathlib.Path(f"{path}-payloads")
@@ -259,7 +259,7 @@ def test_unwritable_path_is_refused(tmp_path):
         open_store("sqlite:/proc/store.db")
 
 
-def test_disk_failure_is_final(path, opened):
+def test_store_refuses_appends_after_disk_failure(path, opened):
     store = opened()
     store.append(b"a").result(DEADLINE)
     os.close(store._file._fd)  # later writes fail
