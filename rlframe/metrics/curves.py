@@ -31,7 +31,7 @@ _GRID_POINTS = 400
 
 Config = Mapping[str, Any]  # flat config of an experiment: "agent_config.learning_rate" -> 0.001
 
-_PLAIN = re.compile(r"[\w.+/:-]+")  # strings that labels show without quotes
+_PLAIN = re.compile(r"[\w.+/:-]+")  # show strings in labels without quotes
 _MOST_FOLDERS = 3  # most folders of a path in a label; if more are needed, the whole path is shown
 
 

@@ -1,4 +1,4 @@
-"""The three HTTP services, each with requests that read and requests that change its state."""
+"""The three HTTP services, each with requests that read and requests that change the service's state."""
 
 from __future__ import annotations
 

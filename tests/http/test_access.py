@@ -1,4 +1,4 @@
-"""SameOrigin: programs and the service's own pages may call a service, pages of other sites may not."""
+"""SameOrigin: programs and the service's own pages may call a service, but pages of other sites may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request bodies that are compressed, in one part or several; and the JSON of responses."""
+"""Compressed request bodies of one or several parts, and the JSON of responses."""
 
 from __future__ import annotations
 

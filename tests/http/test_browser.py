@@ -97,7 +97,7 @@ def page_of(browser: Browser, url: str) -> Iterator[Page]:
 
 # The same site (same host, other port) and another site.
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_images_forms_and_blind_posts_of_another_page_change_nothing(browser, elsewhere, host):
+def test_images_forms_and_posts_of_another_origin_change_nothing(browser, elsewhere, host):
     with trajectories() as groups, policy() as model, control() as run:
         images = [groups.url + path for path in ("/reset_data", "/batch", "/runs/default/batch")]
         images += [run.url + "/pause", run.url + "/stop", model.url + "/v1/completions"]

@@ -1,4 +1,4 @@
-"""Clients that send slowly, send too much, or do not read; and too many clients."""
+"""Clients that send slowly, send too much, or do not read, and more clients than allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots of learning curves. Checks the objects of the figure and the file."""
+"""Plots of learning curves: the objects of the figure, and the saved file."""
 
 from __future__ import annotations
 

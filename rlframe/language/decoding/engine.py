@@ -1,6 +1,6 @@
 """The decode engine, which answers requests by continuous batching (Yu et al. 2022, Orca).
 
-The engine has a fixed number of slots, each with its part of the cache. In a loop, it fills free slots from a bounded
+The engine has a fixed number of slots, each with a part of the cache. In a loop, it fills free slots from a bounded
 queue, in the queue's order; decodes all slots for a few steps in one jitted call; and delivers the sampled tokens.
 
 New parameters are used from the next call on, and no request is dropped. So one answer may contain tokens of several
@@ -146,7 +146,7 @@ class DecodeEngine(Closeable):
         """Decode with a copy of `params` from the next call on. Running requests continue with the new parameters.
 
         Raises:
-            UsageError: The shapes are not the model's, or `version` is lower than the current version.
+            UsageError: The shapes differ from the model's shapes, or `version` is lower than the current version.
         """
         expected, got = (jax.tree.map(jnp.shape, tree) for tree in (self._params[1], params))
         if got != expected:
@@ -176,7 +176,7 @@ class DecodeEngine(Closeable):
         """End the engine. Waiting and running requests fail with `UnavailableError`. May be called again.
 
         Raises:
-            PeerError: The current call did not end within `timeout` seconds. It may be compiling.
+            PeerError: The current call did not end within `timeout` seconds, possibly because JAX compiles.
         """
         self._fail(UnavailableError("The decode engine was closed."))
         if threading.current_thread() is self._thread:

@@ -20,7 +20,7 @@ class Answer(NamedTuple):
     """A complete completion, or a piece of one that is streamed."""
 
     tokens: list[int]  # including the stop token that ended the answer, if any
-    log_probs: list[float]  # of each token at temperature 1; see `rlframe.language.decoding.sampling`
+    log_probs: list[float]  # log-probability of each token at temperature 1; see `rlframe.language.decoding.sampling`
     versions: list[int]  # version of the parameters for each token
     finish_reason: str | None  # "stop" or "length"; None if more pieces follow
     top_tokens: list[dict[int, float]]  # for each token: log-probabilities of the top tokens; empty if not requested

@@ -1,4 +1,4 @@
-"""Environments for language models, with the published names, so that published environments can use them.
+"""Environments for language models. Names are those of `atroposlib`, so that its environments can be used.
 
 `python my_env.py serve`, where `my_env.py` defines a subclass of `BaseEnv` (`env.py`):
 

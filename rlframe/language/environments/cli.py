@@ -345,5 +345,5 @@ def _parse_value(name: str, field: FieldInfo, values: list[str]) -> Any:
 
 def _configure_logging() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    for name in ("httpx", "httpx2", "httpcore", "openai"):  # these log a line for each request
+    for name in ("httpx", "httpx2", "httpcore", "openai"):  # these libraries log a line for each request
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
 ATTEMPTS = 3  # attempts for one item
-FAILURES_IN_A_ROW = 32  # failed attempts after which collecting ends: the environment or its model is broken
-MAX_ITEMS_WITHOUT_GROUP = 100  # items in a row without a group, after which there is a warning or an error
+FAILURES_IN_A_ROW = 32  # collecting ends after this number of failed attempts in a row
+MAX_ITEMS_WITHOUT_GROUP = 100  # this number of items in a row without a group causes a warning or an error
 NO_GROUP_REASON = (
     "collect_trajectories or postprocess_histories returned None, or the log gives the reason why groups were not sent."
 )
@@ -44,7 +44,7 @@ HandleItem = Callable[[Any], Awaitable[bool]]
 class Gate:
     """A gate that pauses collecting.
 
-    While the gate is closed, an attempt runs until its next request to a model. There it waits.
+    While the gate is closed, an attempt runs until its next request to a model, and waits before this request.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class CollectAttempt:
     item: Any
     gate: Gate
     attempt: int = 1
-    policy_version: int | None = None  # oldest version that answered
-    newest_version: int | None = None  # newest version that answered
+    policy_version: int | None = None  # oldest version of the parameters that gave an answer
+    newest_version: int | None = None  # newest version of the parameters that gave an answer
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:

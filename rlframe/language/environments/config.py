@@ -75,7 +75,7 @@ class BaseEnvConfig(StrictModel):
     batch_size: int = Field(default=-1, description="sequences in a batch, if the service does not specify it")
     max_batches_offpolicy: int = Field(default=3, ge=1, description="batches in the queue at which collecting pauses")
     tokenizer_name: str = Field(
-        default="byte",  # the published default is a tokenizer to download
+        default="byte",  # in `atroposlib`, the default is a tokenizer that must be downloaded
         description="`byte`, or a folder with a tokenizer.json; see `rlframe.language.model.tokenizers.load_tokenizer`",
     )
     use_wandb: bool = Field(default=True, description="log to Weights & Biases")
@@ -110,7 +110,7 @@ class BaseEnvConfig(StrictModel):
     max_reasoning_tokens: int | None = Field(
         default=None, ge=1024, le=32000, description="most tokens for reasoning; implies thinking_mode"
     )
-    # The published config does not have the options below.
+    # `atroposlib` does not have the options below.
     service_timeout: float = Field(
         default=600, gt=0, description="seconds to wait for the trajectory service or a trainer"
     )

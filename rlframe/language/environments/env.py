@@ -25,7 +25,7 @@ T = TypeVar("T")
 Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
 ServerConfigs = Union[ServerBaseline, list[APIServerConfig]]
 
-_QUEUES = ("queue_size", "self_queue_size")  # fields of the service's status to log
+_QUEUES = ("queue_size", "self_queue_size")  # fields of the service's status that are logged
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class BaseEnv(abc.ABC):
     """An environment that requests completions from a model, scores them, and sends groups to the trajectory service.
 
     A subclass implements `setup`, `get_next_item`, `evaluate`, and either `collect_trajectory` or
-    `collect_trajectories`. `MyEnv.cli()` runs its command line. Names and behavior are those of the published class.
+    `collect_trajectories`. `MyEnv.cli()` runs its command line. Names and behavior are those of `atroposlib`.
 
     Args:
         config: Options, an instance of the class's `env_config_cls`.
@@ -210,7 +210,7 @@ class BaseEnv(abc.ABC):
             logger.info("Saved %s.", path)
 
     def load_checkpoint(self) -> None:
-        """Load the newest checkpoint up to `curr_step`, if there is one, and set the attributes that it contains."""
+        """Load the newest checkpoint up to `curr_step`, if there is one, and set the attributes in this checkpoint."""
         for name, value in files.load_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", self.curr_step).items():
             setattr(self, name, value)
 

@@ -13,7 +13,7 @@ import numpy as np
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 
-_CHECKPOINTS = "env_checkpoints"  # folder in the trainer's checkpoint_dir, named as in atroposlib
+_CHECKPOINTS = "env_checkpoints"  # folder in the trainer's checkpoint_dir, named as in `atroposlib`
 
 
 class GroupsFile:

@@ -49,7 +49,7 @@ def settings(url: str, **options: Any) -> dict[str, Any]:
 
 
 def make_env(env_cls: type[BaseEnv], model: Model, config: BaseEnvConfig | None = None, **options: Any) -> BaseEnv:
-    """Make an environment with a model. `options` are those of `settings`; they are ignored if there is a config."""
+    """Make an environment with a model. `options` are passed to `settings`, and ignored if a config is given."""
     if config is None:
         config = env_cls.env_config_cls(**settings(options.pop("url", "http://127.0.0.1:1"), **options))
     return env_cls(config, [APIServerConfig(base_url=model.url, model_name="m", timeout=int(DEADLINE))])

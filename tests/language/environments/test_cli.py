@@ -97,7 +97,7 @@ def service(tmp_path_factory):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.system)]
 )
-def test_environment_disconnects_on_a_signal(service, tmp_path, model, number, code):
+def test_environment_disconnects_from_the_service_after_a_signal(service, tmp_path, model, number, code):
     url = f"{service.url}/runs/signal-{code}"
     with trainer(url) as client:
         process = start(model, tmp_path, "serve", "--env.rollout_server_url", url, "--env.use_wandb", "false")

@@ -1,4 +1,4 @@
-"""Environments that were written for `atroposlib`, with only their imports changed."""
+"""Environments written for `atroposlib` run after only their imports are changed."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_sampled_tokens_are_returned(model, ids):
 
 @pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chat"])
 @pytest.mark.parametrize("versions", [{"policy_versions": [7, 9]}, {"policy_version": 7}], ids=str)
-def test_version_of_an_answer_is_that_of_its_oldest_token(model, versions, chats):
+def test_version_of_an_answer_is_the_version_of_its_oldest_token(model, versions, chats):
     answer = model.answer
     model.policy_version = 9
 
@@ -94,7 +94,7 @@ def test_version_of_an_answer_is_that_of_its_oldest_token(model, versions, chats
     assert attempt.policy_version == 7
 
 
-def test_sglang_requests_have_its_own_format(model):
+def test_requests_to_sglang_have_the_format_of_sglang(model):
     async def use(manager):
         return await manager.tokens_and_logprobs_completion(input_ids=[1], n=2, max_tokens=4, temperature=0.5)
 
@@ -150,7 +150,7 @@ def test_requests_are_repeated_if_the_server_ignores_n(model, configured):
     assert (len(model.requests), len(several)) == (6, 0 if configured else 1)
 
 
-def test_requests_succeed_when_the_server_returns(caplog):
+def test_requests_succeed_after_the_server_starts(caplog):
     caplog.set_level("INFO", "rlframe.language")
     port = free_port()
     with contextlib.ExitStack() as stack:

@@ -198,7 +198,7 @@ def test_config_json_of_transformers_4_is_supported():
 
 
 @pytest.mark.system
-def test_bfloat16_is_that_of_jax_if_tensorflow_is_imported():
+def test_bfloat16_is_the_jax_type_if_tensorflow_is_imported():
     needs("reverb")
     code = (
         "import tensorflow, jax; from rlframe.language.model import ModelConfig, transformer\n"

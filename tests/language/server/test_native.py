@@ -1,4 +1,4 @@
-"""`/generate` in the formats of vLLM and SGLang, with literal bodies."""
+"""`/generate` in the formats of vLLM and SGLang, with request bodies written out in full."""
 
 from __future__ import annotations
 

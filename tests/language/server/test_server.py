@@ -109,7 +109,7 @@ def test_each_choice_has_its_own_version():
     assert [choice.policy_version for choice in answer.choices] == [3, 7]
 
 
-def test_answers_after_a_refresh_are_those_of_the_new_parameters():
+def test_answers_after_a_refresh_use_the_new_parameters():
     learner = Learner(version=1)
     with serving_policy(learner) as server, client_of(server) as client:
         before = ask(client, temperature=0).choices[0].token_ids
