@@ -273,7 +273,7 @@ def test_samples_per_insert_blocks_writers_of_a_reverb_server(serve: Serve) -> N
         wait_until(lambda: buffer.stats()["added"] == 20)
 
 
-def test_end_waits_stops_a_blocked_writer(serve: Serve) -> None:
+def test_blocked_writer_stops_after_end_waits(serve: Serve) -> None:
     agent, streams = fake_agent("queue", Transition(1), 4, 8), [StepStream(4, rank, end=0.0) for rank in range(2)]
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         assert [buffer.claim_rank(4)[0] for _ in range(2)] == [0, 1]
@@ -311,7 +311,7 @@ def test_actor_blocked_by_a_full_queue_stops(serve: Serve) -> None:
 
 
 @pytest.mark.system
-def test_end_waits_stops_a_writer_that_waits_for_a_dead_server(own_process: Any) -> None:
+def test_writer_that_waits_for_a_dead_server_stops_after_end_waits(own_process: Any) -> None:
     agent, stream, process = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0), own_process()
     with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
         buffer.claim_rank(4)
@@ -404,7 +404,7 @@ def test_concurrent_claims_get_different_ranks_and_incarnations(serve: Serve) ->
         assert min(incarnations) > 0
 
 
-def test_batch_of_a_reader_has_one_item_of_each_writers_environments(serve: Serve) -> None:
+def test_batch_has_one_item_of_each_environment_of_each_writer(serve: Serve) -> None:
     agent = fake_agent("queue", Sequence(2), None, 1000)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:

@@ -186,7 +186,7 @@ def test_reader_does_not_wait_for_a_blocked_writer_of_the_same_buffer(monkeypatc
     assert not writer.is_alive()
 
 
-def test_writers_call_returns_in_time_while_its_queue_drains_slowly():
+def test_add_returns_in_time_while_the_queue_drains_slowly():
     agent = fake_agent("queue", Transition(1), 4, 40)
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)
@@ -280,7 +280,7 @@ def test_restored_queue_does_not_contain_sampled_items(tmp_path):
     buffer.close()
 
 
-def test_end_waits_stops_a_waiting_writer_of_a_service(monkeypatch):
+def test_waiting_writer_of_a_service_stops_after_end_waits(monkeypatch):
     monkeypatch.setattr(client, "_MAX_STEPS", 2)
     agent = fake_agent("uniform", Transition(1), 4, 1000, samples_per_insert=1.0)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent, run_ahead=8)])

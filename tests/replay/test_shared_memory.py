@@ -259,7 +259,7 @@ def test_dropped_items_of_a_queue_make_room_for_its_writer(resources: Resources)
     assert stats["added"] == 2000 == stats["evicted_unsampled"] + stats["items"]
 
 
-def test_end_waits_stops_a_waiting_writer(resources: Resources) -> None:
+def test_waiting_writer_stops_after_end_waits(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 100, timeout=DEADLINE)
     assert buffer.sample() is None
     message = resources.process(processes.write_until_end_waits, buffer, 1).read_line()
