@@ -33,7 +33,7 @@ from rlframe.params.source import LONGEST_WAIT
 from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
-_SLOTS = 2  # one holds the newest version; the next version is written to the other
+_SLOTS = 2  # one slot holds the newest version, and the next version is written to the other slot
 _ROW_WORDS = 8  # words per row of numbers: a whole cache line, of which only the first words are used
 _READ_TIMEOUT = 1.0  # seconds that a reader waits for an announced version
 # Seconds before a reader wakes the thread again: two simultaneous wake-ups may cancel each other.
@@ -159,7 +159,7 @@ class PublicationReader:
         self._name, self._packing, self._checked_at = name, packing, 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes, because Courier sends no other objects.
+        # Send the fields as pickled bytes, because Courier cannot send these objects.
         return _reader_of, (pickle.dumps((self._name, self._packing)),)
 
     @functools.cached_property
@@ -247,11 +247,11 @@ class _Memory:
 
     @property
     def announced(self) -> int:
-        """The newest version of the publication, written or not."""
+        """The newest announced version, which may not be written yet."""
         return self._announced[0]
 
     def announce(self, version: int) -> None:
-        """Announce a newer version. If the previous version was already read, wake the writer."""
+        """Announce a newer version. If the previous version has been read, wake the writer thread immediately."""
         was_read = self._last_read[0] == self._announced[0]
         self._announced[0] = version
         if was_read:
@@ -269,10 +269,10 @@ class _Memory:
 
     def write(self, version: int, packed: list[Any]) -> None:
         """Write a version to the slot with the older one."""
-        slot = 1 - self.newest_written()[1]  # the other slot
+        slot = 1 - self.newest_written()[1]  # the slot with the older version
         self._versions[slot].write(-1)
         for target, array in zip(self._packed[slot], packed):
-            target[...] = np.asarray(array)  # faster by a quarter than passing a device array to NumPy
+            target[...] = np.asarray(array)  # 25 % faster than passing a device array to NumPy
         self._versions[slot].write(version)
 
     def copy_version(self, slot: int, version: int) -> list[np.ndarray] | None:

@@ -107,7 +107,7 @@ class ParamReader:
             return None
         try:
             return None if found is None or found.is_gone else found
-        except (UnavailableError, UsageError):  # on another machine or Ray node, or of another user
+        except (UnavailableError, UsageError):  # the peer is on another machine or Ray node, or belongs to another user
             return None
 
     def _call(self, known_version: int) -> tuple[int, PackedParams | None]:

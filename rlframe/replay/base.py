@@ -107,7 +107,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
     _closed = False
 
     def end_waits(self, rank: int) -> None:
-        """Make each `add` of the writer `rank` that waits for room raise StoppedError, now and later.
+        """Make each present or later `add` of the writer `rank` raise StoppedError instead of waiting for room.
 
         Its Actor stops.
         """
@@ -159,7 +159,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
     @property
     def closed(self) -> bool:
-        """True after `close`: nothing is sampled any more."""
+        """True after `close`. A closed buffer returns no more batches."""
         return self._closed
 
     def close(self) -> None:

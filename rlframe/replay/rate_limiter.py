@@ -26,9 +26,9 @@ _STARTUP_FACTOR = 2
 class ItemCounts(NamedTuple):
     """Numbers of items in a replay, for `RateLimiter`."""
 
-    size: int  # in the replay now
-    inserted: int  # since the beginning
-    sampled: int  # since the beginning
+    size: int  # items in the replay now
+    inserted: int  # items inserted since the replay was created
+    sampled: int  # items sampled since the replay was created
 
 
 class RateLimiter:
@@ -197,7 +197,7 @@ def items_kept(spec: ReplaySpec) -> int:
 
 
 def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
-    """Return the number of samples in so many rounds.
+    """Return the number of samples in a number of rounds.
 
     Writers in another process may be this far ahead of `samples_per_insert`. So neither side waits for the other at
     each item, and few updates are left when the last item is inserted.
@@ -206,7 +206,7 @@ def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
 
 
 def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
-    """Return the number of items in so many rounds; None if there is no ratio."""
+    """Return the number of items in a number of rounds; None if there is no ratio."""
     ratio = spec.samples_per_insert
     return None if ratio is None else math.ceil(samples_of_rounds(spec, num_envs, rounds) / ratio)
 

@@ -179,7 +179,7 @@ class SavedReplay(NamedTuple):
 
     path: Path
     header: dict[str, Any]
-    shapes: Shapes  # of the file's arrays
+    shapes: Shapes  # dtypes and shapes of the file's arrays
     file: BufferedReader  # positioned at the first array
 
     def check_shapes(self, arrays: dict[str, np.ndarray]) -> None:

@@ -85,7 +85,7 @@ class StepStore:
         return fragments
 
     def add(self, fragments: WriterFragments, envs: np.ndarray | None, step: Step) -> None:
-        """Add a step of the environments `envs` [B] of one writer; None: of all of them, in order.
+        """Add a step of the environments `envs` [B] of one writer; None means all environments of the writer, in order.
 
         Most writers are in lockstep (see `WriterFragments`): each step begins at the writer's open timesteps. Then this
         method adds a whole block. Otherwise it calls `_add_scattered`.

@@ -67,7 +67,7 @@ def test_starting_process_may_be_silent_for_longer():
     assert watched.advance_time(40.0, beats=False) == "no heartbeat for 31 s"
 
 
-def test_compilation_hangs_after_half_an_hour(capsys: pytest.CaptureFixture[str]):
+def test_compilation_is_considered_hung_after_half_an_hour(capsys: pytest.CaptureFixture[str]):
     watched = Watched()
     with COMPILING:
         assert watched.advance_time(180.0, beats=True) == ""
@@ -77,10 +77,10 @@ def test_compilation_hangs_after_half_an_hour(capsys: pytest.CaptureFixture[str]
     assert printed.startswith(
         "This process hangs: in phase compiling for 1801 s, allowed 1800 s.\nTraceback (most recent"
     )
-    assert "test_compilation_hangs_after_half_an_hour" in printed  # the traceback
+    assert "test_compilation_is_considered_hung_after_half_an_hour" in printed  # the traceback
 
 
-def test_environment_step_hangs_after_its_allowed_time():
+def test_environment_step_is_considered_hung_after_its_allowed_time():
     watched = Watched()
     with Phase("stepping", 605.0):
         assert watched.advance_time(300.0, beats=True) == ""

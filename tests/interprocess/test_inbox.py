@@ -42,7 +42,7 @@ def test_signal_handler_can_put_an_item_while_the_reader_waits(on_alarm):
     assert inbox.get(20.0) == "stop"
 
 
-def test_items_of_many_threads_arrive_once_and_in_each_threads_order():
+def test_items_arrive_once_and_in_the_order_of_their_thread():
     inbox, per_thread = Inbox(), 2_000
     threads = [
         threading.Thread(target=lambda k=k: [inbox.put((k, i)) for i in range(per_thread)], daemon=True)

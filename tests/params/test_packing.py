@@ -62,7 +62,7 @@ def test_tree_without_small_leaves_can_be_packed(empty):
     assert_same(packing.unpack_numpy(jax.jit(packing.pack_jax)(empty)), empty)
 
 
-def test_floats_returns_only_floating_point_numbers_in_few_arrays():
+def test_floating_point_numbers_are_returned_in_few_arrays():
     nan_bits = np.full(2, 0x7FC00000, np.int32)  # as a float, this would be a NaN
     tree = {
         "a": np.float32([1.0, 2.0]),

@@ -97,7 +97,7 @@ def test_learner_in_another_process_shares_its_parameters_in_memory():
         assert learner.given() == given + 20
 
 
-def test_shared_leaves_equal_those_of_get_params():
+def test_shared_leaves_equal_the_leaves_from_get_params():
     address = free_address()
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     learner = CountedLearner(agent)

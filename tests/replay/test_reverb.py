@@ -404,7 +404,7 @@ def test_concurrent_claims_get_different_ranks_and_incarnations(serve: Serve) ->
         assert min(incarnations) > 0
 
 
-def test_batch_of_a_reader_has_one_item_of_each_writers_environments(serve: Serve) -> None:
+def test_batch_has_one_item_of_each_environment_of_each_writer(serve: Serve) -> None:
     agent = fake_agent("queue", Sequence(2), None, 1000)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:

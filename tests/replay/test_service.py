@@ -186,7 +186,7 @@ def test_reader_does_not_wait_for_a_blocked_writer_of_the_same_buffer(monkeypatc
     assert not writer.is_alive()
 
 
-def test_writers_call_returns_in_time_while_its_queue_drains_slowly():
+def test_add_returns_in_time_while_the_queue_drains_slowly():
     agent = fake_agent("queue", Transition(1), 4, 40)
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)

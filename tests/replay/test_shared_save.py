@@ -122,7 +122,7 @@ def test_restarted_learner_keeps_its_items_and_restores_their_priorities(tmp_pat
     assert len(set(priorities)) > 3
 
 
-def test_learner_that_dies_twice_can_restore_the_previous_runs_file_again(tmp_path: Path, make: Any) -> None:
+def test_learner_that_dies_twice_restores_the_same_file_again(tmp_path: Path, make: Any) -> None:
     saved, stream = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 10)

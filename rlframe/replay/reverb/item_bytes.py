@@ -245,7 +245,7 @@ class ReverbDataset(Dataset):
 
     def _collect(self, samplers: SamplerPool, least: int, missing: int) -> None:
         """Wait a short time for `least` of the `missing` draws."""
-        if self._stop.is_set():  # `stop` may be called before any sampler exists
+        if self._stop.is_set():  # `close` may have been called before the samplers existed
             return
         try:
             self._buffer.keep(samplers.draw(least, missing, WAKE_INTERVAL))
