@@ -77,5 +77,5 @@ def test_run_with_unavailable_http_port_leaves_no_directory(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([*command, "--http", str(port)]) == 2
-    assert f"Port {port} of 127.0.0.1 is in use. Choose another one" in capsys.readouterr().err
+    assert f"Port {port} of 127.0.0.1 is in use. Choose another port" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()  # no directory, so the same command works with another port
