@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlframe.programs.session import Session
     from rlframe.programs.topologies.language import Language
 
-_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # an environment may block the event loop for this number of seconds
+_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # an environment may block the event loop for this time
 
 _log = logging.getLogger(__name__)
 
@@ -93,8 +93,7 @@ def check_environment(session: Session) -> None:
     """Raise UsageError if the environment or the tokenizer of a run is invalid. Call this before starting processes."""
     env_config(load_env_class(session.experiment.env), session)
     tokenizer = language_config(session).tokenizer_name(session.experiment.agent_config)
-    # type: ignore[attr-defined]
-    tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size
+    tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     if tokens > known:
         raise UsageError(f"The tokenizer {tokenizer} has {tokens} tokens, but the model has only {known}.")
 
@@ -115,7 +114,7 @@ class EnvironmentNode:
         env_cls = load_env_class(session.experiment.env)
         self._metrics = RecentMetrics()
         self._env = env_cls(env_config(env_cls, session, rank, self._incarnation), [api_server_config(session)])
-        self._env.tracker = self._metrics  # the tracker receives the rows of `wandb_log`
+        self._env.tracker = self._metrics  # receives the rows of `wandb_log`
         self._serving = ServeLoop(self._env)
         self._lock = threading.Lock()
         self._requested: int | None = None  # number of the newest requested evaluation
@@ -206,14 +205,13 @@ class WarmUpNode:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Train, and write the weights in the format of released models. After `stop()`, return without writing."""
+        """Train and write the weights in the published format. After `stop()`, return without writing."""
         session, directory = self._session, self._session.directory
         env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
         tokenizer = load_tokenizer(language_config(session).tokenizer_name(session.experiment.agent_config))
 
-        # each update calls this function
-        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:
+        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # called by each update
             if self._stop.is_set():
                 raise StoppedError("Stopped during the supervised warm-up.")
             return env.demonstrations(source, count)
@@ -252,7 +250,7 @@ class RecentMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: list[dict[str, float]] = []  # the newest 100 rows
+        self._rows: list[dict[str, float]] = []  # the newest 100
         self._newest: dict[str, float] = {}
         self.count = 0
 
