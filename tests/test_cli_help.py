@@ -93,6 +93,11 @@ def test_help_has_comments_of_base_classes_but_none_of_a_class_without_source():
     assert field_comments(dataclasses.make_dataclass("Made", ["x"])) == {}
 
 
+def test_options_with_an_annotation_that_cannot_be_evaluated_are_listed():
+    made = dataclasses.make_dataclass("Made", [("size", "Missing", 3), ("rate", float, 0.5)])
+    assert [field.flag for field in option_fields(made)] == ["--size", "--rate"]
+
+
 def test_help_of_train_has_at_most_100_lines(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = shown(capsys, "train", "--help")

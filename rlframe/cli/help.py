@@ -119,7 +119,7 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
     cls = options if isinstance(options, type) else type(options)
     texts = field_comments(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name, annotated in typing.get_type_hints(cls, include_extras=True).items():
+    for name, annotated in _annotations(cls).items():
         if name not in fields or not fields[name].init:
             continue
         marks, hint = _split(annotated)
@@ -143,6 +143,14 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
         yield OptionField(path.replace("-", "_"), f"--{path}".replace("_", "-"), hint, marks, default, text)
 
 
+def _annotations(cls: type) -> dict[str, Any]:
+    """Return the annotations by field name. One that cannot be evaluated stays a string, as in `hints_of`."""
+    try:
+        return typing.get_type_hints(cls, include_extras=True)
+    except (NameError, TypeError):  # the annotation names something local to a function, or is for a newer Python
+        return {field.name: field.type for field in dataclasses.fields(cls)}
+
+
 def _split(annotated: Any) -> tuple[tuple[Any, ...], Any]:
     """Return tyro's marks of an annotation, and the annotation without the marks."""
     marks: tuple[Any, ...] = ()
@@ -158,9 +166,10 @@ def field_comments(cls: type) -> dict[str, str]:
     for each in reversed(cls.__mro__):
         try:
             source = textwrap.dedent(inspect.getsource(each)) if dataclasses.is_dataclass(each) else ""
-        except (OSError, TypeError):  # the class was created at run time or in a notebook, so its source cannot be read
+            found |= _comments(source)
+        # The class was created at run time or in a notebook, so Python finds no source, or that of another class.
+        except (OSError, TypeError, SyntaxError, tokenize.TokenError):
             continue
-        found |= _comments(source)
     return found
 
 

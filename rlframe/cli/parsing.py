@@ -52,16 +52,17 @@ def parse(
         description: first lines of the help.
         default: an instance of `options` with all defaults.
         describe_owner: returns a sentence about the owner of an unknown option (`--x`), or "" if there is none.
-
         help_format: how the text of `--help` is written.
 
     Raises:
         UsageError: an option is unknown or its value is invalid.
         SystemExit: `--help` was given, and the help is printed.
     """
-    fields = list(option_fields(options if default is None else default))
+    described = options if default is None else default
     if {"-h", "--help"} & {*arguments}:
-        print(help_format(fields, prog, description, shutil.get_terminal_size((100, 24)).columns))
+        print(
+            help_format(list(option_fields(described)), prog, description, shutil.get_terminal_size((100, 24)).columns)
+        )
         raise SystemExit(0)
     errors = io.StringIO()
     extra = {} if default is None else {"default": default}
@@ -80,7 +81,8 @@ def parse(
     except SystemExit:
         raise UsageError(f"{_sentence(errors.getvalue())} See `{prog} --help`.") from None
     if unknown:
-        raise UsageError(_unknown(unknown, [flag for field in fields for flag in field.flags], prog, describe_owner))
+        flags = [flag for field in option_fields(described) for flag in field.flags]
+        raise UsageError(_unknown(unknown, flags, prog, describe_owner))
     return parsed
 
 

@@ -415,3 +415,21 @@ def test_number_below_its_limit_is_refused():
         check_numbers(Numbers(least=0))
     with pytest.raises(UsageError, match=r"Numbers\.bound must be above 0, got 0\.0"):
         check_numbers(Numbers(bound=0.0))
+
+
+@pytest.mark.parametrize(
+    ("agent", "old", "new"),
+    [
+        ("ppo", "normalise_advantages", "normalize_advantages"),
+        ("ppo", "normalise_observations", "normalize_observations"),
+        ("dqn", "prioritised", "prioritized"),
+    ],
+)
+def test_error_for_an_old_config_key_names_the_new_key(agent, old, new, tmp_path):
+    path = tmp_path / "config.json"
+    save_experiment(make_experiment(agent), path, {})
+    content = path.read_text()
+    assert f'"{new}"' in content
+    path.write_text(content.replace(f'"{new}"', f'"{old}"'))
+    with pytest.raises(UsageError, match=f"has no field '{old}'. Did you mean '{new}'?"):
+        load_experiment(path)
