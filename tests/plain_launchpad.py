@@ -75,15 +75,24 @@ def example(name: str) -> str:
 
 
 class Program:
-    """A running script with a new session and a separate temporary directory."""
+    """A running script with a new session and a separate temporary directory.
 
-    def __init__(self, script: str, folder: pathlib.Path) -> None:
+    Args:
+        script: source of the script.
+        folder: directory of the script and of its temporary files.
+        redirect: redirect the script's output to `folder / "output.txt"`.
+    """
+
+    def __init__(self, script: str, folder: pathlib.Path, *, redirect: bool = False) -> None:
         (folder / "tmp").mkdir()
         (folder / "program.py").write_text(script)
         self.folder = folder
         self._shared = set(os.listdir("/dev/shm"))
         self._log = b""
-        self._terminal, written_to = pty.openpty()  # with a file, Launchpad's `sed` would buffer lines
+        self._terminal, written_to = pty.openpty()  # in a file, Launchpad's `sed` would buffer lines
+        if redirect:
+            os.close(written_to)
+            written_to = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY)
         self.process = subprocess.Popen(
             [sys.executable, "program.py"],
             cwd=folder,

@@ -31,7 +31,6 @@ GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad's own limit is 10 seco
 _POLL_INTERVAL = 0.2  # seconds between checks of the processes
 _SCAN_INTERVAL = 2.0  # seconds between searches for other nodes
 _CONFIRM_TIMEOUT = 1.5  # seconds to wait for SIGTERM, which Launchpad repeats every second while the program stops
-_KILL_TIMEOUT = 3.0  # seconds in which a launcher kills its nodes and itself after SIGQUIT
 
 
 class Node(NamedTuple):
@@ -87,7 +86,11 @@ class Guard:
             self._end_program()
 
     def _end_program(self) -> None:
-        """Stop the program. At the end kill the launcher, because otherwise its exit code would be 0."""
+        """Stop the program. At the end kill the launcher, because otherwise its exit code would be 0.
+
+        Kill only the launcher and the nodes. Launchpad's scripts must live until they have printed the last lines: they
+        buffer lines if their output is not a terminal. SIGQUIT would make Launchpad kill the scripts too.
+        """
         reason = self._report.partition(" ")[2] or "its process was killed or crashed"
         self._print(f"failed: {reason}. Ending the program")
         self._scan()
@@ -96,11 +99,11 @@ class Guard:
             for node in self._others():
                 send(node.process, signal.SIGTERM)
         _wait_while(lambda: self._launcher.is_alive and bool(self._others()), GRACE)
-        remove_data(self._nodes)  # before SIGQUIT, because Launchpad also kills this process
-        send(self._launcher, signal.SIGQUIT)  # Launchpad kills all nodes and then itself
-        _wait_while(lambda: self._launcher.is_alive, _KILL_TIMEOUT)
-        for process in (*(node.process for node in self._nodes), self._launcher):
-            kill_tree(process)
+        self._scan()
+        for node in self._nodes:
+            kill_tree(node.process)
+        remove_data(self._nodes)
+        send(self._launcher, signal.SIGKILL)
 
     def _end_orphans(self) -> None:
         """End all nodes of a dead launcher, including nodes without a guard."""

@@ -20,7 +20,7 @@ from tests.plain_launchpad import WITHIN, Program, example
 
 needs("launchpad")
 
-Start = Callable[[str], Program]
+Start = Callable[..., Program]
 
 SMALL = """
 import os, sys, time
@@ -119,8 +119,8 @@ def in_tables(statement: str) -> str:
 def start(tmp_path: pathlib.Path) -> Iterator[Start]:
     programs: list[Program] = []
 
-    def start(script: str) -> Program:
-        programs.append(Program(script, tmp_path))
+    def start(script: str, **options: bool) -> Program:
+        programs.append(Program(script, tmp_path, **options))
         return programs[-1]
 
     yield start
@@ -306,6 +306,12 @@ def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start
     assert program.ends_within(120.0) not in (0, None), program.output()
     named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch was available for 1 s"
     assert re.search(named, program.output()), program.output()
+
+
+def test_failed_node_is_named_in_output_that_is_redirected_to_a_file(start: Start, tmp_path: pathlib.Path):
+    program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"), redirect=True)
+    assert program.ends_within(120.0) not in (0, None)
+    assert "rlframe: the node learner/0 failed: DatasetTimeoutError" in (tmp_path / "output.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_failed_node_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypat
         assert pid != 1
         kill(pid, number)
 
-    for wait in ("_POLL_INTERVAL", "_CONFIRM_TIMEOUT", "_KILL_TIMEOUT"):
+    for wait in ("_POLL_INTERVAL", "_CONFIRM_TIMEOUT"):
         monkeypatch.setattr(launchpad_guard, wait, 0.01)
     monkeypatch.setattr(os, "kill", kill_others)
     with subprocess.Popen(["sleep", "99"]) as other, open(os.devnull) as reports:
