@@ -28,10 +28,10 @@ _COLUMN = 30  # column in which the texts begin
 
 @dataclasses.dataclass(frozen=True)
 class OptionField:
-    """One option of a command: a field of a dataclass, which may be a part of another one.
+    """One option of a command: a field of a dataclass. That dataclass may be nested in another dataclass.
 
     Attributes:
-        name: name in Python. An option of a part has a dot: `head.num_atoms`.
+        name: name in Python. The option of a nested dataclass has a dot: `head.num_atoms`.
         flag: name on the command line: `--head.num-atoms`.
         hint: annotation of the field, without tyro's marks.
         marks: tyro's marks in the annotation.
@@ -48,7 +48,7 @@ class OptionField:
 
     @property
     def is_positional(self) -> bool:
-        """True for an argument without a flag."""
+        """True if the argument is given by its position, without a flag."""
         return tyro.conf.Positional in self.marks
 
     @property
@@ -64,7 +64,7 @@ class OptionField:
         return self.hint is bool and tyro.conf.FlagCreatePairsOff not in self.marks
 
     def _split_flag(self) -> tuple[str, str]:
-        """Split the flag after its last dot: `--head.` and `num-atoms`."""
+        """Split `--head.num-atoms` into `--head.` and `num-atoms`."""
         last = self.flag.removeprefix("--").rpartition(".")[2]
         return self.flag.removesuffix(last), last
 
@@ -79,7 +79,7 @@ class OptionField:
         return f"{self.flag} {value or self.value_name()}"
 
     def value_name(self) -> str:
-        """The placeholder for a value: `INT`, or the choices if there are few."""
+        """The placeholder for the option's value: `INT`, or the choices if their list is short."""
         choices = "|".join(self.choices())
         members = [self.hint, *typing.get_args(self.hint)]
         name = next((found for each in members if (found := _NAMES.get(typing.get_origin(each) or each))), None)
@@ -89,13 +89,13 @@ class OptionField:
         return f"{name or 'VALUE'}{'...' * is_list}"
 
     def choices(self) -> list[str]:
-        """The values of a Literal."""
+        """The values that a `Literal` in the annotation allows."""
         hints = [self.hint, *typing.get_args(self.hint)]
         literal = next((each for each in hints if typing.get_origin(each) is Literal), None)
         return [str(value) for value in typing.get_args(literal)] if literal is not None else []
 
     def description(self) -> str:
-        """The text of the help: the comment, the choices if there are many, and the default."""
+        """The option's text in the help: the comment, the choices if their list is long, and the default."""
         text, choices = self.text, self.choices()
         if choices and "|".join(choices) not in self.invocation():
             text = f"{text.rstrip('.')}: {', '.join(choices)}." if text else f"{', '.join(choices)}."
@@ -104,7 +104,7 @@ class OptionField:
 
 
 def _shown(default: Any) -> str:
-    """Return a default in the format of the command line. Return "" for a default that the help omits."""
+    """Return a default as text in the format of the command line, or "" for a default that the help does not show."""
     if default is dataclasses.MISSING or default is None or default is False or default in ("", (), {}):
         return ""
     if default is True:
@@ -115,7 +115,7 @@ def _shown(default: Any) -> str:
 
 
 def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
-    """Return all options of a dataclass. An instance of a dataclass gives the defaults."""
+    """Return all options of a dataclass. `options` is the class, or an instance that contains the defaults."""
     cls = options if isinstance(options, type) else type(options)
     texts = field_comments(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -129,7 +129,7 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
         own = name
         for mark in marks:
             given = getattr(mark, "name", None)
-            own = own if given is None else given  # "" is no prefix
+            own = own if given is None else given  # "" means no prefix
             own = "" if mark is tyro.conf.OmitArgPrefixes else own
         factory = fields[name].default_factory
         default = fields[name].default if factory is dataclasses.MISSING else factory()
@@ -144,10 +144,10 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
 
 
 def _annotations(cls: type) -> dict[str, Any]:
-    """Return the annotations by field name. One that cannot be evaluated stays a string, as in `hints_of`."""
+    """Return the annotations by field name. If they cannot be evaluated, return them as strings."""
     try:
         return typing.get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # the annotation names something local to a function, or is for a newer Python
+    except (NameError, TypeError):  # an annotation uses a local name, or needs a newer Python
         return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
@@ -167,7 +167,7 @@ def field_comments(cls: type) -> dict[str, str]:
         try:
             source = textwrap.dedent(inspect.getsource(each)) if dataclasses.is_dataclass(each) else ""
             found |= _comments(source)
-        # The class was created at run time or in a notebook, so Python finds no source, or that of another class.
+        # The class was created at run time or in a notebook. Python finds no source, or the source of another class.
         except (OSError, TypeError, SyntaxError, tokenize.TokenError):
             continue
     return found
@@ -175,7 +175,7 @@ def field_comments(cls: type) -> dict[str, str]:
 
 def _comments(source: str) -> dict[str, str]:
     tree = ast.parse(source)
-    comments: dict[int, tuple[str, bool]] = {}  # line -> text, and whether code precedes it
+    comments: dict[int, tuple[str, bool]] = {}  # line number -> (text, whether code precedes the comment)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("# ---", "# type:", "# noqa")):
             text = token.string.lstrip("# ").partition("  # ")[0]
@@ -207,12 +207,13 @@ def format_help(
     """Return the text of `--help`.
 
     Args:
-        fields: every option that is shown.
+        fields: the options to show.
         prog: name of the command.
         description: first lines of the help.
         width: columns of the terminal.
-        groups: title -> names of options. The group with "*" takes all other options. The shortest group comes first.
-        last: a line after all options.
+        groups: title -> names of options. The group with "*" contains all options that no group names. Groups with
+            fewer options come first.
+        last: last line of the help.
     """
     positional = [field for field in fields if field.is_positional]
     usage = " ".join([f"usage: {prog}", "[OPTIONS]", *(field.invocation() for field in positional)])

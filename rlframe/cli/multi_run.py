@@ -29,7 +29,7 @@ from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
 
-MAX_RUNS = 1_000  # a larger range of seeds is probably a typing error
+MAX_RUNS = 1_000  # more seeds are probably a typing mistake
 _POLL = 0.1  # seconds between two checks of the runs
 
 
@@ -57,7 +57,10 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: str) -> None:
-    """Raise UsageError for options that several runs cannot use. `by` is the option or command, for messages."""
+    """Raise UsageError for options that several runs cannot use.
+
+    `by` is the option or the command that starts the runs, for messages.
+    """
     for field in dataclasses.fields(TrainOptions):
         if "multi_run" not in field.metadata and getattr(options, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} is only for a single run, but {by} starts several.")
@@ -80,7 +83,8 @@ def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: s
 def lock_multi_run(directory: RunDir, experiment: Experiment, options: TrainOptions) -> Iterator[None]:
     """Hold the lock of a directory of several runs. For new runs, create the directory and write the config.
 
-    If another process takes over, this process has the grace period of a run plus 30 seconds to let its runs save.
+    If another process takes over the directory, this process stops its runs. They have the grace period of a run plus
+    30 seconds to save.
     """
     if not options.resume:
         directory.create()
@@ -100,7 +104,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
         at_once: maximum number of runs at a time.
 
     Returns:
-        The number of the signal that stopped them, or None.
+        The number of the signal that stopped the runs; None if there was no signal.
     """
     running: list[SeedRun] = []
     with StopSignal() as stop:
@@ -138,7 +142,7 @@ class SeedRun:
 
     def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
-        self.log = directory / "logs" / f"seed-{seed}.log"  # the path must not match `rlframe plot DIRECTORY/seed-*`
+        self.log = directory / "logs" / f"seed-{seed}.log"  # must not match `DIRECTORY/seed-*`, the runs
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
@@ -146,7 +150,7 @@ class SeedRun:
 
     @property
     def result(self) -> Result | None:
-        """The result of the run; None if it has not finished."""
+        """The result of the run; None if the run has not finished."""
         path = RunDir(self.path).result
         result = Result.read(path) if path.exists() else None
         return result if result is not None and result.return_mean is not None else None
@@ -165,8 +169,8 @@ class SeedRun:
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)
         with open(self.log, "ab") as log:
-            # In a new session, Ctrl-C at a terminal does not reach the run: this process sends exactly one signal to
-            # each run. A second signal would end the run without saving.
+            # A run must get only one signal, because a second one ends it without saving. This process sends that
+            # signal. In a new session, the run does not also get the terminal's Ctrl-C.
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -178,7 +182,7 @@ class SeedRun:
         return self.code is not None
 
     def stop(self) -> None:
-        """Send SIGINT to a started run: it saves and ends, as after Ctrl-C."""
+        """Send SIGINT to the run if it was started. The run saves and ends, as after Ctrl-C."""
         if self._process is not None:
             self.was_stopped = True
             self._process.send_signal(signal.SIGINT)

@@ -27,7 +27,7 @@ HelpFormat = Callable[[Sequence[OptionField], str, str, int], str]
 class CommandOptions:
     """The option that all commands have.
 
-    `main.py` searches the raw arguments for it, because an error may occur before they are parsed.
+    `main.py` searches the raw arguments for this option, because an error may occur before they are parsed.
     """
 
     traceback: bool = option(False, multi_run="each")  # Print the traceback of an error.
@@ -51,8 +51,9 @@ def parse(
         prog: name of the command in help and errors.
         description: first lines of the help.
         default: an instance of `options` with all defaults.
-        describe_owner: returns a sentence about the owner of an unknown option (`--x`), or "" if there is none.
-        help_format: how the text of `--help` is written.
+        describe_owner: for an unknown option (`--x`), returns a sentence that names the agents or settings that have
+            this option, or "" if none has.
+        help_format: a function that returns the text of `--help`.
 
     Raises:
         UsageError: an option is unknown or its value is invalid.
@@ -87,10 +88,11 @@ def parse(
 
 
 def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the text of each given option, by the option's name in Python. A switch has the text "".
+    """Return the value of each given option as text, by the option's name in Python. A switch has the value "".
 
-    `--agent dqn --head.num-atoms=21 --quiet` becomes `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. It does
-    not check names. If an option has several words, the first is returned. The last one wins if it is repeated.
+    `--agent dqn --head.num-atoms=21 --quiet` becomes `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. Names
+    are not checked. Of a value with several words, only the first word is returned. If an option is repeated, its last
+    value is returned.
     """
     texts: dict[str, str] = {}
     for argument, following in zip(arguments, [*arguments[1:], "--"]):
@@ -102,7 +104,7 @@ def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def make_options(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
-    """Create a dataclass for options that are only known at run time. Return an instance with the defaults.
+    """Create a dataclass for options that are not known before the program runs. Return an instance with the defaults.
 
     Args:
         name: name of the dataclass.

@@ -54,7 +54,7 @@ class RunOptions(ControlOptions):
 
 
 def connect(options: Any, prog: str) -> ControlClient:
-    """Connect to the HTTP service of a run, for the command `prog`. Raise `UsageError` if it is not found."""
+    """Connect to the HTTP service of a run, for the command `prog`. Raise `UsageError` if there is no service."""
     extras.require(prog, "trajectories")
     from rlframe.coordinator.control.address import read_control
     from rlframe.coordinator.control.client import ControlClient
@@ -65,7 +65,7 @@ def connect(options: Any, prog: str) -> ControlClient:
     known = read_control(options.run_dir)
     if _is_remote_loopback(options.run_dir, known.url):
         raise UsageError(
-            f"The control of the run in {options.run_dir} is at {known.url} on another host: run `{prog}` there."
+            f"The control API of the run in {options.run_dir} is at {known.url} on another host: run `{prog}` there."
         )
     return ControlClient(known.url, read_token(options.token_file or known.token_file))
 
@@ -73,7 +73,7 @@ def connect(options: Any, prog: str) -> ControlClient:
 def check_one_run_is_named(options: Any) -> None:
     """Raise `UsageError` unless the options name exactly one run."""
     if (options.run_dir is None) == (options.url is None):
-        raise UsageError("Name one run: give either RUN_DIR or --url with the address of its control API.")
+        raise UsageError("Name one run: give either RUN_DIR or --url with the URL of the run's HTTP service.")
 
 
 def has_reachable_coordinator(run_dir: str) -> bool:
@@ -109,7 +109,7 @@ def _is_remote_loopback(run_dir: str, url: str) -> bool:
 def file_status_reader(run_dir: str) -> Callable[[], dict[str, Any]]:
     """Return a function that reads the status of a run from its directory.
 
-    It returns the coordinator's last status, if the coordinator wrote one, or else the current status.
+    If the coordinator wrote a final status, the function always returns this status.
     """
     from rlframe.coordinator.control.address import read_final_status
     from rlframe.programs.run_dir.status import StatusReader
@@ -128,7 +128,7 @@ class ScaleOptions(ControlOptions):
     words: Annotated[
         tuple[str, ...],
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="[RUN_DIR] ROLE N", help="directory of a run; role (collector); number of workers"),
+        tyro.conf.arg(metavar="[RUN_DIR] ROLE N", help="directory of a run, a role (collector), number of its workers"),
     ] = ()
 
     @property
@@ -249,7 +249,7 @@ def _stop_in_directory(options: StopOptions, run_dir: str) -> tuple[dict[str, An
 
 
 def _end_process(options: StopOptions, run_dir: str, holder: Holder) -> None:
-    """Ask a run's coordinator to stop, or signal the process that holds the directory. Wait for its end."""
+    """Ask the run's coordinator to stop, or send a signal to the process that uses the directory. Wait for the end."""
     from rlframe.programs.run_dir.lock import holder_of
 
     path = pathlib.Path(run_dir)

@@ -43,7 +43,8 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
     `--resume --take-over` ends and continues them.
 
     Returns:
-        The exit code: 0 if all runs succeeded; 128 + the signal that stopped them; or the code of the first failed run.
+        The exit code: 0 if all runs succeeded, 128 + the signal's number if a signal stopped the runs, otherwise the
+        exit code of the first failed run.
     """
     assert options.seeds is not None
     seeds = parse_seeds(options.seeds)
@@ -76,7 +77,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
 
 
 def _check_can_start(experiment: Experiment, options: TrainOptions) -> None:
-    """Raise the errors that each run would raise before its first step."""
+    """Raise now the errors that every run would raise before its first step."""
     import jax
 
     from rlframe.programs.api import check_trackers, make_control_address
@@ -91,7 +92,7 @@ def _check_can_start(experiment: Experiment, options: TrainOptions) -> None:
 
 
 def _write_seeds(directory: RunDir, text: str, seeds: list[int]) -> None:
-    """Write the seeds of all runs to `seeds.json`, including those of earlier sessions."""
+    """Write the seeds of all runs to `seeds.json`, including the seeds of earlier sessions."""
     path = directory.path / SEEDS
     before = parse_seeds(json.loads(path.read_text())["seeds"]) if path.exists() else []
     if not set(before) <= set(seeds):
@@ -104,13 +105,13 @@ def _check_not_in_use(runs: list[SeedRun], options: TrainOptions) -> None:
     for run in runs:
         if not options.take_over and (holder := holder_of(run.path)) is not None:
             raise UsageError(
-                f"{run.path} is in use by {holder}. Wait for its end, stop it (rlframe stop {run.path}), or take over "
-                "with --resume --take-over."
+                f"{run.path} is in use by {holder}. Wait until it ends, stop it (rlframe stop {run.path}), or take "
+                "over with --resume --take-over."
             )
 
 
 def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
-    """Run the unfinished runs. Return the number of the signal that stopped them, or None."""
+    """Run the unfinished runs. Return the number of the signal that stopped them; None if there was no signal."""
     waiting = [run for run in runs if run.result is None]
 
     def print_progress(run: SeedRun, text: str) -> None:

@@ -71,13 +71,13 @@ class VariedOption:
     values: tuple[str, ...]  # the list of values, or the lowest and highest value of a range
     is_range: bool = False
     log: bool = False  # log-uniform sampling
-    whole: bool = False  # a range of integers; see `with_range_type`
+    whole: bool = False  # whether the range contains only integers; see `with_range_type`
 
     def with_range_type(self, experiment: Experiment) -> VariedOption:
         """Return a copy whose range has only integers if the option is an int in `experiment`.
 
         Raises:
-            UsageError: a range for an option that is not a number, or a value other than True and False for a switch.
+            UsageError: the option has a range but is not a number, or is a switch with values other than True, False.
         """
         value = option_value(experiment, self.name)
         if isinstance(value, bool) and not {text.lower() for text in self.values} <= {"true", "false"}:
@@ -89,7 +89,7 @@ class VariedOption:
         return dataclasses.replace(self, whole=isinstance(value, int))
 
     def suggest(self, trial: Any) -> str:
-        """Return the option's value in an Optuna trial. The trial chooses it in the first call."""
+        """Return the option's value in an Optuna trial. The first call for a trial chooses the value."""
         if not self.is_range:
             return trial.suggest_categorical(self.name, self.values)
         suggest, number = (trial.suggest_int, int) if self.whole else (trial.suggest_float, float)
@@ -107,7 +107,7 @@ def parse_varied_option(text: str) -> VariedOption:
     """Parse `learning-rate=1e-4..1e-2:log`, `num-epochs=1..8` or `gae-lambda=0.9,0.95`.
 
     Raises:
-        UsageError: another format, or a range whose first number is not below its second.
+        UsageError: the text has another format, or the first number of a range is not below the second.
     """
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
@@ -174,7 +174,7 @@ def read_varied_options(arguments: list[str], experiment: Experiment, options: S
 
 
 def experiment_with(arguments: list[str], options: dict[str, str]) -> Experiment:
-    """Append these options to the arguments of the command line, and parse all of them to an experiment."""
+    """Append these options to the arguments of the command line. Parse all arguments to an experiment."""
     changed = [argument for name, value in options.items() for argument in _as_arguments(name, value)]
     return read_arguments([*arguments, *changed], SweepOptions, PROG, DESCRIPTION)[0]
 
@@ -183,5 +183,5 @@ def _as_arguments(name: str, value: str) -> list[str]:
     group, dot, own = name.rpartition(".")
     if value.lower() in ("true", "false"):
         return [f"--{group}{dot}{'no-' * (value.lower() == 'false')}{own}"]
-    words = value.split()  # the values of `network.hidden=64 64,256` have two words and one word
+    words = value.split()  # `network.hidden=64 64,256` has the values "64 64" (two words) and "256"
     return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]

@@ -3,7 +3,7 @@
 A few options determine the other options. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
 
 1. `EarlyOptions.read` finds `--agent`, `--env`, `--network`, `--head` and a few others in the raw arguments.
-2. `_defaults` returns the experiment of these names, with the values of its preset.
+2. `_defaults` returns an experiment with these names and with the values of the preset for it.
 3. `_tyro_defaults` creates a dataclass for tyro. Its fields are the groups of options: the experiment, the session, the
    agent's config (here with a categorical `head`) and the network's config. `_flat_options_class` joins the options of
    the experiment and of all topologies, so `--num-actors` exists for every topology.
@@ -86,7 +86,7 @@ HELP_GROUPS = {
 
 @dataclasses.dataclass(frozen=True)
 class TopologyOption:
-    """The option `--topology`. As the last base class, its field comes first in the help."""
+    """The option `--topology`. This class is the last base class, so that `--topology` comes first in the help."""
 
     topology: str = ""  # Processes of the run
 
@@ -98,7 +98,7 @@ class EarlyOptions:
     agent: Union[str, None]
     env: Union[str, None]
     network: Union[str, None]
-    session: SessionOptions  # only with preset, config, run_dir and resume
+    session: SessionOptions  # only `preset`, `config`, `run_dir` and `resume` are set
     texts: dict[str, str]  # all given options, from `raw_option_values`
 
     @classmethod
@@ -124,7 +124,7 @@ def read_arguments(
 ) -> tuple[Experiment, TrainOptions, Preset | None]:
     """Parse the command line to an experiment, the options of a session, and the preset in use, if any.
 
-    The available options depend on the agent and the network, and their defaults on the preset. So these few options
+    The agent and the network determine which options exist. The preset determines the defaults. So these few options
     are read first.
 
     Args:
@@ -155,9 +155,9 @@ def read_arguments(
 def _format_help(
     defaults: Experiment, early: EarlyOptions, fields: Sequence[OptionField], prog: str, description: str, width: int
 ) -> str:
-    """Write the help of the options that the topology uses, in groups.
+    """Return the help of the options that the topology uses, in groups.
 
-    Options whose comment starts with "Internal:" are set by the program, and are not shown.
+    Options whose comment starts with "Internal:" are not shown, because the program sets them.
     """
     topologies = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
     chosen = early.texts.get("topology") or defaults.topology_config.name
@@ -189,10 +189,10 @@ def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
 
 
 def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict[str, Any]:
-    """Return the experiment's options in the arguments, by name, for `change_options`. Leave out the agent.
+    """Return the experiment's options that the arguments contain, by name, for `change_options`. Leave out the agent.
 
-    An option that is given with its default value counts as given: `--num-actors 2` requires two actors, even if there
-    are too few environments.
+    Options that are given with their default value are returned too: `--num-actors 2` requires two actors, even if
+    there are too few environments.
     """
     before, now = _options_of_experiment(tyro_defaults), _options_of_experiment(parsed)
     given = {name: value for name, value in now.items() if value != before[name] or name in early.texts}
@@ -201,7 +201,7 @@ def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict
 
 
 def _options_of_experiment(options: Any) -> dict[str, Any]:
-    """Return the values of all options by name, except those of the session."""
+    """Return the values of all options by name, except the session's options."""
     return all_option_values(vars(options.experiment), options.agent_config, getattr(options, "network_config", None))
 
 
@@ -223,7 +223,7 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
     """
     config, values = defaults.agent_config, to_flat(defaults)
     network = values.get("network_config")
-    values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # separate parts, see below
+    values |= dict.fromkeys({"agent_config", "network_config"} & values.keys())  # they are separate fields of `Train`
     experiment, session = _flat_options_class(defaults, early)(**values), options_cls()
     _check_no_clash(type(config), defaults.agent, {*field_names(experiment), *field_names(session)} - _HIDDEN)
     choosers: dict[str, tuple[Any, Any]] = {
@@ -236,7 +236,7 @@ def _tyro_defaults(defaults: Experiment, early: EarlyOptions, options_cls: type[
     parts: dict[str, tuple[Any, Any]] = {
         "experiment": (Annotated[type(experiment), no_prefix, tyro.conf.OmitArgPrefixes], experiment),
         "session": (Annotated[type(session), no_prefix, tyro.conf.OmitArgPrefixes], session),
-        # The configs in an agent's config keep their prefixes.
+        # The options of configs inside the agent's config keep their prefixes, such as `head.`.
         "agent_config": (Annotated[type(config), no_prefix, tyro.conf.AvoidSubcommands], config),
         "choices": (Annotated[type(choices), no_prefix, tyro.conf.OmitArgPrefixes], choices),
     }

@@ -2,9 +2,9 @@
 
 With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `multi_run.py: run_all` calls:
 
-    next_run()              # `Study.begin` chooses the learning rate of trial 0; the run of seed 1
-    next_run()              # the run of seed 2
-    ended(first), ended(second)     # both have ended: `Study.complete` records their returns, trial 0 is done
+    next_run()              # `Study.begin` chooses the learning rate of trial 0. Returns its run with seed 1
+    next_run()              # returns the run with seed 2
+    ended(first), ended(second)     # after the second run, `Study.complete` records both returns: trial 0 is done
     next_run()              # begins trial 1
     ...
     next_run()              # None: no trials are left
@@ -52,8 +52,8 @@ class Study:
             from optuna.storages.journal import JournalFileBackend
         self._optuna = optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # The path must be absolute: Optuna's lock is a symbolic link to the journal, and Optuna recognizes the lock of
-        # a killed process by the link's target.
+        # Optuna's lock is a symbolic link to the journal. Optuna reads the link's target to detect the lock of a killed
+        # process, so the path of the journal must be absolute.
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(directory.resolve() / "study.journal")))
         self._study = optuna.create_study(
             storage=storage, study_name="sweep", direction="maximize", load_if_exists=True
@@ -70,8 +70,8 @@ class Study:
     def begin(self) -> Any:
         """Return an unfinished trial of a killed sweep, or else a new trial. Return None if no trials are left."""
         count = len(self._study.trials)
-        # One sampler per trial, seeded by the number of trials: a resumed sweep draws the same values as an
-        # uninterrupted one, instead of repeating the first values.
+        # Create a sampler for each trial, and seed it with the number of trials. Then a resumed sweep continues the
+        # sequence of an uninterrupted sweep. With one sampler, it would draw the first values again.
         seed = int(np.random.SeedSequence([self._seed, count]).generate_state(1)[0])
         samplers = self._optuna.samplers
         is_random = self._options.sampler == "random"
@@ -128,12 +128,12 @@ class Trials:
         directory: pathlib.Path,
     ) -> None:
         self._study, self._experiment_of, self._directory = study, experiment_of, directory
-        # The runs of a killed sweep are still running. A resumed sweep ends and continues these runs.
+        # The runs of a killed sweep may still be running. A resumed sweep stops these processes and continues the runs.
         self._options = dataclasses.replace(options, take_over=options.resume)
         self._in_progress: list[_Trial] = []
 
     def next_run(self) -> SeedRun | None:
-        """Return the next run, of a trial in progress or of a new one. Return None if no runs are left."""
+        """Return the next run of a trial in progress or of a new trial. Return None if no runs are left."""
         while True:
             for trial in self._in_progress:
                 if trial.waiting:
@@ -203,5 +203,5 @@ class Trials:
 
 
 def format_value(value: Any) -> str:
-    """Format a value of an option in a few characters."""
+    """Format an option's value. Floats have four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,10 +4,11 @@ Training rows contain `episode_return`, `episode_length`, `steps_per_second`, `s
 Evaluation rows contain `return_mean`, `return_std` and `eval_episodes`. The step is always counted in environment
 steps.
 
-From counters to a plot: `ActorCounts` (rows.py) sums the counters of all actors, and `Rows.next` returns the changes
-since the previous row. A `MultiLogger` fetches the row from the device, and calls `write(step, row)` of each logger.
-For example, `JSONLLogger` appends the row to `metrics.jsonl`. Later, `plot_learning_curve` reads these files of several
-runs (curves.py), averages runs that differ only in their seed, and draws the curves (plots.py).
+From counters to a plot: `ActorCounts` (rows.py) sums the counters of all actors, and `Rows.next` makes a row from the
+changes since the previous row. A `MultiLogger` fetches the row from the device, and calls `write(step, row)` of each
+logger. For example, `JSONLLogger` appends the row to `metrics.jsonl`. Later, `plot_learning_curve` reads the
+`metrics.jsonl` of several runs (curves.py), averages runs that differ only in their seed, and draws the curves
+(plots.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Logger(Protocol):
         """Write one row.
 
         Args:
-            step: Number of environment steps so far. Increases from row to row.
+            step: Number of environment steps so far. It increases from row to row.
             values: Name -> number, string or array. Rows may have different names.
 
         Raises:
@@ -52,7 +52,7 @@ class CallbackLogger:
 class MultiLogger:
     """A logger that passes each row to several loggers and fetches it from the device only once.
 
-    If a logger fails, the others still get the row. Then the first error is raised.
+    If a logger raises an error, the other loggers still get the row. Then the first error is raised.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -69,11 +69,12 @@ class MultiLogger:
 class LenientLogger(MultiLogger):
     """A logger that continues if a row cannot be written, for example because the disk is full.
 
-    Warns once for each reason, and again when rows can be written or when the logger is closed.
+    Logs one warning for each different error. When rows can be written again, or when the logger is closed, logs the
+    number of lost rows.
 
     Args:
         loggers: Loggers that get each row.
-        errors: Exceptions of the loggers that are not raised.
+        errors: Class of the exceptions that are logged and not raised.
     """
 
     def __init__(self, loggers: Iterable[Logger], errors: type[Exception] = RlframeError) -> None:
@@ -106,7 +107,7 @@ class LenientLogger(MultiLogger):
 
 
 def on_host(values: Values) -> dict[str, Any]:
-    """Return `values` with Python numbers and numpy arrays instead of device arrays. Other values do not change."""
+    """Return `values` with device arrays converted to Python numbers and numpy arrays. Other values do not change."""
     for value in values.values():
         # Start all transfers before waiting for the first.
         if hasattr(value, "copy_to_host_async"):
@@ -121,7 +122,7 @@ def scalars(values: Values) -> dict[str, float]:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an `OSError` on `path` to an `RlframeError` that explains what to do."""
+    """Convert an `OSError` in the `with` block to an `RlframeError` that explains how to continue."""
     try:
         yield
     except OSError as error:
@@ -132,9 +133,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
-    """Append `data` to the file open as `fd`, all or nothing. Raise `RlframeError` if that fails.
+    """Append `data` to the open file `fd`. If only a part can be written, remove it and raise `RlframeError`.
 
-    The data is written with one system call, so that a reader, also after a kill, never sees a part of it.
+    The data is written with one system call. So readers see all of the data or none, even if this process is killed.
     """
     with writing(path):
         written = os.write(fd, data)

@@ -1,8 +1,8 @@
-"""The data and labels of learning curves: runs are loaded from their directories, grouped and averaged over seeds.
+"""Load runs from their directories, group them, and average the runs of a group over seeds, for learning curves.
 
 The average is the interquartile mean, with a bootstrap confidence interval: Agarwal et al. 2021, "Deep Reinforcement
 Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264). The interquartile mean is the mean of the middle
-half of the runs. Unlike the mean, it is robust to outliers. Unlike the median, it averages several runs.
+half of the runs. It is more robust to outliers than the mean, and uses more runs than the median.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rlframe.metrics.files import read_jsonl
 Over = Literal["steps", "seconds"]  # x axis: environment steps, or wall time of the session
 
 CONFIDENCE = 0.95
-# With fewer runs, the average is the mean of all runs, and the interval is from the lowest to the highest.
+# With fewer runs, the average is the mean of all runs, and the interval goes from the lowest to the highest run.
 MIN_RUNS_FOR_IQM = 4
 _RESAMPLES = 2_000
 _GRID_POINTS = 400
 
 Config = Mapping[str, Any]  # flat config of an experiment: "agent_config.learning_rate" -> 0.001
 
-_PLAIN = re.compile(r"[\w.+/:-]+")  # show strings in labels without quotes
-_MOST_FOLDERS = 3  # most folders of a path in a label; if more are needed, the whole path is shown
+_PLAIN = re.compile(r"[\w.+/:-]+")  # labels show matching strings without quotes
+_MOST_FOLDERS = 3  # labels shorten paths to fewer folders than this, or show the whole path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +58,10 @@ class SeedGroup:
     runs: tuple[RunCurve, ...]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (steps [n], interquartile mean of the smoothed returns [n], low and high ends of its interval [n]).
+        """Return (steps [n], interquartile mean of the smoothed returns [n], ends of its confidence interval [n], [n]).
 
-        With fewer than four seeds: the mean, the lowest and the highest value. The curve ends at the end of the
-        shortest run, so that every point averages the same runs.
+        With fewer than four seeds, return (steps, mean, lowest value, highest value). The curve ends where the shortest
+        run ends, so that every point is an average of the same runs.
         """
         with_rows = [run for run in self.runs if len(run.steps)]
         if not with_rows:
@@ -77,9 +77,10 @@ class SeedGroup:
         return grid, interquartile_mean(each), *interval(each)
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (steps [m], mean over seeds [m], lowest seed [m], highest seed [m]) of the evaluations.
+        """Return (steps [m], mean over seeds [m], lowest value [m], highest value [m]) of the evaluations.
 
-        Evaluations of several seeds at almost the same step (batches end at different steps) become one point.
+        Evaluations of several seeds at almost the same step become one point. Their steps differ slightly, because an
+        evaluation starts at the end of a batch.
         """
         steps = np.concatenate([run.evaluated_steps for run in self.runs])
         returns = np.concatenate([run.evaluated_returns for run in self.runs])
@@ -94,7 +95,11 @@ class SeedGroup:
 
 
 def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the index [n] of each step's point. A new point begins after half of the smallest distance in a run."""
+    """Return the index [n] of each step's point.
+
+    Two neighboring steps belong to different points if they are further apart than half of the smallest distance
+    between two steps of one run.
+    """
     if not len(steps):
         return np.zeros(0, np.int64)
     distances = [np.diff(own).min() for own in of_runs if len(own) > 1]
@@ -117,7 +122,7 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
         raise UsageError(
             f"{directory} has no metrics.jsonl ({error.strerror}). Give the directory of a run."
         ) from error
-    # A run without a config is never grouped with other runs.
+    # A run without a config is never grouped with other runs: its directory serves as its config.
     experiment = _read_experiment(directory / "config.json") or {"directory": str(directory.resolve())}
     at = _positions(rows, over)
     trained = [i for i, row in enumerate(rows) if row.get("episode_return") is not None]
@@ -135,7 +140,10 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
 
 
 def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
-    """Return the x value [n] of each row: int64 steps or float64 seconds. Missing times are those of the row before."""
+    """Return the x value [n] of each row: int64 steps or float64 seconds.
+
+    If a row has no time, use the time of the previous row.
+    """
     if over == "steps":
         return np.array([row["step"] for row in rows], np.int64)
     seconds = [0.0]
@@ -145,7 +153,7 @@ def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
 
 
 def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
-    """Group runs that differ only in their seed. Each group's label shows how it differs from the other groups."""
+    """Group runs that differ only in their seed. The label of a group shows how the group differs from the others."""
     grouped: dict[str, list[RunCurve]] = {}
     for run in runs:
         key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)
@@ -154,7 +162,7 @@ def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
     named: dict[int, str] = {}
     for agent, env in {
         (members[0].agent, members[0].env) for members in groups
-    }:  # groups with other names need no options in the label
+    }:  # a label shows only differences to groups with the same agent and environment
         alike = [i for i, (run, *_) in enumerate(groups) if (run.agent, run.env) == (agent, env)]
         for i, text in zip(alike, labels([groups[i][0].config for i in alike]), strict=True):
             named[i] = f"{agent} ({text})" if text else agent
@@ -162,7 +170,7 @@ def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
 
 
 def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
-    """Return a running mean of `returns` [n] over 2 % of the curve, weighted by `episodes` [n]."""
+    """Return a running mean of `returns` [n], weighted by `episodes` [n]. The window is 2 % of the curve."""
     half = max(1, len(returns) // 100)
     index = np.arange(len(returns))
     low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(returns))
@@ -172,7 +180,7 @@ def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
 
 
 def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
-    """Return the mean of the middle half of `values` [n, ...] along `axis`; the mean of all if n < MIN_RUNS_FOR_IQM."""
+    """Return the mean of the middle half of `values` [n, ...] along `axis`. If n < MIN_RUNS_FOR_IQM, average all."""
     from scipy import stats
 
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
@@ -188,7 +196,7 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     if len(values) < MIN_RUNS_FOR_IQM:
         return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
-    # In parts, since all resamples of many long curves need gigabytes.
+    # Split the resamples into 100 parts: together, the resamples of many long curves need gigabytes.
     means = np.concatenate([interquartile_mean(values[part], axis=1) for part in np.array_split(drawn, 100)])
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
@@ -212,7 +220,7 @@ def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):  # an empty dict adds no option
+        if isinstance(value, dict):  # nothing is added for an empty dict
             result.update(_flat(value, f"{prefix}{name}."))
         else:
             result[prefix + name] = _whole(value)
@@ -242,15 +250,15 @@ def _plain_env(name: str) -> str:
     return pathlib.Path(name).name if ".py:" in name else name.rpartition(":")[2]
 
 
-# --- labels: the options in which a run differs from the other runs of a plot
+# --- labels: the options that distinguish a run from the other runs in a plot
 
 
 def labels(configs: Sequence[Config]) -> list[str]:
-    """Return a label for each config: the options in which it differs from the others.
+    """Return a label for each config, such as `learning_rate 0.001, topology heavy_env`.
 
-    For example `learning_rate 0.001, topology heavy_env`. A label has every option of the config in which two configs
-    differ. Exception: options that exist only for some topologies, networks or agents. If only those names differ, the
-    label has the name but not the options.
+    A label lists the config's options that have different values in at least two of the configs. It omits options that
+    other configs lack only because of their topology, network or agent: then it has the name of the topology, network
+    or agent.
 
     Args:
         configs: n different configs.
@@ -271,7 +279,7 @@ def labels(configs: Sequence[Config]) -> list[str]:
 
 
 def _differs(name: str, configs: Sequence[Config]) -> bool:
-    """Return True if two configs have different values of an option, or one lacks an option that it could have."""
+    """Return True if two configs have different values of an option, or if a config lacks it but could have it."""
     having = [config for config in configs if name in config]
     if len({repr(config[name]) for config in having}) > 1:
         return True
@@ -284,10 +292,10 @@ def _differs(name: str, configs: Sequence[Config]) -> bool:
 
 
 def _chooser(name: str, configs: Sequence[Config]) -> str | None:
-    """Return the option whose value decides whether the option `name` exists, or None if it may always exist."""
+    """Return the option whose value determines whether the option `name` exists; None if `name` may always exist."""
     if "env_kwargs." in name:
         return None
-    part = f"{name.rpartition('.')[0]}.name"  # for example for `agent_config.head.num_atoms`
+    part = f"{name.rpartition('.')[0]}.name"  # `agent_config.head.name` for `agent_config.head.num_atoms`
     if part != name and name.startswith("agent_config.") and any(part in config for config in configs):
         return part
     chosen_by = {"topology.network_config": "topology.network", "topology.": "topology.name", "agent_config.": "agent"}
@@ -308,7 +316,7 @@ def _short_forms(name: str) -> tuple[str, ...]:
 
 
 def _value_texts(values: Sequence[Any]) -> dict[str, str]:
-    """Map the `repr` of each value to a text: the shortest form in which different values have different texts."""
+    """Map the `repr` of each value to a short text. Different values have different texts."""
     every = {repr(value): value for value in values}
     for folders in range(_MOST_FOLDERS):
         texts = {key: _short(value, folders) for key, value in every.items()}

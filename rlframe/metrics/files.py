@@ -1,4 +1,4 @@
-"""Rows in JSONL and CSV files. The files survive a kill, and a resumed run continues them."""
+"""Loggers that write rows to JSONL and CSV files. A killed process does not damage the files. Resumed runs append."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
 Path = str | os.PathLike[str]
 
-_LONGEST_ROW = 1 << 16  # most bytes of a row
+_LONGEST_ROW = 1 << 16  # maximum bytes of a row
 
 
 class JSONLLogger:
     """A logger that writes one JSON object per row: `{"step": 8000, "episode_return": 213.5, ...}`.
 
-    Each row is in the file when `write` returns. Numbers that are not finite are written as null, since JSON has no
-    NaN; arrays are written as lists.
+    Each row is in the file when `write` returns. NaN and infinite numbers are written as null, because JSON does not
+    have them. Arrays are written as lists.
 
     Args:
-        path: The file. An existing file is continued; an incomplete last line is removed.
-        resume_at: Rows after this step are removed, since a run that resumes at this step writes them again.
+        path: The file. Rows are appended to an existing file. An incomplete last line is removed.
+        resume_at: Rows after this step are removed, because a run that resumes at this step writes them again.
     """
 
     def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
@@ -44,9 +44,9 @@ class JSONLLogger:
 
 
 class CSVLogger:
-    """A logger that writes the numbers of rows as a table.
+    """A logger that writes the numbers of each row as a line of a table.
 
-    A new name becomes a new last column, which is empty in earlier rows.
+    For a new name, a last column is added to the table. This column is empty in earlier rows.
 
     Args: See `JSONLLogger`.
     """
@@ -80,9 +80,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each complete row of a `JSONLLogger`'s file after a position in bytes, with the position of its end.
+    """Yield (row, position of the row's end in bytes) for each complete row after a position in a `JSONLLogger`'s file.
 
-    If the position is inside a row, start with this row: a restarted monitor may have replaced the row before it.
+    If the position is inside a row, start with this row. That happens if a restarted monitor has replaced the rows
+    before the position.
     """
     with open(path, "rb") as file:
         start = max(0, position - _LONGEST_ROW)
@@ -126,7 +127,7 @@ class _LineFile:
 
 
 def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> int:
-    """Return the number of bytes that a new writer keeps. Damaged lines in the middle are kept."""
+    """Return the position in bytes at which a new writer appends. Damaged lines between complete rows are kept."""
     kept = position = 0
     with path.open("rb") as file:
         for line in file:
@@ -140,7 +141,7 @@ def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resu
 
 
 def _json_step(line: bytes) -> int | None:
-    """Return the step of a complete row, or None."""
+    """Return the step of a complete row. Return None for any other line."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
     except (ValueError, TypeError, KeyError):
@@ -148,7 +149,7 @@ def _json_step(line: bytes) -> int | None:
 
 
 def _csv_step(line: bytes) -> int | None:
-    """Return the step of a complete row (-1 for the header), or None."""
+    """Return the step of a complete row, or -1 for the header. Return None for any other line."""
     first = line.split(b",", 1)[0].strip()
     if not line.endswith(b"\n") or not (first == b"step" or first.isdigit()):
         return None

@@ -1,4 +1,4 @@
-"""Plots of learning curves and of options in a sweep."""
+"""Plots of learning curves, and of the returns of a sweep against its options."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import printable, replacing
 from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, Over, RunCurve, SeedGroup, group_runs, load_run
 
-# Colors of Okabe and Ito, which color-blind readers can distinguish.
+# The palette of Okabe and Ito: color-blind readers can distinguish these colors.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("-", "--", ":", "-.")  # the next style is used when all colors are used
+_DASHES = ("-", "--", ":", "-.")  # after all colors, lines use the next style
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
-_INSIDE, _SHORT = 5, 40  # most lines of a legend, and characters of a label, inside the axes
-_WIDTHS, _LINE = (110, 60), 0.17  # characters per legend line below one or several panels; line height in inches
+_INSIDE, _SHORT = 5, 40  # maximum lines of a legend inside the axes, maximum characters of its labels
+# Characters per line of a legend below (the only panel, one of several panels). Height of a line in inches.
+_WIDTHS, _LINE = (110, 60), 0.17
 
 
 def plot_learning_curve(
@@ -33,12 +34,13 @@ def plot_learning_curve(
 ) -> pathlib.Path:
     """Plot returns against environment steps, with one panel per environment.
 
-    Runs that differ only in their seed become one line: the interquartile mean, with a band of its 95% confidence
-    interval (`rlframe.metrics.curves`); for two or three runs the mean, with a band from the lowest to the highest.
-    Evaluations are points (the mean over seeds) with bars from the lowest to the highest seed.
+    Runs that differ only in their seed become one line. With four or more runs, the line is the interquartile mean and
+    the band is its 95% confidence interval (`rlframe.metrics.curves`). With two or three runs, the line is the mean and
+    the band goes from the lowest to the highest return. Evaluations are points (the mean over seeds) with bars from the
+    lowest to the highest return.
 
-    Over seconds, the plot shows only evaluations, with a line for each run, because seeds are evaluated at different
-    times.
+    With `over="seconds"`, the plot shows only evaluations, and each run has its own line, because the seeds are
+    evaluated at different times.
 
     Args:
         run_dirs: One run directory or several.
@@ -97,8 +99,8 @@ class OptionPanel:
     """The values of a varied option in n trials."""
 
     name: str
-    values: Sequence[Any]  # n numbers, or n of the `words`
-    words: Sequence[str] = ()  # possible values of an option without a range, in the order on the x axis
+    values: Sequence[Any]  # [n] numbers, or elements of `words`
+    words: Sequence[str] = ()  # all values of an option without a range, in the order of the x axis
     bounds: tuple[float, float] | None = None  # ends of the range
     log: bool = False  # whether the x axis is logarithmic
 
@@ -108,8 +110,8 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
 
     Args:
         panels: One panel for each option.
-        returns: n returns. None marks a failed trial, which is drawn as a cross at the bottom. At least one trial
-            succeeded.
+        returns: [n], the return of each trial. None means that the trial failed: it is drawn as a cross at the bottom.
+            At least one trial must have succeeded.
         out: File of the plot, as for `plot_learning_curve`.
         title: Title of the plot.
     """
@@ -138,7 +140,7 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
 
 
 def _canvas(panels: int, below: float = 0.0) -> tuple[Any, list[Any]]:
-    """Make a figure without pyplot's global state, and its axes with `below` inches of space below each."""
+    """Make a figure without pyplot's global state. Return the figure and its axes, with `below` inches below each."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -206,7 +208,7 @@ def _frame(axis: Any, x: str, y: str) -> None:
 
 
 def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
-    """Draw a line with its band and its evaluations. Return whether there was data."""
+    """Draw a group's line, its band and its evaluations. Return True if the group has data."""
     line_label, points_label = _labels(group, alone)
     color = style["color"]
     steps, mean, low_mean, high_mean = group.curve()
@@ -227,7 +229,7 @@ def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool)
 
 
 def _draw_evaluations(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
-    """Draw a line for each run. Return whether there was data."""
+    """Draw a line for each run with evaluations. Return True if there is such a run."""
     evaluated = [run for run in group.runs if len(run.evaluated_steps)]
     for number, run in enumerate(evaluated):
         label = f"{group.label}, {len(evaluated)} seeds" if len(evaluated) > 1 else group.label
@@ -246,7 +248,7 @@ def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
         shown = "IQM and 95% interval" if count >= MIN_RUNS_FOR_IQM else "mean, lowest to highest"
         line = f"training, {count} seeds: {shown}" if count > 1 else "training"
         return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
-    # One short entry per group, so that the legend does not cover the curves.
+    # With several groups, each has only one short entry, so that the legend does not cover the curves.
     line = f"{group.label}, {count} seeds" if count > 1 else group.label
     return f"{line}: evaluated {returns[-1]:,.1f}" if len(returns) else line, None
 
@@ -258,7 +260,7 @@ def _title(env: str, groups: list[SeedGroup]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for matplotlib, since file names may contain any bytes and dollar signs."""
+    """Escape a text for matplotlib, because file names may contain dollar signs and bytes that are not UTF-8."""
     return printable(text).replace("$", r"\$")
 
 

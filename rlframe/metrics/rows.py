@@ -8,13 +8,13 @@ from typing import Any
 
 COUNTERS = ("env_steps", "episodes", "return_sum", "length_sum")  # in `Actor.stats`
 
-Sums = dict[str, list[float]]  # name -> [sum, count], since the start of the source
+Sums = dict[str, list[float]]  # name -> [sum of the values, number of values] since the actor's start
 
-_CURVE_POINTS = 500  # most points of a curve
+_CURVE_POINTS = 500  # maximum number of points in a curve
 
 
 def add_sums(sources: Iterable[Sums]) -> Sums:
-    """Add the sums of all sources by name."""
+    """Return the totals of all sources, by name."""
     total: Sums = {}
     for sums in sources:
         for name, (value, count) in sums.items():
@@ -25,7 +25,7 @@ def add_sums(sources: Iterable[Sums]) -> Sums:
 
 @dataclasses.dataclass
 class ActorCounts:
-    """The counters of all actors. They never decrease, and repeated or late answers do not change them.
+    """The counters of all actors. They never decrease. Repeated or late results of `Actor.stats` do not change them.
 
     A restarted actor is a new incarnation. The counts of its previous incarnation are kept.
 
@@ -42,7 +42,7 @@ class ActorCounts:
         self.env_steps = int(sum(counters[0] for counters in self.counters.values()))
 
     def add(self, stats: Mapping[str, Any]) -> None:
-        """Add a result of `Actor.stats`. A result with fewer steps than before is late, and is ignored."""
+        """Add a result of `Actor.stats`. Ignore a late result, which has fewer steps than an earlier one."""
         actor = f"{int(stats['rank'])}.{int(stats['incarnation'])}"
         new = [stats[name] for name in COUNTERS]
         steps_before = self.counters.get(actor, [0])[0]
@@ -61,12 +61,12 @@ class ActorCounts:
 
 
 class Rows:
-    """A maker of training rows. Each row covers the time since the previous row.
+    """Creates training rows. Each row covers the time since the previous row.
 
     Args:
         step: Step of the previous row, in the unit of the logs.
         total, logged: `ActorCounts.total()` and `total_logged()` at this step.
-        now: Time in seconds of any monotonic clock.
+        now: Current time in seconds, from any monotonic clock.
 
     Attributes:
         step: Step of the previous row.
@@ -79,8 +79,8 @@ class Rows:
     def next(self, step: int, counts: ActorCounts, now: float) -> dict[str, Any]:
         """Return the row that ends at this step, or {} if there were no steps since the previous row.
 
-        The row has `episode_return`, `episode_length` (means) and `episodes` if an episode ended, and `env/NAME` (a
-        mean) if an environment logged NAME.
+        If episodes ended, the row has the means `episode_return` and `episode_length`, and the number `episodes`. For
+        each value NAME that environments logged, it has the mean `env/NAME`.
         """
         if step == self.step:
             return {}
@@ -100,14 +100,14 @@ class Rows:
         return row
 
     def to_json(self) -> list[Any]:
-        """Return the arguments `step`, `total` and `logged` of a `Rows` that continues after the previous row."""
+        """Return the arguments `step`, `total` and `logged` for a new `Rows` that continues after the last row."""
         return [self.step, self._total, self._logged]
 
 
 def evaluation_row(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of `Evaluator.evaluate` with the names of the logs.
+    """Return the result of `Evaluator.evaluate` with the names that are used in logs.
 
-    `episodes` becomes `eval_episodes`, since `episodes` is the number of training episodes in a log.
+    `episodes` becomes `eval_episodes`, because in a log, `episodes` is the number of training episodes.
     """
     names = ("return_mean", "return_std", "length_mean")
     return {**{name: values[name] for name in names}, "eval_episodes": values["episodes"]}

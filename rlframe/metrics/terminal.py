@@ -1,4 +1,4 @@
-"""Live progress on stderr: redrawn in place in a terminal or a notebook, plain lines elsewhere."""
+"""A display of a run's progress on stderr. Terminals and notebooks redraw it in place; other outputs get lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlframe.metrics.base import Values, on_host, scalars
 
 
 def _return(value: float) -> str:
-    """Format a return. Returns of games have one decimal; scores of answers, which are below 1, have three."""
+    """Format a return with one decimal. Returns below 1, such as scores of answers, get three decimals."""
     return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
-# Displayed values: label, name, format. The value is that of the newest row that contains the name.
+# Displayed values: (label, name in a row, format). The newest row that contains the name gives the value.
 _SHOWN = (
     ("return", "episode_return", _return),
     ("evaluated", "return_mean", _return),
@@ -30,7 +30,7 @@ _SPEED_WINDOW_SECONDS = 15.0
 
 
 def console(file: TextIO) -> Any:
-    """Make a rich console, which cuts long lines only on a terminal."""
+    """Make a rich console. If `file` is not a terminal, its lines have 120 columns."""
     from rich.console import Console
 
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
@@ -62,11 +62,11 @@ class TerminalLogger:
     """A progress display, drawn in `write`: steps, steps/s, return, loss, staleness and remaining time.
 
     Args:
-        total_steps: Number of steps of the run. None shows no progress bar and no remaining time.
+        total_steps: Number of steps of the run. None means that no progress bar and no remaining time are shown.
         title: Title of the run, for example `"PPO on CartPole-v1"`.
         file: Output file. None means stderr.
-        seconds_between_lines: Seconds between lines if `file` is not a terminal or a notebook. Evaluations are always
-            printed.
+        seconds_between_lines: Seconds between two lines if `file` is not a terminal or a notebook. Evaluations are
+            printed at once.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class TerminalLogger:
             print(line, end="" if self._is_in_notebook else "\n", file=self._file, flush=True)
 
     def _entries(self) -> list[tuple[str, str]]:
-        """Return (label, value) of all available values, in order."""
+        """Return (label, text of the value) for each available value, in the order of the display."""
         total, speed = self._total_steps, self._speed.steps_per_second()
         entries = [("steps", f"{self._step:,}" + (f" / {total:,}" if total else ""))]
         if speed is not None:
@@ -142,14 +142,17 @@ class TerminalLogger:
     def _times(self) -> str:
         """Return the time since the start and, if it can be estimated, the remaining time."""
         past, speed = _clock(time.monotonic() - self._started), self._speed.steps_per_second()
-        # The first updates are slow, since they compile. Do not use them for an estimate.
+        # Do not estimate from the first updates: they are slow because of compilation.
         if self._total_steps is None or speed is None or self._step < 0.01 * self._total_steps:
             return past
         return f"{past}, {_clock(max(0, self._total_steps - self._step) / speed)} left"
 
 
 class _Speed:
-    """Steps per second over the last seconds. The first row is the start, so compilation does not count."""
+    """Steps per second over the last `_SPEED_WINDOW_SECONDS`.
+
+    Time before the first row does not count, because it contains the compilation.
+    """
 
     def __init__(self) -> None:
         self._points: collections.deque[tuple[float, int]] = collections.deque()
@@ -167,13 +170,13 @@ class _Speed:
 
 
 class _Live:
-    """Two lines at the bottom of a terminal, which rich redraws in place. Other output scrolls above them."""
+    """Two lines at the bottom of a terminal. rich redraws them in place. Other output scrolls above the two lines."""
 
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        # Output of user code scrolls above the lines, unless stdout is a file or a pipe.
+        # Let the output of user code scroll above the two lines, unless stdout is a file or a pipe.
         own = sys.stdout.isatty()
         self._live: Any = Live(console=Console(file=file), auto_refresh=False, redirect_stdout=own)
         self._live.start()

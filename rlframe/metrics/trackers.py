@@ -20,24 +20,24 @@ from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
-_FILES = itertools.count()  # makes file names of the same second unique
+_FILES = itertools.count()  # makes the names of files from the same second unique
 
 
 class WandbLogger:
     """A logger for Weights & Biases: numbers become curves, arrays become histograms. Only this file imports `wandb`.
 
-    `WANDB_MODE=offline` keeps the run on this machine. `wandb sync` uploads it later.
+    With `WANDB_MODE=offline`, the run stays on this machine, and `wandb sync` uploads it later.
 
     Args:
         directory: The run directory. It stores the run's id, so that a resumed run continues the same curves. None
             makes a new run, which `wandb` stores in its default folder.
         project: Project in Weights & Biases. None uses the default of `wandb`.
         group: Group of runs in Weights & Biases.
-        name: Name of the run. None uses the directory's name.
+        name: Name of the run. None means the directory's name.
         config: Options of the run.
-        mode: "online", "offline" or "disabled". None uses `WANDB_MODE`, else online.
-        required_by: Name of the feature that needs this logger, for an error message.
-        otherwise: How to disable the feature, for an error message.
+        mode: "online", "offline" or "disabled". None means the value of `WANDB_MODE`, or "online" if it is not set.
+        required_by: Option or feature that needs this logger, for the error message if wandb is not installed.
+        otherwise: A way to run without the feature, for the same message.
 
     Raises:
         UsageError: wandb is not installed, or cannot start a run, for example because nobody is logged in.
@@ -77,7 +77,7 @@ class WandbLogger:
         self._run.log({name: self._histogram(x) if hasattr(x, "shape") else x for name, x in row}, step=int(step))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
-        """Return a table that can be a value of a row."""
+        """Return a table that can be a value in a row."""
         return self._table(columns=list(columns), data=[list(row) for row in rows])
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ def _run_id(directory: pathlib.Path) -> str:
 
 
 class TrackioLogger:
-    """A logger for Trackio: a local dashboard (`trackio show`), or a server or Space set by environment variables.
+    """A logger for Trackio: a local dashboard (`trackio show`), or a server or Space that environment variables name.
 
     Args:
         directory: The run directory. Its name is the run's name.
@@ -113,9 +113,9 @@ class TrackioLogger:
     ) -> None:
         with extras.explain_import_error("TrackioLogger", "trackio"):
             import trackio
-        # Without `trackio.finish`, Trackio finishes the run again when the process exits, and prints messages.
+        # Unless `trackio.finish` is called, Trackio finishes the run again when the process exits, and prints messages.
         self._finish = trackio.finish
-        # Trackio prints messages on stdout, which is for the result of the command.
+        # Trackio prints messages on stdout, but only the result of the command should be on stdout.
         with contextlib.redirect_stdout(sys.stderr):
             self._run: Any = trackio.init(
                 project=project,
@@ -135,7 +135,7 @@ class TrackioLogger:
             with contextlib.redirect_stdout(sys.stderr):
                 try:
                     self._finish()
-                except RuntimeError:  # another thread opened the run
+                except RuntimeError:  # another thread started the run
                     run.finish()
 
 
@@ -144,12 +144,12 @@ class TensorBoardLogger:
 
     Numbers become curves, arrays become histograms. Strings are omitted.
 
-    Each row is in the file when `write` returns. tensorboardX's `SummaryWriter` is not used: its thread dies when the
-    disk is full, after which its caller waits forever. tensorboardX's file writer calls fsync for each flush.
+    Each row is in the file when `write` returns. Two classes of tensorboardX are not used. When the disk is full, the
+    thread of its `SummaryWriter` dies, and then the caller waits forever. Its file writer calls fsync for each flush.
 
     Args:
         directory: Folder for a new event file.
-        resume_at: Step after which TensorBoard drops the points of earlier files.
+        resume_at: TensorBoard drops the points of earlier files that are after this step.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None) -> None:
@@ -182,7 +182,7 @@ class TensorBoardLogger:
         self._file.close()
 
     def _put(self, event: Any) -> None:
-        """Append one record in TFRecord format: length, its checksum, data, its checksum."""
+        """Append one record in TFRecord format: the length, its checksum, the data, the checksum of the data."""
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = struct.pack("<I", self._checksum(length)), struct.pack("<I", self._checksum(data))

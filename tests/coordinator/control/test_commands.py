@@ -143,12 +143,12 @@ def test_wrong_input_prints_one_line_and_exits_with_2(server, capsys, command, m
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("status", "Name one run: give either RUN_DIR or --url with the address of its control API."),
-        ("stop", "Name one run: give either RUN_DIR or --url with the address of its control API."),
-        ("scale collector 4", "Name one run: give either RUN_DIR or --url with the address of its control API."),
+        ("status", "Name one run: give either RUN_DIR or --url with the URL of the run's HTTP service."),
+        ("stop", "Name one run: give either RUN_DIR or --url with the URL of the run's HTTP service."),
+        ("scale collector 4", "Name one run: give either RUN_DIR or --url with the URL of the run's HTTP service."),
         (
             "pause nowhere --url http://127.0.0.1:1",
-            "Name one run: give either RUN_DIR or --url with the address of its control API.",
+            "Name one run: give either RUN_DIR or --url with the URL of the run's HTTP service.",
         ),
         ("status --url nonsense", "'nonsense' is not the URL of a control API, such as http://127.0.0.1:8765"),
         ("pause nowhere", "There is no nowhere/control.json: the run in nowhere has no control API"),
@@ -289,7 +289,7 @@ def test_loopback_url_of_a_run_on_another_host_is_not_called(coordinator, direct
         assert "dqn on CartPole-v1   starting" in capsys.readouterr().out
         assert "on far" in refused(capsys, "stop", str(directory.path))
         told = refused(capsys, "pause", str(directory.path))
-        assert told.startswith(f"The control of the run in {directory.path} is at {server.url} on another host")
+        assert told.startswith(f"The control API of the run in {directory.path} is at {server.url} on another host")
     assert (coordinator.asked, coordinator.calls) == (0, [])
     write_control(directory.path, "http://192.0.2.1:8765", None)  # a public address is the same from any host
     assert has_reachable_coordinator(str(directory.path))
