@@ -23,8 +23,8 @@ import numpy as np
 
 from rlframe.interprocess.phases import COMPILING
 
-# Passing a 30 us call to another thread costs another 30 us. JAX reads this setting when it creates its CPU client, so
-# import this module before you create the first array.
+# By default, JAX passes calls to another thread, so that a call of 30 us takes 60 us. JAX reads this setting when it
+# creates its CPU client, so import this module before you create the first array.
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
@@ -90,18 +90,18 @@ class jit:
             return self(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes that use the older runtime
+        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes of the arguments; None without the older runtime
 
         def if_small(*args: Any) -> Any:
-            # JAX runs this only to trace new shapes. With a larger batch, a product may be too large for the older
-            # runtime.
+            # JAX runs this function only to trace new shapes. With a larger batch, a matrix product may be too large
+            # for the older runtime.
             if small is not None and _shapes(args) != small:
                 jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
                 if not suits_older_runtime(jaxpr, self._differentiates):
                     raise _UnsuitableShapesError
             return self._function(*args)
 
-        # Both jits share one function object, so JAX traces it once.
+        # Both calls of `jax.jit` get the same function object, so JAX traces it only once.
         plain = jax.jit(if_small, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":
             small = None
@@ -115,7 +115,7 @@ class jit:
         return jax.jit(if_small, donate_argnums=self._donate_argnums, compiler_options=options)
 
     def _options(self, jaxpr: Any) -> _Options | None:
-        """Return the compiler options. None means XLA's defaults."""
+        """Return the compiler options for a function. None means XLA's defaults."""
         convolves = any(equation.primitive.name == "conv_general_dilated" for equation in _equations(jaxpr))
         if self._differentiates and (convolves or _largest_product(jaxpr) >= _LARGE_PRODUCT):
             return None
@@ -125,17 +125,18 @@ class jit:
 
 
 class _UnsuitableShapesError(Exception):
-    """The function is not suited to the older runtime with these shapes."""
+    """With these shapes, the function must not use the older runtime."""
 
 
 def suits_older_runtime(jaxpr: Any, differentiates: bool) -> bool:
     """Return True if a function is known to be safe and faster with XLA's older CPU runtime.
 
     Requirements:
-    - All operations are listed in `_KNOWN`. Convolutions are not.
-    - All matrix products are float32, without batch dimensions, and of fewer than 8 million operations each.
-    - Acting: no scans.
-    - Learning: at most one scan contains matrix products. (A recurrent network's update has two: forward and backward.)
+    - All operations are listed in `_KNOWN`, which does not contain convolutions.
+    - Each matrix product is float32, has no batch dimensions, and needs fewer than 8 million operations.
+    - A function for acting has no scans.
+    - In a function for learning, at most one scan contains matrix products. (The update of a recurrent network has two
+      such scans, forward and backward.)
     """
     equations = list(_equations(jaxpr))
     if any(equation.primitive.name not in _KNOWN for equation in equations):
@@ -158,7 +159,7 @@ def _multiplies(scan: Any) -> bool:
 
 
 def _largest_product(jaxpr: Any) -> float:
-    """Return the floating-point operations of the largest matrix product."""
+    """Return the number of floating-point operations of the largest matrix product."""
     products = (equation for equation in _equations(jaxpr) if equation.primitive.name == "dot_general")
     return max(map(_operations, products), default=0.0)
 
@@ -172,7 +173,7 @@ def _operations(product: Any) -> float:
 def _equations(jaxpr: Any) -> Iterator[Any]:
     """Yield all equations, including those of inner functions.
 
-    Searching the printed jaxpr would be shorter, but printing takes half a second for PPO.
+    A search in the printed jaxpr would be shorter code, but printing takes half a second for PPO.
     """
     for equation in jaxpr.eqns:
         yield equation

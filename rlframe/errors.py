@@ -45,9 +45,9 @@ class CheckpointError(RlframeError):
 
 
 class StaleGroupError(UsageError):
-    """The trainer refused a group of trajectories because its policy version is too old.
+    """The trainer refused a group of trajectories because it was sampled with a policy version that is too old.
 
-    A group from the current policy may succeed.
+    A new group from the current policy may be accepted.
     """
 
 
@@ -59,7 +59,7 @@ class StoreError(RlframeError):
 
 
 class ForcedExitError(RlframeError):
-    """A second Ctrl-C ended a run before it saved. The message contains the last checkpoint."""
+    """A second Ctrl-C ended a run before it could save. The message contains the last checkpoint."""
 
 
 class PeerError(RlframeError):
@@ -74,7 +74,7 @@ class StoppedError(PeerError):
 
 
 class FencedError(RlframeError):
-    """The caller was superseded by a newer attempt at its task. Its writes are rejected."""
+    """A newer attempt has replaced the caller's attempt at a task. The caller's writes are rejected."""
 
 
 class RemoteError(RlframeError):
@@ -90,7 +90,7 @@ class UnavailableError(RlframeError):
 
 
 class ProgramError(RlframeError):
-    """A program of several processes failed. The message contains the failed node and its traceback."""
+    """A program of several processes failed. The message contains the name of the failed node and its traceback."""
 
 
 class JobFailedError(ProgramError):
@@ -141,6 +141,6 @@ def _numbers(config: object, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean X?"` for the known name most similar to `name`, or an empty string."""
+    """Return `" Did you mean X?"` with the known name most similar to `name`, or "" if none is similar."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""

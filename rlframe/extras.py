@@ -37,7 +37,7 @@ MODULES = {
     "trackio": ("trackio",),
 }
 
-# Extra -> (last minor version of Python 3 that has a wheel, the alternative for later versions).
+# Extra -> (last minor version of Python 3 for which its package has a wheel, alternative for later versions).
 LAST_PYTHON = {
     "launchpad": (10, "--engine local, on one machine"),
     "reverb": (10, "--replay service"),
@@ -78,7 +78,8 @@ def require(by: str, *extras: str, otherwise: str = "") -> None:
     Args:
         by: the option or feature that needs the extras, for the message: "--topology heavy_env".
         *extras: names of the required extras.
-        otherwise: an alternative without the last extra. It ends the message if only the last extra is missing.
+        otherwise: an alternative that does not need the last extra. If only this extra is missing, the message ends
+            with the alternative.
     """
     absent = [extra for extra in extras if not is_installed(extra)]
     if absent:
@@ -94,8 +95,7 @@ def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator
         *extras: extras whose packages are imported inside the block.
 
     Raises:
-        UsageError: a package is missing (the message contains its extra), or installed but broken (it contains the
-            cause).
+        UsageError: a package is missing, or is installed but broken. The message contains the extra or the cause.
     """
     try:
         yield
@@ -132,7 +132,7 @@ def lazy_names(
 
 
 def missing_extra_error(by: str, *extras: str, otherwise: str = "") -> UsageError:
-    """Return an error that explains which option needs these extras, and how to install them."""
+    """Return an error that says which option needs these extras and how to install them."""
     gone = [extra for extra in extras if not has_wheel(extra)]
     several = len(gone or extras) > 1
     sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}"

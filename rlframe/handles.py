@@ -25,13 +25,13 @@ from rlframe.shutdown import stop_program as stop_program
 from rlframe.shutdown import stop_with_program as stop_with_program
 from rlframe.transport import DEFAULT, Client, Future, Transport, courier
 
-DEADLINE = 120.0  # seconds for a call with all its retries: long enough for a peer to restart
+DEADLINE = 120.0  # seconds for a call and all its retries: in this time, a peer can restart
 
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds of backoff between two rounds of attempts: first and longest pause
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: first and longest pause between two rounds of attempts
 _WARN_AFTER = 1.0  # seconds without an answer before a warning, if the peer has answered this method before
-_STARTS_WITHIN = 60.0  # the same for a peer that has not answered yet, because it may still be importing and compiling
-_SHORT = 5.0  # seconds; calls with a deadline up to this value raise an error without an earlier warning
-_RETURN_AFTER = 30.0  # seconds after which the preferred one of several peers is tried again
+_STARTS_WITHIN = 60.0  # seconds before that warning if the peer never answered: it may still import or compile
+_SHORT = 5.0  # seconds: calls with a deadline of up to this value do not warn before they raise an error
+_RETURN_AFTER = 30.0  # seconds after which calls try the preferred peer again
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def resolve(
         first: index of the preferred peer in a list, modulo the length of the list.
 
     Returns:
-        An object is returned unchanged; from a list of objects, only the preferred one. A handle becomes a `Remote`.
-        Other Launchpad handles become their client, such as a `reverb.Client`.
+        For an object: the object. For a list of objects: the preferred object. For one or several handles: a `Remote`.
+        For other Launchpad handles: their client, such as a `reverb.Client`.
 
     Raises:
         UsageError: the list is empty, mixes handles with objects, or mixes transports; or the target is a Launchpad
@@ -90,7 +90,7 @@ class Remote:
             _answer                     # one attempt: returns the answer, or raises the method's error
 
     Args:
-        addresses: nodes of which any can answer, the preferred one first.
+        addresses: addresses of nodes that can all answer, the preferred node first.
         name: name of the peer, for messages.
         deadline: seconds for one call with all its retries.
         stop: an event that ends the wait early.
@@ -119,7 +119,7 @@ class Remote:
         self._answered: set[str] = set()  # methods that have returned an answer
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):  # nodes do not expose private methods, but pickle looks some of them up
+        if method.startswith("_"):  # nodes have no private methods, but pickle asks for some
             raise AttributeError(method)
         return functools.partial(self._call, method)
 
@@ -209,7 +209,7 @@ class Remote:
         return address, self._clients[address]
 
     def _connect(self, address: str) -> Client:
-        """Return a new client. A subclass may return a client that is faster for some methods of its node."""
+        """Return a new client. A subclass may return a client with a faster transport for some methods."""
         return self._transport.connect(address)
 
     def _leave(self, address: str) -> None:
@@ -234,7 +234,7 @@ class AsyncCall:
         self._future = client.submit(method, *args)
 
     def done(self) -> bool:
-        """Return True if the first attempt has ended: `result` returns at once, unless the call must be retried."""
+        """Return True if the first attempt has ended. Then `result` returns at once, unless it must retry the call."""
         return self._future.done()
 
     def result(self) -> Any:
@@ -244,10 +244,10 @@ class AsyncCall:
 
 
 class Poller:
-    """Calls one method of a peer repeatedly without waiting for answers.
+    """Calls one method of a peer again and again, without waiting for answers.
 
     Args:
-        peer: the result of `resolve` for one target.
+        peer: result of `resolve` for a single target.
         method: name of the method.
     """
 

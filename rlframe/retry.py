@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 
-_random = random.SystemRandom()  # differs between processes, even if all of them seed `random` with the same number
+_random = random.SystemRandom()  # processes get different numbers, even if all of them call `random.seed(0)`
 
 
 def backoff(
@@ -22,7 +22,8 @@ def backoff(
         longest: maximum seconds of a pause.
         deadline: maximum total seconds of all attempts and pauses.
         since: `time.monotonic()` value from which the deadline counts. None means the time of the first pause.
-        jitter: random share of each pause, from 0 to 1. It spreads the retries of callers that failed together.
+        jitter: from 0 to 1, the fraction of each pause that is random, so that callers that failed together do not
+            retry together.
     """
     end, pause = (time.monotonic() if since is None else since) + deadline, first
     while (left := end - time.monotonic()) > 0:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The program of this process, unless Launchpad runs it."""
+    """The program that contains this process. For programs that Launchpad runs, there is no such object."""
 
     stop: threading.Event
     end: Callable[[], None]

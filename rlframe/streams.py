@@ -1,4 +1,4 @@
-"""Standard streams that are closed (`2>&-`) or whose reader has exited (`| head`), and the root logger."""
+"""Handle standard streams that are closed (`2>&-`) or whose reader has exited (`| head`). Add a root log handler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prepare() -> None:
 
 
 def silence_broken_pipe(stream: Any) -> bool:
-    """Return True if a stream is a pipe whose reader has exited. If so, discard all further output to it."""
+    """Return True if a stream is a pipe whose reader has exited. Then also discard all further output to the stream."""
     if stream is None:  # Python was started with `>&-`
         return False
     try:
@@ -62,7 +62,7 @@ def flush() -> None:
 def root_handler(handler: logging.Handler | None) -> Iterator[None]:
     """Add a handler to the root logger for the `with` block, unless it has one.
 
-    Without a handler, absl would add its own permanently.
+    Without a handler, absl would add a permanent handler.
     """
     root = logging.getLogger()
     if root.handlers or handler is None:

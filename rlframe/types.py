@@ -86,9 +86,9 @@ class TransitionBatch(NamedTuple):
 
     observation: Tree  # [B, ...]
     action: Tree  # [B, ...]
-    reward: Any  # [B] float32: n-step reward, the sum of gamma^k r_{t+k+1} over k < m, where m <= n is the item's steps
-    discount: Any  # [B] float32: gamma^m times the environment's discounts; factor of the bootstrap value
-    next_observation: Tree  # [B, ...], m steps later
+    reward: Any  # [B] float32: n-step reward, the sum of gamma^k r_{t+k+1} over k < m, for an item of m <= n steps
+    discount: Any  # [B] float32: factor of the bootstrap value, gamma^m times the m discounts of the environment
+    next_observation: Tree  # [B, ...], observation m steps later
     extras: dict[str, Any]  # arrays [B, ...], the agent's extras at the first step
 
 
@@ -105,7 +105,7 @@ class SequenceBatch(NamedTuple):
     reward: Any  # [B, T] float32, reward of action t (received with timestep t + 1)
     discount: Any  # [B, T] float32, discount of timestep t + 1
     extras: dict[str, Any]  # arrays [B, T, ...]
-    agent_state: AgentState  # [B, ...], state before step 0
+    agent_state: AgentState  # [B, ...], state of the agent before step 0
 
 
 class TokenBatch(NamedTuple):
@@ -116,8 +116,8 @@ class TokenBatch(NamedTuple):
 
     tokens: Any  # [S, T] int32
     mask: Any  # [S, T] float32: 1 for tokens that are trained on; 0 for other tokens and padding
-    advantages: Any  # [S, T] float32: the sent advantages, or else the sequence's score at each token
-    has_advantages: Any  # [S] bool: True if the advantages were sent, or set to 0 by an override
+    advantages: Any  # [S, T] float32: the advantages that were sent; without these, the sequence's score at each token
+    has_advantages: Any  # [S] bool: True if advantages were sent, or if an override set them to 0
     scores: Any  # [S] float32
     temperature: Any  # [S] float32, above 0: sampling temperature that the environment sent; None means 1 for all
     inference_logprobs: Any  # [S, T] float32: log-probabilities of the tokens; None unless all groups have them
@@ -130,7 +130,7 @@ class Batch(NamedTuple):
     """A batch of items from `ReplayBuffer.sample()`."""
 
     data: Any  # TransitionBatch, SequenceBatch or TokenBatch
-    keys: Any  # [B, 3] int64: (writer's rank, writer's incarnation, start) of each item; see `Draw`
+    keys: Any  # [B, 3] int64: (writer's rank, writer's incarnation, start of the item); see `Draw`
     probabilities: Any  # [B] float32: sampling probability of each item (1 / size for uniform and queue)
     params_version: Any  # [B] int64: oldest version that acted in the item; -1 if unknown
 
@@ -177,16 +177,16 @@ class ReplaySpec:
     kind: Literal["uniform", "prioritized", "queue"]
     item: Union[Transition, Sequence]
     batch_size: Union[int, None]  # items; None means one item per environment (on-policy agents)
-    capacity: int  # environment steps kept, over all environments
-    min_size: int = 1  # `sample` waits until this many items were added (queue: are in the queue)
+    capacity: int  # maximum number of environment steps in the buffer, over all environments
+    min_size: int = 1  # `sample` waits until this many items were added (for a queue: until this many are in it)
     samples_per_insert: Union[float, None] = None  # rate limit: items sampled per item added; None means no limit
     priority_exponent: float = 0.6  # only for `prioritized`: alpha in Schaul et al. 2016
     # Maximum difference in versions between the newest parameters and the sampled data (0 means on-policy). Actors wait
     # for new parameters after each unroll. None means no limit and no waiting. Requires a queue of sequences that do
     # not overlap.
     max_staleness: Union[int, None] = None
-    # Seconds until a batch of one item per environment is built without a stalled writer. An Actor waits three times as
-    # long for the next version.
+    # Seconds without progress of a writer after which batches with one item per environment omit the writer's
+    # environments. An Actor waits three times as long for the next version.
     lapse_after: float = 10.0
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class ReplaySpec:
 
 
 class AgentSpecs(NamedTuple):
-    """An agent's specs that a replay buffer needs."""
+    """The specs of an agent that a replay buffer needs."""
 
     replay_spec: ReplaySpec
     step_spec: StepSpec
