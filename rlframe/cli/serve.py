@@ -25,7 +25,7 @@ _TRAJECTORIES = (
 )
 _POLICY = (
     "Serve a language model behind the OpenAI API (/v1/completions, /v1/chat/completions). The model is either a "
-    "folder in the published format (config.json, model.safetensors, tokenizer.json), or the model of a run "
+    "folder in the format of Hugging Face (config.json, model.safetensors, tokenizer.json), or the model of a run "
     "(--run-dir) with its latest checkpoint. With --learner, the service also takes new weights from a running "
     "learner. See /docs for the endpoints."
 )

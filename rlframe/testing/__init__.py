@@ -2,8 +2,8 @@
 
     check_replay(lambda agent, num_writers: MyStore(agent), kinds=["uniform"])
 
-`replay.py` adds scripted steps (`streams.py: StepStream`) to your store and to `ReferenceReplay`, a replay in plain
-Python, and compares their items.
+`replay.py` adds the same scripted steps (`streams.py: StepStream`) to your store and to a `ReferenceReplay`, which is
+plain Python, and compares the items of both.
 """
 
 from __future__ import annotations

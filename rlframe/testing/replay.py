@@ -30,15 +30,15 @@ SCENARIOS = ("lockstep", "subsets", "broken fragments", "two writers", "reclaime
 
 
 def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Several[Item] = ITEMS) -> None:
-    """Check all properties of a replay that Actors and Learners rely on. This takes seconds for a replay in memory.
+    """Check all properties of a replay that Actors and Learners need. The checks of a replay in memory take seconds.
 
         check_replay(lambda agent, num_writers: MyReplay(agent))
 
     Args:
         factory: `factory(agent, num_writers)` returns an empty replay with the methods of `ReplayWriter` and
-            `ReplayReader`, for `agent.replay_spec` and `agent.step_spec`. One thread writes and reads.
+            `ReplayReader`, for `agent.replay_spec` and `agent.step_spec`. A single thread writes and reads.
         kinds: the kinds of `ReplaySpec` that the replay supports.
-        items: the items that it supports.
+        items: the types of items that the replay supports.
 
     Raises:
         AssertionError: a check failed. The message names the check, the kind, the item and the scenario.
@@ -69,7 +69,7 @@ def _error_context(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_replay(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
-    """Yield a replay for an agent with `ReplaySpec(*spec, **options)`. Close it at the end if it has `close`."""
+    """Yield a replay for an agent with `ReplaySpec(*spec, **options)`. At the end, call its `close` if there is one."""
     replay = factory(fake_agent(*spec, **options), num_writers)
     try:
         yield replay
@@ -91,7 +91,7 @@ def add_experience(
     seed: int = 0,
     end: float = 0.2,
 ) -> Iterator[int]:
-    """Add the same experience to the replay and the reference; yield after every step."""
+    """Add the same experience to the replay and to the reference. Yield after every step."""
     rng = np.random.default_rng(seed)
     streams = [StepStream(num_envs, rank, seed, end) for rank in range(num_writers_of(scenario))]
     for stream in streams:
@@ -119,7 +119,7 @@ def add_experience(
 
 
 def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
-    """Every sampled item was added. A queue returns each item once; other kinds draw each with equal probability."""
+    """Check that sampled items were added before. A queue returns each item once. Other kinds draw items uniformly."""
     reference, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
     with new_replay(factory, kind, item, batch_size, 10_000, num_writers=num_writers_of(scenario)) as replay:
         for _ in add_experience(scenario, replay, reference, 40):
@@ -144,13 +144,13 @@ def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
                 np.testing.assert_allclose(batch.probabilities, 1 / len(reference.items), rtol=1e-6)
     order = {first: i for i, first in enumerate(reference.items)}
     assert len(set(seen)) == len(seen) and set(seen) <= set(order), "the queue returned an item twice"
-    # A call may complete several items, in any order.
+    # One call of `add` may complete several items, in any order.
     out_of_order = max((abs(order[first] - i) for i, first in enumerate(seen)), default=0)
     assert out_of_order <= 6 * 5, f"an item of the queue is {out_of_order} places from its correct place"
 
 
 def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> None:
-    """A full replay evicts the oldest items, counts them, and draws only complete items."""
+    """Check that a full replay evicts the oldest items, counts the evicted items, and draws only complete items."""
     reference, sampled = ReferenceReplay(item), 0
     with new_replay(factory, kind, item, 4, 96, num_writers=num_writers_of(scenario)) as replay:
         for t in add_experience(scenario, replay, reference, 140):
@@ -159,7 +159,7 @@ def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> No
                 assert_batch_matches(batch, reference)
                 sampled += 4
         stats = replay.stats()
-        # An item is never added if its first step is evicted before its last step.
+        # An item is never completed if its first step is evicted before its last step is added.
         slow = scenario in ("one slow environment", "two writers")
         assert stats["added"] <= len(reference.items) if slow else stats["added"] == len(reference.items), (
             f"{stats}: added"
@@ -176,11 +176,11 @@ def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> No
             drawn.update(first_ids(replay.sample()).tolist())
             if len(drawn) == stats["items"]:
                 break
-        assert len(drawn) == stats["items"], f"only {len(drawn)} of {stats['items']} items are ever drawn"
+        assert len(drawn) == stats["items"], f"only {len(drawn)} of {stats['items']} items were drawn"
 
 
 def check_batch_size_none(factory: Factory, kind: str) -> None:
-    """With `batch_size=None`, a batch has one item of each environment."""
+    """Check that a batch has one item of each environment if `batch_size` is None."""
     with new_replay(factory, kind, Sequence(3), None, 1000) as replay:
         replay.claim_rank(5)
         stream = StepStream(5, end=0.0)
@@ -200,7 +200,7 @@ def check_batch_size_none(factory: Factory, kind: str) -> None:
 
 
 def check_oldest_version(factory: Factory, kind: str) -> None:
-    """`params_version` is the oldest version that acted in an item."""
+    """Check that `params_version` is the oldest version that acted in an item."""
     with new_replay(factory, kind, Sequence(4), 2, 1000) as replay:
         stream = StepStream(2, end=0.0)
         replay.claim_rank(2)
@@ -211,7 +211,7 @@ def check_oldest_version(factory: Factory, kind: str) -> None:
 
 
 def check_uniform_sampling(factory: Factory, kind: str) -> None:
-    """A uniform replay draws each item with equal probability."""
+    """Check that a uniform replay draws all items with equal probability."""
     reference = ReferenceReplay(Transition(3))
     with new_replay(factory, kind, Transition(3), 100, 200) as replay:
         for _ in add_experience("subsets", replay, reference, 200):
@@ -221,12 +221,12 @@ def check_uniform_sampling(factory: Factory, kind: str) -> None:
     ids, counts = np.unique(draws, return_counts=True)
     expected = 40_000 / size
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert len(ids) == size, f"only {len(ids)} of {size} items are ever drawn"
+    assert len(ids) == size, f"only {len(ids)} of {size} items were drawn"
     assert abs(chi_square - size) < 5 * np.sqrt(2 * size), f"chi square {chi_square:.0f} of {size} items"
 
 
 def check_rate_limiter(factory: Factory, kind: str) -> None:
-    """`min_size` and `samples_per_insert` limit sampling; see `RateLimiter`."""
+    """Check that `min_size` and `samples_per_insert` limit sampling, as described in `RateLimiter`."""
     with new_replay(factory, kind, Transition(1), 8, 1000, min_size=10, samples_per_insert=2.0) as replay:
         replay.claim_rank(2)
         stream, given = StepStream(2, end=0.0), []
@@ -236,13 +236,13 @@ def check_rate_limiter(factory: Factory, kind: str) -> None:
             while replay.sample() is not None:
                 given[-1] += 1
     assert given[:5] == [0, 0, 0, 0, 1], (
-        f"the first batch must be available with item 10; numbers of batches after each 2 items: {given}"
+        f"the first batch must be available after 10 items. Batches that were available after each 2 items: {given}"
     )
     assert abs(sum(given) * 8 - 2 * (24 - 10)) <= 8, f"{sum(given) * 8} samples of 24 items, at 2 samples per insert"
 
 
 def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
-    """Later steps do not change a batch."""
+    """Check that steps that are added later do not change a batch."""
     with new_replay(factory, kind, Transition(1), 8, 100) as replay:
         replay.claim_rank(4)
         stream = StepStream(4)
@@ -258,7 +258,9 @@ def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
 
 
 def check_ranks(factory: Factory, kind: str) -> None:
-    """Ranks are assigned in order, a new claim gets a new incarnation, and steps of unclaimed ranks are refused."""
+    """Check that ranks are assigned in order, that a new claim of a rank gets a new incarnation, and that steps of
+    unclaimed ranks are refused.
+    """
     with new_replay(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
         claimed = [replay.claim_rank(4), replay.claim_rank(4), replay.claim_rank(4, rank=0)]
         assert claimed == [(0, 0), (1, 0), (0, 1)], f"claim_rank returned {claimed}"
@@ -272,7 +274,7 @@ def check_ranks(factory: Factory, kind: str) -> None:
 
 
 def check_dataset(factory: Factory, kind: str) -> None:
-    """`make_dataset` returns batches without end."""
+    """Check that the iterator from `make_dataset` returns valid batches."""
     reference = ReferenceReplay(Transition(1))
     with new_replay(factory, kind, Transition(1), 4, 1000) as replay:
         for _ in add_experience("lockstep", replay, reference, 20):
@@ -284,17 +286,17 @@ def check_dataset(factory: Factory, kind: str) -> None:
 
 
 def check_priorities(factory: Factory, item: Item) -> None:
-    """Items are drawn in proportion to priority^exponent, and `probabilities` are correct."""
+    """Check that items are drawn in proportion to priority^exponent, and that `probabilities` are correct."""
     with new_replay(factory, "prioritized", item, 50, 400, priority_exponent=0.5) as replay:
         for _ in add_experience("subsets", replay, ReferenceReplay(item), 100):
             pass
         priorities: dict[int, float] = {}
-        for _ in range(400):  # each item gets a priority that depends on the number in its observation
+        for _ in range(400):  # set priorities that depend on the id of an item's first observation
             batch = replay.sample()
             ids = first_ids(batch)
             replay.update_priorities(batch.keys, (ids % 7 + 0.5) ** 2)
             priorities.update(zip(ids.tolist(), ((ids % 7) + 0.5).tolist()))
-        assert len(priorities) == replay.stats()["items"], "some items are never drawn"
+        assert len(priorities) == replay.stats()["items"], "some items were never drawn"
         total, counts = sum(priorities.values()), dict.fromkeys(priorities, 0)
         for _ in range(400):
             batch = replay.sample()
@@ -308,7 +310,7 @@ def check_priorities(factory: Factory, item: Item) -> None:
 
 
 def check_new_priority(factory: Factory, item: Item) -> None:
-    """A new item gets the highest priority so far."""
+    """Check that a new item gets the highest priority so far."""
     steps, more = (item.n_step, 1) if isinstance(item, Transition) else (item.length, item.period)
     with new_replay(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
         replay.claim_rank(1)
@@ -327,7 +329,7 @@ def check_new_priority(factory: Factory, item: Item) -> None:
 
 
 def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
-    """Priorities of evicted items are dropped and counted, and invalid priorities are refused."""
+    """Check that new priorities of evicted items are counted and ignored, and that invalid priorities are refused."""
     stream = StepStream(2)
     with new_replay(factory, "prioritized", item, 8, 50) as replay:
         replay.claim_rank(2)

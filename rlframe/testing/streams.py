@@ -40,7 +40,7 @@ def fake_agent(
 
 
 class StepStream:
-    """Environments whose timesteps have unique numbers in `observation["id"]`."""
+    """Simulated environments. Each timestep has a unique number in `observation["id"]`."""
 
     next_id = 0
 
@@ -57,10 +57,10 @@ class StepStream:
         return TimeStep(np.full(count, FIRST), zeros, zeros + 1, self._observations(count))
 
     def restart(self, envs: np.ndarray, unless_first: bool = False) -> None:
-        """Begin a new episode in `envs`, without a LAST.
+        """Begin a new episode in `envs`, although the old episode has no LAST.
 
-        If an environment has just begun an episode, a second begin looks like a continuation. Then its writer must
-        claim its rank again. `unless_first` excludes such environments.
+        If the last timestep of an environment is already a FIRST, a replay cannot detect the new episode, unless the
+        writer claims its rank again. `unless_first` excludes such environments.
         """
         if unless_first:
             envs = envs[self._open.step_type[envs] != FIRST]
@@ -97,18 +97,16 @@ class StepStream:
 
 
 class ReferenceReplay:
-    """A reference replay buffer with Python lists.
+    """A reference replay buffer with Python lists. It processes one step of one environment at a time.
 
-    It adds one environment and one step at a time, and never evicts items.
-
-    `items` maps the id of an item's first observation to (the item's arrays, its origin, its version), in the order of
-    completion.
+    Items are never evicted. `items` maps the id of an item's first observation to (arrays of the item, (rank,
+    incarnation) of the writer, version of the parameters), in the order in which the items were completed.
     """
 
     def __init__(self, item: Transition | Sequence):
         self._item: Any = item
         self.items: dict[int, tuple[Any, tuple[int, int], int]] = {}
-        self.seen: dict[int, list[int]] = {}  # rank -> ids of the observations that followed its steps, in order
+        self.seen: dict[int, list[int]] = {}  # rank -> ids of the next observations of its steps, in order
         self._fragments: dict[int, list[dict[str, Any]]] = {}
         self._incarnations: dict[int, int] = {}
 
@@ -192,7 +190,7 @@ class ReferenceReplay:
 
 
 def batch_items(batch: Any) -> list[dict[str, Any]]:
-    """Return the items of a batch, in the format of `ReferenceReplay.items`."""
+    """Return the arrays of each item in a batch, in the format of `ReferenceReplay.items`."""
     items = []
     for i in range(len(batch.keys)):
         item: dict[str, Any] = {}
@@ -212,7 +210,7 @@ def first_ids(batch: Any) -> np.ndarray:
 
 
 def assert_batch_matches(batch: Any, reference: ReferenceReplay) -> None:
-    """Check that the reference completed every item of `batch`, with equal arrays, origin and version."""
+    """Check that every item of `batch` is also in the reference, with equal arrays, writer and version."""
     for i, (first, item) in enumerate(zip(first_ids(batch).tolist(), batch_items(batch))):
         assert first in reference.items, f"the replay returned an unknown item, which starts at observation {first}"
         content, origin, version = reference.items[first]

@@ -1,4 +1,4 @@
-"""Tests of `rlframe bench NAME --against CHECKOUT`: statistics, and comparisons of two checkouts."""
+"""Tests of `rlframe bench NAME --against CHECKOUT`: its statistics, and comparisons of two small checkouts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROOT = pathlib.Path(__file__).parents[2]
     [(1, 1, 1), (3, 1, 3), (7, 1, 7), (8, 2, 7), (10, 2, 9), (11, 3, 9)],
 )
 def test_confidence_interval_of_the_median_follows_the_sign_test(count, low, high):
-    # P(at most 1 head in 8) = 9/256, so [2nd, 7th] contains the median with probability 1 - 18/256 = 93%. For 7 values
-    # it would be 87.5%.
+    # P(at most 1 head in 8 tosses) = 9/256, so the interval from the 2nd to the 7th of 8 values contains the median
+    # with a probability of 1 - 18/256 = 93%. For the 2nd to the 6th of 7 values, the probability is only 87.5%.
     assert spread(map(float, range(count, 0, -1))) == ((count + 1) / 2, low, high)
 
 
-def test_new_code_is_compared_with_the_old_code_before_and_after_it():
+def test_new_code_is_compared_with_runs_of_the_old_code_before_and_after():
     figure = Figure((Turn(old=100.0, new=90.0, again=81.0), Turn(100.0, 80.0, 100.0), Turn(50.0, 60.0, 50.0)), True)
-    # 90 divided by 90, the geometric mean of 100 and 81: linear drift cancels out.
+    # The first ratio is 90 / 90, because the geometric mean of 100 and 81 is 90. So a steady drift has no effect.
     assert figure.ratio == pytest.approx((1.0, 0.8, 1.2))
     assert figure.itself == pytest.approx((1.0, 0.81, 1.0))
     assert (figure.old, figure.new) == (90.5, 80.0)
@@ -53,9 +53,9 @@ def test_ratio_is_inverted_if_lower_is_better():
     ("new", "is_worse"),
     [(85.0, False), (81.0, False), (79.0, True), (140.0, False)],
 )
-def test_new_code_is_worse_only_beyond_the_variation_of_the_old_code(new, is_worse):
-    # In one turn, the old code was 1.25 times as fast as before. The new code may therefore be slower by this factor,
-    # 80 instead of 100.
+def test_new_code_is_worse_only_if_the_difference_exceeds_the_variation_of_the_old_code(new, is_worse):
+    # In the last turn, the second run of the old code was 1.25 times as fast as the first. So the new code is not
+    # reported as slower unless it is slower by more than this factor: below 80, compared with 100.
     turns = (Turn(100.0, new, 100.0), Turn(100.0, new, 100.0), Turn(100.0, new * math.sqrt(1.25), 125.0))
     assert Figure(turns, higher_is_better=True).is_worse == is_worse
 
@@ -70,7 +70,7 @@ def test_new_code_is_worse_only_beyond_the_variation_of_the_old_code(new, is_wor
         (50.0, None, "yes"),
     ],
 )
-def test_verdict_depends_on_the_figure_and_on_processor_time(rate, processor, verdict):
+def test_verdict_depends_on_the_rate_and_on_the_processor_time(rate, processor, verdict):
     spent = None if processor is None else Figure((Turn(10.0, processor, 10.0),), False)
     comparison = Comparison("t", "rlframe", "steps/s", Figure((Turn(100.0, rate, 100.0),), True), spent)
     assert comparison.verdict() == verdict
@@ -157,7 +157,7 @@ def tiny(folder: pathlib.Path, seconds: float, function: str = "step", row: str 
     return folder
 
 
-# A benchmark that reports figures from the checkout, and leaves behind a process that holds its stdout and stderr.
+# A benchmark that reports figures from the checkout. It leaves a running process with the same stdout and stderr.
 REPORTS = """
 import subprocess, sys
 from benchmarks.report import Row, Table
@@ -176,18 +176,18 @@ def processes_with_mark(mark: str) -> list[int]:
 
 
 def measure(name: str, new: pathlib.Path, old: pathlib.Path, turns: int, monkeypatch, capsys) -> tuple[int, dict, str]:
-    """Return (exit code, results as JSON, other output)."""
+    """Run a benchmark against an old checkout. Return (exit code, results as JSON, other output)."""
     monkeypatch.setattr(against, "ROOT", new)
     code = against.run([name], str(old), turns, quick=True, as_json=True, log=lambda what: None)
     *printed, last = capsys.readouterr().out.splitlines()
     return code, json.loads(last), "\n".join(printed)
 
 
-def test_checkout_that_does_four_times_the_work_is_slower(tmp_path, monkeypatch, capsys):
+def test_checkout_with_four_times_the_work_is_reported_as_slower(tmp_path, monkeypatch, capsys):
     new, old = tiny(tmp_path / "new", 0.004), tiny(tmp_path / "old", 0.001)
     code, result, printed = measure("tiny", new, old, 3, monkeypatch, capsys)
     assert code == 1
-    assert [row["row"] for row in result["rows"]] == ["rlframe", "again"]  # without the peer
+    assert [row["row"] for row in result["rows"]] == ["rlframe", "again"]  # the rows do not include the peer
     for row in result["rows"]:
         assert row["slower"]
         assert row["value"]["ratio"]["middle"] == pytest.approx(0.25, rel=0.3)
@@ -198,7 +198,7 @@ def test_checkout_that_does_four_times_the_work_is_slower(tmp_path, monkeypatch,
     assert "Slower:\n  tiny: rlframe\n  tiny: again" in printed
 
 
-def test_checkout_that_does_a_quarter_of_the_work_is_not_slower(tmp_path, monkeypatch, capsys):
+def test_checkout_with_a_quarter_of_the_work_is_not_reported_as_slower(tmp_path, monkeypatch, capsys):
     code, result, printed = measure(
         "tiny", tiny(tmp_path / "new", 0.001), tiny(tmp_path / "old", 0.004), 1, monkeypatch, capsys
     )
@@ -218,7 +218,7 @@ def test_incompatible_old_checkout_is_measured_by_its_own_benchmark(tmp_path, mo
     ]
 
 
-def test_benchmark_that_fails_for_both_compares_nothing(tmp_path, monkeypatch, capsys):
+def test_nothing_is_compared_if_the_benchmark_fails_for_both_checkouts(tmp_path, monkeypatch, capsys):
     old = tiny(tmp_path / "old", 0.001)
     new = shutil.copytree(old, tmp_path / "new", symlinks=True)
     code, result, printed = measure("missing", new, old, 1, monkeypatch, capsys)
@@ -226,7 +226,7 @@ def test_benchmark_that_fails_for_both_compares_nothing(tmp_path, monkeypatch, c
     assert "No row could be compared." in printed
 
 
-def test_interrupt_ends_the_processes_of_a_turn(tmp_path):
+def test_interrupt_ends_all_processes_of_the_benchmark(tmp_path):
     checkout = tiny(tmp_path / "checkout", 0.001)
     (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
     command = [sys.executable, "-c", COMPARE.format(root=str(ROOT), checkout=str(checkout))]
@@ -240,7 +240,7 @@ def test_interrupt_ends_the_processes_of_a_turn(tmp_path):
 
 
 @pytest.mark.system
-def test_hanging_benchmark_is_killed_with_its_processes(tmp_path, monkeypatch, capsys):
+def test_benchmark_that_hangs_is_killed_with_its_processes(tmp_path, monkeypatch, capsys):
     checkout, result = tiny(tmp_path / "checkout", 0.001), []
     (checkout / "benchmarks" / "tiny.py").write_text(ENDLESS.format(mark=str(tmp_path)))
     monkeypatch.setattr(against, "ROOT", checkout)
@@ -260,7 +260,7 @@ def test_hanging_benchmark_is_killed_with_its_processes(tmp_path, monkeypatch, c
         ("RATE, PROCESSOR = 100.0, 20.0", 0, "is slower.\nNot slower, but more processor time:\n  tiny: rlframe"),
     ],
 )
-def test_summary_lists_slower_rows_and_no_process_is_left(new, code, result, tmp_path, monkeypatch, capsys):
+def test_summary_lists_slower_rows_and_leftover_processes_are_ended(new, code, result, tmp_path, monkeypatch, capsys):
     sides = []
     for name, work in (("new", new), ("old", "RATE, PROCESSOR = 100.0, 10.0")):
         sides.append(tiny(tmp_path / name, 0.001))
@@ -273,7 +273,7 @@ def test_summary_lists_slower_rows_and_no_process_is_left(new, code, result, tmp
         time.sleep(0.05)
 
 
-def test_checkout_of_a_revision_is_temporary():
+def test_checkout_of_a_revision_is_deleted_afterwards():
     with against.checkout("HEAD") as folder:
         assert (folder / "rlframe" / "__init__.py").is_file()
         assert (folder / "benchmarks" / "runner.py").is_file()
@@ -318,7 +318,7 @@ def test_this_checkout_can_be_compared_with_itself(monkeypatch, capsys):
 
 
 @pytest.mark.system
-def test_copy_that_samples_fifty_times_is_slower_in_sampling(tmp_path, monkeypatch, capsys):
+def test_copy_that_samples_fifty_times_per_call_is_slower_in_the_rows_for_sampling(tmp_path, monkeypatch, capsys):
     for folder in ("rlframe", "benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "rlframe" / "replay" / "__init__.py", "a") as module:

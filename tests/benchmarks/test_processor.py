@@ -1,4 +1,4 @@
-"""Tests of the processor time of processes."""
+"""Tests of the measurement of the processor time that processes use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_processor_time_includes_living_and_ended_children():
     process = start(CHILD)
     assert processor_seconds() - before >= 1.0
     end(process)
-    assert 1.0 <= processor_seconds() - before < 1.9  # counted once, not twice
+    assert 1.0 <= processor_seconds() - before < 1.9  # the child is not counted twice
 
 
 def test_processor_time_includes_grandchildren():
@@ -50,7 +50,7 @@ def test_processor_time_includes_grandchildren():
     assert processor_seconds(process.pid) == 0.0
 
 
-def test_stopwatch_rate_has_processor_time_per_step():
+def test_stopwatch_returns_the_processor_time_per_step():
     watch = Stopwatch()
     spent = time.process_time()
     while time.process_time() < spent + 0.5:

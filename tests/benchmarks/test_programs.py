@@ -1,4 +1,4 @@
-"""The benchmarks of Reverb and IMPALA: measurements of their scripts, and computation of the limit."""
+"""The benchmarks of Reverb and IMPALA: their scripts run, and the limit of a program is computed from its parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report import NotMeasured
 
 
 class FakeContext(Context):
-    """A context with known results: (script, arguments up to the first option) -> result."""
+    """Return a context with known results: (script, arguments before the first option) -> result."""
 
     figures: dict[tuple[Any, ...], dict[str, float]]
 
@@ -48,7 +48,7 @@ def impala(heavy: float, loop: float) -> dict[tuple[Any, ...], dict[str, float]]
     return measured
 
 
-def test_limit_combines_the_best_rates_of_all_parts_in_sequence():
+def test_limit_is_computed_from_the_best_rate_of_each_part_run_in_sequence():
     heavy, light = impala_pong.run(fake_context(impala(heavy=400.0, loop=500.0)), lambda _: None)
     limit, loop, *parts = heavy.others
     assert [row.value for row in parts] == [4000.0, 2000.0, 1000.0]
@@ -62,7 +62,7 @@ def test_limit_combines_the_best_rates_of_all_parts_in_sequence():
     assert light.title.endswith("light_env")
 
 
-def test_limit_is_the_bare_loop_if_it_is_faster():
+def test_limit_is_the_rate_of_the_bare_loop_if_the_loop_is_faster():
     heavy, _ = impala_pong.run(fake_context(impala(heavy=400.0, loop=600.0)), lambda _: None)
     assert heavy.others[0].value == 600.0
 
@@ -76,7 +76,7 @@ def test_parts_are_left_out_if_only_rlframe_is_measured():
     assert light.ours.note == "not measured: it failed"
 
 
-def test_missing_part_leaves_only_the_loop_as_limit():
+def test_limit_is_the_rate_of_the_loop_if_a_part_is_missing():
     figures = impala(heavy=400.0, loop=600.0)
     for way in impala_pong.WAYS:
         del figures[("impala", "part", "learner", *way)]
@@ -110,7 +110,7 @@ def test_every_part_of_impala_runs_alone(part):
 @pytest.mark.system
 def test_program_is_measured_after_its_warm_up():
     found = Context().ours("impala", "program", "heavy_env", "--seconds", 2)
-    # Every step is used once for learning. An update uses 8 unrolls of 20 steps.
+    # The learner uses every step once. An update uses 8 unrolls of 20 steps.
     assert found["updates_per_second"] * 160 == pytest.approx(found["steps_per_second"], rel=0.5)
     # The mean number of processors in use is at least a tenth and at most the number of cores.
     assert 0.1 < found["processor_us"] * 1e-6 * found["steps_per_second"] < 1.2 * len(os.sched_getaffinity(0))

@@ -14,7 +14,7 @@ def speeds(ours: float | None, peer: float | None, **options) -> Table:
     return Table("t", "steps/s", Row("rlframe", ours), (Row("peer", peer, target=1.5),), **options)
 
 
-def test_ratio_is_above_one_if_ours_is_better():
+def test_ratio_is_above_one_if_rlframe_is_faster():
     table = speeds(300.0, 150.0)
     assert table.ratio(table.others[0]) == 2.0
     table = speeds(10.0, 40.0, higher_is_better=False)
@@ -33,7 +33,7 @@ def test_absolute_target_is_reached_or_missed():
     assert missed.missed_targets() == ["tax: 31.0 µs, target 30.0"]
 
 
-def test_row_that_was_not_measured_shows_the_reason_and_misses_no_target():
+def test_row_that_was_not_measured_shows_the_reason_and_is_no_missed_target():
     table = Table("t", "steps/s", Row("rlframe", 3.0), (Row("peer", None, 1.5, "not measured: no peer"),))
     assert table.missed_targets() == []
     assert "not measured: no peer" in str(table)
@@ -61,7 +61,7 @@ def test_median_ignores_missing_values():
     assert median([None]) is None
 
 
-def test_failed_contender_is_not_run_again_and_others_continue():
+def test_benchmark_script_that_failed_is_not_run_again_and_the_others_continue():
     calls = []
 
     def fails() -> dict:

@@ -1,4 +1,4 @@
-"""Tests of the page of learning results, and of the records of simulated runs."""
+"""Tests of the page with learning results (docs/results.md), and of the records from which it is written."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RUN_INFO = RunInfo(
 
 @pytest.fixture
 def temporary_results(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Place runs, records and page in `tmp_path`, with one task of each kind."""
+    """Put the runs, the records and the page into `tmp_path`. There is one task of each kind."""
     monkeypatch.setattr(runs, "ROOT", tmp_path)
     monkeypatch.setattr(records, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(page, "PAGE", tmp_path / "docs/results.md")
@@ -162,7 +162,7 @@ def test_seeds_with_different_settings_are_rejected(temporary_results):
         page.text()
 
 
-def test_language_model_is_shown_with_imitation_alone(temporary_results):
+def test_page_compares_a_language_model_with_imitation_learning_alone(temporary_results):
     for seed, values, imitated in ((1, [0.6, 0.95], [0.0, 0.75]), (2, [0.6, 0.85], [0.01, 0.4])):
         record = LanguageRecord(
             **vars(dataclasses.replace(RUN_INFO, seed=seed, seconds=650.0)),
@@ -223,13 +223,13 @@ sys.exit(code)
 
 @pytest.fixture
 def program(temporary_results: pathlib.Path) -> pathlib.Path:
-    """Install the program so that `python -m rlframe` runs it."""
+    """Make `python -m rlframe` run the program above."""
     (temporary_results / "rlframe.py").write_text(PROGRAM)
     return temporary_results
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Run the command without drawing pictures."""
+    """Run the command of `benchmarks.results`, but do not draw pictures."""
     monkeypatch.setattr(page, "draw_curves", lambda *_, **__: None)
     monkeypatch.setattr(sys, "argv", ["benchmarks.results", *arguments])
     command.main()
@@ -274,7 +274,7 @@ def test_failed_run_is_reported_and_other_runs_continue(program, monkeypatch):
     assert records.path("toy", 1).is_file() and not records.path("toy", 3).exists()
 
 
-def test_run_that_exceeds_its_time_is_interrupted_and_evaluated(program, monkeypatch):
+def test_run_that_exceeds_its_time_limit_is_interrupted_and_evaluated(program, monkeypatch):
     rows = program / runs.RUNS / "toy-seed1/metrics.jsonl"
     monkeypatch.setattr(runs.Run, "seconds", property(lambda self: 1.0 if rows.exists() else 0.0))
     run = runs.Run("toy", 1, ["--wait"], stop_after=1.0)
@@ -322,7 +322,7 @@ def test_training_curve_is_thinned_to_200_points(tmp_path):
 
 
 @pytest.mark.system
-def test_imitation_alone_starts_from_random_weights_and_learns(monkeypatch):
+def test_imitation_learning_alone_starts_from_random_weights_and_learns(monkeypatch):
     env = f"{pathlib.Path(__file__).parents[2]}/examples/llm/reverse.py:Reverse"
     task = dataclasses.replace(LANGUAGE_TASK, env=env)
     clock = itertools.count()

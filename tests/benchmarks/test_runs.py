@@ -1,4 +1,4 @@
-"""Every benchmark of `rlframe bench` runs in its quickest setting and measures each figure that needs no peer."""
+"""Every benchmark of `rlframe bench` runs with the quickest settings and measures all figures that need no peer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.runner import BENCHMARKS, NEEDS
 from rlframe import extras
 
 FAST = {"actor", "calls", "replay"}  # these take a few seconds; the others compile more or start processes
-PEERS = ("--peers-python", "--cleanrl")  # named in the note of a row if its peer is not installed
+PEERS = ("--peers-python", "--cleanrl")  # if a peer is not installed, the notes of its rows name one of these options
 TOO_SHORT = "0 of 1 seeds solved it"  # a quick run ends before it solves the task
-# Rows with the difference of two figures, which may be negative because of noise in a short turn.
+# Rows whose figure is the difference of two figures. In a short run, noise may make the difference negative.
 DIFFERENCES = {"the framework's tax", "the Actor itself"}
 
 
@@ -35,7 +35,7 @@ def test_benchmark_measures_all_figures_that_need_no_peer(name):
 
 
 def _is_measured(row: Row) -> bool:
-    """Return True if a row has its figures, or if they are missing because of a peer or the quick run."""
+    """Return True if a row has its figures, or if they are missing because of a missing peer or the quick settings."""
     if row.value is None:
         return row.note in ("not measured", TOO_SHORT) or any(option in row.note for option in PEERS)
     if row.name.strip() in DIFFERENCES:

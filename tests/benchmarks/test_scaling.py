@@ -1,4 +1,4 @@
-"""The model in docs/scaling.md agrees with the simulation for each possible bottleneck."""
+"""The throughput model in docs/scaling.md agrees with a simulation for each component that can limit the throughput."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def test_model_agrees_with_the_simulation(program, bound_by):
         assert seen.staleness == pytest.approx(expected.staleness, rel=0.15, abs=1.5)
 
 
-def test_simulation_is_slightly_below_the_model_at_the_knee():
+def test_simulation_is_slightly_below_the_model_if_actors_and_learner_are_equally_fast():
     alone = limits(SMALL)
     knee = round(alone["learner"] / alone["actors"])
     seen = simulate(dataclasses.replace(SMALL, actors=knee), 0.3).steps
     assert 0.8 * alone["learner"] < seen < alone["learner"]
 
 
-def test_knee_depends_on_costs():
+def test_number_of_actors_that_saturates_the_program_depends_on_the_costs():
     def knee(**changes):
         found = limits(dataclasses.replace(SMALL, **changes))
         return min(found[name] for name in found if name != "actors") / found["actors"]
 
-    assert knee(batch=64) > knee()  # the fixed cost of an update is shared by more steps
+    assert knee(batch=64) > knee()  # each step then has a smaller share of an update's fixed cost
     assert knee(env_seconds=1e-3) > 3 * knee()
     assert knee(costs=Costs(insert_step=20e-6), shards=2) == pytest.approx(2 * knee(costs=Costs(insert_step=20e-6)))
 

@@ -1,6 +1,6 @@
-"""Two small environments derived from the published BaseEnv. The Python with atroposlib runs them in `serve` mode.
+"""Two small environments derived from atroposlib's BaseEnv. The Python with atroposlib runs them in `serve` mode.
 
-A question is two digits. The model's answer scores 1 if it is their sum.
+A question is two digits. The score of an answer is 1 if the answer is the sum of the digits.
 """
 
 import logging
@@ -14,7 +14,7 @@ from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 
 class Sums(BaseEnv):
-    """The default way: BaseEnv collects single trajectories, and groups them."""
+    """An environment that collects single trajectories. BaseEnv groups the trajectories, as by default."""
 
     name = "sums"
 
@@ -69,7 +69,7 @@ class PairsOfSums(Sums):
 
 
 def resolve(name, address):
-    """Resolve a host name to an address, as the network of a container does."""
+    """Make Python resolve a host name to an address, as it would in a container's network."""
     ask = socket.getaddrinfo
     socket.getaddrinfo = lambda host, *how, **more: ask(address if host == name else host, *how, **more)
 

@@ -1,6 +1,6 @@
-"""Play queues with the functions of the published server: read the queues as JSON from stdin, and print the answers.
+"""Send the events of queues to atroposlib's server. Read the queues as JSON from stdin, and print the answers.
 
-The Python with atroposlib runs this program. A queue is {"batch_size", "events"}; see `test_random_queues`.
+The Python with atroposlib runs this program. A queue is {"batch_size", "events"}, made in `test_random_queues.py`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def send(mark, env_id, size):
 
 
 async def drain():
-    """Return all batches in the order in which they were formed. The server delivers the newest first."""
+    """Return all batches in the order in which they were formed. The server returns the newest batch first."""
     batches = []
     while (batch := (await server.get_batch())["batch"]) is not None:
         batches.append([item["tokens"][0][0] for item in batch])

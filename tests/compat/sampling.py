@@ -1,6 +1,6 @@
-"""Sample with the published server classes. The Python with atroposlib runs this program.
+"""Sample with atroposlib's server classes. The Python with atroposlib runs this program, which prints a JSON object.
 
-Arguments: type of the server, its URL, folder of the tokenizer. It prints a JSON object.
+Arguments: type of the server, URL of the server, folder of the tokenizer.
 """
 
 import asyncio

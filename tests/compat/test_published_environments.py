@@ -1,6 +1,6 @@
-"""Unchanged environments of the published package, in `serve` mode, with the service.
+"""Environments on atroposlib's unchanged BaseEnv, in `serve` mode, send groups to our service.
 
-`make test-compat` installs the Python environment for them: `atroposlib` 0.4.0 and its dependencies.
+`make test-compat` installs the Python environment for these tests: `atroposlib` 0.4.0 and its dependencies.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ KEYS = {
 
 
 class Trainer:
-    """A trainer like existing ones: it registers, and polls `/batch` until the batch is not null.
+    """A trainer with the requests of existing trainers: it registers, then polls `/batch` until the batch is not null.
 
     Args:
-        url: Address of the service.
-        host: Host name in the requests, if it differs from that of the URL.
+        url: URL of the service.
+        host: Value of the `Host` header. None means the host of the URL.
     """
 
     def __init__(self, url: str, host: str | None = None) -> None:
@@ -58,7 +58,7 @@ class Trainer:
         assert self.ask("GET", "/batch") == {"batch": None}
 
     def pull(self) -> list[dict[str, Any]]:
-        """Return the next batch. Check that it is exactly full, and that its items have all keys."""
+        """Return the next batch. Check that the batch is exactly full, and that its items have all keys."""
         end = time.monotonic() + DEADLINE
         while (batch := self._poll()) is None:
             assert time.monotonic() < end, "no batch came"
@@ -82,7 +82,7 @@ class Trainer:
         return batch
 
     def drain(self) -> int:
-        """Take all batches. Return their number."""
+        """Take all batches. Return the number of batches."""
         count = 0
         while self.ask("GET", "/batch")["batch"] is not None:
             count += 1
@@ -94,7 +94,7 @@ class Trainer:
 
 
 class Environment:
-    """The process of an environment, and its log."""
+    """The process of an environment, with the log of this process."""
 
     def __init__(
         self, name: str, folder: pathlib.Path, url: str, model: str, variables: dict[str, str], **options: Any
@@ -139,7 +139,7 @@ class Environment:
 
 @pytest.fixture
 def service(request, tmp_path) -> Iterator[ServiceProcess]:
-    """Run a service with the arguments of the test's parametrization."""
+    """Run a service. Tests can parametrize its command-line arguments."""
     if not PYTHON.exists():
         pytest.fail(f"There is no {PYTHON}: `make test-compat` builds it, or RLFRAME_COMPAT_PYTHON names another.")
     with running_service(tmp_path, *getattr(request, "param", ())) as running:
@@ -148,7 +148,7 @@ def service(request, tmp_path) -> Iterator[ServiceProcess]:
 
 @pytest.fixture
 def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
-    """Return a function that starts environments. Kill them at the end."""
+    """Return a function that starts environments. Kill the environments after the test."""
     write_tokenizer(tmp_path / "tokenizer")
     started: list[Environment] = []
 
@@ -164,13 +164,13 @@ def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
 
 
 def check_tokens(item: dict[str, Any]) -> None:
-    """Check that the question is masked, and that the answer is not."""
+    """Check that the question is masked and the answer is not."""
     for tokens, mask in zip(item["tokens"], item["masks"]):
         assert len(tokens) == len(mask) == 8
         assert mask == [-100] * 6 + tokens[6:]
 
 
-def test_environment_feeds_trainer_pauses_and_continues(service, environment):
+def test_environment_sends_groups_and_pauses_and_continues(service, environment):
     trainer = Trainer(service.url)
     sums = environment("sums", total_steps=100_000)
     sums.wait_until(lambda: "wait for trainer to start" in sums.log)
@@ -214,7 +214,10 @@ def test_environment_feeds_trainer_pauses_and_continues(service, environment):
 
 
 def test_two_environments_with_different_group_sizes_share_batches(service, environment):
-    """One has a minimum share of a quarter, and sends lists of pairs. Both end at their last step."""
+    """One environment has a minimum share of a quarter of each batch, and sends pairs in lists.
+
+    Both environments end after their last step.
+    """
     trainer = Trainer(service.url)
     trainer.register()
     options = {"total_steps": 20, "ensure_scores_are_not_same": False}
@@ -233,7 +236,8 @@ def test_two_environments_with_different_group_sizes_share_batches(service, envi
             assert len(item["overrides"]) == 2 and len(item["group_overrides"]["question"]) == 2
         of_sums += sum(item["env_id"] == 1 for item in batch)
     assert of_sums > 0
-    # BaseEnv ends without disconnecting. Batches wait for its share until a disconnect, or for two minutes.
+    # BaseEnv ends without a /disconnect-env. Batches wait for its minimum share until another client
+    # disconnects it, or for two minutes.
     assert trainer.ask("POST", "/disconnect-env", {"env_id": 0}) == {"status": "success"}
     for _ in trainer.pull_while(sums):
         pass
@@ -243,8 +247,8 @@ def test_two_environments_with_different_group_sizes_share_batches(service, envi
 
 
 @pytest.mark.parametrize("service", [("--host", "0.0.0.0", "--no-token")], indirect=True)
-def test_environment_of_another_machine_uses_container_name(service, environment):
-    """Environment and trainer send no token. The trainer begins with GET /reset_data, as some trainers do."""
+def test_environment_on_another_machine_finds_the_service_by_its_container_name(service, environment):
+    """The environment and the trainer send no token. The trainer begins with GET /reset_data, as some trainers do."""
     name, port = "rollout-server", service.url.rpartition(":")[2]
     assert "every client that reaches this service, from any machine" in service.log.read_text()
     trainer = Trainer(f"http://{outer_address()}:{port}", host=f"{name}:{port}")

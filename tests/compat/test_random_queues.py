@@ -1,6 +1,6 @@
-"""300 random queues with the published server's code and with ours. They differ only as in docs/differences.md.
+"""Compare atroposlib's server and our queue on 300 random sequences of requests. docs/differences.md lists differences.
 
-`make test-compat` installs the package.
+`make test-compat` installs atroposlib.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PER_KIND = 75
 
 
 def random_queue(kind: str, seed: int) -> dict[str, Any]:
-    """Return registrations, groups and batch requests in random order. The mark of a group is its number."""
+    """Return registrations, groups and requests for batches in random order. Groups are numbered: `mark`."""
     source = random.Random(f"{kind} {seed}")
     size = source.choice([1, 2, 3, 4])
     batch_size = source.choice([4, 8, 12, 16])
     events: list[list[Any]] = []
-    envs: list[int] = []  # their group sizes
+    envs: list[int] = []  # group size of each environment
     mark = 0
     for _ in range(source.randrange(1, 4)):
         envs.append(size if kind != "mixed sizes" else source.choice([1, 2, 4]))
@@ -51,7 +51,7 @@ def random_queue(kind: str, seed: int) -> dict[str, Any]:
 
 
 def shares(source: random.Random, kind: str, size: int, batch_size: int) -> float | None:
-    """Return a random minimum share. Three shares fit into a batch, even if rounded up to whole groups."""
+    """Return a random minimum share of a batch. Three such shares, rounded up to whole groups, fit into a batch."""
     fitting = [
         minimum for minimum in (0.1, 0.25, 0.3) if -(-int(batch_size * minimum) // size) * size * 3 <= batch_size
     ]
@@ -59,7 +59,7 @@ def shares(source: random.Random, kind: str, size: int, batch_size: int) -> floa
 
 
 def play(queue: dict[str, Any]) -> list[Any]:
-    """Play a queue, as `published_queues.play` does."""
+    """Send the events of a queue to our `Queue`. Return its answers, in the format of `published_queues.play`."""
     ours = Queue()
     ours.register({**SETTINGS, "batch_size": queue["batch_size"]}, "uuid", 0.0)
     ours.note_trainer()
@@ -90,7 +90,7 @@ PLAYED = {
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
-    """Return the queues of each kind, each with the replies of the original package's server."""
+    """Return the queues of each kind, each with the answers of atroposlib's server."""
     if not PYTHON.exists():
         pytest.skip("make test-compat builds the environment that has atroposlib")
     queues = [random_queue(kind, seed) for kind in KINDS for seed in range(PER_KIND)]
@@ -102,7 +102,7 @@ def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
 
 
 def in_any_order(answer: Any) -> Any:
-    """Return a drain with the groups of each batch sorted, because only ours are in order."""
+    """Sort the groups in each batch of the answer to a "drain", because only our queue keeps the order of groups."""
     return (
         [[sorted(batch) for batch in answer[0]], *answer[1:]]
         if isinstance(answer, list) and len(answer) == 3
@@ -111,8 +111,8 @@ def in_any_order(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["one size", "minimum shares"])
-def test_groups_of_one_size_are_batched_as_by_published_server(published, kind):
-    """Batches, their order, steps, and answers to groups are the same."""
+def test_groups_of_one_size_are_batched_as_by_the_server_of_atroposlib(published, kind):
+    """The batches, the order of the batches, the steps, and the answers to groups are equal."""
     formed = 0
     for queue, theirs in published[kind]:
         ours = play(queue)
@@ -121,8 +121,8 @@ def test_groups_of_one_size_are_batched_as_by_published_server(published, kind):
     assert formed > 100
 
 
-def test_undersized_groups_wait_as_in_published_server(published):
-    """The published server separates groups again after they sum to a group. Here they stay together."""
+def test_undersized_groups_wait_as_in_the_server_of_atroposlib(published):
+    """Small groups are joined to a full group. atroposlib's server separates them again later. Our queue does not."""
     buffered = 0
     for queue, theirs in published["undersized groups"]:
         ours = play(queue)
@@ -136,8 +136,10 @@ def test_undersized_groups_wait_as_in_published_server(published):
     assert buffered > 500
 
 
-def test_mixed_sizes_fill_batches_no_later_and_keep_order(published):
-    """The published server fills packs of the largest size. Here a batch takes the oldest groups with an exact sum."""
+def test_groups_of_mixed_sizes_fill_a_batch_at_least_as_early_and_stay_in_order(published):
+    """atroposlib's server joins groups to packs of the largest group size. Our batch is made of the oldest groups that
+    fill it exactly.
+    """
     earlier = 0
     for queue, theirs in published["mixed sizes"]:
         sent = {

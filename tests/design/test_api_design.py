@@ -1,7 +1,7 @@
-"""The design document of the objects: their signatures, and its four example programs.
+"""The design document of the API: the signatures of its classes, and its four example programs.
 
-Sketches of the document (`Agent()`, `max_iters`) get arguments; nothing else is changed. Intended differences are in
-docs/differences.md. Code in the document's form then raises an error with the right form.
+The programs pass real arguments where the document has only a sketch (`Agent()`, `max_iters`). docs/differences.md
+lists the intended differences. For these, a call in the document's form raises an error that contains our form.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlframe.types import AgentOutput, TimeStep
 from tests.extras import needs
 from tests.in_process import InProcess
 
-# "class.method": the parameters in the document, in its order.
+# "class.method": names of the parameters, in the order of the document.
 SIGNATURES = {
     "SyncEnv.__init__": "name_or_pybuilder size type",
     "SyncEnv.step": "actions",
@@ -74,7 +74,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("method", SIGNATURES)
-def test_method_has_parameters_of_document_in_order(method):
+def test_method_has_the_parameters_of_the_document_in_the_same_order(method):
     name, _, attribute = method.partition(".")
     signature = inspect.signature(getattr(getattr(rlframe, name), attribute))
     parameters = list(signature.parameters.values())[1:]
@@ -85,7 +85,7 @@ def test_method_has_parameters_of_document_in_order(method):
     assert method == "ReplayBuffer.add" or not [parameter for parameter in further if parameter.kind not in kinds]
 
 
-def test_sync_and_async_env_step_environments_of_builder():
+def test_sync_env_and_async_env_step_the_environments_of_a_builder():
     import gymnasium
 
     def pybuilder():
@@ -103,7 +103,7 @@ def test_sync_and_async_env_step_environments_of_builder():
     env.close()
 
 
-def test_agent_has_no_parameters_and_learner_step_has_three_parts():
+def test_agent_stores_no_parameters_and_learner_step_calls_three_methods():
     env = SyncEnv("CartPole-v1", 1, "envpool")
     agent = PPO(PPOConfig(), env.observation_spec, env.action_spec)
     assert not hasattr(agent, "params") and "params" not in vars(agent)
@@ -131,16 +131,16 @@ def refused(code, match):
         ("def compute_gradients(self, params, batch): ...", r"called with \(params, learner_state, batch\)"),
     ],
 )
-def test_method_name_of_document_is_refused_with_our_name(literal, ours):
+def test_error_for_a_method_name_in_the_document_contains_our_name(literal, ours):
     refused(f"class Mine(Agent):\n    {literal}", ours)
 
 
 @pytest.mark.parametrize(("literal", "ours"), [("obs_spec", "observation_spec"), ("policy_factor", "policy_factory")])
-def test_argument_name_of_document_is_refused_with_our_name(literal, ours):
+def test_error_for_an_argument_name_in_the_document_contains_our_name(literal, ours):
     refused(f"PPO(PPOConfig(), {literal}=None)", f"no argument {literal}. Did you mean '{ours}'")
 
 
-def test_other_methods_of_document_can_be_overridden():
+def test_subclass_can_override_other_methods_of_the_document():
     class Mine(Agent):
         def initial_state(self, batch_size): ...
         def initial_params(self, rng_key): ...
@@ -164,7 +164,7 @@ class Rows(list):
 
 
 @pytest.mark.parametrize("type", ["single env", "thread", pytest.param("process", marks=pytest.mark.system)])
-def test_single_process_program_of_document_runs(type):
+def test_single_process_program_of_the_document_runs(type):
     env_builder = an_env if type == "single env" else functools.partial(a_pool, type)
 
     env = as_pool(env_builder)
@@ -199,7 +199,7 @@ def actor_timestep(env_builder):
     return timestep
 
 
-def test_actor_and_learner_run_as_services_with_logger_and_data_cfg():
+def test_actor_and_learner_run_as_services_with_a_logger_and_a_data_config():
     env = a_pool("loop")
     agent = IMPALA(IMPALAConfig(unroll_length=8, batch_size=4), env.observation_spec, env.action_spec)
     replay_buffer = ReplayBuffer(agent)
@@ -217,7 +217,7 @@ def test_actor_and_learner_run_as_services_with_logger_and_data_cfg():
     learner.close()
 
 
-def test_replay_buffer_needs_only_add():
+def test_actor_needs_only_the_method_add_of_a_replay_buffer():
     class Local:
         def add(self, data):
             self.data = data
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["heavy_env", "light_env", "remote_env", "distributed"])
-def test_programs_of_document_run_with_launchpad(kind, tmp_path: pathlib.Path):
+def test_programs_of_the_document_run_with_launchpad(kind, tmp_path: pathlib.Path):
     needs("launchpad", "reverb")
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {"PYTHONPATH": str(pathlib.Path(rlframe.__file__).parents[1])}
@@ -300,7 +300,7 @@ def test_programs_of_document_run_with_launchpad(kind, tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("phrase", ["python for loop", "python thread", "python multiprocess", "Python Thread"])
-def test_phrase_of_document_selects_type_of_sync_env(phrase):
+def test_phrase_in_the_document_selects_the_type_of_a_sync_env(phrase):
     with SyncEnv("CartPole-v1", 2, phrase, num_workers=1) as env:
         first, second = env.reset(), env.step(np.zeros(2, np.int32))
     name = {"python for loop": "loop", "python multiprocess": "process"}.get(phrase, "thread")
@@ -310,21 +310,21 @@ def test_phrase_of_document_selects_type_of_sync_env(phrase):
 
 
 @pytest.mark.parametrize("phrase", ["python thread", "python multiprocess", "c++ threadpool"])
-def test_phrase_of_document_selects_type_of_async_env(phrase):
+def test_phrase_in_the_document_selects_the_type_of_an_async_env(phrase):
     with AsyncEnv("CartPole-v1", 2, 1, type=phrase, num_workers=1) as env:
         (env_id,), timestep = env.recv()
         env.send([env_id], np.zeros(1, np.int32))
     assert timestep.step_type.tolist() == [0] and timestep.observation.shape == (1, 4)
 
 
-def test_cpp_threadpool_is_envpool():
+def test_cpp_threadpool_selects_envpool():
     with SyncEnv("CartPole-v1", 2, "c++ threadpool") as env:
         assert type(env._pool) is EnvPoolAdapter and env.reset().observation.shape == (2, 4)
     with pytest.raises(UsageError, match="'envpool' requires the name of an EnvPool task, not a builder"):
         SyncEnv(lambda: None, 2, "c++ threadpool")
 
 
-def test_misspelled_type_gets_suggestion():
+def test_error_for_a_misspelled_type_suggests_the_correct_type():
     with pytest.raises(UsageError, match="got 'c\\+\\+ thread pool'. Did you mean 'c\\+\\+ threadpool'"):
         SyncEnv("CartPole-v1", 2, "c++ thread pool")
     with pytest.raises(UsageError, match="got 'python for loop'"):
@@ -334,7 +334,7 @@ def test_misspelled_type_gets_suggestion():
 
 
 def test_env_builder_may_return_remote_environments():
-    """The document: "env_builder: can generate a local or remote env". A handle has `step`, or `recv` and `send`."""
+    """The document says: "env_builder: can generate a local or remote env". Both have the same methods."""
     for builder in (functools.partial(SyncEnv, "CartPole-v1", 2), functools.partial(AsyncEnv, "CartPole-v1", 2, 1)):
         node = InProcess().serve(public_methods(EnvServer(builder)))
         env = as_pool(Remote([node.address], "EnvServer", 60.0, None, InProcess()))
@@ -347,7 +347,7 @@ def test_env_builder_may_return_remote_environments():
         node.stop()
 
 
-def test_learner_step_arguments_of_document_are_refused_with_our_form():
+def test_error_for_the_document_arguments_of_learner_step_shows_our_arguments():
     env, agent = pool_and_agent()
     learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
     params = agent.initial_params(jax.random.PRNGKey(0))
@@ -357,7 +357,7 @@ def test_learner_step_arguments_of_document_are_refused_with_our_form():
     env.close()
 
 
-def test_replay_buffer_add_arguments_of_document_are_refused_with_our_form():
+def test_error_for_the_document_arguments_of_add_shows_our_arguments():
     env, agent = pool_and_agent()
     replay_buffer = ReplayBuffer(agent)
     replay_buffer.claim_rank(4)
@@ -366,18 +366,18 @@ def test_replay_buffer_add_arguments_of_document_are_refused_with_our_form():
     env.close()
 
 
-def test_actor_run_takes_no_queues_for_documented_reason():
+def test_run_of_an_actor_has_no_queue_arguments_and_the_reason_is_documented():
     assert list(inspect.signature(Actor.run).parameters) == ["self"]
     page = (pathlib.Path(__file__).parents[2] / "docs/differences.md").read_text()
     ((_, document, here, reason, _),) = (line.split("|") for line in page.splitlines() if "`run` with queues" in line)
     assert "gRPC or local queues" in document and "`Actor.run()` takes nothing" in here and "a queue" in reason
 
 
-def test_learner_makes_dataset_from_data_cfg():
+def test_learner_makes_its_dataset_from_the_data_config():
     assert list(inspect.signature(Learner._make_dataset).parameters) == ["self", "data_cfg"]
 
 
-def test_two_actors_without_rank_on_minimal_buffer_are_refused():
+def test_second_actor_without_a_rank_is_refused_for_a_minimal_buffer():
     class Local:
         def add(self, data): ...
 

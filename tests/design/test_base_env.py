@@ -1,4 +1,4 @@
-"""The BaseEnv document, with its literal names, signatures and command lines."""
+"""The names, signatures and command lines in the document of BaseEnv work as written there."""
 
 from __future__ import annotations
 
@@ -83,30 +83,30 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_method_has_signature_of_document(name):
+def test_method_has_the_signature_in_the_document(name):
     signature = inspect.signature(getattr(BaseEnv, name))
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     assert str(signature.replace(parameters=plain, return_annotation=inspect.Parameter.empty)) == METHODS[name]
 
 
 @pytest.mark.parametrize("name", ["handle_send_to_api", "add_train_workers", "env_manager", "process_manager"])
-def test_coroutine_of_document_exists(name):
+def test_coroutine_in_the_document_exists(name):
     assert inspect.iscoroutinefunction(getattr(BaseEnv, name))
 
 
-def test_config_init_returns_types_of_document():
+def test_config_init_returns_the_types_in_the_document():
     config, servers = BaseEnv.config_init()
     assert type(config) is BaseEnvConfig and type(servers) is ServerBaseline
     assert OpenaiConfig is APIServerConfig
 
 
-def test_collect_trajectory_runs_group_size_times_and_fills_backlog():
+def test_collect_trajectory_is_called_once_per_sequence_and_fills_the_backlog():
     group, backlog = asyncio.run(made().collect_trajectories("item"))
     assert group["tokens"] == [[1, 0], [1, 1], [1, 2], [1, 3]] and group["scores"] == [0.0, 1.0, 2.0, 3.0]
     assert backlog == [f"follow-up {number}" for number in range(4)]
 
 
-def test_none_is_skipped_as_a_trajectory():
+def test_trajectory_that_is_none_is_left_out_of_the_group():
     class Some(Document):
         def trajectory(self, number):
             return None if number == 1 else super().trajectory(number)
@@ -117,7 +117,7 @@ def test_none_is_skipped_as_a_trajectory():
     assert env.collected.scores == [0.0, 2.0, 3.0]
 
 
-def test_postprocess_histories_may_convert_any_trajectory():
+def test_postprocess_histories_may_convert_any_type_of_trajectory():
     class Anything(Document):
         def trajectory(self, number):
             return ("history", number)
@@ -145,7 +145,7 @@ def test_result_that_is_not_a_group_is_refused():
         asyncio.run(env.handle_env("item"))
 
 
-def test_evaluation_uses_its_workers():
+def test_evaluation_runs_as_many_tasks_at_once_as_allowed():
     env = made()
     asyncio.run(env.evaluate())
     assert env.results == list(range(5)) and env.seen == 3 and not env.eval_workers
@@ -182,7 +182,7 @@ def test_number_of_active_workers_is_logged():
 
 
 async def workers_while_collecting(env):
-    """Log once while the maximum number of groups is collected. Return this number."""
+    """Call `wandb_log` while the maximum number of groups is collected. Return this number."""
     env.collector = Collector(env.next_item, env.handle_env, env.statistics, timeout=0)
     env.workers = env.collector.under_way
     await env.add_train_workers()
@@ -193,14 +193,14 @@ async def workers_while_collecting(env):
     return working
 
 
-def test_evaluate_log_logs_its_metrics():
+def test_evaluate_log_writes_the_given_metrics():
     env = made()
     env.tracker, env.wandb_prepend = Tracker(), "document_0"
     asyncio.run(env.evaluate_log({"eval/right": 0.5, "accuracy": 1.0, "note": "text"}))
     assert env.tracker.rows == [{"document_0_eval/right": 0.5, "document_0_eval/accuracy": 1.0}]
 
 
-def test_staleness_uses_newest_sampling_version():
+def test_staleness_is_computed_from_the_newest_sampling_version():
     found = GroupStatistics()
     found.add([1.0], 3, 5)
     found.add([0.0], 4, 4)
@@ -216,7 +216,7 @@ def test_staleness_uses_newest_sampling_version():
     assert found.report() == {}
 
 
-def test_rewards_queue_and_staleness_are_logged_by_default():
+def test_reward_and_queue_sizes_are_logged_by_default():
     env = made()
     env.process_mode, env.tracker = True, Tracker()
     env.status_dict = {"queue_size": 7, "self_queue_size": 3}
@@ -243,7 +243,7 @@ def test_rewards_queue_and_staleness_are_logged_by_default():
         ("serve --env.group_size 8 --env.max_num_workers=2 --env.use_wandb no --max_n_completions 4", {}),
     ],
 )
-def test_command_line_of_document_is_parsed(command, expected):
+def test_command_line_in_the_document_is_parsed(command, expected):
     name, *arguments = command.split()
     config = cli.parse(Document, name, arguments)
     assert isinstance(config, cli.CommandConfig) and {key: getattr(config, key) for key in expected} == expected
@@ -311,7 +311,7 @@ def test_help_without_command_lists_commands(capsys):
         ("--max_n_completions", "--max_n_completions needs a value"),
     ],
 )
-def test_option_without_value_is_refused_by_name(arguments, message):
+def test_error_for_an_option_without_a_value_names_the_option(arguments, message):
     with pytest.raises(UsageError, match=message):
         cli.parse(Document, "serve", arguments.split())
 
@@ -324,7 +324,7 @@ def test_true_in_config_file_is_not_a_number(tmp_path):
 
 
 @pytest.mark.system
-def test_help_into_closed_pipe_prints_no_error():
+def test_help_prints_no_error_if_the_reader_of_its_output_has_exited():
     script = "from tests.design.test_base_env import Document; Document.cli()"
     for command in (["serve", "--help"], ["--help"]):
         assert run_with_closed_pipe([sys.executable, "-c", script, *command]) == (0, "")

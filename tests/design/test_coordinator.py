@@ -1,6 +1,6 @@
-"""The coordinator document: its names, its states, and its sequence (start, learn, collect and evaluate, close).
+"""The design document of the coordinator: names, states, and the sequence start, learn, collect and evaluate, close.
 
-The coordinator, its threads and its journal are real. Workers and operator answer at once, in this process.
+The coordinator, its threads and its journal are real. The workers and the operator are simulated in this process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIGS = {"learner": {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
 
 
 class Configured(TrainOne):
-    """A commander with policy and learner config for the learner, and env and collector config for the collector."""
+    """A commander that adds config overrides to the tasks of the learner and the collector."""
 
     def task(self, role: Any, index: int, view: Any) -> StartTask | None:
         start = super().task(role, index, view)
@@ -48,7 +48,7 @@ class Configured(TrainOne):
 
 
 class Traced(Coordinator):
-    """A coordinator that records its actions in order: the arrows of the diagram."""
+    """A coordinator that records its actions in order. The actions are the arrows in the document's diagram."""
 
     def __init__(self, *args: Any) -> None:
         self.actions: list[Any] = []
@@ -82,7 +82,7 @@ def job(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Trace
 
 
 def calls(job: Traced, worker_id: str) -> list[ev.Send]:
-    """Return the calls of a worker's task, without repetitions."""
+    """Return the coordinator's calls for a worker's task, without repeated calls."""
     sends = [one for one in job.actions if isinstance(one, ev.Send) and one.worker_id == worker_id and one.header]
     return [next(same) for _, same in itertools.groupby(sends, key=lambda send: send.header)]
 
@@ -92,7 +92,7 @@ def replies(cluster: FakeCluster, worker_id: str, method: str) -> list[Any]:
 
 
 def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> int:
-    """Return the index of the first effect of this kind."""
+    """Return the index of the coordinator's first action of this kind."""
     wanted = {name: value for name, value in (("worker_id", worker_id), ("method", method)) if value}
     return next(
         number
@@ -104,7 +104,7 @@ def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> 
 # --- the sequence
 
 
-def test_start_follows_document(job: Traced, cluster: FakeCluster) -> None:
+def test_start_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
     assert set(cluster.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}
     asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
@@ -113,13 +113,14 @@ def test_start_follows_document(job: Traced, cluster: FakeCluster) -> None:
         assert asked < connected < started
 
 
-def test_learn_follows_document(job: Traced, cluster: FakeCluster) -> None:
+def test_learning_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, LEARNER)
-    # request learner start task (policy config, learner config), return learner start info
+    # document: request learner start task (policy config, learner config), return learner start info
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "learn", "main")
     assert start.args[0].overrides == {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
     assert isinstance(replies(cluster, LEARNER, "start_task")[0], Started)
-    # request data demand task, return data demand; request learn task and send data (path, priority), return learn info
+    # document: request data demand task, return data demand
+    # document: request learn task and send data (path, priority), return learn info
     methods = [call.method for call in loop]
     assert set(methods) == {"data_demand", "learn"} and methods[0] == "data_demand"
     assert all(before == "data_demand" for before, after in itertools.pairwise(methods) if after == "learn")
@@ -132,42 +133,42 @@ def test_learn_follows_document(job: Traced, cluster: FakeCluster) -> None:
     learned = replies(cluster, LEARNER, "learn")
     assert all(isinstance(reply, Learned) for reply in learned)
     names = {field.name for field in dataclasses.fields(Learned)}
-    assert {"params_version", "logs", "updates"} <= names  # policy meta, train stat, data priority
-    # Learner -> Middleware: send policy info, with each answer a newer version
+    assert {"params_version", "logs", "updates"} <= names  # document: policy meta, train stat
+    # document: Learner -> Middleware: send policy info. Here each answer contains a newer version.
     versions = [reply.params_version for reply in learned]
     assert versions == sorted(set(versions)) and set(versions) <= set(cluster.store.versions)
-    # request learner close task, return learner close info: save final policy
+    # document: request learner close task, return learner close info: save final policy
     assert (close.method, close.args) == ("close_task", (True,))
     assert isinstance(replies(cluster, LEARNER, "close_task")[0], Closed)
     assert cluster.saved == cluster.store.versions[-1]
 
 
-def test_collect_and_evaluate_follow_document(job: Traced, cluster: FakeCluster) -> None:
+def test_collecting_and_evaluation_follow_the_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, COLLECTOR)
-    # request collector start task (policy meta, env config, collector config), return collector start info
+    # document: request collector start task (policy meta, env config, collector config), return collector start info
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "collect", "main")
     assert start.args[0].overrides == {"env": {"level": 2}}
-    # request get data task, Collector -> Middleware: send data, return data (metadata: length)
+    # document: request get data task, Collector -> Middleware: send data, return data (metadata: length)
     assert {call.method for call in loop} == {"get_data"}
     data = replies(cluster, COLLECTOR, "get_data")
     assert all(isinstance(reply, Collected) and reply.length == 1 for reply in data)
     assert cluster.replay.writers == [COLLECTOR] * len(data)
-    # request collector close task, return collector close info (episode result, collector performance)
+    # document: request collector close task, return collector close info (episode result, collector performance)
     assert close.method == "close_task"
     (closed,) = replies(cluster, COLLECTOR, "close_task")
     assert {"episodes", "return_sum", "env_steps"} <= set(closed.result)
     assert job.status()["job"]["env_steps"] == closed.result["env_steps"]
-    # the same for an evaluation of one version, whose data reaches no buffer
+    # An evaluation has the same calls. It evaluates one version, and its data goes to no replay buffer.
     assert [call.method for call in calls(job, EVALUATOR)] == ["start_task", "get_data", "close_task"]
     (evaluated,) = replies(cluster, EVALUATOR, "get_data")
     assert isinstance(evaluated, Evaluated) and evaluated.params_version == cluster.store.versions[-1]
 
 
-def test_close_follows_document(job: Traced, cluster: FakeCluster) -> None:
+def test_closing_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
     tasks = index_of(job, ev.Send, method="close_task")
     left = index_of(job, ev.EndWorkers)
     over = index_of(job, ev.Over)
-    # destroy connection of the learner, then of the collector; disconnect operator; close
+    # document: destroy connection of the learner, then of the collector; disconnect operator; close
     shut = [effect.worker_id for effect in job.actions[tasks:left] if isinstance(effect, ev.Disconnect)]
     assert shut == [LEARNER, COLLECTOR, EVALUATOR]
     assert not [effect for effect in job.actions[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
@@ -175,7 +176,7 @@ def test_close_follows_document(job: Traced, cluster: FakeCluster) -> None:
     assert not cluster.operator.workers and cluster.operator.disconnects == 1
 
 
-def test_only_metadata_passes_coordinator(job: Traced, cluster: FakeCluster) -> None:
+def test_coordinator_receives_only_metadata(job: Traced, cluster: FakeCluster) -> None:
     for called in cluster.trace:
         for field in dataclasses.fields(called.reply):
             assert field.name not in ("params", "steps", "data", "observation")
@@ -191,7 +192,7 @@ def test_only_metadata_passes_coordinator(job: Traced, cluster: FakeCluster) -> 
 # --- states
 
 
-def test_job_passes_states_of_document(job: Traced) -> None:
+def test_job_goes_through_the_states_in_the_document(job: Traced) -> None:
     changes = [(event["before"], event["after"]) for event in job.events() if event["kind"] == "job"]
     states = ["INIT", "CONNECTING", "WAITING", "RUNNING", "DRAINING", "CLOSED"]
     assert changes == list(itertools.pairwise(states))
@@ -224,14 +225,14 @@ def test_job_passes_states_of_document(job: Traced) -> None:
         ),
     ],
 )
-def test_states_match_document(kind: Any, paths: list[str]) -> None:
+def test_states_match_the_document(kind: Any, paths: list[str]) -> None:
     names = {name for path in paths for name in path.split()}
     assert {state.name for state in kind} == names
     for path in paths:
         for before, after in itertools.pairwise(path.split()):
             assert kind[after] in TRANSITIONS[kind[before]]
     last = {state.name for state in kind if not TRANSITIONS[state]}
-    assert last == names & {"CLOSED", "FAILED", "SUCCEEDED", "CANCELLED", "LOST", "GONE"}  # terminal states stay
+    assert last == names & {"CLOSED", "FAILED", "SUCCEEDED", "CANCELLED", "LOST", "GONE"}  # terminal states
 
 
 # --- names
@@ -249,12 +250,12 @@ def test_states_match_document(kind: Any, paths: list[str]) -> None:
         (EvaluatorWorker, "ping resources start_task get_data close_task"),
     ],
 )
-def test_calls_match_document(cls: type, methods: str) -> None:
+def test_method_names_match_the_document(cls: type, methods: str) -> None:
     for name in methods.split():
         assert callable(getattr(cls, name)), name
 
 
-def test_arguments_match_document() -> None:
+def test_arguments_match_the_document() -> None:
     def arguments(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)
 
@@ -265,7 +266,7 @@ def test_arguments_match_document() -> None:
     assert arguments(ParamStore.get)[:3] == ["self", "policy_id", "min_version"]
 
 
-def test_deadlines_match_document() -> None:
+def test_deadlines_match_the_document() -> None:
     limits = Limits()
     assert (limits.ping_every, limits.suspect_after, limits.lost_after) == (3.0, 9.0, 17.0)
     assert limits.lost_after_starting > limits.lost_after

@@ -1,4 +1,4 @@
-"""The documents of the trajectory service, with their literal request bodies, against the real command with SQLite."""
+"""The trajectory service with SQLite answers requests with the bodies that its design documents show."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def api(service):
         yield client
 
 
-def test_answers_before_trainer_registers(api):
+def test_answers_before_a_trainer_registers(api):
     assert "message" in api.get("/").json()
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
@@ -63,12 +63,12 @@ def test_answers_before_trainer_registers(api):
     assert (status["current_step"], status["queue_size"]) == (0, 0)
 
 
-def test_common_workflow_of_trainer_and_rollout_handler(api):
+def test_common_workflow_of_a_trainer_and_a_rollout_handler(api):
     uuid = api.post("/register", json=REGISTRATION).json()["uuid"]
     assert isinstance(uuid, int)
     assert api.get("/wandb_info").json() == {"group": "group", "project": "project"}
     assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
-    assert api.get("/batch").json()["batch"] is None  # the first request of the trainer
+    assert api.get("/batch").json()["batch"] is None  # the trainer's first request
 
     env = api.post("/register-env", json=REGISTER_ENV).json()
     assert env["status"] == "success" and isinstance(env["env_id"], int)
@@ -77,14 +77,14 @@ def test_common_workflow_of_trainer_and_rollout_handler(api):
     assert (env["checkpoint_interval"], env["num_steps"]) == (10, 100)
 
     assert api.post("/scored_data", json=SCORED_DATA).json() == {"status": "received"}
-    assert api.get("/batch").json()["batch"] is None  # two sequences of four
+    assert api.get("/batch").json()["batch"] is None  # two sequences are queued, a batch has four
     answer = api.post("/scored_data_list", json=[SCORED_DATA]).json()
     assert (answer["status"], answer["groups_processed"]) == ("received", 1)
     latest = api.get("/latest_example").json()
     assert (latest["tokens"], latest["scores"]) == (SCORED_DATA["tokens"], SCORED_DATA["scores"])
 
     status = api.request("GET", "/status-env", json={"env_id": env["env_id"]}).json()
-    # The queue is counted in groups of one, because this environment has sent none.
+    # `queue_size` is the number of sequences, because this environment has not sent a group yet.
     assert status["current_step"] == 0 and status["queue_size"] == 4
     assert status["env_weight"] == pytest.approx(1.0)
     assert status.items() <= api.get("/status-env", params={"env_id": env["env_id"]}).json().items()
@@ -100,19 +100,19 @@ def test_common_workflow_of_trainer_and_rollout_handler(api):
 
 
 @pytest.mark.parametrize("steps_left, pauses", [(97, True), (96, False), (10, False)])
-def test_rollout_handler_pauses_without_quitting_if_should_hold_is_true(api, steps_left, pauses):
-    """The published client quits if `current_step + Q * group_size // batch_size` exceeds its number of steps."""
+def test_rollout_handler_does_not_quit_while_the_service_is_paused(api, steps_left, pauses):
+    """atroposlib's client quits if `current_step + Q * group_size // batch_size` exceeds its number of steps."""
     api.post("/register", json={**REGISTRATION, "batch_size": 64, "starting_step": 7, "num_steps": 7 + steps_left})
     api.get("/batch")
     env_id = api.post("/register-env", json={**REGISTER_ENV, "group_size": 32}).json()["env_id"]
     api.post("/pause")
     queue_size = api.request("GET", "/status-env", json={"env_id": env_id}).json()["queue_size"]
     assert (queue_size > 3 * 64) == pauses
-    assert 3 < queue_size * 32 // 64 <= steps_left  # the published rule pauses in any case
+    assert 3 < queue_size * 32 // 64 <= steps_left  # with atroposlib's rule, a client always pauses here
 
 
-def test_rollout_handler_pauses_above_three_batches_and_continues_below(api):
-    """The loop of the interaction document. Q is the `queue_size` of /status-env, in groups of this environment."""
+def test_rollout_handler_pauses_above_three_queued_batches_and_continues_below(api):
+    """This is the loop in the design document. `queue_size` is counted in groups of this environment's size."""
     api.post("/register", json=REGISTRATION)
     api.get("/batch")
     env_id = api.post("/register-env", json=REGISTER_ENV).json()["env_id"]
@@ -131,26 +131,26 @@ def test_rollout_handler_pauses_above_three_batches_and_continues_below(api):
     assert queue_size == 11
 
 
-def test_plain_http_example_of_trainer_and_handler_runs(service, api):
+def test_plain_http_example_of_a_trainer_and_a_rollout_handler_runs(service, api):
     example = [sys.executable, str(ROOT / "examples/llm/plain_http.py"), service.url]
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"step {step}: 4 sequences, mean score 0.50" for step in range(3)]
-    assert done.stderr == "counting_0 logs to group 'group' of project 'project'\n"  # as /wandb_info says
+    assert done.stderr == "counting_0 logs to group 'group' of project 'project'\n"  # the names in /wandb_info
     assert api.get("/report").json()["envs"][0]["connected"] is False
 
 
-def test_uvicorn_serves_app_as_documented(tmp_path):
+def test_app_runs_under_uvicorn_as_documented(tmp_path):
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
         url = f"http://127.0.0.1:{port}"
         assert httpx.get(url, timeout=60).json() == {"message": "rlframe trajectories"}
         assert httpx.post(f"{url}/register", json=REGISTRATION, timeout=60).json()["uuid"] > 0
-        outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)  # as another machine would
+        outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)  # as from another machine
         assert outside.status_code == 403 and "requires no token" in outside.json()["detail"]
         assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
 
 
-def test_beyond_loopback_app_requires_token(tmp_path):
+def test_app_on_other_addresses_than_loopback_requires_a_token(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
     settings = {"store": "memory", "token_file": str(token_file)}
@@ -171,7 +171,7 @@ def test_endpoint_page_loads_no_external_resources(api):
     assert api.get("/redoc").status_code == 404
 
 
-def test_other_ranks_wait_for_step_that_rank_zero_pulls(service, api):
+def test_other_ranks_wait_until_rank_zero_pulls_the_batch_of_the_step(service, api):
     api.post("/register", json={**REGISTRATION, "starting_step": 5})
     with TrajectoryClient(service.url) as client:
         assert client.wait_for_step(5).current_step == 5
@@ -181,13 +181,13 @@ def test_other_ranks_wait_for_step_that_rank_zero_pulls(service, api):
         rank_1 = threading.Thread(target=lambda: steps.append(client.wait_for_step(6, wait=60).current_step))
         rank_1.start()
         api.post("/scored_data_list", json=[SCORED_DATA] * 2)
-        assert rank_1.is_alive()  # queued groups are not a step
+        assert rank_1.is_alive()  # queued groups do not increase the step
         assert api.get("/batch").json()["batch"] is not None
         rank_1.join(60)
         assert steps == [6]
 
 
-def test_arrows_of_diagrams_are_endpoints(api):
+def test_arrows_in_the_diagrams_name_existing_endpoints(api):
     page = (ROOT / "docs/trajectories.md").read_text()
     diagrams = re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", page, re.DOTALL)
     requests = [re.findall(r"(\w)->>S: (GET|POST) (/[\w-]*)", diagram) for diagram in diagrams]
@@ -197,7 +197,7 @@ def test_arrows_of_diagrams_are_endpoints(api):
     assert ranks == [("R", "POST", "/register"), ("R", "GET", "/status")]
 
 
-def test_waiting_rank_gets_error_when_run_is_reset(service, api):
+def test_waiting_rank_raises_an_error_if_the_run_is_reset(service, api):
     api.post("/register", json={**REGISTRATION, "starting_step": 5})
 
     class ResetsRun(TrajectoryClient):
@@ -208,7 +208,7 @@ def test_waiting_rank_gets_error_when_run_is_reset(service, api):
         client.wait_for_step(6, wait=60)
 
 
-def test_example_of_two_ranks_trains_on_same_batches(service, api):
+def test_example_with_two_ranks_trains_both_on_the_same_batches(service, api):
     example = [sys.executable, str(ROOT / "examples/llm/ranks.py"), service.url]
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
@@ -217,7 +217,7 @@ def test_example_of_two_ranks_trains_on_same_batches(service, api):
 
 
 @pytest.mark.system
-def test_example_of_two_ranks_fails_if_rank_zero_is_killed(service, api, tmp_path):
+def test_example_with_two_ranks_fails_if_rank_zero_is_killed(service, api, tmp_path):
     text = (ROOT / "examples/llm/ranks.py").read_text()
     broadcast = "            for other in others:"
     assert broadcast in text

@@ -1,4 +1,4 @@
-"""Simulate installations of only some extras: hide the modules of all other distributions from Python."""
+"""Simulate installations with only some extras: hide the modules of all other distributions from Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = FOLDER.parents[1]
 
 @functools.cache
 def setup_arguments() -> dict[str, Any]:
-    """Return the arguments of `setup()` in the current setup.py. The installed metadata may be older."""
+    """Return the arguments of `setup()` in the current setup.py. The installed metadata may be out of date."""
     import runpy
 
     import setuptools
@@ -75,7 +75,7 @@ def modules_by_distribution() -> dict[str, set[str]]:
 
 @functools.cache
 def visible(extras: tuple[str, ...]) -> frozenset[str]:
-    """Return the top-level modules of the core and these extras."""
+    """Return the top-level modules of the core package and of these extras."""
     arguments = setup_arguments()
     requirements = [
         *arguments["install_requires"],

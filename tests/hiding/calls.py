@@ -1,7 +1,7 @@
-"""Run commands in forks of a process that has loaded the core, with another fork for each set of hidden modules.
+"""Load the core package once, then run commands in forks of this process. Each extra has its own hidden modules.
 
 Reads {extra: {"hidden": [...], "calls": [[...], ...]}} as JSON and prints {extra: [[exit code, stderr], ...]}. A call
-`["import", MODULE, NAME...]` imports the module and gets the names from it.
+`["import", MODULE, NAME...]` imports the module and gets these names from the module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main() -> None:
-    # Load the core. This process has all extras hidden.
+    # Load the core package. In this process, all extras are hidden.
     import rlframe.cli.main
     import rlframe.cli.train
     import rlframe.cli.train_options

@@ -11,7 +11,7 @@ HIDDEN = set(os.environ.get("RLFRAME_HIDDEN", "").split())
 
 
 class HidingFinder(PathFinder):
-    """Python's finder of modules, without the hidden modules."""
+    """Python's finder for modules. It does not find the hidden modules."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Loggers that pass rows on to functions and to other loggers."""
+"""Tests of loggers that pass rows to functions or to other loggers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class BrokenLogger:
         raise RuntimeError("broken")
 
 
-def test_callback_gets_step_and_python_numbers():
+def test_callback_receives_the_step_and_python_numbers():
     rows = []
     CallbackLogger(lambda step, values: rows.append((step, values))).write(5, {"loss": np.float32(1.5)})
     assert rows == [(5, {"loss": 1.5})]
     assert type(rows[0][1]["loss"]) is float
 
 
-def test_exception_of_a_callback_reaches_the_caller():
+def test_write_raises_the_exception_of_a_callback():
     def stop(step, values):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Learning curves: runs are grouped over their seeds, smoothed and averaged."""
+"""Learning curves: runs that differ only in their seed are grouped, smoothed and averaged."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def make_run(
     return directory
 
 
-def test_smoothing_weights_rows_by_their_episodes():
+def test_rows_are_weighted_by_their_number_of_episodes_for_smoothing():
     returns, episodes = np.array([0.0, 10.0, 40.0]), np.array([1.0, 1.0, 3.0])
     np.testing.assert_allclose(smoothed(returns, episodes), [5.0, 130.0 / 5.0, 130.0 / 4.0])
 
 
-def test_run_can_be_loaded_over_wall_time(tmp_path):
+def test_run_can_be_loaded_with_wall_time_on_the_x_axis(tmp_path):
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     logger.write(10, {"episode_return": 1.0, "wall_seconds": 2.5})
-    logger.write(10, {"return_mean": 3.0})  # a row without a time has that of the row before
+    logger.write(10, {"return_mean": 3.0})  # a row without a time gets the time of the row before
     logger.write(20, {"return_mean": 4.0, "wall_seconds": 7.5})
     logger.close()
     run = load_run(tmp_path, "seconds")
@@ -44,14 +44,14 @@ def test_run_can_be_loaded_over_wall_time(tmp_path):
     assert load_run(tmp_path).evaluated_steps.tolist() == [10, 20]
 
 
-def test_seeds_of_one_experiment_become_one_curve(tmp_path):
+def test_runs_that_differ_only_in_their_seed_become_one_curve(tmp_path):
     one = make_run(tmp_path / "1", {0: 0.0, 100: 100.0, 200: 200.0}, agent="ppo", env="CartPole-v1", seed=1)
     two = make_run(tmp_path / "2", {0: 20.0, 100: 120.0}, agent="ppo", env="CartPole-v1", seed=2)
     (group,) = group_runs([load_run(one), load_run(two)])
     assert (group.label, group.env, len(group.runs)) == ("PPO", "CartPole-v1", 2)
     steps, mean, low, high = group.curve()
     assert steps[-1] == 100  # end of the shorter run
-    # Smoothed with one neighbor on each side, the first run begins with 50 and ends with 100, the second has 70.
+    # Smoothing averages a row and its neighbors. Then the first run goes from 50 to 100, and the second stays at 70.
     np.testing.assert_allclose([mean[0], mean[-1]], [60.0, 85.0])
     np.testing.assert_allclose([low[0], high[0], low[-1], high[-1]], [50.0, 70.0, 70.0, 100.0])
 
@@ -83,12 +83,12 @@ def test_evaluations_at_almost_the_same_step_become_one_point(tmp_path):
     assert [part.tolist() for part in group.evaluations()] == [[1002, 2001], [1, 10], [0, 10], [2, 10]]
 
 
-def test_agent_of_a_file_is_labeled_by_its_class(tmp_path):
+def test_agent_from_a_file_is_labeled_with_its_class_name(tmp_path):
     run = load_run(make_run(tmp_path / "r", {1: 1.0}, agent="/home/me/agent.py:Reinforce", env="gymnasium:CartPole-v1"))
     assert (run.agent, run.env) == ("Reinforce", "CartPole-v1")
 
 
-def test_environment_of_a_file_is_labeled_with_the_file(tmp_path):
+def test_environment_from_a_file_is_labeled_with_the_file_name(tmp_path):
     run = load_run(make_run(tmp_path / "r", {1: 1.0}, agent="ppo", env="/home/me/lander.py:make_env"))
     assert run.env == "lander.py:make_env"
 
@@ -100,7 +100,7 @@ def test_label_omits_options_that_the_run_does_not_have(tmp_path):
 
 
 def labels_of(tmp_path: pathlib.Path, *configs: dict) -> list[str]:
-    """Return the labels of runs with these configs, in the same order. Each run must be its own curve."""
+    """Return the labels of runs with these configs, in the same order. Each run must have its own curve."""
     runs = [load_run(make_run(tmp_path / str(i), {1: 1.0}, **config)) for i, config in enumerate(configs)]
     groups = group_runs(runs)
     assert [len(group.runs) for group in groups] == [1] * len(runs)
@@ -133,7 +133,7 @@ def test_numbers_have_enough_digits_to_differ(tmp_path):
     assert labels_of(tmp_path, *runs)[0] == "PPO (cost 0.04115226, rate 0.12345678)"
 
 
-def test_numbers_that_differ_early_are_short(tmp_path):
+def test_numbers_have_no_more_digits_than_needed_to_differ(tmp_path):
     runs = [{"agent": "ppo", "env": "X", "rate": rate} for rate in (1e-5, 1 / 3)]
     assert labels_of(tmp_path, *runs) == ["PPO (rate 1e-05)", "PPO (rate 0.333333)"]
 
@@ -154,7 +154,7 @@ def test_files_with_the_same_name_are_shown_with_their_folders(tmp_path):
     assert labels_of(tmp_path, *agents) == ["Mine (agent a/agent.py:Mine)", "Mine (agent b/agent.py:Mine)"]
 
 
-def test_environments_of_different_sources_are_different_curves(tmp_path):
+def test_environments_from_different_sources_are_different_curves(tmp_path):
     envs = [{"agent": "ppo", "env": env} for env in ("gymnasium:X-v1", "X-v1")]
     assert labels_of(tmp_path, *envs) == ["PPO (env gymnasium:X-v1)", "PPO (env X-v1)"]
 
@@ -228,7 +228,7 @@ def test_interquartile_mean_averages_the_middle_half():
     np.testing.assert_array_equal(interquartile_mean([[0.0, 1.0], [5.0, 1.0], [7.0, 3.0], [90.0, 9.0]]), [6.0, 2.0])
 
 
-def test_interval_is_close_to_that_of_all_resamples():
+def test_interval_is_close_to_the_interval_over_all_resamples():
     assert [float(end) for end in interval([0.0, 10.0, 4.0])] == [0.0, 10.0]  # too few values for a bootstrap
     values = np.array([0.0, 1.3, 2.1, 4.7, 9.9])
     each = np.stack(np.meshgrid(*[values] * 5)).reshape(5, -1)  # all 3,125 resamples
@@ -243,13 +243,13 @@ SCORES = [500.0, 481.5, 403.25, 352.5, 500.0, 429.75, 366.0, 12.0, 478.5, 455.0,
 @pytest.mark.parametrize(
     ("count", "wanted"), [(4, 442.375), (5, 461.583333), (7, 436.1), (8, 420.125), (11, 444.857143)]
 )
-def test_interquartile_means_equal_those_of_rliable(count, wanted):
+def test_interquartile_means_equal_the_results_of_rliable(count, wanted):
     # rliable 1.2.0: metrics.aggregate_iqm(scores[:, None]).
     assert interquartile_mean(SCORES[:count]) == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(5, (369.4, 500.0)), (8, (283.4, 486.1))])
-def test_intervals_are_close_to_those_of_rliable(count, wanted):
+def test_intervals_are_close_to_the_results_of_rliable(count, wanted):
     # rliable 1.2.0: library.get_interval_estimates with aggregate_iqm and 50,000 resamples.
     assert np.array(interval(SCORES[:count])) == pytest.approx(wanted, abs=8.0)
 

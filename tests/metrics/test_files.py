@@ -1,4 +1,4 @@
-"""Rows in JSONL and CSV files after a kill, a resume or a full disk."""
+"""JSONL and CSV files after a process was killed, a run was resumed, or the disk was full."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_incomplete_last_line_is_removed(tmp_path):
     assert read_jsonl(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
-def test_damaged_line_in_the_middle_is_skipped(tmp_path):
+def test_damaged_line_between_complete_rows_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\0\0\0\n{"step": 3}\n')
     JSONLLogger(path).write(4, {})

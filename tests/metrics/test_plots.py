@@ -82,7 +82,7 @@ def test_run_that_is_given_twice_is_refused(tmp_path):
         plot_learning_curve([run, f"{run}/../run"], tmp_path / "out.png")
 
 
-def test_plot_over_seconds_has_a_line_of_evaluations_per_run(tmp_path, figures):
+def test_plot_over_seconds_draws_the_evaluations_of_each_run_as_a_line(tmp_path, figures):
     runs = []
     for seed, times in ((1, (3.0, 9.0)), (2, (4.0, 11.0))):
         runs.append(make_run(tmp_path / str(seed), {}, agent="grpo", env="Reverse", seed=seed))
@@ -105,7 +105,7 @@ def test_target_is_a_line_in_the_legend(tmp_path, figures):
     assert list(axis.get_lines()[-1].get_ydata()) == [475.0, 475.0]
 
 
-def test_plot_without_episodes_has_a_note(tmp_path, figures):
+def test_plot_without_finished_episodes_shows_a_message(tmp_path, figures):
     plot_learning_curve(make_run(tmp_path / "run", {}, agent="ppo", env="CartPole-v1"))
     assert [text.get_text() for text in figures[0].axes[0].texts] == ["no episode has ended yet"]
 

@@ -1,4 +1,4 @@
-"""Counters of actors, and rows made from them, compared with hand-computed values."""
+"""The counters of actors, and the rows made from the counters, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ def test_sums_are_added_by_name():
     assert add_sums([]) == {}
 
 
-def test_repeated_stats_count_once_and_dead_actors_still_count():
+def test_repeated_stats_are_counted_once_and_stats_of_dead_actors_are_kept():
     counts = ActorCounts()
     assert counts.total() == {"env_steps": 0, "episodes": 0, "return_sum": 0, "length_sum": 0}
-    for each in (stats(0, 0, 10), stats(0, 0, 15), stats(1, 0, 7), stats(0, 1, 100)):  # the last actor was restarted
+    for each in (
+        stats(0, 0, 10),
+        stats(0, 0, 15),
+        stats(1, 0, 7),
+        stats(0, 1, 100),
+    ):  # the last stats are from a restarted actor
         counts.add(each)
     assert counts.total() == {"env_steps": 122, "episodes": 3, "return_sum": 244.0, "length_sum": 122}
     assert counts.env_steps == 122

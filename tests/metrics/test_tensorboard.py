@@ -17,7 +17,7 @@ from tests.extras import import_or_skip
 
 
 def events(directory) -> list:
-    """Return the events of all files in order. Check all checksums."""
+    """Return the events of all files, in order. Check the checksums of all records."""
     found = []
     for path in sorted(directory.iterdir()):
         data = path.read_bytes()

@@ -41,7 +41,7 @@ def test_plain_lines_show_progress_and_remaining_time(clock):
     )
 
 
-def test_every_evaluation_is_printed_between_intervals(clock):
+def test_evaluations_are_printed_before_the_interval_has_passed(clock):
     out = io.StringIO()
     logger = TerminalLogger(100, file=out, seconds_between_lines=5.0)
     for step in range(1, 21):

@@ -1,4 +1,4 @@
-"""W&B offline, Trackio on the local disk, and the errors if they are not installed."""
+"""W&B in offline mode, Trackio on the local disk, and the errors if one of them is not installed."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_resumed_run_keeps_its_wandb_id(tmp_path):
 
 def test_trackio_stores_rows_and_prints_nothing_on_stdout(tmp_path):
     needs("trackio")
-    # In a process, since Trackio reads its folder from the environment when it is imported.
+    # Use another process, because Trackio reads TRACKIO_DIR when it is imported.
     program = (
         "import sys\n"
         "from rlframe.metrics import TrackioLogger\n"
-        "for steps in ((1, 2), (3,)):\n"  # the second time is a resumed run
+        "for steps in ((1, 2), (3,)):\n"  # the second part is a resumed run
         f"    logger = TrackioLogger({str(tmp_path / 'run7')!r}, project='tests')\n"
         "    for step in steps:\n"
         "        logger.write(step, {'loss': 0.5 * step, 'note': 'x'})\n"
