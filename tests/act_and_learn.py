@@ -1,4 +1,4 @@
-"""Act, learn, and act with the trained policy, with observations and layers of given sizes.
+"""Let an agent act and learn, and let its trained policy act, with given sizes of observations, layers and batches.
 
 python -m tests.act_and_learn '{"shape": [210, 160, 3], "batches": [1, 2, 8]}'
 """
@@ -26,7 +26,7 @@ from rlframe.replay import ReplayBuffer
 
 
 class Sized(gymnasium.Env):
-    """An environment with episodes of two steps. Images are uint8, other observations float32."""
+    """An environment with episodes of two steps. Images have the dtype uint8, other observations float32."""
 
     action_space = gymnasium.spaces.Discrete(4)
 
@@ -45,14 +45,14 @@ class Sized(gymnasium.Env):
 
 
 def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[int], learn: list[int] | None) -> None:
-    """Print a line for each batch size, and `done` at the end.
+    """Act and learn with each batch size. Print a line for each batch size, and `done` at the end.
 
     Args:
         agent: `ppo` or `dqn`.
         shape: shape of an observation.
         layers: layer sizes of an MLP. None means the agent's default network.
-        batches: batch sizes: numbers of environments, and of rows in an update.
-        learn: batch sizes for which the agent also learns and the trained policy acts. None means all.
+        batches: batch sizes. A batch size is the number of environments and the number of rows in an update.
+        learn: batch sizes with which the agent also learns and the trained policy acts. None means all batch sizes.
     """
     network = None if layers is None else MLPConfig(tuple(layers), separate=False, orthogonal=False)
     for batch in batches:

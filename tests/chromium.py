@@ -1,4 +1,4 @@
-"""The browser for tests of HTML pages: the system's Chromium, controlled by Playwright."""
+"""The browser for tests of HTML pages: Chromium, as installed on this machine, controlled by Playwright."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def running_browser() -> Iterator[Browser]:
 def checked_pages(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Yield a function `new_page(url, **context_options)`, which returns a new page.
 
-    `url` is the only origin that the page may load from. At the end, check that no script has failed, and that no page
-    has loaded anything from another origin.
+    At the end, check that no script of a page has failed, and that the pages have loaded files only from the origin of
+    `url`.
     """
     contexts = []
     failures: list[str] = []

@@ -27,11 +27,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """Skip test_openapi.py unless system tests run: schemathesis needs seconds to generate its tests."""
+    """Ignore test_openapi.py if no system tests run, because schemathesis takes seconds to generate tests."""
     return True if collection_path.name == "test_openapi.py" and "not system" in config.option.markexpr else None
 
 
-# bytes of memory; above this, compiled functions are cleared, because three test processes share the machine
+# bytes of memory: above this limit, compiled functions are cleared, because three test processes share the machine
 _MUCH = 1.5e9
 
 

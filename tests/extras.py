@@ -21,7 +21,7 @@ def import_or_skip(package: str, how: str) -> ModuleType:
     """Import a package that only tests need. Skip the test if it is not installed.
 
     Args:
-        package: name of the module, which may be a submodule.
+        package: name of the module or submodule.
         how: how to install the package, such as "pip install 'rlframe[test]'".
     """
     if not extras.has(package.partition(".")[0]):

@@ -1,4 +1,4 @@
-"""Simple fakes for tests, with results that are easy to calculate: an agent, an environment, a buffer and a learner."""
+"""Simple fakes for tests: an agent, an environment, a buffer and a learner. Their results are easy to calculate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CountingConfig:
 
 
 class CountingAgent(Agent):
-    """An agent that always acts 0, counts its steps in its state, and learns `w`, the mean reward."""
+    """An agent whose action is always 0. It counts its steps in its state and learns `w`, the mean reward."""
 
     config_cls = CountingConfig
 
@@ -78,7 +78,10 @@ def reward_batch(rewards, versions=0) -> Batch:
 
 
 class CountingEnv(dm_env.Environment):
-    """An environment with episodes of `length` steps and reward 1. Observations are (step in the episode, episode)."""
+    """An environment with episodes of `length` steps and reward 1.
+
+    An observation is (number of the step in the episode, number of the episode).
+    """
 
     def __init__(self, length: int = 3, truncated: bool = False) -> None:
         self._length, self._truncated = length, truncated

@@ -1,4 +1,4 @@
-"""A minimal transport: a node is a group of threads in this process with a queue of calls. Addresses are names."""
+"""A minimal transport within this process. A node is a queue of calls with a group of threads. Addresses are names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A Launchpad program with the nodes for light environments: `python -m tests.light_env`.
+"""A Launchpad program with the nodes of the topology for light environments: `python -m tests.light_env`.
 
-A third actor has its own Inferencer with a handle to the learner, as for heavy environments. At its end, each node
-prints one line of JSON.
+In addition, a third actor has its own Inferencer with a handle to the learner, as for heavy environments. Each node
+prints one line of JSON when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def env_builder(seed: int = 0) -> SyncEnv:
 class ReplayingLearner(Learner):
     """A Learner that also contains the replay buffer.
 
-    It stops the program after at least 150 learner steps, once it has learned from all three actors.
+    The learner stops the program after 150 or more learner steps, when it has learned from all three actors.
     """
 
     def __init__(self, cfg: LearnerConfig, agent: Any) -> None:

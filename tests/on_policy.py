@@ -1,4 +1,4 @@
-"""A PPO agent that records in each step the updates of the acting parameters, with a learner and actors for tests."""
+"""A PPO agent that records how many updates its acting parameters have had, and a learner and actors for its tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_ENVS = 4
 
 
 class RecordingPPO(PPO):
-    """A PPO agent whose steps contain the number of updates of the acting parameters."""
+    """A PPO agent that stores in each step how many updates the acting parameters have had."""
 
     @property
     def replay_spec(self) -> Any:
@@ -35,9 +35,9 @@ class Learned(NamedTuple):
     """A record of one update."""
 
     version: int  # version of the learner before the update
-    versions: list[int]  # distinct versions of the items
-    behind: list[int]  # distinct numbers of updates by which the acting parameters were behind the learner
-    ranks: list[int]  # ranks of the writers of the items
+    versions: list[int]  # distinct versions of the parameters that acted in the items
+    behind: list[int]  # distinct numbers of updates that the learner had made after those of the acting parameters
+    ranks: list[int]  # rank of each item's writer, sorted
 
 
 class RecordingLearner(Learner):
@@ -74,7 +74,7 @@ def make_agent(**config: Any) -> RecordingPPO:
 
 
 def make_actor(agent: Any, addresses: list[str], replay_buffer: Any, is_service: bool) -> Actor:
-    """Return an actor. It uses the inferencer services at `addresses`, or its own inferencer and the learner there."""
+    """Return an actor. It uses inferencers at `addresses`, or its own inferencer with learners at `addresses`."""
     remote: Any = Remote(addresses, "inferencer" if is_service else "learner")
     inferencer = remote if is_service else Inferencer(InferencerConfig(), agent, remote)
     return Actor(env_builder, inferencer, replay_buffer)

@@ -1,7 +1,7 @@
 """Find sentences that are hard to read: `python -m tests.plain_english [PATH...]`, a part of `make lint`.
 
-It checks docstrings, comments, messages and test names for the patterns below. CONTRIBUTING.md shows what to write
-instead. A text without a hit can still be hard to read.
+The command checks docstrings, comments, messages and test names for the patterns below. CONTRIBUTING.md shows what to
+write instead. A text can be hard to read although no pattern matches.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 PATHS = ("rlframe", "tests", "examples", "benchmarks", "setup.py")
 
-# A docstring or comment starts with an imperative verb or a noun.
+# A docstring or comment must start with an imperative verb or a noun, and not with these words.
 OPENING = re.compile(
     r"(What|Has|Have|Who|Whoever|Whose|Of|Whether|Those|That which|There (is|are)|Where|As it|Lets|Tells|Nobody"
     r"|Whatever|(By|In|On|With|For|From|Between|To) (what|which)|How (far|many|often|long|soon))\b"
 )
-# Name the noun, and put the subject first. Objects do not speak or know.
+# Phrases without a noun, with an inverted order of words, or in which objects speak or know.
 PHRASE = re.compile(
     r"\b(who(ever)? (has|is|calls|asks|gives|writes|reads|was|would|knows|needs|makes|holds|waits|comes|sends|looks"
     r"|says|wants|does)|that (is|are) (to|told)|is told (that|to|by|of|what)|as it is|of (its|their|one's) own"
@@ -38,9 +38,9 @@ BRITISH = re.compile(
     r"is(e|ed|es|ing|ation)\b|behaviour|colour|neighbour|favour|\bgrey|centred|\bmaths\b|licence|modelled|judgement",
     re.IGNORECASE,
 )
-_NOT_OURS = ("make_prioritised_flat_buffer",)  # names of other projects
+_NOT_OURS = ("make_prioritised_flat_buffer",)  # names of other projects, which keep their spelling
 
-Text = tuple[int, str, str]  # line, kind, text
+Text = tuple[int, str, str]  # (line, kind, text)
 
 
 def texts(source: str) -> Iterator[Text]:
@@ -65,7 +65,7 @@ def texts(source: str) -> Iterator[Text]:
 
 
 def problem(kind: str, text: str) -> str | None:
-    """Return the words that make a text hard to read, or None."""
+    """Return the words that make a text hard to read. Return None if there are none."""
     if kind == "test name":
         found = TEST_NAME.search(text)
     else:
@@ -80,7 +80,7 @@ def problems(paths: list[pathlib.Path]) -> list[str]:
     found = []
     for path in paths:
         if path.name in ("plain_english.py", "test_plain_english.py"):
-            continue  # they hold the patterns
+            continue  # these two files contain the patterns
         for line, kind, text in texts(path.read_text()):
             if (words := problem(kind, text)) is not None:
                 start = text.strip().partition("\n")[0]

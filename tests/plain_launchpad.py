@@ -1,4 +1,4 @@
-"""Run `lp.launch` programs as separate processes: example scripts with an injected fault, and checks of their end."""
+"""Run programs with `lp.launch` in separate processes: example scripts with an injected fault. Check how they end."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class Broken(Actor):
 
 
 def with_raising_environment(page: str) -> str:
-    """Return an example's source, changed so that the actors' environments raise at step 100."""
+    """Return the source of an example in which the environments of the actors raise an error at step 100."""
     return edited(edited(page, "\n\ndef env_builder", RAISES_AT_STEP_100 + "\n\ndef env_builder"),
                   'SyncEnv("CartPole-v1"', "SyncEnv(make_env")  # fmt: skip
 
 
 def with_broken_constructor(page: str) -> str:
-    """Return an example's source with one more node, whose constructor raises."""
+    """Return the source of an example with one more node. The constructor of this node raises an error."""
     page = edited(page, "\n\ndef env_builder", BROKEN_CONSTRUCTOR + "\n\ndef env_builder")
     group = '    with program.group("actor"):\n'
     return edited(page, group, f"{group}        program.add_node(lp.CourierNode(Broken))\n")
@@ -75,7 +75,7 @@ def example(name: str) -> str:
 
 
 class Program:
-    """A running script with a new session and a separate temporary directory.
+    """A running script. The script has a new session and its own temporary directory.
 
     Args:
         script: source of the script.
@@ -89,7 +89,7 @@ class Program:
         self.folder = folder
         self._shared = set(os.listdir("/dev/shm"))
         self._log = b""
-        self._terminal, written_to = pty.openpty()  # in a file, Launchpad's `sed` would buffer lines
+        self._terminal, written_to = pty.openpty()  # to a file, Launchpad's `sed` would write with delay
         if redirect:
             os.close(written_to)
             written_to = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY)
@@ -106,7 +106,7 @@ class Program:
         self._reader.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # all writers have exited
+        with contextlib.suppress(OSError):  # all processes that write to it have exited
             while piece := os.read(self._terminal, 65536):
                 self._log += piece
 

@@ -7,15 +7,15 @@ import os
 import random
 import socket
 
-# These ports are below the system's ephemeral ports, and each pytest-xdist worker has its own range. Otherwise two gRPC
-# servers could share a port without an error, and another process could start to listen at a "dead" address.
+# The ports are below the system's ephemeral ports, and each pytest-xdist worker has its own range. Otherwise two gRPC
+# servers could share a port without an error, or another process could listen at a port that a test expects to be free.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 20
 _START = random.SystemRandom().randrange(1000)
 _ports = (10_000 + 1000 * _WORKER + i % 1000 for i in itertools.count(_START))
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` consecutive free ports. The same port is not returned again soon."""
+    """Return the first of `count` consecutive free ports. The next calls return other ports."""
     found: list[int] = []
     while len(found) < count:
         port = next(_ports)

@@ -1,7 +1,7 @@
-"""Compare the code of two commits, ignoring text and names: `python -m tests.same_code OLD [NEW] [PATH...]`.
+"""Compare the code of two commits, but not the text and names in it: `python -m tests.same_code OLD [NEW] [PATH...]`.
 
-Strings, docstrings, names and imports are removed from the syntax trees. Each function or class that still differs is
-printed on one line. The default for NEW is the working tree.
+Strings, docstrings, names and imports are removed from the syntax trees. If functions or classes still differ, print
+one line for each of them. The default for NEW is the working tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _WithoutText(ast.NodeTransformer):
             value = getattr(node, field, None)
             if isinstance(value, str):
                 setattr(node, field, "_")
-            elif field == "names" and value:  # names of `global` and `nonlocal`
+            elif field == "names" and value:  # the names in `global` and `nonlocal` statements
                 node.names = ["_"] * len(value)  # type: ignore[attr-defined]
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -38,7 +38,7 @@ class _WithoutText(ast.NodeTransformer):
         return ast.Constant("_") if isinstance(node.value, str) else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """Keep only the expressions of an f-string, in any order."""
+        """Keep only the expressions in an f-string. Their order does not matter."""
         self.generic_visit(node)
         values = [value for value in node.values if isinstance(value, ast.FormattedValue)]
         if not values:
@@ -55,7 +55,7 @@ def _is_text(node: ast.AST) -> bool:
 def _parts(source: str) -> Iterator[tuple[str, str]]:
     """Yield the name and syntax tree of each top-level statement and method.
 
-    A class yields one more tree, with the statements outside its methods.
+    For a class, also yield a tree with the statements outside its methods.
     """
     tree = ast.parse(source)
     for node in tree.body:
@@ -83,7 +83,7 @@ def _sources(commit: str | None, paths: list[str]) -> dict[str, str]:
 
 
 def _moves(old: str, new: str | None) -> dict[str, str]:
-    """Return the renamed files as new path -> old path."""
+    """Return new path -> old path of the renamed files."""
     lines = _git("diff", "-M40%", "--name-status", "--diff-filter=R", old, *([new] if new else [])).splitlines()
     return {after: before for _, before, after in (line.split("\t") for line in lines)}
 

@@ -23,7 +23,7 @@ CHILD_DEADLINE = 120.0  # seconds for a process to start on a busy machine
 
 @contextlib.contextmanager
 def serving(instance: Any, address: str) -> Iterator[None]:
-    """Serve `instance` in a Courier server, like a CourierNode."""
+    """Serve the methods of `instance` with a Courier server, as a CourierNode does."""
     from launchpad.nodes.courier import courier_utils
 
     server = courier_utils.make_courier_server(instance, port=int(address.rpartition(":")[2]))
@@ -36,7 +36,7 @@ def serving(instance: Any, address: str) -> Iterator[None]:
 
 
 def client(address: str) -> Any:
-    """Return a Courier client, which Launchpad passes to a node for a handle."""
+    """Return a Courier client. Launchpad passes such a client to a node in place of a handle."""
     import courier
 
     return courier.Client(address)
@@ -44,7 +44,7 @@ def client(address: str) -> Any:
 
 @contextlib.contextmanager
 def running(target: Any) -> Iterator[None]:
-    """Run `target.run()` in a thread during the `with` block. Stop it at the end, and raise its error, if any."""
+    """Run `target.run()` in a thread during the `with` block. At the end, stop it and raise its error, if any."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -66,7 +66,7 @@ def running(target: Any) -> Iterator[None]:
 
 
 class Child:
-    """A child process that creates `make(*args)`, then serves and runs it like a CourierNode."""
+    """A child process that creates an object with `make(*args)`, serves it, and runs it, as a CourierNode does."""
 
     def __init__(self, address: str, make: Any, *args: Any) -> None:
         self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(address, make, args))

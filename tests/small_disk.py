@@ -11,7 +11,7 @@ import pytest
 
 
 class SmallDisk:
-    """A mounted file system.
+    """A small file system that is mounted.
 
     Args:
         path: path of the mount point.

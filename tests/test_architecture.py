@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/architecture.md"
 _DIAGRAM = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 
-# Boxes of the diagram: package or subpackage -> its contents. Other files of `rlframe/` belong to "basics".
+# Boxes of the diagram: package or subpackage -> text about its contents. All other files belong to the box "basics".
 BOXES = {
     "cli": "commands",
     "programs": "Experiment, train, topologies/, presets/",
@@ -102,7 +102,7 @@ def box_of(module: str) -> str:
 
 
 def imports_of_boxes() -> dict[str, set[str]]:
-    """Return the boxes that each box imports directly, without boxes that it also imports through other boxes."""
+    """Return for each box the boxes that it imports, except boxes that it also imports through another box."""
     graph: dict[str, set[str]] = {box: set() for box in BOXES}
     for module, others in imports_of_files().items():
         if module == "rlframe" or module.split(".")[1] in _UNSEEN:

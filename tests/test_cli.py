@@ -41,11 +41,11 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
 def test_fields_of_the_agent_config_are_options():
     described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
     assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.num_epochs == 20  # the value of the preset
+    assert described.agent_config.num_epochs == 20  # the preset's value
     assert preset.name == "ppo/cartpole"
 
 
-def test_preset_none_keeps_the_config_defaults():
+def test_config_defaults_are_used_without_a_preset():
     described, _, preset = read_arguments(["--preset", "none"])
     assert preset is None
     assert described.agent_config == type(described.agent_config)()
@@ -57,12 +57,12 @@ def test_network_options_change_the_network_config():
     assert described.topology_config.network_config.hidden == (256, 128)
 
 
-def test_env_kwargs_option_is_json():
+def test_option_env_kwargs_is_parsed_as_json():
     described, _, _ = read_arguments(["--env-kwargs", '{"sutton_barto_reward": true}'])
     assert described.env_kwargs == {"sutton_barto_reward": True}
 
 
-def test_nested_configs_of_a_language_model_have_a_prefix():
+def test_options_of_nested_configs_have_a_prefix():
     arguments = ["--agent", "grpo", "--env", "examples/llm/reverse.py:Reverse", "--model.hidden-size", "64"]
     described, _, preset = read_arguments([*arguments, "--dtype", "bfloat16"])
     config = described.agent_config
@@ -95,7 +95,7 @@ def test_default_number_of_actors_is_at_most_the_number_of_environments():
         read_arguments([*sac, "--num-actors", "2"])
 
 
-def test_config_option_loads_a_config_and_options_change_it(trained):
+def test_option_config_loads_a_config_that_other_options_change(trained):
     again, _, preset = read_arguments(["--config", f"{trained}/config.json", "--seed", "6", "--discount", "0.5"])
     assert preset is None
     assert (again.seed, again.num_envs, again.topology_config.network_config.hidden) == (6, 2, (8,))
@@ -156,13 +156,13 @@ def test_config_option_loads_a_config_and_options_change_it(trained):
         ),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):
+def test_error_for_wrong_input_is_one_sentence_with_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert message in refused(capsys, *arguments.split())
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_raw_option_values_returns_texts_by_name():
+def test_raw_option_values_returns_the_text_of_each_option_by_name():
     words = "--agent dqn --head.num-atoms=21 --quiet --network.hidden 32 16 --seed -1 --env_kwargs={} --agent=ppo"
     texts = {"agent": "ppo", "head.num_atoms": "21", "quiet": "", "network.hidden": "32", "seed": "-1"}
     assert raw_option_values(words.split()) == {**texts, "env_kwargs": "{}"}
@@ -183,14 +183,14 @@ def test_agent_config_with_a_field_named_like_an_option_is_refused(capsys, tmp_p
     assert "has a field 'seed', but `rlframe train` already has an option of this name." in message
 
 
-def test_error_in_environment_builder_is_one_sentence(capsys, tmp_path):
+def test_error_in_an_environment_builder_is_printed_as_one_sentence(capsys, tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    raise RuntimeError('no license')\n")
     arguments = ["train", "--env", f"{tmp_path}/env.py:make", "--run-dir", f"{tmp_path}/run"]
     assert "RuntimeError: no license" in refused(capsys, *arguments, code=1)
     assert not (tmp_path / "run").exists()
 
 
-def test_observation_outside_its_space_is_one_sentence(capsys, tmp_path):
+def test_error_for_an_observation_outside_its_space_is_one_sentence(capsys, tmp_path):
     (tmp_path / "env.py").write_text(
         "import gymnasium\nimport numpy as np\n\nclass Wrong(gymnasium.Wrapper):\n"
         "    def step(self, action):\n        _, *rest = self.env.step(action)\n        return np.zeros(7), *rest\n\n"
@@ -213,7 +213,7 @@ def test_damaged_checkpoint_is_reported_and_not_changed(capsys, tmp_path, traine
     assert all(path.read_bytes() == b"\0" * 10 for path in damaged)
 
 
-def test_unexpected_error_is_one_sentence_without_traceback_option(capsys, monkeypatch):
+def test_unexpected_error_is_printed_as_one_sentence_unless_traceback_is_given(capsys, monkeypatch):
     def broken(arguments):
         raise KeyError("lost")
 
@@ -232,13 +232,13 @@ def test_unexpected_error_is_one_sentence_without_traceback_option(capsys, monke
     ("code", "exit_code", "printed"),
     [(None, 0, ""), (3, 3, ""), ("no license", 1, "rlframe: no license\n"), (2.5, 1, "rlframe: 2.5\n")],
 )
-def test_sys_exit_in_a_command_gives_the_exit_code_of_python(capsys, monkeypatch, code, exit_code, printed):
+def test_exit_code_after_sys_exit_in_a_command_is_the_same_as_in_python(capsys, monkeypatch, code, exit_code, printed):
     monkeypatch.setattr("rlframe.cli.listings.agents", lambda arguments: sys.exit(code))
     assert main(["agents"]) == exit_code
     assert capsys.readouterr().err == printed
 
 
-def test_last_line_of_stdout_is_the_result(capsys, tmp_path):
+def test_json_result_is_the_last_line_of_stdout(capsys, tmp_path):
     assert main(["train", *TINY, "--json", "--run-dir", f"{tmp_path}/run"]) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
@@ -250,7 +250,7 @@ def test_last_line_of_stdout_is_the_result(capsys, tmp_path):
     assert result["env_steps"] >= 64 and result["episodes"] == 1 and result["run_dir"] == f"{tmp_path}/run"
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # this test reads the video in a child process
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the test reads the video in a child process
 def test_evaluate_command_records_a_video(capsys, tmp_path, trained):
     needs("gymnasium")
     import imageio_ffmpeg
@@ -265,7 +265,7 @@ def test_evaluate_command_records_a_video(capsys, tmp_path, trained):
     assert len(list(frames)) > 8
 
 
-def test_plot_command_prints_its_file(capsys, tmp_path, trained):
+def test_plot_command_prints_the_path_of_the_plot(capsys, tmp_path, trained):
     capsys.readouterr()
     assert main(["plot", str(trained), "--out", f"{tmp_path}/curve.png"]) == 0
     assert capsys.readouterr().out.strip() == f"{tmp_path}/curve.png"

@@ -13,7 +13,7 @@ from rlframe.cli.train_options import HELP_GROUPS
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of other options."""
+    """Options that are nested in other options."""
 
     hidden: tuple[int, ...] = (64, 64)  # Sizes of the layers.
     bias: bool = True
@@ -72,18 +72,18 @@ def test_text_is_wrapped_at_the_width_of_the_terminal():
     ]
 
 
-def test_flags_include_the_no_flag_of_a_switch():
+def test_flags_of_a_switch_include_the_flag_that_turns_it_off():
     flags = [flag for field in option_fields(Options) for flag in field.flags]
     assert flags[-5:] == ["--resume", "--no-resume", "--part.hidden", "--part.bias", "--part.no-bias"]
     assert "--fresh" in flags and "--no-fresh" not in flags
 
 
-def test_defaults_come_from_the_given_instance():
+def test_help_shows_the_defaults_of_the_given_instance():
     fields = {field.name: field for field in option_fields(Options("x", steps=7, part=Part((8,))))}
     assert fields["steps"].default == 7 and fields["part.hidden"].description() == "Sizes of the layers. [8]"
 
 
-def test_help_has_comments_of_base_classes_but_none_of_a_class_without_source():
+def test_help_shows_comments_of_base_classes_but_not_of_a_class_without_source():
     @dataclasses.dataclass(frozen=True)
     class Derived(Options):
         steps: int = 6  # Steps of the derived class.
@@ -121,7 +121,7 @@ def test_help_of_train_hides_options_that_the_topology_does_not_use(topology, us
     assert "More options with another --topology: " in "\n".join(lines[-2:])
 
 
-def test_the_shortest_group_comes_first_and_the_agent_has_all_other_options(capsys):
+def test_help_begins_with_the_shortest_group_and_the_agent_group_has_all_other_options(capsys):
     lines = shown(capsys, "train", "--agent", "dqn", "--topology", "elastic", "--help")
     counts = {}
     for line in lines:
@@ -134,6 +134,6 @@ def test_the_shortest_group_comes_first_and_the_agent_has_all_other_options(caps
     assert list(counts.values()) == sorted(counts.values())
 
 
-def test_each_option_is_in_one_group():
+def test_each_option_is_in_exactly_one_group_of_the_help():
     names = [name for names in HELP_GROUPS.values() for name in names]
     assert len(names) == len({*names})

@@ -90,7 +90,7 @@ def make():
 
 
 @pytest.mark.system
-def test_second_signal_before_saving_is_an_error_with_the_last_checkpoint(tmp_path):
+def test_error_after_a_second_signal_before_saving_contains_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     (tmp_path / "slow.py").write_text(SLOW)
     command = [*COMMAND, "--env", f"{tmp_path / 'slow.py'}:make", "--checkpoint-every", "200", "--quiet"]
@@ -191,11 +191,11 @@ def test_every_command_ends_silently_if_its_reader_exits(command):
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
-def test_error_with_closed_stderr_has_its_exit_code():
+def test_exit_code_of_an_error_is_the_same_with_closed_stderr():
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", "trian"], errors_too=True) == (2, "")
 
 
-def test_broken_pipe_other_than_stdout_is_an_error(monkeypatch, capsys):
+def test_broken_pipe_that_is_not_stdout_is_an_error(monkeypatch, capsys):
     def lost_connection(arguments):
         raise BrokenPipeError("the peer is gone")
 

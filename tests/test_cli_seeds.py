@@ -1,4 +1,4 @@
-"""Tests of `rlframe train --seeds`: concurrent runs, the table of results, and how runs end and resume."""
+"""Tests of `rlframe train --seeds`: runs at the same time, the table of results, and runs that end and resume."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_seed_is_a_run_and_finished_runs_are_skipped(both, capfd):
     results = [json.loads((both / f"seed-{seed}" / "result.json").read_text()) for seed in (3, 4)]
     assert summary["returns"] == [result["return_mean"] for result in results]
     assert summary["return_mean"] == sum(summary["returns"]) / 2
-    assert summary["return_iqm"] is summary["return_iqm_interval"] is None  # too few seeds
+    assert summary["return_iqm"] is summary["return_iqm_interval"] is None  # two seeds are too few
     low, high = sorted(summary["returns"])
     assert f"over seeds (lowest to highest: {low:.1f} to {high:.1f}); see" in err and "2 seeds: mean" in err
     assert (both / "learning_curve.png").stat().st_size > 10_000
@@ -75,7 +75,7 @@ def test_each_seed_is_a_run_and_finished_runs_are_skipped(both, capfd):
     assert "both exists already. Choose another --run-dir, or continue the existing run" in capfd.readouterr().err
 
 
-def test_four_seeds_have_an_interquartile_mean_with_a_confidence_interval(both, tmp_path, capfd):
+def test_result_of_four_seeds_is_the_interquartile_mean_with_a_confidence_interval(both, tmp_path, capfd):
     folder = tmp_path / "four"
     shutil.copytree(both, folder)
     for seed, returned in ((3, 10.0), (4, 20.0), (5, 30.0), (6, 100.0)):
@@ -96,7 +96,7 @@ def test_four_seeds_have_an_interquartile_mean_with_a_confidence_interval(both, 
     assert f"4 seeds: interquartile mean 25.0 (95%: {low:.1f} to {high:.1f}), mean 40.0 ± 35.4 over seeds" in err
 
 
-def test_one_seed_has_no_spread(both, tmp_path, capfd):
+def test_result_of_one_seed_is_shown_without_a_standard_deviation(both, tmp_path, capfd):
     folder = tmp_path / "one"
     shutil.copytree(both, folder)
     assert main(["train", "--resume", "--seeds", "3", "--run-dir", str(folder)]) == 0
@@ -106,7 +106,7 @@ def test_one_seed_has_no_spread(both, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("episodes", "spread"), [(1, ""), (2, "1.5")])
-def test_table_has_no_spread_for_a_single_episode(episodes, spread, capfd):
+def test_table_shows_no_standard_deviation_for_a_single_episode(episodes, spread, capfd):
     result = Result(100, 7, 20.0, 1.5, episodes, 50.0, 2.0, 8, "run")
     summary = {"return_mean": 20.0, "return_std": 0.0}
     cli_seeds._print_table([(3, result)], summary, pathlib.Path("curve.png"))
@@ -122,14 +122,14 @@ def test_resumed_seeds_keep_their_options(both, capfd):
 
 
 @pytest.mark.parametrize("held", [".", "seed-4"])
-def test_active_runs_are_not_resumed(held, both, capfd):
+def test_runs_that_another_process_uses_are_not_resumed(held, both, capfd):
     with RunLock(both / held):
         assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(both)]) == 2
     err = capfd.readouterr().err
     assert f"{both / held} is in use by process {os.getpid()}" in err and "with --resume --take-over" in err
 
 
-def test_stop_ends_a_process_with_several_seeds(both, capfd):
+def test_stop_command_ends_the_process_that_runs_several_seeds(both, capfd):
     held = "import sys, time, pathlib; from rlframe.programs.run_dir.lock import RunLock\n"
     held += "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", held, str(both)], stdout=subprocess.PIPE, text=True)
@@ -147,7 +147,7 @@ def test_stop_ends_a_process_with_several_seeds(both, capfd):
     )
 
 
-def test_directory_of_several_seeds_is_refused_as_a_run(both, capfd):
+def test_directory_with_several_seeds_is_refused_where_a_single_run_is_needed(both, capfd):
     picture = (both / "learning_curve.png").stat().st_mtime_ns
     why = f"{both} contains the runs of several seeds: {both}/seed-3, {both}/seed-4. Name one of them, or resume all "
     why += f"with: rlframe train --seeds 3,4 --resume --run-dir {both}"
@@ -161,7 +161,7 @@ def test_directory_of_several_seeds_is_refused_as_a_run(both, capfd):
 
 
 def test_plot_of_several_seeds_shows_each_run(both, capfd, tmp_path):
-    # the second list is the shell's expansion of both/seed-*
+    # in the second list, the shell has expanded both/seed-*
     for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):
         assert main(["plot", *map(str, named), "--out", str(tmp_path / f"{number}.png")]) == 0
         assert capfd.readouterr().out == f"{tmp_path}/{number}.png\n"
@@ -171,7 +171,7 @@ def test_plot_of_several_seeds_shows_each_run(both, capfd, tmp_path):
     assert main(["plot", str(both)]) == 0 and (both / "learning_curve.png").stat().st_size > 10_000
 
 
-def test_single_run_is_refused_with_seeds_option(both, capfd):
+def test_resuming_a_single_run_with_the_seeds_option_is_refused(both, capfd):
     run = both / "seed-3"
     assert main(["train", "--resume", "--seeds", "1-2", "--run-dir", str(run)]) == 2
     command = f"rlframe train --resume --run-dir {run}"
@@ -185,7 +185,7 @@ def test_failed_seed_is_reported_and_other_results_are_kept(tmp_path, capfd):
     folder.mkdir()
     (folder / "seed-2").write_text("in the way")
     assert main([*QUICK, "--steps", "200", "--seeds", "1,2", "--run-dir", str(folder), "--resume"]) == 2
-    assert "There is no run in" in capfd.readouterr().err  # nothing to resume: it has no config.json
+    assert "There is no run in" in capfd.readouterr().err  # a run without config.json cannot be resumed
     (folder / "seed-2").unlink()
     command = [*QUICK, "--steps", "200", "--seeds", "1,2", "--run-dir", str(folder)]
     assert main(command) == 0
@@ -215,7 +215,7 @@ def test_invalid_options_are_refused_before_any_run_starts(arguments, why, tmp_p
 
 
 @pytest.mark.system
-def test_ctrl_c_saves_all_runs_for_resume(tmp_path):
+def test_ctrl_c_saves_all_runs_so_that_they_can_be_resumed(tmp_path):
     folder = tmp_path / "all"
     command = [sys.executable, "-m", "rlframe", *QUICK, "--seeds", "1-2", "--at-once", "2", "--run-dir", str(folder)]
     process = subprocess.Popen([*command, "--steps", "100000000"], start_new_session=True, stderr=subprocess.PIPE)
@@ -235,7 +235,7 @@ def test_ctrl_c_saves_all_runs_for_resume(tmp_path):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]
         assert "SIGINT: saving after the current step" in (folder / "logs" / f"seed-{seed}.log").read_text()
-        assert steps > 0 and list((run / "checkpoints").iterdir())  # the run received only one signal, and saved
+        assert steps > 0 and list((run / "checkpoints").iterdir())  # the run received only one signal, and has saved
         assert not running(run)
 
 

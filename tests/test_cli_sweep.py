@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 needs("sweep")
 
-# Replaces `python -m rlframe train`: a fake run whose return depends only on its seed and learning rate.
+# This program replaces `python -m rlframe train`. Its return depends only on the seed and the learning rate.
 RUN = """#!{python} -SE
 import json, math, os, sys, time
 def wait(condition):
@@ -66,7 +66,7 @@ if rate == 0.25 and seed == 2:  # ends after the sweep has noticed the end of se
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch, capfd):
-    """Return a function that runs `rlframe sweep` with fake runs.
+    """Return a function that runs `rlframe sweep` with the program above instead of real runs.
 
     The function returns (exit code, JSON output or None, stderr).
     """
@@ -95,7 +95,7 @@ def sweep(tmp_path, monkeypatch, capfd):
         ("network=../nets.py:make,mlp", VariedOption("network", ("../nets.py:make", "mlp"))),
     ],
 )
-def test_vary_option_is_a_range_or_a_list(text, varied):
+def test_value_of_the_vary_option_is_a_range_or_a_list(text, varied):
     assert parse_varied_option(text) == varied
 
 
@@ -139,7 +139,7 @@ def test_invalid_sweep_is_refused_before_files_are_created(arguments, why, tmp_p
 
 
 @pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
-def test_trial_with_one_seed_has_no_spread(returns, spread, capfd):
+def test_value_of_a_trial_with_one_seed_is_shown_without_a_standard_deviation(returns, spread, capfd):
     row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
     cli_sweep._print_table([VariedOption("num-epochs", ("4",))], [row])
     assert capfd.readouterr().err.splitlines()[1].split() == ["2", "20.0", *spread, "4"]
@@ -228,7 +228,7 @@ def test_other_runs_of_a_failed_trial_are_stopped(sweep, tmp_path):
     assert (folder / "trial-1" / "logs" / "seed-2.log").exists() and not (folder / "trial-1" / "seed-2").exists()
 
 
-def test_combination_that_train_refuses_is_a_failed_trial(sweep, tmp_path):
+def test_trial_fails_if_rlframe_train_refuses_its_combination_of_options(sweep, tmp_path):
     vary = ["--vary", "topology=single_process,heavy_env", "--vary", "num-actors=2,4"]
     _, said, _ = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))
     assert [row["trial"] for row in said["trials"]] == [0, 2, 3, 1]
@@ -262,7 +262,7 @@ def test_killed_sweep_resumes_its_unfinished_trial(tmp_path):
         process.kill()
         process.communicate()
     process = subprocess.Popen([*command, "--resume", "--run-dir", str(folder)], stderr=subprocess.PIPE)
-    try:  # the sweep takes over the run that the killed sweep left; on Ctrl-C, the run saves
+    try:  # the sweep takes over the run that is still running, and on Ctrl-C the run saves
         wait_until(lambda: "SIGTERM" in (folder / "trial-0" / "logs" / "seed-1.log").read_text(), seconds=60.0)
         rows = (begun / "metrics.jsonl").stat().st_size
         wait_until(lambda: (begun / "metrics.jsonl").stat().st_size > rows, seconds=60.0)

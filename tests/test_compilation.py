@@ -22,7 +22,7 @@ def convolve(image):
 def options_of(monkeypatch, function, differentiates, *args):
     """Return the compiler options in the last call of `jax.jit`."""
     seen, real = [], jax.jit
-    # creation checks the options, which also calls `jax.jit`
+    # The first call also checks which options XLA supports, with other calls of `jax.jit`.
     compilation.jit(function, differentiates=differentiates)(*args)
 
     def spy(f, **kwargs):
@@ -39,12 +39,12 @@ def loop(function):
 
 
 def product(width):
-    """Return a function that multiplies two matrices [width, width], with 2 width^3 operations."""
+    """Return a function that multiplies two [width, width] matrices. This takes 2 width^3 operations."""
     return lambda x: x + (jnp.ones((width, width)) @ jnp.full((width, width), x.sum()))[0, 0]
 
 
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
-# Newer versions of XLA do not have the older runtime. They have another scheduler instead.
+# Newer versions of XLA do not have the older runtime, but have another scheduler.
 OLD = jax.__version_info__ < (0, 6)
 NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 NOT_SMALL = {} if OLD else NEW_RUNTIME
@@ -67,7 +67,7 @@ def of_numpy(image):
 
 
 def unrolled(image):
-    """Compute an update like a recurrent network: one loop forward over the steps, and one loop backward."""
+    """Compute a gradient as for a recurrent network: one loop goes forward over the steps, and one loop backward."""
     return jax.grad(lambda x: loop(lambda x: jnp.tanh(x @ x))(x).sum())(image)
 
 
@@ -84,7 +84,7 @@ def unrolled(image):
             loop(lambda x: loop(lambda x: x + x)(x) @ x),
             True,
             SMALL,
-        ),  # like a scan for advantages in a loop over minibatches
+        ),  # as if advantages were computed by a scan in a loop over minibatches
         (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
         (loop(lambda x: x + x), False, {**NOT_SMALL, **ONE_THREAD}),
         (lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, x), True, NOT_SMALL),
@@ -107,7 +107,7 @@ def test_compiler_options_depend_on_the_operations(monkeypatch, function, differ
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
-def test_large_batch_is_compiled_for_the_default_runtime(monkeypatch):
+def test_function_is_compiled_for_the_default_runtime_for_a_large_batch(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     seen, real = [], jax.jit
     monkeypatch.setattr(
@@ -123,7 +123,7 @@ def test_function_for_the_older_runtime_refuses_a_large_batch(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     small, large = np.ones((1, 256), np.float32), np.ones((256, 256), np.float32)
     function(small)
-    older = function._jitted  # keep the older function, because another thread may still use it
+    older = function._jitted  # another thread may still call the older function
     function(large)
     assert function._jitted is not older
     with pytest.raises(compilation._UnsuitableShapesError):
@@ -152,7 +152,7 @@ def test_concurrent_calls_compile_once_for_each_runtime(monkeypatch):
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
 @pytest.mark.parametrize("agent", ["ppo", "dqn"])
-def test_cartpole_presets_suit_the_older_runtime(monkeypatch, tmp_path, agent):
+def test_functions_of_the_cartpole_presets_use_the_older_runtime(monkeypatch, tmp_path, agent):
     found, real = [], compilation.suits_older_runtime
 
     def spy(jaxpr, differentiates):
@@ -170,14 +170,14 @@ def test_only_the_unsupported_compiler_option_is_dropped(monkeypatch):
     assert options_of(monkeypatch, jnp.sum, False, IMAGE) == {"xla_cpu_multi_thread_eigen": False}
 
 
-def test_convolution_in_a_loop_is_found(monkeypatch):
+def test_convolution_in_a_loop_is_detected(monkeypatch):
     def loop(image):
         return jax.lax.scan(lambda total, _: (total + convolve(image).sum(), None), 0.0, None, length=2)[0]
 
     assert options_of(monkeypatch, loop, True, IMAGE) is None
 
 
-def test_jit_has_the_results_and_donation_of_jax_jit():
+def test_jit_returns_the_results_of_jax_jit_and_donates_arrays():
     function = compilation.jit(lambda x, y: x + y, donate_argnums=(0,), differentiates=True)
     donated = jnp.ones(3)
     np.testing.assert_array_equal(function(donated, 2.0), [3.0, 3.0, 3.0])

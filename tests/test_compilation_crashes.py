@@ -1,4 +1,6 @@
-"""No size of layers, observations or batches crashes the process. Each case runs in a separate process."""
+"""Agents act and learn without a crash of the process, for many sizes of layers, observations and batches.
+
+Each case runs in a separate process."""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def act_and_learn(**case: Any) -> None:
-    # With this variable, XLA would not compile the same code as in a user process.
+    # If this variable were set, XLA would compile other code than in a user's process.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     command = [sys.executable, "-m", "tests.act_and_learn", json.dumps(case)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)

@@ -25,12 +25,12 @@ ENDLESS += ["100", "--log-every", "100", "--eval-episodes", "1", "--quiet"]
 
 
 class Queue:
-    """Simulates a job queue: runs its job script on a folder of runs.
+    """A simulated job queue. It starts jobs with a job script of deploy/. Their runs are in one folder.
 
     Args:
-        path: the folder of runs.
-        command: the job script, with the arguments before the run's options.
-        env: environment variables that the queue sets.
+        path: the folder of the runs.
+        command: the job script, and its arguments before the options of the run.
+        env: environment variables that the queue sets for its jobs.
 
     Attributes:
         env: environment variables of the started jobs.
@@ -49,17 +49,17 @@ class Queue:
         self._started: list[subprocess.Popen] = []
 
     def replace_rlframe(self, script: str) -> None:
-        """Replace the command `rlframe` with this script."""
+        """Make the command `rlframe` run this script."""
         self.add("rlframe", script)
 
     def add(self, name: str, script: str) -> None:
-        """Define a command for the jobs."""
+        """Add a command that the jobs can call."""
         path = self._commands / name
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
 
     def has_nodes(self, count: int) -> None:
-        """Simulate a job with `count` nodes, all on this machine."""
+        """Simulate a job with `count` nodes. All nodes are this machine."""
         self.env |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": str(count), "SLURM_CPUS_PER_TASK": "2"}
         self.env["SLURMD_NODENAME"] = "node-1"
         self.add("python", f'exec "{sys.executable}" "$@"')
@@ -77,7 +77,7 @@ class Queue:
         return process
 
     def steps(self) -> int:
-        """Return the environment steps in the newest row."""
+        """Return the environment steps in the newest row of the run, or 0 if there is no row."""
         metrics = self.run_dir / "metrics.jsonl"
         rows = (
             [line for line in metrics.read_text().splitlines(True) if line.endswith("\n")] if metrics.exists() else []
@@ -106,7 +106,7 @@ def slurm(tmp_path: pathlib.Path) -> Iterator[Queue]:
 
 @pytest.fixture(params=["kubernetes", "ray"])
 def replacing(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Queue]:
-    """Return a queue that restarts a job with the same command."""
+    """Return a queue that restarts killed jobs with the same command."""
     if request.param == "ray":
         command, env = ["bash", str(DEPLOY / "ray/train.sh"), "ppo", "7"], {}
     else:
@@ -120,7 +120,7 @@ def replacing(tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> Iterato
 
 
 def job() -> dict:
-    """Return the Job in deploy/kubernetes."""
+    """Return the Job of deploy/kubernetes/job.yaml."""
     yaml = pytest.importorskip("yaml")
     _, found = yaml.safe_load_all((DEPLOY / "kubernetes/job.yaml").read_text())
     return found
@@ -138,19 +138,19 @@ def test_slurm_run_is_requeued_at_its_time_limit_and_resumes(slurm):
     again = slurm.start("--stop-at", str(before + 500))
     assert again.wait(240.0) == 0
     assert json.loads((slurm.run_dir / "result.json").read_text())["env_steps"] >= before + 500
-    assert slurm.saved()[-1] > before and slurm.requeued.read_text() == "requeue 41_7\n"  # not requeued again
+    assert slurm.saved()[-1] > before and slurm.requeued.read_text() == "requeue 41_7\n"  # not requeued twice
 
 
 @pytest.mark.system
 def test_run_cancelled_by_slurm_saves_and_is_not_requeued(slurm):
     process = slurm.begins()
-    os.killpg(process.pid, signal.SIGTERM)  # `scancel` sends it to all processes of the job
+    os.killpg(process.pid, signal.SIGTERM)  # `scancel` sends SIGTERM to all processes of a job
     assert process.wait(120.0) == 128 + signal.SIGTERM
     assert slurm.saved()[-1] > 0 and not slurm.requeued.exists()
 
 
 @pytest.mark.parametrize("code, requeued", [(0, False), (1, True), (2, False)])
-def test_slurm_script_requeues_unless_the_run_is_done_or_has_wrong_options(slurm, code, requeued):
+def test_slurm_script_requeues_the_job_unless_the_run_is_done_or_has_wrong_options(slurm, code, requeued):
     slurm.replace_rlframe(f"trap 'exit {code}' TERM; touch $RUNS/began; while :; do sleep 0.05; done")
     process = slurm.start()
     wait_until((slurm.run_dir.parent / "began").exists)
@@ -194,7 +194,7 @@ def test_slurm_run_on_several_nodes_trains_and_stops_ray(slurm):
 
 
 def cmdline(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; empty if it has ended."""
+    """Return the command line of a process. Return [] if the process has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -236,7 +236,7 @@ def test_kubernetes_job_is_valid():
     assert [mount["mountPath"] for mount in container["volumeMounts"]] == [runs]
 
 
-def test_runtime_environment_is_valid_for_ray():
+def test_runtime_environment_file_is_accepted_by_ray():
     pytest.importorskip("ray")
     import yaml
     from ray.runtime_env import RuntimeEnv
@@ -278,7 +278,7 @@ def test_ray_job_is_valid_for_kuberay():
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """Parse options with one value each. Check that the inventory contains them."""
+    """Parse options that have one value each. Check that the inventory contains these options."""
     found = dict(zip(arguments[::2], arguments[1::2], strict=True))
     known = (ROOT / "tests/inventory.txt").read_text()
     assert [option for option in found if option not in known] == []

@@ -1,4 +1,4 @@
-"""Checks of numbers in a config, and pickling of errors."""
+"""Tests of the checks of numbers in a config, and of pickled errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_number_within_its_bounds_is_accepted(value):
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan])
-def test_number_beyond_its_bound_is_refused(value):
+def test_number_below_its_lower_bound_is_refused(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be at least 1, got {value}\.$"):
         check_at_least(Config(value), 1, "steps")
     with pytest.raises(UsageError, match=rf"^Config.steps must be above 0, got {value}\.$"):
@@ -41,7 +41,7 @@ def test_fraction_is_accepted(value):
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.01, math.nan])
-def test_number_outside_0_to_1_is_refused_as_a_fraction(value):
+def test_fraction_below_0_or_above_1_is_refused(value):
     with pytest.raises(UsageError, match=rf"^Config.steps must be in \[0, 1\], got {value}\.$"):
         check_fraction(Config(value), "steps")
 
@@ -58,6 +58,6 @@ def test_number_outside_0_to_1_is_refused_as_a_fraction(value):
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
-def test_error_pickles_with_its_attributes(error: RlframeError, protocol: int) -> None:
+def test_error_keeps_its_attributes_when_it_is_pickled(error: RlframeError, protocol: int) -> None:
     again = pickle.loads(pickle.dumps(error, protocol))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

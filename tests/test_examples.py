@@ -1,4 +1,4 @@
-"""The example scripts, run as a reader runs them. Each agent learns, and no process is left."""
+"""The example scripts, run as a reader runs them. Each agent learns, and no process keeps running after the script."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# CartPole's maximum return is 500, and random actions have about 22. All tested seeds of these presets end near 500. A
-# run whose return drops again, like IMPALA without its Adam epsilon (168.9), ends below this limit.
+# The maximum return in CartPole is 500, and the return of random actions is about 22. All tested seeds of these presets
+# end near 500. If the return drops again, as for IMPALA without its Adam epsilon (168.9), it ends below this limit.
 LEARNED = 400.0
 
 
@@ -86,7 +86,7 @@ def test_plain_launchpad_program_learns_and_stops_cleanly(page: str):
     done = run(f"examples/{page}.py")
     returns = [float(value) for value in re.findall(r"return +([\d.]+) after", done.stdout + done.stderr)]
     assert returns[-1] >= LEARNED, done.stdout + done.stderr
-    assert "Killing" not in done.stdout + done.stderr  # Launchpad prints this for nodes that do not stop
+    assert "Killing" not in done.stdout + done.stderr  # Launchpad prints this if a node does not stop
 
 
 @pytest.mark.system

@@ -20,9 +20,9 @@ PACKAGE = pathlib.Path(rlframe.__file__).parent
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return a function that writes the package `rlframe_broken` of an extra `fake`.
+    """Return a function that writes a package `rlframe_broken`, which belongs to an extra `fake`.
 
-    The argument is the text of its `__init__.py`, or None for a folder without this file.
+    The argument of the function is the text of `__init__.py`, or None for a folder without this file.
     """
     monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_broken", "rlframe_absent"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -48,7 +48,7 @@ def test_missing_extra_error_has_the_option_and_the_install_command(monkeypatch)
     assert extras.missing_extra_error("x", "wandb").exit_code == 2
 
 
-def test_extra_without_a_wheel_names_an_alternative(monkeypatch):
+def test_error_for_an_extra_without_a_wheel_names_an_alternative(monkeypatch):
     monkeypatch.setattr(extras, "_MINOR", 13)
     assert str(extras.missing_extra_error("--engine launchpad", "launchpad", "trajectories")) == (
         "--engine launchpad needs the extra 'launchpad', which has no wheel for Python 3.13: use "
@@ -78,7 +78,7 @@ def test_missing_module_is_reported_with_its_extra(package):
         import rlframe_absent  # noqa: F401
 
 
-def test_folder_without_init_is_not_a_package(package):
+def test_folder_without_an_init_file_is_not_a_package(package):
     package(None)
     assert not extras.has("rlframe_broken")
 
@@ -118,7 +118,7 @@ def test_import_error_of_another_module_is_raised_unchanged(package):
         _ = 1 / 0
 
 
-def test_needs_skips_for_missing_and_not_for_broken_packages(package, monkeypatch):
+def test_needs_skips_a_test_for_missing_packages_but_not_for_broken_packages(package, monkeypatch):
     package("raise AttributeError('damaged')")
     with pytest.raises(pytest.skip.Exception, match="This test needs the extra 'fake': pip install 'rlframe"):
         needs("fake")
@@ -145,7 +145,7 @@ def test_every_import_belongs_to_the_core_or_an_extra():
         *(name for names in extras.MODULES.values() for name in names),
     }
     known |= {"rlframe", "ale_py"}  # `--video` has a separate error for a missing ale_py
-    known.add("gym_notices")  # dependency of the old gym, which EnvPool's last version for Python 3.10 needs
+    known.add("gym_notices")  # needed by the old gym, which EnvPool needs on Python 3.10
     unknown = {(name, str(path)) for path in PACKAGE.rglob("*.py") for name in imported(path) - known}
     assert unknown == set()
 

@@ -1,4 +1,4 @@
-"""With only the core or one extra, every command, topology and replay works or names the missing extra."""
+"""With only the core or one extra installed, each command, topology and replay works or names the missing extra."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Call:
 
     Attributes:
         line: the command without the word `rlframe`, or `import MODULE NAME`.
-        by: option or feature that needs the extras, in the message.
+        by: option or feature that needs the extras, as named in the message.
         needs: the required extras.
-        otherwise: end of the message if only the last extra is missing.
+        otherwise: the message ends with this text if only the last extra is missing.
     """
 
     line: str
@@ -141,7 +141,7 @@ AVAILABLE = [extra for extra in extras.MODULES if extras.has_wheel(extra)]
 
 
 def expected(call: Call, installed: set[str]) -> str | None:
-    """Return the error message for missing extras, or None if all are installed."""
+    """Return the error message for the missing extras of a call. Return None if no extra is missing."""
     absent = [extra for extra in call.needs if extra not in installed]
     if not absent:
         return None
@@ -150,13 +150,13 @@ def expected(call: Call, installed: set[str]) -> str | None:
 
 
 def installed_with(*names: str) -> set[str]:
-    """Return the extras that are complete if these extras are installed. An extra may contain packages of others."""
+    """Return all extras that are complete if these extras are installed. Extras may have packages in common."""
     there = hiding.visible(names)
     return {extra for extra, modules in extras.MODULES.items() if there.issuperset(modules)}
 
 
 def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]]]:
-    """Run the calls of each extra in a process with only this extra ("" means only the core)."""
+    """Run the calls of each extra in a process in which only this extra is installed ("" means no extra)."""
     asked = {
         extra: {
             "hidden": hiding.environment(*filter(None, [extra]))["RLFRAME_HIDDEN"].split(),
@@ -189,7 +189,7 @@ def test_every_topology_and_replay_has_a_test_case():
 
 
 @pytest.mark.system
-def test_core_runs_its_commands_and_names_missing_extras_for_others(tmp_path):
+def test_core_runs_its_own_commands_and_names_the_missing_extras_of_other_commands(tmp_path):
     calls = [*CORE, *REFUSED]
     results = made({"": calls}, tmp_path)[""]
     for call, (code, said) in zip(calls, results):
@@ -269,7 +269,7 @@ def trained(tmp_path_factory):
 
 
 def run_for_real(line: str, folder, *names: str) -> None:
-    """Run a command with only the core and these extras. It must succeed."""
+    """Run a command with only the core and these extras. The command must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", "rlframe", *line.split()],
         env={**hiding.environment(*names), "WANDB_MODE": "offline"},
@@ -281,7 +281,7 @@ def run_for_real(line: str, folder, *names: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# Commands that must work with exactly their named extras, as in README's table.
+# Commands that must work if exactly the extras in README's table are installed.
 WORKS = [
     *(call for call in TOPOLOGIES if "--replay reverb" not in call.line or "heavy_env" in call.line),
     training("--topology light_env --engine threads"),
@@ -296,6 +296,6 @@ WORKS = [
 
 @pytest.mark.system
 @pytest.mark.parametrize("call", WORKS, ids=str)
-def test_named_extras_are_sufficient(tmp_path, trained, call):
+def test_extras_that_the_readme_names_are_sufficient(tmp_path, trained, call):
     needs(*call.needs)
     run_for_real(call.line.replace("RUN", str(trained)), tmp_path, *call.needs)

@@ -1,4 +1,4 @@
-"""Calls through handles on each transport: the choice of the peer, retries, deadlines and errors."""
+"""Calls through handles with each transport: which peer is called, retries, deadlines and errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.extras import needs
 from tests.in_process import InProcess
 from tests.waiting import wait_until
 
-NUMBERS = itertools.count()  # numbers for unique addresses
+NUMBERS = itertools.count()  # each address gets another number
 
 
 class Node:
-    """A node that counts its calls, and refuses the first `refuses` calls."""
+    """A node that counts its calls. It raises UnavailableError in the first `refuses` calls."""
 
     def __init__(self, name: str = "node", refuses: int = 0) -> None:
         self._name, self._refuses, self._calls = name, refuses, 0
@@ -51,7 +51,7 @@ class Node:
 
 
 class ByCourier:
-    """Nodes of Launchpad."""
+    """Nodes that communicate through Launchpad's Courier."""
 
     transport = DEFAULT
 
@@ -72,7 +72,7 @@ class ByCourier:
 
 
 class ByQueues:
-    """Nodes of the minimal transport, which uses queues in this process."""
+    """Nodes that communicate through queues in this process."""
 
     transport: Any = InProcess()
 
@@ -93,7 +93,7 @@ class ByQueues:
 
 
 class BySockets(ByQueues):
-    """Nodes of the engine local."""
+    """Nodes that communicate through Unix sockets, as with the `local` engine."""
 
     transport: Any = SocketTransport()
 
@@ -116,7 +116,7 @@ def by(request) -> Iterator[Any]:
 
 
 class HasEverything:
-    """An object that has every attribute, like a Courier client."""
+    """An object that returns a value for every attribute, as a Courier client does."""
 
     def __getattr__(self, name):
         return name
@@ -159,7 +159,7 @@ def test_remote_can_be_pickled(by):
         remote.name()
 
 
-def test_rlframe_error_keeps_its_type_and_other_errors_their_traceback(by):
+def test_remote_call_keeps_the_type_of_an_rlframe_error_and_the_traceback_of_other_errors(by):
     address = by.address()
     with by.serving(Node(), address):
         remote = resolve(by.client(address), "learner")
@@ -191,7 +191,7 @@ def test_dead_peer_raises_peer_error_at_the_deadline(by, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_restarted_peer_is_found_at_its_address(by, asynchronous):
+def test_restarted_peer_is_called_at_the_same_address(by, asynchronous):
     address = by.address()
     remote = resolve(by.client(address), "learner")
     with by.serving(Node("first"), address):
@@ -251,7 +251,7 @@ def test_other_peers_are_called_only_if_the_preferred_peer_is_dead(by):
         resolve([clients[0], 3], "inferencer")
 
 
-def test_handles_of_two_transports_are_refused_in_one_list():
+def test_list_with_handles_of_two_transports_is_refused():
     peers = [Remote(["a:1"], "client"), Remote(["a:1"], "client", transport=InProcess())]
     with pytest.raises(UsageError, match="nodes of one program, or objects, not both: Remote, Remote"):
         resolve(peers, "inferencer")

@@ -37,7 +37,7 @@ def test_public_packages_import_no_engine_or_environment_library():
     assert loaded.isdisjoint({*ENGINES, "envpool", "gymnasium", "dm_control", "matplotlib", "tensorboardX", "rich"})
 
 
-def test_every_public_name_resolves():
+def test_every_public_name_can_be_imported():
     import rlframe
 
     for name in rlframe.__all__:

@@ -1,6 +1,7 @@
 """The public interface equals `inventory.txt`: commands and flags, endpoints, names, and the files of a run.
 
-A diff of this file shows what a change adds and removes. To update it, run `python -m tests.test_inventory`.
+The diff of `inventory.txt` shows which parts of the interface a change adds or removes. To update `inventory.txt`, run
+`python -m tests.test_inventory`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ TINY += " --network mlp --network.hidden 8 --seed 5 --quiet --json"
 
 
 def commands() -> Inventory:
-    """Return the commands and their flags, with the choices of a flag."""
+    """Return the commands with their flags. Flags have their choices."""
     scripts = metadata.entry_points(group="console_scripts")
     found = {
         "programs": [each.name for each in scripts if each.value.startswith("rlframe.")],
@@ -77,7 +78,7 @@ def commands() -> Inventory:
     }
     by_flag: dict[str, list[str]] = collections.defaultdict(list)
     for agent in agents():
-        shown_flags: dict[str, None] = {}  # a dict as an ordered set of flags
+        shown_flags: dict[str, None] = {}  # a dict serves as an ordered set of flags
         for topology in topologies(agent):
             shown_flags |= dict.fromkeys(flags(shown("train", "--agent", agent, "--topology", topology, "--help")))
         for flag in shown_flags:
@@ -143,7 +144,7 @@ def names() -> Inventory:
 
 
 def run_directory(path: pathlib.Path) -> Inventory:
-    """Return the files of a run, with one process and with several, and the keys of its results and rows."""
+    """Return the files of a run with one process and of a run with several. Return the keys of the results and rows."""
     one, several = path / "one", path / "several"
     result = json.loads(shown("train", *TINY.split(), "--run-dir", str(one)).splitlines()[-1])
     shown("train", *TINY.split(), "--run-dir", str(several), "--topology", "heavy_env", "--engine", "threads")
@@ -161,7 +162,7 @@ def run_directory(path: pathlib.Path) -> Inventory:
 
 @contextlib.contextmanager
 def printed() -> Iterator[io.StringIO]:
-    """Capture stdout, with a wide terminal so that lines are not wrapped."""
+    """Capture stdout. Simulate a wide terminal, so that lines are not wrapped."""
     with mock.patch.dict("os.environ", COLUMNS="400"), contextlib.redirect_stdout(io.StringIO()) as text:
         yield text
 
@@ -181,7 +182,7 @@ def refused(*arguments: str) -> str:
 
 
 def flags(text: str) -> list[str]:
-    """Return the flags in a help text, with their choices if these are a list of words."""
+    """Return the flags in a help text. If the choices of a flag are a list of words, add the choices."""
     found = []
     for option in re.findall(r"^  (--.*(?:\n {20,}.*)*)", text, re.MULTILINE):
         words = " ".join(option.split())
@@ -216,7 +217,7 @@ def operators() -> list[str]:
 
 
 def files(directory: pathlib.Path) -> list[str]:
-    """Return the entries of a directory, two levels deep, with numbers replaced by N."""
+    """Return the paths in a directory and in its folders. Replace numbers in the paths by N."""
     found = set()
     for path in [*directory.glob("*"), *directory.glob("*/*")]:
         name = re.sub(r"(events.out.tfevents).*", r"\1", str(path.relative_to(directory)))
@@ -228,7 +229,7 @@ def files(directory: pathlib.Path) -> list[str]:
 
 
 def written(group: str) -> Inventory:
-    """Return the sections of a group in `inventory.txt`."""
+    """Return the sections of one group in `inventory.txt`."""
     sections: Inventory = {}
     lines: list[str] = []
     for line in WRITTEN.read_text().splitlines():
@@ -248,7 +249,7 @@ def to_text(group: str, found: Inventory) -> str:
 
 
 def check(group: str, found: Inventory) -> None:
-    """Fail if a line is missing or new, and print these lines."""
+    """Fail if a line of the inventory is missing or new. The error contains these lines."""
     before, now = (
         {f"{name}: {line}" for name, lines in inventory.items() for line in lines}
         for inventory in (written(group), found)

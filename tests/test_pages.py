@@ -1,4 +1,4 @@
-"""The code of tutorial pages in docs/ runs from top to bottom in an empty folder, and its agents learn."""
+"""The code on the tutorial pages in docs/ runs from top to bottom in an empty folder, and the agents learn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ RLFRAME = [sys.executable, "-m", "rlframe"]
 
 
 def follow(page: str, folder: pathlib.Path) -> str:
-    """Write the files of a page, run its commands, and run its other Python code as one script. Return the output."""
+    """Write the files that a page shows, run its commands, and run its other Python code as one script.
+
+    Return the output of the script.
+    """
     script, out = "", ""
     for kind, block in re.findall(
         r"^```(python|console)\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
@@ -54,9 +57,9 @@ def test_code_of_the_python_page_trains_and_acts(tmp_path):
 
 
 @pytest.mark.system
-def test_environment_of_the_custom_environment_page_is_learned(tmp_path):
+def test_agent_learns_the_environment_of_the_custom_environment_page(tmp_path):
     follow("own-environment.md", tmp_path)
-    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # random actions and standing still have a mean return of 1 / 7
+    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # random actions: a mean return of 1 / 7
     rows = [json.loads(line) for line in (tmp_path / "runs" / "catch" / "metrics.jsonl").read_text().splitlines()]
     assert any("env/caught" in row for row in rows)
     assert (tmp_path / "curves.png").exists()

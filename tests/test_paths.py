@@ -1,4 +1,4 @@
-"""Runs with paths that are not UTF-8, including runs in which Python's encoding of paths is ASCII."""
+"""Runs with paths that are not valid UTF-8, also if Python's encoding of paths is ASCII."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Env(gymnasium.Env):
     def render(self):
         return np.zeros((32, 32, 3), np.uint8)
 """
-# The script is in this directory too, because JAX writes source paths into compiled code.
+# The script is in the same directory as the environment, because JAX writes source paths into compiled code.
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -113,7 +113,7 @@ def test_ray_refuses_a_non_utf_8_directory(tmp_path):
     needs("ray")
     (directory := pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))).mkdir()
     command = [sys.executable, "-m", "rlframe", "train", "--env", "CartPole-v1", "--topology", "heavy_env"]
-    env = {**os.environ, "HOME": str(tmp_path)}  # where Ray keeps its token
+    env = {**os.environ, "HOME": str(tmp_path)}  # Ray stores its token there
     done = subprocess.run([*command, "--engine", "ray"], cwd=directory, env=env, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Ray supports only directories with a UTF-8 path: got" in done.stderr and "Traceback" not in done.stderr
@@ -131,7 +131,7 @@ def test_non_utf_8_bytes_are_printed_as_escapes():
 
 
 @pytest.mark.parametrize("name", [b"a\xff", "é".encode(), b"plain"])
-def test_native_path_is_ascii_and_valid_until_closed(name, tmp_path):
+def test_native_path_is_ascii_and_exists_until_it_is_closed(name, tmp_path):
     directory = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
     os.mkdir(directory)
     before = len(os.listdir("/proc/self/fd"))

@@ -37,7 +37,7 @@ def test_lint_checks_each_kind_of_text():
         ("message", "fbx.make_prioritised_flat_buffer in two places", None),
     ],
 )
-def test_pattern_is_found_only_in_its_kinds_of_text(kind, text, words):
+def test_each_pattern_is_found_only_in_the_kinds_of_text_that_it_applies_to(kind, text, words):
     assert problem(kind, text) == words
 
 

@@ -29,7 +29,7 @@ def test_backoff_is_empty_after_the_deadline():
     assert list(retry.backoff(0.1, 1.0, 5.0, since=time.monotonic() - 6.0)) == []
 
 
-def test_jitter_shortens_pauses_by_at_most_its_fraction():
+def test_jitter_shortens_pauses_by_at_most_the_given_fraction():
     first = [next(retry.backoff(2.0, 9.0, jitter=0.25)) for _ in range(200)]
     assert 1.5 <= min(first) < max(first) <= 2.0
     assert sum(first) / 200 == pytest.approx(1.75, abs=0.1)

@@ -24,7 +24,7 @@ def rectangle_area(w, h):
 
 @pytest.fixture
 def change(tmp_path, monkeypatch):
-    """Commit one source, write another source, and return the differences between the two."""
+    """Commit a file with one source, change the file to the other source, and return the differences."""
     monkeypatch.chdir(tmp_path)
 
     def differences_of(old, new):
@@ -39,11 +39,11 @@ def change(tmp_path, monkeypatch):
     return differences_of
 
 
-def test_changed_names_messages_and_docstrings_are_no_difference(change):
+def test_changed_names_messages_and_docstrings_are_not_reported(change):
     assert change(OLD, SAME) == []
 
 
-def test_changed_operator_is_a_difference(change):
+def test_changed_operator_is_reported(change):
     found = change(OLD, SAME.replace("w * h", "w + h"))
     assert found == [
         "module.py: rectangle_area: new or changed",
@@ -51,5 +51,5 @@ def test_changed_operator_is_a_difference(change):
     ]
 
 
-def test_value_that_is_missing_from_a_message_is_a_difference(change):
+def test_value_that_is_missing_from_a_message_is_reported(change):
     assert len(change(OLD, SAME.replace("{h}", "negative"))) == 2

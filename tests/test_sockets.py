@@ -21,7 +21,7 @@ from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOBODY = 65534  # the user `nobody`, which all systems have
+NOBODY = 65534  # user id of `nobody`, a user on all systems
 
 TRANSPORT = SocketTransport()
 
@@ -99,7 +99,7 @@ def test_another_user_cannot_enter_the_socket_directory(server):
 
 
 class Loud:
-    """Appends an item to `unpickled` when it is unpickled."""
+    """An object that appends an item to `unpickled` when it is unpickled."""
 
     def __reduce__(self):
         return unpickled.append, ("somebody",)
@@ -131,7 +131,7 @@ def test_client_sends_nothing_to_a_server_of_another_user(open_directory):
     assert not TRANSPORT.is_reachable(path)
 
 
-def test_large_arrays_are_sent_outside_the_pickle():
+def test_large_arrays_are_sent_without_pickling_their_data():
     large = {
         "params": np.arange(100_000, dtype=np.float32),
         "rows": [np.full((300, 64), i % 256, np.uint8) for i in range(700)],
@@ -155,7 +155,7 @@ def test_object_of_a_user_file_is_sent_by_value(server, tmp_path):
     path.write_text("class Own:\n    def __init__(self, value):\n        self.value = value\n")
     own = load_object(f"{path}:Own", "thing")
     assert TRANSPORT.connect(server.address).call("echo", own(5)).value == 5
-    # The object also arrives in a process that has not loaded the file.
+    # A process that has not loaded the file can also receive the object.
     reader = """
 import sys
 from rlframe.transport.sockets import SocketTransport
@@ -183,7 +183,7 @@ def test_late_answer_is_dropped_after_a_call_timeout(monkeypatch):
     server.stop()
 
 
-def test_replaced_server_is_reached_at_once():
+def test_client_reaches_a_replaced_server_at_once():
     directory = SocketDirectory()
     address = f"{directory.path}/s"
     first = TRANSPORT.serve({"echo": echo}, address)

@@ -1,4 +1,6 @@
-"""The transport of the ray engine without Ray: servers on one simulated Ray node, clients on another, and a relay."""
+"""The transport of the ray engine without Ray. Servers are on one simulated Ray node, clients on another. A relay
+connects the nodes.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import psutil
 
 T = TypeVar("T")
 
-LIMIT = 120.0  # seconds; long enough for a busy machine, so only failing tests wait this long
+LIMIT = 120.0  # seconds: long enough for a busy machine. Only tests that fail wait this long
 
 
 def wait_until(
