@@ -135,7 +135,7 @@ def test_actor_starts_another_unroll_when_the_previous_one_was_lost(caplog):
         wait_until(lambda: buffer.size >= NUM_ENVS)
         assert learner.step(buffer.sample()) is not None
     actor.close()
-    assert "No version after 1 came" in caplog.text
+    assert "No version after 1 arrived" in caplog.text
     assert_on_policy(learner)
 
 
