@@ -77,7 +77,9 @@ class UnrollGate:
             now = time.monotonic()
             self._waited = before + now - began
             if self._waited > self._patience or (version < self._version and self._waited > _RESTARTED):
-                _log.warning("No version after %d arrived within %.1f s. Acting with old parameters.", version, self._waited)
+                _log.warning(
+                    "No version after %d arrived within %.1f s. Continuing with the old one.", version, self._waited
+                )
                 self._learned_at = version - 1
                 break
             if now >= until:
