@@ -102,7 +102,7 @@ class PQN(QLearning, MinibatchAgent):
         return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
-        """Return the steps of a batch with their lambda-returns, computed from the actor's values."""
+        """Return the steps of a batch with lambda-returns, computed from the values that the actor stored."""
         last_values = self._values(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))
         next_values = jnp.concatenate([data.extras["value"][:, 1:], jnp.max(last_values, axis=-1)[:, None]], axis=1)
         targets = q_lambda_returns(

@@ -237,7 +237,7 @@ def test_error_about_a_wrong_observation_names_the_leaf():
         agent.check_observation({"eyes": np.zeros((4, 2), np.float32)})
     with pytest.raises(UsageError, match=r"got \[4, 3\] float64"):
         agent.check_observation({"eyes": np.zeros((4, 3))})
-    with pytest.raises(UsageError, match=r"has the leaves \['ears'\], its spec has \['eyes'\]"):
+    with pytest.raises(UsageError, match=r"has the leaves \['ears'\], but its spec has \['eyes'\]"):
         agent.check_observation({"ears": np.zeros((4, 3), np.float32)})
     agent.check_observation({"eyes": np.zeros((4, 3), np.float32)})
 
@@ -388,7 +388,7 @@ def test_agent_from_a_user_file_may_have_cached_properties(tmp_path):
     ],
 )
 def test_agent_with_a_fixed_distribution_rejects_a_policy_factory(agent_cls, cfg, action_spec):
-    with pytest.raises(UsageError, match=f"{agent_cls.__name__} reads no policy_factory.*PPO and IMPALA take one"):
+    with pytest.raises(UsageError, match=f"{agent_cls.__name__} accepts no policy_factory.*PPO and IMPALA accept"):
         agent_cls(cfg, VECTOR, action_spec, policy_factory=default_distribution)
     # the base class sets this attribute
     assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None

@@ -217,7 +217,7 @@ def test_truncated_episode_bootstraps_and_terminated_episode_does_not():
 
 def test_batch_with_fewer_rows_than_minibatches_is_rejected():
     agent = make(num_minibatches=33)
-    with pytest.raises(UsageError, match=r"PPO: num_minibatches=33 of a batch of 32 rows"):
+    with pytest.raises(UsageError, match=r"PPO: num_minibatches=33 is above the number of rows in a batch \(32\)"):
         agent.check_num_envs(4)
     agent.check_num_envs(5)
 

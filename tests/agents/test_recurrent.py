@@ -118,7 +118,7 @@ def test_impala_learning_uses_the_states_of_acting(specs, name):
 def test_minibatches_of_a_recurrent_network_contain_whole_unrolls(specs):
     agent = PPO(PPOConfig(unroll_length=8, num_minibatches=5), *specs, SMALL["gru"])
     batch, params = acted(agent, 8)
-    with pytest.raises(UsageError, match="num_minibatches=5 of a batch of 4 rows .*num_envs for a recurrent network"):
+    with pytest.raises(UsageError, match="num_minibatches=5 is above .*num_envs rows for a recurrent network"):
         agent.check_num_envs(4)
     # If an actor is dead, there are fewer rows. Then there are fewer minibatches, with one row each.
     _, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
