@@ -86,8 +86,8 @@ class Actor:
         self._replay = ActorReplay(target, lambda: find_inferencer(rank or 0).specs(), rank, incarnation)
         self.rank, self.incarnation = self._replay.rank, self._replay.incarnation
         try:
-            # Before the first step, only the inferencer's specs are read. A node's constructor must not wait for
-            # another node.
+            # Before the first step, only the inferencer's specs are read.
+            # The constructor of a node must not wait for another node.
             self._inferencer = as_inference(find_inferencer(self.rank))
             self._make_steppers(env_builder, num_pools, seed, deadline)
             self._replay.open_segment(self.num_envs)
@@ -135,7 +135,7 @@ class Actor:
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
-        """Return `stats()`, then set the total budget of `run()` to `env_steps`.
+        """Set the total budget of `run()` to `env_steps`. Return the `stats()` from before this change.
 
         A call for another incarnation changes nothing. If no call arrives (the monitor died or hangs), the Actor waits
         once the current budget is used up. Any thread may call it.

@@ -1,4 +1,4 @@
-"""An actor waits here before a step: for budget, and for newer parameters before each on-policy unroll."""
+"""An actor may have to wait before a step: for a higher step budget, or for newer parameters (on-policy agents)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlframe.types import ReplaySpec, Sequence
 _log = logging.getLogger(__name__)
 
 _POLL = 0.2  # maximum seconds of one wait, and therefore the longest delay of a stop
-_RESTARTED = 1.0  # seconds; if the version is still lower than before, the learner was restarted
+_RESTARTED = 1.0  # seconds after which a version that is lower than before means that the learner was restarted
 
 
 class UnrollGate:
     """Makes the actor wait before each unroll until its parameters are new enough.
 
     The gate closes after each unroll. A learner that takes one unroll per version learns from the next unroll one
-    version after it learned from this unroll. At that time, the parameters that acted may be at most `max_staleness`
-    versions old. A version that is new enough may never arrive: a replay server may have lost the unroll, or the
-    learner was restarted. Therefore the gate opens after three times the `lapse_after` of the spec, and the next unroll
-    uses the newest parameters.
+    version after it learned from this unroll. At that time, the parameters that acted in the unroll may be at most
+    `max_staleness` versions old. A version that is new enough may never arrive: a replay server may have lost the
+    unroll, or the learner was restarted. Therefore the gate opens after three times the `lapse_after` of the spec, and
+    the next unroll uses the newest parameters.
 
     Args:
         spec: spec of the replay, with a `max_staleness`.
@@ -43,8 +43,8 @@ class UnrollGate:
     def count_step(self, version: int) -> None:
         """Count a step in which `version` acted."""
         if self._steps == 0:
-            # The first step has the oldest version of the unroll. The version skips numbers if the learner continued
-            # without this actor.
+            # The first step has the oldest version of the unroll.
+            # If the learner has continued without this actor, `version` is the larger number.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
         self._is_open = self._steps > 0 or self._version > self.too_old

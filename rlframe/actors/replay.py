@@ -22,8 +22,8 @@ _ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python'
 class ActorReplay:
     """The replay buffer of an Actor, and the rank that the Actor claims from it.
 
-    A `ReplayWriter` in this process or on another node assigns ranks. A buffer that only has `add` assigns no ranks;
-    `AddOnlyWriter` does this instead.
+    A `ReplayWriter` in this process or on another node assigns ranks. A buffer that only has `add` assigns no ranks.
+    `AddOnlyWriter` then assigns them.
 
     Args:
         target: a buffer, a `Remote` of one, or a `reverb.Client`.

@@ -210,7 +210,7 @@ class EpisodeStatistics:
     def update(
         self, timestep: TimeStep, indices: np.ndarray | None = None, rewards: np.ndarray | None = None
     ) -> Logs | None:
-        """Count timesteps. Each of them followed one action.
+        """Count timesteps. Each timestep is the result of one action.
 
         Args:
             timestep: [B, ...]. FIRST is not counted as a step.

@@ -275,6 +275,6 @@ def _cached_property(function: Any, name: str) -> Any:
 
 
 if sys.version_info < (3, 12):
-    # An agent from a user's file is pickled with its class. Before Python 3.12, a cached property contains a lock,
-    # which cannot be pickled.
+    # An agent from a user's file is pickled with its class.
+    # Before Python 3.12, a cached property contains a lock, which cannot be pickled.
     copyreg.pickle(functools.cached_property, lambda prop: (_cached_property, (prop.func, prop.attrname)))

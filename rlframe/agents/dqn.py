@@ -46,8 +46,8 @@ class DQNConfig:
     epsilon_begin: float = 1.0  # probability of a random action
     epsilon_end: float = 0.1
     epsilon_decay_steps: int = 1_000_000  # environment steps, counted from the first update
-    # Temporally extended exploration: repeat a random action for n steps, with probability proportional to n^-exponent
-    # (Dabney et al. 2020, arXiv:2006.01782, who use exponent 2). None repeats no action.
+    # Temporally extended exploration: repeat a random action n times, with probability proportional to n^-exponent.
+    # Dabney et al. 2020 (arXiv:2006.01782) use exponent 2. None repeats no action.
     exploration_duration_exponent: float | None = None
     # rmsprop: centered, decay 0.95, epsilon 0.01 (for gradients summed over the batch)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
@@ -60,8 +60,8 @@ class DQNConfig:
     head: ReturnHead = dataclasses.field(default_factory=Expectation)
     double: bool = False  # double Q-learning, van Hasselt et al. 2016
     n_step: int = 1  # number of rewards summed before bootstrapping
-    # Munchausen DQN: targets of a soft policy, and a bonus for actions that are likely under this policy. Defaults from
-    # Vieillard et al. 2020, arXiv:2007.14430.
+    # Munchausen DQN: targets of a soft policy, and a bonus for actions that are likely under this policy.
+    # Defaults from Vieillard et al. 2020, arXiv:2007.14430.
     munchausen: bool = False
     munchausen_scale: float = 0.9  # alpha, scale of the bonus
     munchausen_temperature: float = 0.03  # tau, temperature of the soft policy
@@ -168,8 +168,8 @@ class DQN(TargetNetworkAgent):
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
-            # The paper's epsilon of 0.01 is for gradients of the sum over the batch. Here, gradients of the mean are
-            # used, so epsilon is smaller (0.01 / 32^2 in dqn_zoo, dqn/run_atari.py).
+            # The paper's epsilon of 0.01 is for gradients of the sum over the batch.
+            # Here, gradients of the mean are used, so epsilon is smaller (0.01 / 32^2 in dqn_zoo, dqn/run_atari.py).
             optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01 / cfg.batch_size**2, centered=True)
         return clip_gradients(cfg.max_grad_norm, optimizer)
 

@@ -106,7 +106,7 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True)
 class Categories:
-    """The return of each action has N possible values with logits (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
+    """N fixed values of the return, and their logits for each action (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
 
     name: ClassVar[str] = "categorical"
 

@@ -59,11 +59,10 @@ class GRPOConfig:
     clip_epsilon: float = 0.2
     # upper clip range, for DAPO's clip-higher (0.28); None uses clip_epsilon
     clip_epsilon_high: Union[float, None] = None
-    # Upper limit of the ratio for data from much older parameters. grpo applies it where the advantage is negative,
-    # policy_gradient always. None means no limit. Ye et al. 2020, arXiv:1912.09729.
+    # Upper limit of the ratio for data from much older parameters (Ye et al. 2020, arXiv:1912.09729).
+    # grpo applies it where the advantage is negative, policy_gradient always. None means no limit.
     ratio_cap: Union[float, None] = 3.0
-    # weight of the KL divergence to the reference (the initial parameters, or the batch's ref_logprobs); 0 keeps no
-    # reference
+    # weight of the KL divergence to the reference: the initial parameters, or the batch's ref_logprobs; 0: no reference
     kl_cost: float = 0.04
     dpo_beta: float = 0.1  # dpo: beta; Rafailov et al. 2023, arXiv:2305.18290, appendix B
     learning_rate: float = 1e-6

@@ -116,8 +116,8 @@ def temperature_loss(log_temperature: jax.Array, log_probs: jax.Array, target_en
     return -jnp.exp(log_temperature) * jax.lax.stop_gradient(log_probs + target_entropy)
 
 
-# --- losses of language models that learn from scored sequences. The axes `[S, T]` are S sequences and the T tokens
-# that the model predicts. `mask` is 1 for tokens to train on.
+# --- losses of language models that learn from scored sequences. `mask` is 1 for tokens to train on.
+# The axes `[S, T]` are S sequences and the T tokens that the model predicts.
 
 
 def group_advantages(
@@ -141,8 +141,8 @@ def group_advantages(
     def mean(x: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, group, len(x))[group] / count
 
-    # First divide each score by the spread of its group, so that large scores keep their precision. Halve the scores
-    # before, because the spread of the largest float32 numbers would overflow.
+    # Divide each score by the spread of its group first, so that large scores keep their precision.
+    # Compute the spread of half the scores, because the spread of the largest float32 numbers would overflow.
     half = 0.5 * scores
     lowest = jax.ops.segment_min(half, group, len(half))[group]
     spread = jax.ops.segment_max(half, group, len(half))[group] - lowest

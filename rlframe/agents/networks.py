@@ -32,7 +32,7 @@ class Network(NamedTuple):
 class Head(NamedTuple):
     """One output of a network."""
 
-    size: int  # numbers per observation
+    size: int  # number of outputs per observation
     scale: float = 1.0  # gain of the initial weights
     num_free: int = 0  # how many of the last numbers do not depend on the observation
     free_init: float = 0.0  # initial value of the numbers that do not depend on the observation

@@ -53,8 +53,8 @@ class R2D2Config:
     n_step: int = 5  # number of rewards summed before bootstrapping
     # Rescaling of values: epsilon in h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x. None disables rescaling.
     rescaling: float | None = 1e-3
-    # An environment takes a random action with probability epsilon^(1 + epsilon_exponent * position). The positions are
-    # spread evenly over [0, 1] (`ladder_positions`), as in Horgan et al. 2018 (arXiv:1803.00933).
+    # An environment takes a random action with probability epsilon^(1 + epsilon_exponent * position).
+    # Positions are spread evenly over [0, 1] (`ladder_positions`), as in Horgan et al. 2018 (arXiv:1803.00933).
     epsilon: float = 0.4
     epsilon_exponent: float = 7.0
     learning_rate: float = 1e-4  # learning rate of Adam
@@ -194,6 +194,6 @@ def ladder_positions(count: int) -> np.ndarray:
 
 def _select(values: jax.Array, actions: jax.Array) -> jax.Array:
     """Return [T, B]: the values [T, B, A] of the actions [T, B]."""
-    # Do not use take_along_axis: its gradient is a scatter. If the network has no state, XLA's older CPU runtime
-    # (jaxlib 0.5.3) aborts the process when it compiles this scatter.
+    # Do not use take_along_axis, whose gradient is a scatter.
+    # If the network has no state, compiling this scatter aborts the process with jaxlib 0.5.3 on a CPU.
     return jnp.sum(values * jax.nn.one_hot(actions, values.shape[-1], dtype=values.dtype), axis=-1)

@@ -162,8 +162,8 @@ class _RecurrentConfig:
         parts = dueling_heads(heads) if self.dueling else heads
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
-            # Without is_first, the inputs are one step [B, ...], otherwise [B, T, ...]. Only the core processes one
-            # step after another.
+            # Without is_first, the inputs are one step [B, ...], otherwise [B, T, ...].
+            # Only the core processes one step after another.
             lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)
             features = (

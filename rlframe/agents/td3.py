@@ -25,8 +25,8 @@ class TD3Config:
 
     batch_size: int = 100
     replay_capacity: int = 1_000_000  # environment steps
-    # Items in the replay before learning starts. Until then, actions are uniform. The paper uses 1,000 for tasks whose
-    # episodes end early.
+    # Items in the replay before learning starts. Until then, actions are uniform.
+    # The paper uses 1,000 for tasks whose episodes end early.
     min_replay_size: int = 10_000
     update_period: int = 1  # environment steps per learner step
     discount: float = 0.99

@@ -268,8 +268,8 @@ class Normalized(Agent):
         """
         raw, updated = data, statistics
         if self.rewards:
-            # Update the return statistics before scaling, so that the first batch is also scaled. This is allowed,
-            # because log-probabilities do not depend on these statistics.
+            # Update the return statistics before scaling, so that the first batch is also scaled.
+            # Log-probabilities do not depend on the return statistics, so this is allowed.
             returns = _with_returns(statistics.returns, raw)
             updated = updated._replace(returns=returns)
             reward = jnp.clip(
@@ -280,7 +280,7 @@ class Normalized(Agent):
         if self.observations:
             data = data._replace(observation=self._observed(statistics, raw.observation))
             leaves = self._selected(jax.tree.leaves(raw.observation))
-            if isinstance(raw, SequenceBatch):  # the last timestep is also in the next sequence
+            if isinstance(raw, SequenceBatch):  # the next sequence also contains the last timestep
                 leaves = [leaf[:, :-1] for leaf in leaves]
             else:
                 data = data._replace(next_observation=self._observed(statistics, raw.next_observation))

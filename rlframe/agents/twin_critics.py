@@ -1,4 +1,4 @@
-"""The base class of SAC and TD3, which have a policy for continuous actions and twin critics, and its networks.
+"""The base class of SAC and TD3, and the networks of both: a policy for continuous actions, and twin critics.
 
 The targets of the critics are `returns.soft_targets`. The losses are in losses.py.
 """

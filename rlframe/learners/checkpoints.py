@@ -1,4 +1,4 @@
-"""Saves and restores checkpoints: a learner's arrays, and the replay buffer at the same time.
+"""Saves and restores checkpoints. A checkpoint contains a learner's arrays, and the replay buffer at that moment.
 
 - Each checkpoint is written completely or not at all.
 - `Learner.run()` calls `Saver.save_if_due` after each update. `save_soon` saves from another thread, between updates.
@@ -44,7 +44,7 @@ class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
     extras: Any  # saved with the checkpoint, for example the counters of the actor
-    has_replay: bool  # True if the replay that was saved with it was also restored
+    has_replay: bool  # True if the replay that was saved with this checkpoint was also restored
 
 
 class Checkpointer:
@@ -152,8 +152,8 @@ class Checkpointer:
             self._read(chosen)
         except CheckpointError as error:
             raise UsageError(f"{error} {self._newest_good([one for one in steps if one != chosen])}") from error
-        # Move checkpoints before replays, and the newest checkpoint first. If a move is interrupted, each remaining
-        # checkpoint still has its replay.
+        # Move checkpoints before replays, and the newest checkpoint first.
+        # If a move is interrupted, each remaining checkpoint still has its replay.
         newer = [self.directory / str(one) for one in reversed(steps) if one > chosen]
         if newer:
             newer += [self.replays.path(one) for one in self.replays.numbers() if one > chosen]
@@ -336,7 +336,7 @@ class Saver:
             self._save_or_warn(final=False)
         except Exception as error:
             self._failure = error
-            self._learner.stop()  # end its wait for a batch
+            self._learner.stop()  # end the learner's wait for a batch
 
 
 def last_good(checkpointer: Checkpointer | None) -> str:

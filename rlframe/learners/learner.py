@@ -48,12 +48,11 @@ class Learner:
     Args:
         cfg: see `LearnerConfig`.
         agent: the `Agent` to train.
-        replay_buffer: a `ReplayReader` in this process, or a `reverb.Client`. `run()` takes batches from it. It
-            receives priorities.
+        replay_buffer: a `ReplayReader` in this process, or a `reverb.Client`. `run()` takes batches from
+            this buffer. `step` passes priorities to it.
         logger: any object with `write(step, values)`, used by `run()`. None writes no logs.
         check_may_write: called before anything is written to `cfg.checkpoint_dir`. If it raises, nothing is written.
-            It is needed if a successor of this learner may already be writing to the directory. None always allows
-            writing.
+            Needed if a successor of this learner may already be writing to the directory. None always allows writing.
         above_version: the first published version is higher than this number. Used for the successor of a learner that
             published versions but left no checkpoint.
 
@@ -114,8 +113,7 @@ class Learner:
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
         params = agent.initial_params(init_rng)
         learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
-        # Donated buffers must be distinct, but an initial state may contain the parameters themselves (target
-        # networks).
+        # Copy: donated buffers must be distinct, but the initial state of a target network is the parameters themselves.
         self._params, self._learner_state = copy_arrays((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)

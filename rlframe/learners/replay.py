@@ -31,7 +31,7 @@ class LearnerReplay:
     Args:
         given: the argument of the Learner: a buffer, a handle to a buffer in this process, or a `reverb.Client`.
         agent: agent whose specs define the items of a `reverb.Client`.
-        stop: when this event is set, waits for other processes end.
+        stop: setting this event ends all waits for other processes.
 
     Attributes:
         buffer: the buffer.

@@ -77,8 +77,8 @@ def repeated_actions(epsilon, steps=400, rows=64):
 
 def test_random_actions_are_repeated_and_their_durations_have_the_zeta_distribution():
     changes = np.diff(repeated_actions(1.0), axis=0) != 0
-    # The mean duration is sum(n^-1) / sum(n^-2) = 4.55 for n up to 1000. After it, the next action differs with
-    # probability (A - 1) / A.
+    # The mean duration is sum(n^-1) / sum(n^-2) = 4.55 for n up to 1000.
+    # After a repeated action, the next action is a different one with probability (A - 1) / A.
     num_actions = make().action_spec.num_values
     expected = (num_actions - 1) / num_actions / 4.55
     assert abs(changes.mean() - expected) < 0.04

@@ -49,13 +49,13 @@ def test_quantiles_agree_with_rlax(rlax):
 def test_probability_of_a_categorical_target_is_split_between_the_nearest_values():
     head, predicted = Categories(3, -1.0, 1.0), np.log([[0.25, 0.25, 0.5]])
     following = np.log([[0.2, 0.3, 0.5]])
-    # The targets 0.25 + 0.5 z are -0.25, 0.25 and 0.75, with probabilities 0.2, 0.3 and 0.5. The probability of each
-    # target is split between the two nearest values.
+    # The targets 0.25 + 0.5 z are -0.25, 0.25 and 0.75, with probabilities 0.2, 0.3 and 0.5.
+    # The probability of each target is split between the two nearest values.
     target = np.array([0.2 * 0.25, 0.2 * 0.75 + 0.3 * 0.75 + 0.5 * 0.25, 0.3 * 0.25 + 0.5 * 0.75])
     expected = np.sum(target * np.log(target / [0.25, 0.25, 0.5]))
     found = head.loss(predicted, np.array([0.25]), np.array([0.5]), following)
     np.testing.assert_allclose(found.loss, [expected], rtol=1e-5)
-    # A final reward of 3 is above the support, so the target has all probability at 1, where the prediction has 0.5.
+    # A final reward of 3 is above the support, so the target is 1 with probability 1. The prediction has 0.5.
     found = head.loss(predicted, np.array([3.0]), np.array([0.0]), following)
     np.testing.assert_allclose(found.loss, [np.log(2.0)], rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Tests of GRPO: the loss equals a brute-force computation, masks, options that save memory, and acting."""
+"""Tests of GRPO: a comparison of the loss with a brute-force computation, masks, memory options, and acting."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def test_value_error_is_half_the_squared_error():
 
 
 def test_value_error_with_clipping_is_the_larger_error():
-    # The old value is 0, so a value of 3 is clipped to 0.5. For the target 1, the error of 3 is larger. For the target
-    # 5, the error of 0.5 is larger.
+    # The old value is 0, so a value of 3 is clipped to 0.5.
+    # For the target 1, the error of 3 is larger. For the target 5, the error of 0.5 is larger.
     value, old, target = jnp.array([3.0, 3.0]), jnp.zeros(2), jnp.array([1.0, 5.0])
     np.testing.assert_allclose(losses.value_error(value, old, target, 0.5), [2.0, 0.5 * 4.5**2])
 
@@ -78,8 +78,8 @@ def test_importance_weights_with_exponent_zero_are_one():
 def test_sequence_priorities_match_worked_example():
     errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    # The absolute errors are 1 and 3 in one sequence, and 4 and 2 in the other. The priority is 0.9 times the largest
-    # error plus 0.1 times the mean error.
+    # The absolute errors are 1 and 3 in one sequence, and 4 and 2 in the other.
+    # The priority is 0.9 times the largest error plus 0.1 times the mean error.
     np.testing.assert_allclose(off_policy.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
 
 

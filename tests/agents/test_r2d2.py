@@ -65,7 +65,7 @@ def h(x, epsilon):
 
 
 def inverse_of_h(y, epsilon):
-    """Invert h by bisection."""
+    """Return the inverse of the rescaling h, found by bisection."""
     low, high = np.full_like(y, -1e6, np.float64), np.full_like(y, 1e6, np.float64)
     for _ in range(100):
         middle = 0.5 * (low + high)

@@ -85,8 +85,8 @@ def test_vtrace_agrees_with_rlax(rho_bar, lambda_, rlax):
 
 
 def test_on_policy_vtrace_targets_are_n_step_returns():
-    # With gamma 0.5, from the last step to the first: 4 + 0.5 * 8 = 8, 2 + 0.5 * 8 = 6, 1 + 0.5 * 6 = 4. Only the
-    # last value matters.
+    # With gamma 0.5, from the last step to the first: 4 + 0.5 * 8 = 8, 2 + 0.5 * 8 = 6, 1 + 0.5 * 6 = 4.
+    # Of the values, only the last one is used.
     result = run([7, -3, 5, 8], [1, 2, 4], [0.5, 0.5, 0.5])
     np.testing.assert_allclose(result.targets, [4, 6, 8])
     np.testing.assert_allclose(result.advantages, [4 - 7, 6 + 3, 8 - 5])
@@ -103,8 +103,8 @@ def test_on_policy_vtrace_advantages_are_generalized_advantages(lambda_):
 
 
 def test_importance_weights_of_vtrace_are_clipped():
-    # rho_0 = min(2, 4) = 2, rho_1 = 0.5, c_0 = min(1, 4) = 1, so delta_1 = 0.5 * (1 + 10 - 1) = 5 and
-    # delta_0 = 2 * (3 + 1 - 2) = 4.
+    # rho_0 = min(2, 4) = 2, rho_1 = 0.5 and c_0 = min(1, 4) = 1.
+    # Therefore delta_1 = 0.5 * (1 + 10 - 1) = 5, and delta_0 = 2 * (3 + 1 - 2) = 4.
     result = run([2, 1, 10], [3, 1], [1, 1], rhos=[4, 0.5], rho_bar=2.0, c_bar=1.0)
     np.testing.assert_allclose(result.targets, [2 + 4 + 5, 1 + 5])
     np.testing.assert_allclose(result.advantages, [2 * (3 + 6 - 2), 0.5 * (1 + 10 - 1)])
@@ -174,8 +174,8 @@ def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1
 
 
 def test_gae_matches_worked_example():
-    # With gamma 0.5 and lambda 0.5, the errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2, and the first
-    # advantage is 1 + 0.25 * 2 = 1.5.
+    # With gamma 0.5 and lambda 0.5, the errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2.
+    # The first advantage is 1 + 0.25 * 2 = 1.5.
     result = advantages([1, 2], [1, 1], [1, 2, 4], discount=0.5, gae_lambda=0.5)
     np.testing.assert_allclose(result, [1.5, 2.0])
 

@@ -148,7 +148,7 @@ def test_return_so_far_restarts_with_each_episode():
     np.testing.assert_allclose(after.return_so_far, [9 + 0.9 * 15.3, 10 + 0.9 * 10], rtol=1e-5)
 
 
-def test_rewards_are_divided_by_the_deviation_of_returns_without_first_timesteps():
+def test_rewards_are_divided_by_the_deviation_of_returns_that_ignores_first_timesteps():
     agent = ppo(observations=False, reward_clip=1.5)
     returns = np.array([[0.0, 3.0, 50.0, 0.0], [2.0, 4.0, 6.0, 8.0]], np.float32)
     step_type = np.array([[FIRST, MID, LAST, FIRST, MID], [MID, MID, MID, LAST, FIRST]], np.uint8)
