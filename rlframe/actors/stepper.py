@@ -129,7 +129,7 @@ class AsyncStepper(PoolStepper):
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         super().__init__(env, env_ids, replay_buffer)
         # The last request and output of each environment, kept until the environment has finished its step.
-        # `_has_action` is True where they exist. `_versions` are the parameter versions of the outputs.
+        # `_has_action` is True where a request exists. `_versions` are the parameter versions of the outputs.
         self._has_action = np.zeros(len(env_ids), bool)
         self._last_requests: tuple[TimeStep, AgentOutput, AgentState] | None = None
         self._versions = np.zeros(len(env_ids), np.int64)

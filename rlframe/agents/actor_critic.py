@@ -55,9 +55,9 @@ class ActorCritic(Agent):
         return AgentOutput(self.distribution.to_action(self.distribution.mode(logits)), {}), state
 
     def acting_extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
-        """Return the values that the learner needs for a step: the log-probability of the sample, and sometimes the sample.
+        """Return the values of a step that the learner needs: the log-probability, and sometimes the sample.
 
-        The sample is needed if `to_action` changes it.
+        The learner needs the sample if `to_action` changes the sample.
         """
         extras = {"log_prob": self.distribution.log_prob(logits, sample)}
         return {**extras, "sample": sample} if self.distribution.clips else extras

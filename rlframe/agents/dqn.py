@@ -54,7 +54,7 @@ class DQNConfig:
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
-    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     # Network outputs for each action. Each head has its own options, such as `--head.num-atoms`.
     head: ReturnHead = dataclasses.field(default_factory=Expectation)

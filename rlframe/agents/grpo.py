@@ -350,7 +350,7 @@ class GRPO(Agent):
             "clip_fraction": mean(is_clipped),
             # Negative log-probabilities under the sampling policy. Their mean estimates its entropy.
             "entropy": -mean(sampled),
-            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # to the sampling policy (Schulman 2020)
+            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # KL to the sampling policy (Schulman 2020)
         }
         loss = policy_loss
         if cfg.kl_cost > 0:

@@ -39,10 +39,10 @@ class IMPALAConfig:
     entropy_cost: float = 0.01
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # rmsprop has no momentum
     learning_rate: float = 6e-4
-    anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = True  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     rmsprop_decay: float = 0.99  # scalable_agent/experiment.py
-    rmsprop_epsilon: float = 0.01  # inside the square root, as in TensorFlow; scalable_agent uses 0.1 for DMLab
+    rmsprop_epsilon: float = 0.01  # added inside the square root, as in TensorFlow; scalable_agent uses 0.1 for DMLab
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = 40.0
 

@@ -66,10 +66,10 @@ class MLPConfig:
     hidden: tuple[int, ...] = (64, 64)
     activation: Activation = "tanh"
     separate: bool = True  # True: separate layers for each head; False: layers shared by all heads
-    orthogonal: bool = True  # initial weights; False: truncated normal with standard deviation 1 / sqrt(inputs)
+    orthogonal: bool = True  # orthogonal initial weights; False: truncated normal with deviation 1 / sqrt(inputs)
     layer_norm: bool = False  # layer normalization before each activation (Ba et al. 2016)
     dueling: bool = False  # separate last hidden layers for advantages and value (Wang et al. 2016)
-    # DQN only: initial standard deviation of weights times sqrt(inputs); Fortunato et al. 2018: 0.5
+    # DQN only: initial deviation of the noise on weights times sqrt(inputs); Fortunato et al. 2018: 0.5
     noisy: float | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class NatureCNNConfig:
     orthogonal: bool = True
     layer_norm: bool = False  # layer normalization over the channels before each activation (Ba et al. 2016)
     dueling: bool = False  # separate last hidden layers for advantages and value (Wang et al. 2016)
-    noisy: float | None = None  # DQN only: initial standard deviation of dense weights times sqrt(inputs)
+    noisy: float | None = None  # DQN only: initial deviation of the noise on dense weights times sqrt(inputs)
 
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):

@@ -41,13 +41,13 @@ class PPOConfig:
     value_clip: float | None = None  # Maximum change of the value. ppo2 uses clip_epsilon.
     entropy_cost: float = 0.0
     value_cost: float = 0.5  # Weight of half the squared error. SB3's vf_coef=0.5 is 1.0 here.
-    normalize_advantages: bool = True  # In each minibatch, as in ppo2.
+    normalize_advantages: bool = True  # Normalize in each minibatch, as in ppo2.
     learning_rate: float = 3e-4
-    adam_epsilon: float = 1e-5  # As in ppo2.
+    adam_epsilon: float = 1e-5  # The default of ppo2.
     max_grad_norm: float | None = 0.5  # Clip the global norm of gradients, as in ppo2.
-    anneal_learning_rate: bool = False  # Linearly to 0 at --steps.
+    anneal_learning_rate: bool = False  # Reduce the rate linearly to 0 at --steps.
     anneal_clip: bool = False  # Anneal clip_epsilon linearly to 0.
-    total_learner_steps: int | None = None  # Internal: the updates of the run, at which annealing ends.
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Annealing ends there.
     # Internal: environments in a full batch. Schedules count a smaller batch as a fraction of an update.
     envs_per_batch: int | None = None
     max_staleness: int = 0  # Maximum age of an unroll, in versions. 0: actors wait for updates.

@@ -59,7 +59,7 @@ class R2D2Config:
     epsilon_exponent: float = 7.0
     learning_rate: float = 1e-4  # learning rate of Adam
     adam_epsilon: float = 1e-3
-    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     max_grad_norm: float | None = None
     priority_exponent: float = 0.9

@@ -146,7 +146,7 @@ class _RecurrentConfig:
     hidden: tuple[int, ...] = (64,)  # sizes of the dense layers before the core
     size: int = 64  # size of the core's output
     activation: Activation = "tanh"
-    orthogonal: bool = True  # initial weights; False: truncated normal with standard deviation 1 / sqrt(inputs)
+    orthogonal: bool = True  # orthogonal initial weights; False: truncated normal with deviation 1 / sqrt(inputs)
     dueling: bool = False  # separate hidden layers for advantages and value (Wang et al. 2016)
 
     _gates: ClassVar[int] = 0

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
-    extras: Any  # saved with the checkpoint, for example the counters of the actor
+    extras: Any  # object saved with the checkpoint, for example the counters of the actor
     has_replay: bool  # True if the replay that was saved with this checkpoint was also restored
 
 

@@ -42,8 +42,8 @@ class LearnerConfig:
 
     seed: int = 0
     max_learner_steps: int | None = None  # `run()` and the program end at this step; None: only `stop()` ends them
-    ends_program: bool = True  # False: at max_learner_steps, call `finish()` instead
-    checkpoint_dir: str | None = None  # None saves nothing
+    ends_program: bool = True  # False: max_learner_steps only ends learning, as `finish()` does
+    checkpoint_dir: str | None = None  # directory of the checkpoints; None saves nothing
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
     checkpoint_seconds: float = 30.0  # seconds between two checkpoints; a killed learner loses at most this much time
     checkpoints_kept: int = 3

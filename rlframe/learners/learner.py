@@ -94,7 +94,7 @@ class Learner:
             self._publish()
         self._replay.note_update((), self.params_version)
 
-    # --- parts of the constructor, in the order of their calls
+    # --- methods that the constructor calls, in this order
 
     def _open_checkpoints(self, check_may_write: Callable[[], None] | None) -> None:
         cfg = self._cfg
@@ -113,7 +113,7 @@ class Learner:
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
         params = agent.initial_params(init_rng)
         learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
-        # Copy: donated buffers must be distinct, but the initial state of a target network is the parameters themselves.
+        # Copy, because donated buffers must be distinct. The initial target network may be the parameters themselves.
         self._params, self._learner_state = copy_arrays((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)

@@ -14,7 +14,7 @@ from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 
 # Each write of the file reserves so many versions that writing takes at most 1/200 of the time.
-# If updates are slow, this is one version. A killed learner then skips none, and staleness counts published versions.
+# If updates are slow, it reserves only one. A killed learner then skips none, and staleness counts published versions.
 _COST = 200
 _RESERVE = 1_000  # maximum number of versions to reserve at once
 _FILE_BYTES = 64  # fixed size of the file

@@ -261,7 +261,7 @@ def test_more_padding_gives_the_same_update():
 def test_micro_batches_give_the_gradient_and_logs_of_the_whole_batch(changes):
     params, state = other_params(), started(make())[1]
     expected, grads = make(**changes).compute_gradients(params, state, BATCH)
-    logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(params, state, BATCH)  # sizes 2, 2, 1
+    logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(params, state, BATCH)  # parts 2, 2, 1
     assert logs.keys() == expected.keys()
     for name in logs:
         np.testing.assert_allclose(logs[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)

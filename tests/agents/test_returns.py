@@ -86,7 +86,7 @@ def test_vtrace_agrees_with_rlax(rho_bar, lambda_, rlax):
 
 def test_on_policy_vtrace_targets_are_n_step_returns():
     # With gamma 0.5, from the last step to the first: 4 + 0.5 * 8 = 8, 2 + 0.5 * 8 = 6, 1 + 0.5 * 6 = 4.
-    # Of the values, only the last one is used.
+    # Only the last of the values is used.
     result = run([7, -3, 5, 8], [1, 2, 4], [0.5, 0.5, 0.5])
     np.testing.assert_allclose(result.targets, [4, 6, 8])
     np.testing.assert_allclose(result.advantages, [4 - 7, 6 + 3, 8 - 5])

@@ -63,7 +63,7 @@ def test_moments_updated_from_several_batches_equal_the_moments_of_all_data():
 
 
 def test_moments_match_worked_example():
-    moments = initial_moments([()])._replace(count=jnp.float32(2.0), mean=(jnp.float32(1.0),))  # of the values 0 and 2
+    moments = initial_moments([()])._replace(count=jnp.float32(2.0), mean=(jnp.float32(1.0),))  # moments of 0 and 2
     moments = updated_moments(moments, [jnp.array([7.0, 9.0, 99.0])], jnp.array([1.0, 1.0, 0.0]))
     np.testing.assert_allclose(moments.mean[0], (0 + 2 + 7 + 9) / 4)
     np.testing.assert_allclose(moments.variance[0], np.var([0, 2, 7, 9]))

@@ -21,7 +21,7 @@ from tests.agents.batches import assert_trees_equal
 from tests.agents.token_batches import token_batch
 from tests.trajectories.serving import DEADLINE, running_service
 
-BEST = 3  # the rewarded token
+BEST = 3  # number of the rewarded token
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=16,

@@ -148,7 +148,7 @@ def test_restored_learner_continues_like_an_uninterrupted_one(tmp_path):
 
 
 def test_stopping_is_not_an_error_if_the_replay_stops_before_the_learner(tmp_path, monkeypatch):
-    class EventWithoutWait(threading.Event):  # so that the thread that calls `learner.stop` does nothing
+    class EventWithoutWait(threading.Event):  # the thread that would call `learner.stop` never sees the event
         def wait(self, timeout=None):
             return False
 
