@@ -28,17 +28,17 @@ class Actor:
 
     Args:
         env_builder: an environment pool, one gymnasium or dm_env environment, or a callable that returns one of these.
-            A callable with a parameter `seed` receives a seed derived from (seed, rank, incarnation). Alternatively a
-            handle to an `EnvServer`, which has its own seed, or a list of handles to `EnvServer`s, each with an
-            `AsyncEnv`.
+            A callable with a parameter `seed` receives a seed derived from (seed, rank, incarnation). `env_builder`
+            may also be a handle to an `EnvServer`, which has its own seed, or a list of handles to `EnvServer`s, each
+            with an `AsyncEnv`.
         inferencer: an `Inference`, any object with `inference(env_ids, timestep)`, a handle to a node with such an
-            object, or a list of these handles. With a list, the Actor calls inferencer `rank` (modulo the length of the
-            list), and the others while this one does not respond.
+            object, or a list of these handles. With a list, the Actor calls the inferencer at index `rank` (modulo
+            the length of the list). While that inferencer does not respond, the Actor calls the others.
         replay_buffer: a `ReplayWriter`, any object with `add(env_ids, step)`, a handle to such an object, or a
             `reverb.Client`. For a `reverb.Client`, the inferencer's `specs()` define the items.
         rank: number of this actor, from 0. None claims the next free rank of the buffer. A buffer that only has `add`
-            assigns no ranks. With such a buffer, each of several Actors needs a rank, and so does an Actor in a node of
-            a program.
+            assigns no ranks. With such a buffer, pass `rank` if there are several Actors, or if the Actor runs in a
+            node of a program.
         seed: seed of the whole run.
         num_pools: number of pools to build. With two synchronous pools, `run()` steps one pool while an inferencer in
             another process computes the actions of the other pool.
@@ -71,12 +71,12 @@ class Actor:
         incarnation: int | None = None,
     ) -> None:
         if num_pools < 1 or (num_pools > 1 and not callable(env_builder)):
-            raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called for each of them.")
+            raise UsageError(f"num_pools={num_pools} needs an env_builder that can be called once for each pool.")
         self._stop, self._run_has_ended = threading.Event(), threading.Event()
         self._logger = logger
-        self._steppers: list[SyncStepper | AsyncStepper] = []  # one for each pool
-        self._has_reset = False  # set before the first step
-        self._max_staleness: int | None = None  # of the replay; set with `_has_reset`
+        self._steppers: list[SyncStepper | AsyncStepper] = []  # one stepper for each pool
+        self._has_reset = False  # True after the first call of `_reset`
+        self._max_staleness: int | None = None  # `max_staleness` of the replay, set by `_reset`
 
         # Claim the rank first: the environment seeds and the choice of the inferencer depend on it.
         def find_inferencer(number: int) -> Any:
@@ -86,8 +86,8 @@ class Actor:
         self._replay = ActorReplay(target, lambda: find_inferencer(rank or 0).specs(), rank, incarnation)
         self.rank, self.incarnation = self._replay.rank, self._replay.incarnation
         try:
-            # Before the first step, only the inferencer's specs are read. A node's constructor must not wait for
-            # another node.
+            # Before the first step, only the inferencer's specs are read.
+            # The constructor of a node must not wait for another node.
             self._inferencer = as_inference(find_inferencer(self.rank))
             self._make_steppers(env_builder, num_pools, seed, deadline)
             self._replay.open_segment(self.num_envs)
@@ -98,7 +98,7 @@ class Actor:
         self._budget = StepBudget(budget if is_first else 0, self.num_envs, lambda: self.env_steps)
 
     def _make_steppers(self, env_builder: Any, num_pools: int, seed: int, deadline: float) -> None:
-        """Make the pools and a stepper for each. The environments are numbered across all pools."""
+        """Create the pools and a stepper for each pool. The environments are numbered across all pools."""
         self.num_envs = 0
         for number in range(num_pools):
             parts = (seed, self.rank, self.incarnation, number)
@@ -111,7 +111,7 @@ class Actor:
 
     @property
     def env_steps(self) -> int:
-        """Number of environment steps. The step after LAST is not counted: it ignores its action."""
+        """Number of environment steps. The step after LAST is not counted, because it ignores its action."""
         return sum(stepper.episodes.env_steps for stepper in self._steppers)
 
     @property
@@ -135,7 +135,7 @@ class Actor:
         return {"rank": self.rank, "incarnation": self.incarnation, **counts, "logged": logged}
 
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
-        """Raise the budget of `run()` to `env_steps` in total, and return the `stats()` from before.
+        """Set the total budget of `run()` to `env_steps`. Return the `stats()` from before this change.
 
         A call for another incarnation changes nothing. If no call arrives (the monitor died or hangs), the Actor waits
         once the current budget is used up. Any thread may call it.
@@ -168,7 +168,7 @@ class Actor:
         """Step until `stop()` is called.
 
         With an on-policy replay (`ReplaySpec.max_staleness`), the Actor waits for newer parameters after each unroll.
-        `step` never waits, because a loop that calls the Actor and the Learner in turn does not need to.
+        `step` never waits, because a loop that calls the Actor and the Learner in turn does not need to wait.
 
         In a node of a program, `run` returns when the program stops, and closes the environments.
         """
@@ -200,7 +200,7 @@ class Actor:
         """Step for a limited number of steps or seconds, as `run` does. May be called repeatedly.
 
         Args:
-            steps: minimum number of environment steps, unless `seconds` end first. 0 means no limit.
+            steps: minimum number of environment steps, unless the time limit is reached first. 0 means no limit.
             seconds: no step starts after this time. A step that has started is completed (see `is_adding`).
 
         Returns:
@@ -214,7 +214,7 @@ class Actor:
 
     @property
     def is_adding(self) -> bool:
-        """True while a step is being added to the buffer. This takes long if the buffer is full. Thread-safe."""
+        """True while a step is being added to the buffer. Adding takes long if the buffer is full. Thread-safe."""
         return any(stepper.is_adding for stepper in self._steppers)
 
     def stop(self) -> None:
@@ -226,10 +226,10 @@ class Actor:
         self._replay.end_waits()
 
     def stop_and_close(self, seconds: float = 10.0) -> None:
-        """Stop `run()`, wait for it, and close the environments. Any thread may call it.
+        """Stop `run()`, wait until it ends, and close the environments. Any thread may call it.
 
         Args:
-            seconds: time to wait. If `run()` takes longer, the environments stay open.
+            seconds: maximum time to wait. If `run()` takes longer, the environments stay open.
         """
         self.stop()
         if self._run_has_ended.wait(seconds):
@@ -282,13 +282,13 @@ class Actor:
         if self._max_staleness is not None and any(isinstance(each, AsyncStepper) for each in self._steppers):
             raise UsageError(
                 "The environments of an AsyncEnv complete their unrolls at different times, so they cannot "
-                f"wait together for the next version, as max_staleness={self._max_staleness} asks. Use a "
-                "SyncEnv (two, by num_pools=2, overlap with an inference service), or an agent that learns "
-                "off-policy, as IMPALA does."
+                f"wait together for the next version, as max_staleness={self._max_staleness} requires. Use a "
+                "SyncEnv (with an inference service, num_pools=2 keeps one pool busy while the other one waits), or "
+                "an off-policy agent such as IMPALA."
             )
 
     def _run_until(self, env_steps: float, until: float) -> bool:
-        """Step until `env_steps` were taken or until the time `until`. Return True if the Actor was waiting then."""
+        """Step until `env_steps` steps were taken, or until the time `until`. Return True if a gate is closed."""
         has_end = env_steps < math.inf or until < math.inf
         while not self._stop.is_set():
             if has_end and (self.env_steps >= env_steps or time.monotonic() >= until):
@@ -305,7 +305,7 @@ class Actor:
         return False
 
     def _run_overlapped(self) -> None:
-        """Step some environments while an inferencer in another process computes the actions of others.
+        """Step some environments while an inferencer in another process computes the actions of other environments.
 
         Each iteration does the first of these that is possible:
 
@@ -334,7 +334,7 @@ class Actor:
                 self._write(stepper.act(request, *call.result()))
 
     def _open_together(self, gates: list[UnrollGate]) -> None:
-        """Wait for a version that opens a gate, and open every gate that this version opens.
+        """Wait for a version that is new enough for one gate. Open every gate for which it is new enough.
 
         All pools must continue with the same version. Otherwise the learner would wait for the other pools.
         """
@@ -352,7 +352,7 @@ class Actor:
 
     def _only_stepper(self) -> SyncStepper | AsyncStepper:
         if len(self._steppers) > 1:
-            raise UsageError(f"An Actor of {len(self._steppers)} pools cannot save its state: use one.")
+            raise UsageError(f"An Actor with {len(self._steppers)} pools cannot save its state. Use num_pools=1.")
         return self._steppers[0]
 
 

@@ -23,8 +23,8 @@ EVALUATOR_RANK = 2**30
 class Evaluator:
     """Plays `episodes` episodes and reports their returns.
 
-    Every environment plays the same number of episodes, give or take one. Otherwise short episodes would be
-    overrepresented. Nothing is added to a replay buffer.
+    The environments play equal numbers of episodes (the numbers differ by at most one). Otherwise short episodes would
+    be overrepresented. Nothing is added to a replay buffer.
 
     Args:
         env_builder: as for `Actor`. Must be a synchronous pool. A pool of `episodes` environments is the fastest.
@@ -54,7 +54,7 @@ class Evaluator:
         with STARTING:
             self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
-            raise UsageError("Evaluator needs a synchronous pool (SyncEnv); its env_builder gave an asynchronous one.")
+            raise UsageError("Evaluator needs a synchronous pool (SyncEnv), but env_builder gave an asynchronous one.")
         self.num_envs = self._env.num_envs
         self._inferencer = as_inference(inferencer)
         self._episodes = episodes
@@ -94,7 +94,7 @@ class Evaluator:
         timestep, self._first = self._first, None
         while np.any(played < quota):
             if self._stop.is_set():
-                raise StoppedError("The evaluation was told to stop.")
+                raise StoppedError("The evaluation was stopped.")
             output, state = self._inferencer.inference(env_ids, timestep, state)
             with stepping:
                 timestep = self._env.step(output.action)
@@ -106,7 +106,7 @@ class Evaluator:
                 if played[i] < quota[i]:
                     done.append((returns[i], lengths[i]))
                 played[i] += 1
-                # The next step ignores its action and resets the environment. It belongs to no episode.
+                # The next step only resets the environment. This step ignores its action and belongs to no episode.
                 returns[i], lengths[i] = 0.0, -1
             self._check_lengths(np.where(played < quota, lengths, 0))
         values = np.array([value for value, _ in done])

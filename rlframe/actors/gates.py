@@ -1,4 +1,4 @@
-"""Limits that an actor waits for before a step: a step budget, and newer parameters for each on-policy unroll."""
+"""An actor may have to wait before a step: for a higher step budget, or for newer parameters (on-policy agents)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.2  # seconds of one wait for a version or for budget; the longest delay of a stop
-_RESTARTED = 1.0  # seconds after which an older version than the last one means that the learner was restarted
+_POLL = 0.2  # maximum seconds of one wait, and therefore the longest delay of a stop
+_RESTARTED = 1.0  # seconds after which a version that is lower than before means that the learner was restarted
 
 
 class UnrollGate:
-    """Holds back the next unroll until the parameters are new enough for the version that will learn from it.
+    """Makes the actor wait before each unroll until its parameters are new enough.
 
-    The gate closes again after each unroll. A learner that takes one unroll per version learns from this unroll one
-    version after the previous one. That version may never arrive: a replay server may have lost the unroll, or the
-    learner was restarted. Therefore the gate opens after three times the `lapse_after` of the spec, and the next unroll
-    uses the newest parameters.
+    The gate closes after each unroll. A learner that takes one unroll per version learns from the next unroll one
+    version after it learned from this unroll. At that time, the parameters that acted in the unroll may be at most
+    `max_staleness` versions old. A version that is new enough may never arrive: a replay server may have lost the
+    unroll, or the learner was restarted. Therefore the gate opens after three times the `lapse_after` of the spec, and
+    the next unroll uses the newest parameters.
 
     Args:
         spec: spec of the replay, with a `max_staleness`.
@@ -32,9 +33,9 @@ class UnrollGate:
     def __init__(self, spec: ReplaySpec) -> None:
         assert isinstance(spec.item, Sequence) and spec.max_staleness is not None
         self._length, self._max_staleness = spec.item.length, spec.max_staleness
-        self._patience = 3 * spec.lapse_after  # longer than a learner waits for other actors
-        self._steps = 0  # taken in the current unroll
-        self._version = -1  # version that acted in the unroll's first step
+        self._patience = 3 * spec.lapse_after  # seconds; longer than a learner waits for other actors
+        self._steps = 0  # steps taken in the current unroll
+        self._version = -1  # version that acted in the first step of the unroll
         self._learned_at = -1  # version at which the learner learns from the unroll
         self._is_open = True
         self._waited = 0.0  # seconds waited for the next unroll
@@ -42,7 +43,8 @@ class UnrollGate:
     def count_step(self, version: int) -> None:
         """Count a step in which `version` acted."""
         if self._steps == 0:
-            # The version of the first step counts. If the learner continued without this actor, the unroll is old.
+            # The first step has the oldest version of the unroll.
+            # If the learner has continued without this actor, `version` is the larger number.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
         self._is_open = self._steps > 0 or self._version > self.too_old
@@ -75,7 +77,9 @@ class UnrollGate:
             now = time.monotonic()
             self._waited = before + now - began
             if self._waited > self._patience or (version < self._version and self._waited > _RESTARTED):
-                _log.warning("No version after %d came within %.1f s: acting with it again.", version, self._waited)
+                _log.warning(
+                    "No version after %d arrived within %.1f s. Continuing with the old one.", version, self._waited
+                )
                 self._learned_at = version - 1
                 break
             if now >= until:
@@ -95,7 +99,7 @@ class StepBudget:
 
     def __init__(self, steps: float, num_envs: int, taken: Callable[[], int]) -> None:
         self._steps, self._num_envs, self._taken = steps, num_envs, taken
-        self._at_most = 0  # upper bound of the steps taken
+        self._at_most = 0  # upper bound of the number of steps taken
         self._changed = threading.Event()
 
     def allow(self, steps: float) -> None:
@@ -106,8 +110,8 @@ class StepBudget:
     def take(self) -> bool:
         """Count the next step of all environments. Return False if it exceeds the budget.
 
-        The count may be too high, because an environment that resets takes no step. At the limit it is corrected by
-        `taken`, which is slower to compute.
+        The count may be too high, because an environment that resets takes no step. At the limit, the count is
+        replaced with the exact value of `taken`, which is slower to compute.
         """
         self._at_most += self._num_envs
         if self._at_most >= self._steps:

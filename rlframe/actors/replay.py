@@ -16,20 +16,20 @@ from rlframe.inferencers.base import count_positional
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import ReplaySpec, Step
 
-_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's message; it counts `self`
+_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's message, which counts `self`
 
 
 class ActorReplay:
     """The replay buffer of an Actor, and the rank that the Actor claims from it.
 
-    A `ReplayWriter` assigns ranks, in this process or on another node. A buffer that only has `add` does not (see
-    `AddOnlyWriter`).
+    A `ReplayWriter` in this process or on another node assigns ranks. A buffer that only has `add` assigns no ranks.
+    `AddOnlyWriter` then assigns them.
 
     Args:
         target: a buffer, a `Remote` of one, or a `reverb.Client`.
         specs: see `as_replay_buffer`.
-        rank: rank to claim. None claims any rank. With a buffer that only has `add`, None means rank 0. This is only
-            allowed for the only Actor of a process, and not in a node of a program.
+        rank: rank to claim. None claims any free rank. With a buffer that only has `add`, None means rank 0, and is
+            only allowed if the process has no other Actor and is not a node of a program.
         incarnation: continue as this incarnation of `rank`, whose open fragments are in the buffer. None claims the
             rank.
 
@@ -58,7 +58,7 @@ class ActorReplay:
             raise UsageError(
                 f"A {type(buffer).__name__} was given as the replay buffer of an Actor: it needs add(env_ids, step)."
             )
-        if hasattr(buffer, "claim_rank"):  # a Remote appears to have every method until it is called
+        if hasattr(buffer, "claim_rank"):  # a Remote appears to have every method until that method is called
             try:
                 return buffer.claim_rank(rank=rank)
             except NoMethodError:
@@ -78,13 +78,13 @@ class ActorReplay:
             self.writer.open_segment(self.rank, num_envs)
 
     def spec(self, inferencer: Any) -> ReplaySpec | None:
-        """Return the buffer's spec, or None if it only has `add`. For a remote buffer, return the inferencer's spec."""
+        """Return the buffer's spec, or None if the buffer only has `add`. A remote buffer has the inferencer's spec."""
         if self._is_remote and not isinstance(self.writer, AddOnlyWriter):
             return inferencer.specs().replay_spec
         return getattr(self.writer, "spec", None)
 
     def end_waits(self) -> None:
-        """End an `add` that waits for room, now and later. Close the buffer if it was created here."""
+        """End each `add` that waits for room, now and in later calls. Close the buffer if it was created here."""
         if self._is_own:
             self.writer.close()
         elif isinstance(self.writer, BaseReplayBuffer):
@@ -105,11 +105,11 @@ class _Claims:
             self.target: Any = weakref.ref(target, lambda _: _claims.pop(key, None))
         except TypeError:  # The object allows no weak references. Keep it alive, so that no other object gets its id.
             self.target = target
-        self.open: list[int | None] = []  # ranks of the Actors that are not closed, as passed to them
+        self.open: list[int | None] = []  # `rank` arguments of the Actors that are not closed
         self.incarnations = collections.Counter[int]()  # next incarnation of each rank
 
 
-_claims: dict[int, _Claims] = {}  # by id of the object
+_claims: dict[int, _Claims] = {}  # keys: `id` of the object that the Actors add to
 _CLAIMING = threading.Lock()
 
 
@@ -124,7 +124,7 @@ class AddOnlyWriter:
     def __init__(self, target: Any, rank: int | None) -> None:
         self._target, self._rank, self._is_open = target, rank, True
         self._was_ready = False
-        # False for a node: its signature is unknown until the first call.
+        # False for a node, because the signature of its `add` is unknown until the first call.
         self._takes_pair = count_positional(target.add) == 1
         with _CLAIMING:
             if id(target) not in _claims:
@@ -134,8 +134,8 @@ class AddOnlyWriter:
                 raise UsageError(
                     f"Another Actor in this process adds to the same {type(target).__name__}, which has no "
                     "claim_rank() to hand out ranks. Both would be rank 0, with the same seeds, and collect the same "
-                    "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1). Or close the "
-                    "other one first: close()."
+                    "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1). Or call "
+                    "close() of the other Actor first."
                 )
             claims.open.append(rank)
             self.incarnation = claims.incarnations[rank or 0]

@@ -52,11 +52,11 @@ class PoolStepper:
         self.gate: UnrollGate | None = None
         self._env_ids, self._replay_buffer = env_ids, replay_buffer
         self._stepping = stepping_phase(env)
-        self._timestep: TimeStep | None = None  # the newest; None for an asynchronous pool
+        self._timestep: TimeStep | None = None  # newest timestep of a synchronous pool
         self._state: AgentState = None
 
     def begin(self, initial_state: AgentState) -> None:
-        """Set the recurrent state at FIRST, [num_envs, ...]. Call it before the first request."""
+        """Set the recurrent state at the start of an episode, [num_envs, ...]. Call this before the first request."""
         self._initial_state = initial_state
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
 
@@ -82,7 +82,7 @@ class SyncStepper(PoolStepper):
 
     @property
     def has_request(self) -> bool:
-        """False if the newest timestep was already requested, or if the pool must wait for newer parameters."""
+        """False if a request for the newest timestep was already returned, or if the pool must wait for parameters."""
         return not self._is_acted_on and (self.gate is None or not self.gate.is_closed)
 
     def begin(self, initial_state: AgentState) -> None:
@@ -93,12 +93,12 @@ class SyncStepper(PoolStepper):
                 self._timestep, self._state = self.env.reset(), initial_state
 
     def next_request(self) -> InferenceRequest:
-        """Return the newest timestep. `act` must follow."""
+        """Return a request for the newest timestep. The caller must call `act` afterwards."""
         self._is_acted_on = True
         return self.newest_timestep()
 
     def newest_timestep(self) -> InferenceRequest:
-        """Return the next request without starting a step. `act` need not follow."""
+        """Return the next request without starting a step. The caller need not call `act`."""
         assert self._timestep is not None
         return InferenceRequest(self._env_ids, self._timestep, self._state)
 
@@ -128,8 +128,8 @@ class AsyncStepper(PoolStepper):
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
         super().__init__(env, env_ids, replay_buffer)
-        # The last request and output of each environment, kept until the environment returns: whether they exist, their
-        # trees, and their versions.
+        # The last request and output of each environment, kept until the environment has finished its step.
+        # `_has_action` is True where a request exists. `_versions` are the parameter versions of the outputs.
         self._has_action = np.zeros(len(env_ids), bool)
         self._last_requests: tuple[TimeStep, AgentOutput, AgentState] | None = None
         self._versions = np.zeros(len(env_ids), np.int64)
@@ -142,7 +142,7 @@ class AsyncStepper(PoolStepper):
         return self._running >= self.env.wait_num
 
     def begin(self, initial_state: AgentState) -> None:
-        """Set the recurrent state at FIRST, [num_envs, ...]. Call it before the first request."""
+        """Set the recurrent state at the start of an episode, [num_envs, ...]. Call this before the first request."""
         super().begin(initial_state)
         self._state = jax.tree.map(np.array, initial_state)
 
@@ -178,7 +178,7 @@ class AsyncStepper(PoolStepper):
         return self.episodes.update(request.timestep, indices, self._rewards[indices])
 
     def _add_completed(self, indices: np.ndarray, timestep: TimeStep) -> None:
-        """Add the steps that `timestep` completes. The first timestep of an environment completes none."""
+        """Add the steps that `timestep` completes. The first timestep of an environment completes no step."""
         has = self._has_action[indices]
         if not has.any():
             return
@@ -203,14 +203,14 @@ class EpisodeStatistics:
     def __init__(self, num_envs: int) -> None:
         self.env_steps = 0
         self.episodes = 0
-        self.return_sum = self.length_sum = 0.0  # over the episodes that ended
+        self.return_sum = self.length_sum = 0.0  # sums over the episodes that ended
         self._returns = np.zeros(num_envs, np.float64)
         self._lengths = np.zeros(num_envs, np.int64)
 
     def update(
         self, timestep: TimeStep, indices: np.ndarray | None = None, rewards: np.ndarray | None = None
     ) -> Logs | None:
-        """Count timesteps, each of which followed one action.
+        """Count timesteps. Each timestep is the result of one action.
 
         Args:
             timestep: [B, ...]. FIRST is not counted as a step.
@@ -273,7 +273,7 @@ def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
 
 
 def reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
-    """Return `state` with the rows at FIRST taken from `initial`. Both are trees of [B, ...]."""
+    """Return `state`, with the rows of `initial` where the timestep is FIRST. Both are trees of [B, ...]."""
     first = timestep.step_type == FIRST
     if not first.any():
         return state

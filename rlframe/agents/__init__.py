@@ -1,4 +1,4 @@
-"""Agents: pure functions and a config.
+"""An agent consists of pure functions and a config.
 
 Contents of the files:
 
@@ -8,10 +8,10 @@ Contents of the files:
     transforms        transforms: Normalized
     networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: builds the network
     math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
-                      distributions: of actions      optimizers                    trees
+                      distributions (of actions)     optimizers                    trees
     checks            subclass_checks: methods of user-defined agents
 
-An agent holds no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for
+An agent stores no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for
 learning. Example for PPO on CartPole:
 
 1. `PPO(PPOConfig(), observation_spec, action_spec)` builds a network and a distribution of actions.

@@ -1,4 +1,4 @@
-"""Acting of PPO and IMPALA: one network outputs the parameters of a distribution and the value of the observation."""
+"""How PPO and IMPALA act: one network outputs the parameters of a distribution and the value of the observation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ActorCritic(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         self.distribution: Distribution = (policy_factory or default_distribution)(action_spec)
-        # Gains of orthogonal weights as in baselines/common/policies.py. Standard deviations start at exp(0).
+        # The gains of orthogonal weights are from baselines/common/policies.py. Standard deviations start at exp(0).
         heads = (Head(self.distribution.num_params, scale=0.01, num_free=self.distribution.num_free), Head(1))
         factory = net_factory or default_network_config(self.network_configs, observation_spec)
         self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
@@ -55,13 +55,13 @@ class ActorCritic(Agent):
         return AgentOutput(self.distribution.to_action(self.distribution.mode(logits)), {}), state
 
     def acting_extras(self, logits: jax.Array, value: jax.Array, sample: jax.Array) -> dict[str, jax.Array]:
-        """Return the values of a step that the learner needs.
+        """Return the values of a step that the learner needs: the log-probability, and sometimes the sample.
 
-        These are the log-probability, and the sample if `to_action` changes it.
+        The learner needs the sample if `to_action` changes the sample.
         """
         extras = {"log_prob": self.distribution.log_prob(logits, sample)}
         return {**extras, "sample": sample} if self.distribution.clips else extras
 
     def samples(self, data: SequenceBatch) -> jax.Array:
-        """Return [B, T, ...]: the samples of the distribution from which the batch's actions were computed."""
+        """Return [B, T, ...]: the samples of the distribution, from which `to_action` made the batch's actions."""
         return data.extras["sample"] if self.distribution.clips else data.action

@@ -1,7 +1,7 @@
-"""The Agent: pure functions and a config. It holds no parameters.
+"""The base class `Agent`: pure functions and a config. An agent stores no parameters.
 
-A subclass defines how to act and what to learn from. If one gradient step per batch is enough, it only defines `loss`.
-Otherwise it overrides `learner_step`, or one of the three methods that `learner_step` calls.
+A subclass defines how to act and what to learn from. If one gradient step per batch is enough, a subclass only
+defines `loss`. Otherwise it overrides `learner_step`, or one of the three methods that `learner_step` calls.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `r
 
 
 class LearnerState(NamedTuple):
-    """The state of learning besides the parameters.
+    """Everything that learning changes, except the parameters.
 
     An agent with more state (target parameters, observation statistics) defines its own NamedTuple with these three
-    fields and others. The Learner sets `rng` from its seed.
+    fields and additional ones. The Learner sets `rng` from its seed.
     """
 
     opt_state: Any
@@ -53,9 +53,9 @@ class Agent:
     Every method is a pure function of its arguments, so that a caller may jit it, repeat it or run it elsewhere. An
     agent is pickled as its class and its constructor arguments.
 
-    A subclass is rejected with a UsageError when it is defined if the name of a method is similar to one of these names
-    (`update_learnerstate`), or if a method takes other arguments. Nothing would call such a method. Give your own
-    methods different names, or start them with `_`.
+    The definition of a subclass raises UsageError if a method has a misspelled name (`update_learnerstate`) or other
+    arguments than in this class, because nothing could call such a method. Give your own methods different names, or
+    start their names with `_`.
 
     Args:
         cfg: an instance of `config_cls`.
@@ -64,17 +64,17 @@ class Agent:
         net_factory: None for the agent's default, a `NetworkConfig` from `rlframe.agents.networks`, or a function
             `f(observation_spec, action_spec)`. The function returns an object with `init(rng, observation)` and
             `apply(params, observation)`, where observations are `[B, ...]`. The agent's class documents the required
-            output of `apply`. Your own constructor should have this parameter only if it uses it. Without the
-            parameter, `--network` is rejected.
+            output of `apply`. Your own constructor should only have this parameter if it uses the network. Without
+            this parameter, `--network` is rejected.
         policy_factory: a function `f(action_spec)` that returns a distribution (`rlframe.agents.distributions`). None
-            for the agent's default. Agents with a fixed distribution or none reject it.
+            for the agent's default. Agents without a distribution, or with a fixed one, only accept None.
     """
 
     config_cls: type[Any] = type(None)
-    network_configs: tuple[Any, ...] = ()  # the agent's default config for each class of named networks
-    takes_policy: bool = True  # True if policy_factory is used; False rejects it
-    learns_from: str = "steps"  # "steps" from a replay, or "trajectories": `TokenBatch`es from a trajectory service
-    network: Any  # has `init` and `apply`; set by subclasses that do not override `initial_params`
+    network_configs: tuple[Any, ...] = ()  # default config of the agent for each class of named networks
+    takes_policy: bool = True  # False: the agent rejects a policy_factory
+    learns_from: str = "steps"  # "steps" of a replay, or "trajectories" (`TokenBatch`) of a trajectory service
+    network: Any  # object with `init` and `apply`; a subclass sets it or overrides `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class Agent:
         return agent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Networks and optimizers are closures, which cannot be pickled, but their factories can.
+        # Networks and optimizers contain closures, which cannot be pickled. The constructor's arguments can be pickled.
         args, kwargs = self._constructed_with
         return functools.partial(type(self), *args, **kwargs), ()
 
@@ -106,8 +106,8 @@ class Agent:
             )
         if policy_factory is not None and not self.takes_policy:
             raise UsageError(
-                f"{type(self).__name__} reads no policy_factory, because the distribution of its actions is fixed. "
-                "Leave it out. PPO and IMPALA take one."
+                f"{type(self).__name__} accepts no policy_factory, because the distribution of its actions is fixed. "
+                "Remove the argument. PPO and IMPALA accept a policy_factory."
             )
         self.cfg = cfg
         self.observation_spec = observation_spec
@@ -117,11 +117,11 @@ class Agent:
 
     @property
     def type_name(self) -> str:
-        """The name of this agent in messages: its class, or the class of the agent inside a transform."""
+        """The name of this agent in messages: the name of its class. In a transform, the class of the inner agent."""
         return type(self).__name__
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
-        """Return `change(self)`. A transform overrides this to change its inner agent and return itself around it."""
+        """Return `change(self)`. A transform overrides this to return a transform around the changed inner agent."""
         return change(self)
 
     # Acting
@@ -133,14 +133,14 @@ class Agent:
     def initial_state(self, batch_size: int) -> AgentState:
         """Return the recurrent state at FIRST, a pytree of `[batch_size, ...]`, or `()` if there is none.
 
-        Row k belongs to environment k of the program, that is, to Actor k // N if each Actor has N environments. It
-        must not depend on `batch_size`. The state may therefore contain values that differ between environments, for
-        example exploration rates.
+        Row k belongs to environment k of the program, that is, to Actor k // N if each Actor has N environments. A row
+        must not depend on `batch_size`. It may contain values that differ between environments, for example
+        exploration rates.
 
         The Actor carries the state between steps. `actor_step` receives the state that it returned for the previous
-        timestep of the same environment, or this initial state at FIRST. A loss must do the same: the state at the
-        start of a `Sequence` is `data.agent_state`. At each FIRST in `data.step_type`, also within the sequence, the
-        initial state replaces the state (`rlframe.agents.recurrent.SteppedNetwork.unroll`,
+        timestep of the same environment, or this initial state at FIRST. A loss must carry the state in the same way.
+        The state at the start of a `Sequence` is `data.agent_state`. At each FIRST in `data.step_type`, also within the
+        sequence, the initial state replaces the state (`rlframe.agents.recurrent.SteppedNetwork.unroll`,
         `examples/recurrent_agent.py`).
         """
         del batch_size
@@ -166,7 +166,7 @@ class Agent:
     def eval_step(
         self, rng: jax.Array, params: Tree, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        """Act without exploration. By default the same as `actor_step`."""
+        """Act without exploration. The default implementation calls `actor_step`."""
         return self.actor_step(rng, params, timestep, state)
 
     # Learning
@@ -178,7 +178,7 @@ class Agent:
 
     @property
     def replay_spec(self) -> ReplaySpec:
-        """The kind of replay, and the content of a batch."""
+        """The kind of replay that the agent learns from, and the content of a batch."""
         raise NotImplementedError
 
     def make_optimizer(self) -> optax.GradientTransformation:
@@ -210,8 +210,8 @@ class Agent:
 
         Returns:
             (params, learner_state, logs). Each log is one number, including `logs["loss"]`. The exception is
-            `logs["priorities"]` `[B]` for a prioritized replay. The Learner removes it from the logs and passes it to
-            the replay. It is returned in the logs because `loss` computes it and has no other output.
+            `logs["priorities"]` `[B]` for a prioritized replay. The Learner removes the priorities from the logs and
+            passes them to the replay. They are in the logs because `loss`, which computes them, has no other output.
         """
         logs, grads = self.compute_gradients(params, learner_state, batch)
         params, opt_state, more = self.apply_gradients(params, grads, learner_state)
@@ -234,18 +234,18 @@ class Agent:
         return learner_state._replace(opt_state=opt_state, steps=learner_state.steps + 1)
 
     def actor_params(self, params: Params, learner_state: Any) -> Tree:
-        """Return the values that acting needs and training changes: the parameters, and schedules or statistics."""
+        """Return the values that actors receive: the parameters, and the current values of schedules or statistics."""
         del learner_state
         return params
 
     def check_num_envs(self, num_envs: int) -> None:
         """Raise UsageError if the agent cannot learn from a batch with one item of each of `num_envs` environments."""
 
-    # Specs and checks for buffers and inferencers
+    # Specs and checks, used by buffers and inferencers
 
     @functools.cached_property
     def step_spec(self) -> StepSpec:
-        """Shapes and dtypes of one environment's step, from a trace of `actor_step`.
+        """Shapes and dtypes of one environment's step, found by tracing `actor_step`.
 
         Raises:
             UsageError: the actions do not match the action spec, or the state after a step does not match
@@ -275,6 +275,6 @@ def _cached_property(function: Any, name: str) -> Any:
 
 
 if sys.version_info < (3, 12):
-    # An agent from a user's file is pickled with its class. Before Python 3.12, a cached property contains a lock,
-    # which cannot be pickled.
+    # An agent from a user's file is pickled with its class.
+    # Before Python 3.12, a cached property contains a lock, which cannot be pickled.
     copyreg.pickle(functools.cached_property, lambda prop: (_cached_property, (prop.func, prop.attrname)))

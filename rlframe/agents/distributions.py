@@ -1,4 +1,4 @@
-"""Distributions over actions. They interpret the outputs of a policy network's head."""
+"""Distributions over actions. The outputs of a policy network's head are their parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Distribution(Protocol):
 
     Attributes:
         num_params: number of network outputs per observation.
-        num_free: number of these outputs, the last ones, that need not depend on the observation.
+        num_free: number of outputs that need not depend on the observation. These are the last outputs.
         clips: True if `to_action` changes a sample. The learner then needs the sample.
     """
 
@@ -56,7 +56,7 @@ class Categorical:
         """Draw a sample `[B]` by inverse transform sampling, with one uniform number per row."""
         weights = jnp.exp(params - jnp.max(params, axis=-1, keepdims=True))
         cumulative = jnp.cumsum(weights, axis=-1)
-        # Scaled by the last sum, so that rounding never selects an action with zero probability.
+        # Scale by the last sum, so that rounding never selects an action with probability zero.
         threshold = jax.random.uniform(rng, params.shape[:-1]) * cumulative[..., -1]
         return jnp.sum(cumulative[..., :-1] <= threshold[..., None], axis=-1).astype(self._dtype)
 
@@ -112,9 +112,9 @@ class MultiCategorical:
 
 
 class ActionRange:
-    """Converts the actions of a box to flat units in [-1, 1] and back. -1 is the lower bound and 1 the upper bound.
+    """Converts the actions of a box to flat vectors in [-1, 1], and back. -1 is the lower bound and 1 the upper bound.
 
-    An action without a bound on some side is not scaled.
+    A dimension without a lower or an upper bound is not scaled.
     """
 
     def __init__(self, spec: specs.BoundedArray) -> None:
@@ -142,8 +142,8 @@ class ActionRange:
 class ClippedGaussian:
     """A diagonal Gaussian whose samples are clipped to the action bounds for the environment.
 
-    The log-probability is that of the sample before clipping, as in OpenAI Baselines and Stable-Baselines3. There is no
-    squashing. If the spec is bounded on both sides, samples are in units of half the range: -1 is the lower bound and 1
+    `log_prob` is for the sample before clipping, as in OpenAI Baselines and Stable-Baselines3. Samples are not squashed
+    (no tanh). If the spec is bounded on both sides, samples are in units of half the range: -1 is the lower bound and 1
     the upper bound. The parameters are means and log standard deviations. The standard deviations need not depend on
     the observation (Schulman et al. 2017, section 6.1).
     """
@@ -198,7 +198,7 @@ class SquashedGaussian(ClippedGaussian):
         self._bounds = min_log_std, max_log_std
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
-        # log(1 - tanh(x)^2), in a form that remains exact where tanh(x) rounds to 1.
+        # log(1 - tanh(x)^2), in a form that is exact even where tanh(x) rounds to 1
         log_slope = 2.0 * (math.log(2.0) - sample - jax.nn.softplus(-2.0 * sample))
         return super().log_prob(params, sample) - jnp.sum(log_slope, axis=-1)
 
@@ -214,14 +214,14 @@ def default_distribution(action_spec: Tree) -> Distribution:
     """Return the distribution for an action spec: Discrete, MultiDiscrete with one axis, or a box of floats.
 
     Raises:
-        UsageError: the spec is of another kind.
+        UsageError: there is no distribution for this kind of spec.
     """
     if isinstance(action_spec, specs.DiscreteArray):
         return Categorical(action_spec.num_values, action_spec.dtype)
     if isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating):
         return ClippedGaussian(action_spec)
     if is_multi_discrete(action_spec):
-        largest = np.asarray(action_spec.maximum, np.int64)  # as uint8, 255 + 1 would be 0
+        largest = np.asarray(action_spec.maximum, np.int64)  # convert to int first: in uint8, 255 + 1 is 0
         sizes = np.broadcast_to(largest + 1, action_spec.shape)
         return MultiCategorical(tuple(int(n) for n in sizes), action_spec.dtype)
     if isinstance(action_spec, specs.Array) and action_spec.dtype.kind in "iu" and len(action_spec.shape) > 1:

@@ -46,22 +46,22 @@ class DQNConfig:
     epsilon_begin: float = 1.0  # probability of a random action
     epsilon_end: float = 0.1
     epsilon_decay_steps: int = 1_000_000  # environment steps, counted from the first update
-    # Temporally extended exploration: repeat a random action for n steps, with probability proportional to n^-exponent
-    # (Dabney et al. 2020, arXiv:2006.01782, who use exponent 2). None repeats no action.
+    # Temporally extended exploration: repeat a random action n times, with probability proportional to n^-exponent.
+    # Dabney et al. 2020 (arXiv:2006.01782) use exponent 2. None repeats no action.
     exploration_duration_exponent: float | None = None
     # rmsprop: centered, decay 0.95, epsilon 0.01 (for gradients summed over the batch)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
     learning_rate: float = 2.5e-4
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
-    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     # Network outputs for each action. Each head has its own options, such as `--head.num-atoms`.
     head: ReturnHead = dataclasses.field(default_factory=Expectation)
     double: bool = False  # double Q-learning, van Hasselt et al. 2016
     n_step: int = 1  # number of rewards summed before bootstrapping
-    # Munchausen DQN: targets of a soft policy, and a bonus for actions that are likely under this policy. Defaults from
-    # Vieillard et al. 2020, arXiv:2007.14430.
+    # Munchausen DQN: targets of a soft policy, and a bonus for actions that are likely under this policy.
+    # Defaults from Vieillard et al. 2020, arXiv:2007.14430.
     munchausen: bool = False
     munchausen_scale: float = 0.9  # alpha, scale of the bonus
     munchausen_temperature: float = 0.03  # tau, temperature of the soft policy
@@ -84,7 +84,7 @@ class DQNConfig:
             raise UsageError(
                 "DQNConfig.munchausen defines its own targets: one-step means from the target network. It cannot be "
                 f"combined with double={self.double}, n_step={self.n_step}, head={self.head.name}. "
-                "Leave them False, 1, expectation."
+                "Use double=False, n_step=1, head=expectation."
             )
         if not self.munchausen_clip <= 0.0:  # log-probabilities are at most 0
             raise UsageError(f"DQNConfig.munchausen_clip must be at most 0, got {self.munchausen_clip}.")
@@ -94,19 +94,19 @@ class DQNConfig:
 
 
 class Repetition(NamedTuple):
-    """The state of an actor that repeats random actions."""
+    """The agent state of an actor that repeats random actions."""
 
     action: Any  # [B]
     steps_left: Any  # [B] int32: remaining repetitions
 
 
-_MAX_DURATION = 1_000  # with exponent 2, longer durations would have a total probability of 0.0006
+_MAX_DURATION = 1_000  # with exponent 2, the probability of a longer duration would be only 0.0006
 
 
 class DQN(TargetNetworkAgent):
     """Q-learning with a target network and replay, for discrete actions.
 
-    A network's `apply` returns `[B, A N]`: for each action the N numbers that the head needs (1 for `Expectation`). A
+    A network's `apply` returns `[B, A N]`: the N numbers of each action that the head needs (1 for `Expectation`). A
     noisy network has `sample(rng, params)`, which adds noise to the parameters.
     """
 
@@ -168,8 +168,8 @@ class DQN(TargetNetworkAgent):
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
-            # The paper's epsilon of 0.01 is for gradients of the sum over the batch, but these are gradients of the
-            # mean (dqn_zoo, dqn/run_atari.py, uses 0.01 / 32^2 for the same reason).
+            # The paper's epsilon of 0.01 is for gradients of the sum over the batch.
+            # Here, gradients of the mean are used, so epsilon is smaller (0.01 / 32^2 in dqn_zoo, dqn/run_atari.py).
             optimizer = optax.rmsprop(rate, decay=0.95, eps=0.01 / cfg.batch_size**2, centered=True)
         return clip_gradients(cfg.max_grad_norm, optimizer)
 
@@ -204,7 +204,7 @@ class DQN(TargetNetworkAgent):
         return begin if total is None else interpolated(begin, 1.0, steps / total)
 
     def _outputs(self, params: Params, observation: Tree) -> jax.Array:
-        """Return [B, A, N]: the head's inputs for each action."""
+        """Return [B, A, N]: the network outputs for each action."""
         outputs = only_output(self.network.apply(params, observation))
         return outputs.reshape(outputs.shape[0], self._num_actions, -1)  # shape[0] may be symbolic during `export`
 
@@ -214,12 +214,12 @@ class DQN(TargetNetworkAgent):
         return params if sample is None else sample(rng, params)
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
-        """Return [B, A]."""
+        """Return the action values [B, A]."""
         return self.cfg.head.values(self._outputs(params, observation))
 
 
 def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig) -> jax.Array:
-    """Return [B]: the reward bonus of Munchausen DQN, the scaled and clipped log-probability of each action.
+    """Return [B]: the reward bonus of Munchausen DQN. It is the scaled and clipped log-probability of the action.
 
     See Vieillard et al. 2020, equation 3. The policy is softmax(values / temperature) for the target network's values
     [B, A].
@@ -231,9 +231,9 @@ def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig
 
 
 def soft_value(values: jax.Array, temperature: float) -> jax.Array:
-    """Return [B]: the soft value, the mean of value - temperature * log-probability.
+    """Return [B]: the soft values, the mean of (value - temperature * log-probability) over actions.
 
-    The mean is over the policy softmax(values / temperature) of values [B, A].
+    The mean is weighted by the policy softmax(values / temperature), for values [B, A].
     """
     return temperature * jax.nn.logsumexp(values / temperature, axis=-1)
 

@@ -1,6 +1,7 @@
-"""The heads of DQN. A head defines the network outputs for each action, their loss, and their mean.
+"""The heads of DQN. A head defines the network outputs for each action, the loss, and the action values.
 
-`Expectation` learns the mean of a return (Mnih et al. 2015). `Quantiles` and `Categories` learn its distribution.
+`Expectation` learns the mean of the return (Mnih et al. 2015). `Quantiles` and `Categories` learn the distribution
+of the return.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class HeadLoss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """One number per action: the mean return (Mnih et al. 2015)."""
+    """One output per action: the mean return (Mnih et al. 2015)."""
 
     name: ClassVar[str] = "expectation"
-    size: ClassVar[int] = 1  # numbers per action
+    size: ClassVar[int] = 1  # number of outputs per action
 
     # error above which the Huber loss is linear; None uses the squared error everywhere
     huber_threshold: float | None = 1.0
@@ -83,7 +84,7 @@ class Quantiles:
     def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
         """Return the quantile regression loss (algorithm 1 of the paper).
 
-        The loss is the sum over quantiles of the mean over targets. The Huber loss is divided by its threshold, as in
+        The loss is averaged over targets and summed over quantiles. The Huber loss is divided by its threshold, as in
         IQN (arXiv:1806.06923). With the usual threshold of 1 this makes no difference. The priority is the loss.
 
         Args:
@@ -105,7 +106,7 @@ class Quantiles:
 
 @dataclasses.dataclass(frozen=True)
 class Categories:
-    """Logits of N fixed values of each action's return (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
+    """N fixed values of the return, and their logits for each action (Bellemare et al. 2017, arXiv:1707.06887: C51)."""
 
     name: ClassVar[str] = "categorical"
 
@@ -128,7 +129,7 @@ class Categories:
 
     @property
     def support(self) -> jax.Array:
-        """[N]: the fixed values."""
+        """[N]: the possible values of the return."""
         return jnp.linspace(self.value_min, self.value_max, self.num_atoms)
 
     def values(self, outputs: jax.Array) -> jax.Array:
@@ -138,8 +139,8 @@ class Categories:
     def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
         """Return the divergence KL(target || prediction), which is also the priority (algorithm 1 of the paper).
 
-        This is the paper's cross-entropy minus a constant. It is 0 if both distributions are equal. Targets outside the
-        support are clipped to it.
+        This divergence is the paper's cross-entropy minus a constant. It is 0 if both distributions are equal. Targets
+        outside of the support are clipped to its limits.
 
         Args:
             outputs: [B, N], logits of the chosen action.
@@ -150,7 +151,7 @@ class Categories:
         _check(outputs, reward, discount, next_outputs, "N")
         support = self.support
         targets = jnp.clip(reward[:, None] + discount[:, None] * support, support[0], support[-1])
-        # Distribute the probability of each target between the two nearest values, in proportion to proximity.
+        # Distribute the probability of each target over the two nearest values. The nearer value gets more.
         distances = jnp.abs(targets[:, None, :] - support[:, None]) / (support[1] - support[0])  # [B, N, N targets]
         projected = jnp.sum(jnp.clip(1.0 - distances, 0.0, 1.0) * jax.nn.softmax(next_outputs)[:, None, :], axis=2)
         projected = jax.lax.stop_gradient(projected)

@@ -46,7 +46,7 @@ class GRPOConfig:
 
     # model with random initial weights; ignored if `weights` is set
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    weights: Union[str, None] = None  # folder in the published format, see `rlframe.language.model.weights`
+    weights: Union[str, None] = None  # folder of a released model: config.json and model.safetensors
     # dtype of the weights; None uses the dtype of the model's config
     dtype: Literal["float32", "bfloat16", None] = None
     max_tokens: int = 1024  # maximum length of a sequence, including its prompt
@@ -59,11 +59,10 @@ class GRPOConfig:
     clip_epsilon: float = 0.2
     # upper clip range, for DAPO's clip-higher (0.28); None uses clip_epsilon
     clip_epsilon_high: Union[float, None] = None
-    # Upper limit of the ratio for data from much older parameters. grpo applies it where the advantage is negative,
-    # policy_gradient always. None means no limit. Ye et al. 2020, arXiv:1912.09729.
+    # Upper limit of the ratio for data from much older parameters (Ye et al. 2020, arXiv:1912.09729).
+    # grpo applies it where the advantage is negative, policy_gradient always. None means no limit.
     ratio_cap: Union[float, None] = 3.0
-    # weight of the KL divergence to the reference (the initial parameters, or the batch's ref_logprobs); 0 keeps no
-    # reference
+    # weight of the KL divergence to the reference: the initial parameters, or the batch's ref_logprobs; 0: no reference
     kl_cost: float = 0.04
     dpo_beta: float = 0.1  # dpo: beta; Rafailov et al. 2023, arXiv:2305.18290, appendix B
     learning_rate: float = 1e-6
@@ -84,7 +83,7 @@ class GRPOConfig:
     supervised_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.weights is not None:  # resolved now, because an environment may change the working directory
+        if self.weights is not None:  # make it absolute now, because an environment may change the working directory
             object.__setattr__(self, "weights", os.path.abspath(self.weights))
         check_at_least(self, 1, "max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size")
         check_above(self, 0, "learning_rate", "supervised_learning_rate", "max_grad_norm")
@@ -99,7 +98,7 @@ class GRPOConfig:
 
     @property
     def has_reference(self) -> bool:
-        """True if the loss uses a reference."""
+        """True if the loss compares the policy with reference parameters."""
         return self.loss == "dpo" or (self.loss != "sft" and self.kl_cost > 0)
 
     @property
@@ -124,11 +123,11 @@ class KeyValueState(NamedTuple):
 
 class OptimizerState(NamedTuple):
     inner: Any  # state of the optax optimizer
-    master: Any  # float32 parameters if the model's have a narrower dtype, otherwise ()
+    master: Any  # float32 copy of the parameters if the model's dtype is narrower, otherwise ()
 
 
 class GRPOState(NamedTuple):
-    """A `LearnerState` with the reference."""
+    """A `LearnerState` with the reference parameters."""
 
     opt_state: OptimizerState
     steps: Any
@@ -141,18 +140,18 @@ class _Rows(NamedTuple):
 
     tokens: Any  # [S, T + 1]
     mask: Any  # [S, T]
-    weights: Any  # [S, T]: weight of each token in the batch's mean
+    weights: Any  # [S, T]: weight of each token in means over the batch
     advantages: Any  # [S, T]
     temperature: Any  # [S]: sampling temperature; None means 1
-    sampled: Any  # [S, T]: log-probabilities under the sampling policy; None assumes the current policy
-    reference: Any  # [S, T]: log-probabilities under the reference; None computes them
+    sampled: Any  # [S, T]: log-probabilities under the sampling policy; None: the current policy has sampled
+    reference: Any  # [S, T]: log-probabilities under the reference; None: the loss computes them
 
 
 class GRPO(Agent):
     """Trains a language model on `TokenBatch`es from a `TrajectoryBuffer`.
 
-    Advantages are the token-level advantages of a group if it has them, otherwise its normalized scores. The losses
-    `grpo` and `policy_gradient` compute log-probabilities at the batch's `temperature`.
+    Advantages are the token-level advantages of a group. If a group has none, its normalized scores are used. The
+    losses `grpo` and `policy_gradient` compute log-probabilities at the batch's `temperature`.
 
     One step of acting is one token. The observation is the last token (of the prompt, or the previous action), and the
     action is the next token. A sequence must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many
@@ -232,7 +231,7 @@ class GRPO(Agent):
         return logits[:, 0], KeyValueState(cache, state.lengths + 1)
 
     def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
-        # Trace with random weights, because loading the real weights would read a folder.
+        # Trace with random weights, because this does not read the weights from the folder.
         rng = jax.random.PRNGKey(0)
         params = transformer.init(rng, self.model_config)
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
@@ -276,7 +275,7 @@ class GRPO(Agent):
             logs, grads = self._accumulate(params, learner_state.reference_params, self._rows(batch.data), size)
         data = batch.data
         logs |= {
-            "reward": jnp.sum(data.scores / S),  # divide before the sum: a sum of very large scores would overflow
+            "reward": jnp.sum(data.scores / S),  # divide first, because a sum of very large scores could overflow
             "length": jnp.sum(data.mask) / S,  # mean number of sampled tokens per sequence
             "tokens": jnp.sum(data.lengths),  # tokens in the batch, without padding
             "grad_norm": optax.global_norm(grads),
@@ -297,7 +296,7 @@ class GRPO(Agent):
     def _accumulate(self, params: Params, reference: Params, rows: _Rows, size: int) -> tuple[Logs, Params]:
         """Compute gradients as `compute_gradients` does, for `size` sequences at a time.
 
-        Losses and logs are sums over sequences, so the parts can be added.
+        Losses and logs are sums over sequences, so the results of the parts can be added.
         """
         num_padding = -len(rows.tokens) % size
         parts = jax.tree.map(
@@ -330,7 +329,7 @@ class GRPO(Agent):
         )
 
     def _loss_of_rows(self, params: Params, reference: Params, rows: _Rows) -> tuple[jax.Array, Logs]:
-        """Return the loss, a sum over tokens weighted for the batch's mean, and logs of the same kind."""
+        """Return the loss and logs. Each is a weighted sum over tokens; over a whole batch, this sum is the mean."""
         cfg, mean = self.cfg, functools.partial(_weighted_sum, weights=rows.weights)
         if cfg.loss == "sft":
             loss = -mean(self._log_probs(params, rows.tokens))
@@ -351,7 +350,7 @@ class GRPO(Agent):
             "clip_fraction": mean(is_clipped),
             # Negative log-probabilities under the sampling policy. Their mean estimates its entropy.
             "entropy": -mean(sampled),
-            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # to the sampling policy, Schulman 2020
+            "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # KL to the sampling policy (Schulman 2020)
         }
         loss = policy_loss
         if cfg.kl_cost > 0:
@@ -375,7 +374,7 @@ class GRPO(Agent):
         return loss, {"loss": loss, "preference_accuracy": accuracy}
 
     def _log_probs(self, params: Params, tokens: jax.Array, temperature: jax.Array | None = None) -> jax.Array:
-        # Padding is on the right. No real token attends to it, so it needs no mask.
+        # Padding is on the right. No token of a sequence attends to padding, so no attention mask is needed.
         options: dict[str, Any] = {"remat": self.cfg.remat, "chunk": self.cfg.logits_chunk}
         return transformer.token_log_probs(params, self.model_config, tokens, temperature=temperature, **options)
 

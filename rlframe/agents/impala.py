@@ -1,4 +1,4 @@
-"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic whose actors lag behind the learner."""
+"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic that corrects for actors with old parameters."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
 class IMPALAConfig:
     """Defaults from Espeholt et al. 2018, table G.1 (Atari). Other defaults are from their code (scalable_agent).
 
-    As in their code, the differentiated loss is a sum over the batch, not a mean. Learning rate, epsilon and gradient
-    norm are for this sum. Logs are means.
+    As in their code, the differentiated loss is a sum over the batch, not a mean. The learning rate, epsilon and the
+    maximum gradient norm are for this sum. Logs are means.
     """
 
     unroll_length: int = 20  # steps of one environment in each item
@@ -39,10 +39,10 @@ class IMPALAConfig:
     entropy_cost: float = 0.01
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # rmsprop has no momentum
     learning_rate: float = 6e-4
-    anneal_learning_rate: bool = True  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = True  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     rmsprop_decay: float = 0.99  # scalable_agent/experiment.py
-    rmsprop_epsilon: float = 0.01  # inside the square root, as in TensorFlow; scalable_agent uses 0.1 for DMLab
+    rmsprop_epsilon: float = 0.01  # added inside the square root, as in TensorFlow; scalable_agent uses 0.1 for DMLab
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = 40.0
 
@@ -69,7 +69,7 @@ class IMPALA(ActorCritic):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        # Actors fill one batch while another waits. Data that waits longer is more off-policy.
+        # Room for two batches: actors fill one while the other waits. Data that waits longer is more off-policy.
         capacity = 2 * cfg.batch_size * cfg.unroll_length
         return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
 
@@ -110,7 +110,7 @@ class IMPALA(ActorCritic):
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
-            # 1 if on-policy; smaller if the policy has moved away from the one that acted
+            # 1 if on-policy; smaller if the policy differs from the policy that acted
             "clipped_rho": mean(jnp.minimum(cfg.rho_bar, rhos)),
             "learning_rate": learning_rate(cfg, learner_state.steps),
         }

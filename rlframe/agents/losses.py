@@ -1,6 +1,6 @@
 """Losses that several agents share, and losses of language models, as pure functions on arrays.
 
-Targets of values are in `returns`. Losses of DQN's heads are in `dqn_heads`.
+The targets of value losses are in the module `returns`. The losses of DQN's heads are in the module `dqn_heads`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rlframe.agents.trees import check_shapes
 
 Average = Literal["sequence", "token"]
 
-LARGEST_ADVANTAGE = 1e6  # limit with which squared gradients fit float32 for every ratio
-_LARGEST_LOG = 20.0  # larger log ratios carry no information, and their exp overflows
+LARGEST_ADVANTAGE = 1e6  # with this limit, squared gradients do not overflow float32 for any ratio
+_LARGEST_LOG = 20.0  # larger log ratios give no more information, and `exp` would overflow
 
 
 def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -25,7 +25,7 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def normalize(x: jax.Array, mask: jax.Array, epsilon: float = 1e-8) -> jax.Array:
-    """Return `x` minus its mean, divided by its standard deviation. Both are computed where `mask` is 1.
+    """Return `x` minus its mean, divided by its standard deviation. Mean and deviation are computed where `mask` is 1.
 
     The default epsilon is from OpenAI Baselines (`baselines/ppo2/model.py`).
     """
@@ -61,8 +61,8 @@ def clipped_surrogate(
 def value_error(value: jax.Array, old_value: jax.Array, target: jax.Array, clip: float | None) -> jax.Array:
     """Return half the squared error of a value, elementwise.
 
-    With `clip`, return the larger of this error and the error of the value clipped to within `clip` of the old value
-    (`baselines/ppo2/model.py`).
+    With `clip`, clip the change from the old value to [-clip, clip], compute the error with and without clipping, and
+    return the larger error (`baselines/ppo2/model.py`).
     """
     check_shapes(value=(value, "..."), old_value=(old_value, "..."), target=(target, "..."))
     error = jnp.square(value - target)
@@ -82,7 +82,7 @@ def huber(error: jax.Array, threshold: float | None) -> jax.Array:
 
 
 def twin_td_error(values: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return [B]: half the squared errors of both critics, added.
+    """Return [B]: the sum of half the squared error of both critics.
 
     See Haarnoja et al. 2018, equation 5, and Fujimoto et al. 2018.
 
@@ -98,7 +98,7 @@ def soft_policy_loss(values: jax.Array, log_probs: jax.Array, temperature: jax.A
     """Return [B]: the policy loss of soft actor-critic (Haarnoja et al. 2018, equation 7).
 
     Args:
-        values: [2, B], values of the critics for the policy's own action. Gradients flow through the action.
+        values: [2, B], values of both critics for the current policy's action. Gradients flow through the action.
         log_probs: [B], log-probabilities of this action.
         temperature: [], weight of the entropy.
     """
@@ -109,20 +109,21 @@ def soft_policy_loss(values: jax.Array, log_probs: jax.Array, temperature: jax.A
 def temperature_loss(log_temperature: jax.Array, log_probs: jax.Array, target_entropy: float) -> jax.Array:
     """Return [B]: the loss of the temperature (Haarnoja et al. 2018, equation 18).
 
-    Minimizing it lowers the temperature where the entropy is above `target_entropy`, and raises it otherwise.
+    Minimizing this loss lowers the temperature where the entropy is above `target_entropy`. Otherwise the temperature
+    rises.
     """
     check_shapes(log_temperature=(log_temperature, ""), log_probs=(log_probs, "B"))
     return -jnp.exp(log_temperature) * jax.lax.stop_gradient(log_probs + target_entropy)
 
 
-# --- language models that learn from scored sequences. `[S, T]` arrays are for S sequences and the T tokens that a
-# model predicts. `mask` is 1 for tokens to train on.
+# --- losses of language models that learn from scored sequences. `mask` is 1 for tokens to train on.
+# The axes `[S, T]` are S sequences and the T tokens that the model predicts.
 
 
 def group_advantages(
     scores: jax.Array, group: jax.Array, *, normalize_std: bool = True, epsilon: float = 1e-6
 ) -> jax.Array:
-    """Return the advantage of each sequence over its group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
+    """Return the advantage of each sequence relative to its group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
 
     Args:
         scores: [S] float32, any finite scores.
@@ -132,16 +133,16 @@ def group_advantages(
         epsilon: added to the standard deviation.
 
     Returns:
-        [S] float32, always finite. 0 in a group with equal scores. A group with one sequence keeps its score, because
-        there is nothing to compare it with.
+        [S] float32, always finite. 0 in a group with equal scores. In a group with one sequence, the advantage is
+        the score, because there is nothing to compare it with.
     """
     count = jax.ops.segment_sum(jnp.ones_like(scores), group, len(scores))[group]
 
     def mean(x: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, group, len(x))[group] / count
 
-    # Divide each score by the spread of its group first, so that large scores keep their precision. Halve the scores,
-    # because the spread of the largest float32 numbers would overflow.
+    # Divide each score by the spread of its group first, so that large scores keep their precision.
+    # Compute the spread of half the scores, because the spread of the largest float32 numbers would overflow.
     half = 0.5 * scores
     lowest = jax.ops.segment_min(half, group, len(half))[group]
     spread = jax.ops.segment_max(half, group, len(half))[group] - lowest
@@ -181,7 +182,7 @@ def log_ratio(log_probs: jax.Array, others: jax.Array, mask: jax.Array) -> jax.A
 
 
 def is_clipped(ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> jax.Array:
-    """Return 1.0 where the clip of `clipped_surrogate` removes the gradient, else 0.0, elementwise."""
+    """Return 1.0 where the clipping in `clipped_surrogate` removes the gradient, otherwise 0.0. Elementwise."""
     up = (advantages > 0) & (ratio > 1.0 + clip_high)
     down = (advantages < 0) & (ratio < 1.0 - clip_low)
     return (up | down).astype(jnp.float32)
@@ -192,8 +193,8 @@ def importance_weighted_policy_gradient(
 ) -> jax.Array:
     """Return minus the importance weight times advantage times log-probability, elementwise.
 
-    The importance weight is the ratio of the two policies, at most `ratio_cap` (Espeholt et al. 2018, without the
-    trace). No gradient flows through it.
+    The importance weight is the ratio of the two policies, limited to `ratio_cap` (Espeholt et al. 2018, without the
+    trace). No gradient flows through the weight.
     """
     weight = ratio if ratio_cap is None else jnp.minimum(ratio, ratio_cap)
     return -jax.lax.stop_gradient(weight) * advantages * log_probs

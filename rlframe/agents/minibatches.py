@@ -9,12 +9,12 @@
     params = unravel(vector)                                    # _end
     return params, agent.update_learner_state(...), means of the logs
 
-Between two gradient steps, all parameters are one vector, and so are Adam's moments. Adam then runs as one loop instead
-of one loop per array. Outside a learner step, parameters and optimizer state are trees.
+Between two gradient steps, all parameters are joined into one vector, and so are Adam's moments. Adam then runs one
+loop instead of one loop per array. Outside a learner step, parameters and optimizer state are trees.
 
-There are two implementations of the gradient steps. `_scan` is a `lax.scan` inside the Learner's jitted call. `_loop`
-is a Python loop of jitted calls, used for convolutions on a CPU, whose gradient is 18 times as slow inside a scan. (An
-unrolled scan is as fast as the loop, but takes a minute to compile.)
+The gradient steps have two implementations. `_scan` is a `lax.scan` inside the Learner's jitted call. `_loop` is a
+Python loop of jitted calls. It is used for convolutions on a CPU, because their gradient takes 18 times as long
+inside a scan. (An unrolled scan is as fast as the loop, but takes a minute to compile.)
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ class MinibatchUpdates:
     """Calls `gradients` and the agent's `apply_gradients` for each minibatch of each epoch.
 
     `apply_gradients` receives parameters, gradients and optimizer state in which all parameter arrays are joined into
-    one vector. Write it with `jax.tree.map`, which works on any tree. Both functions receive the learner state from
-    before the learner step, with the newest `opt_state`. `update_learner_state` is called once, at the end.
+    one vector. Implement it with `jax.tree.map`, which works on any tree. `gradients` and `apply_gradients` receive
+    the learner state from before the learner step, but with the newest `opt_state`. `update_learner_state` is called
+    once, at the end.
 
-    If the agent's `jit_learner_step` is True, call this object inside jit. Otherwise call it outside jit: it jits its
-    parts.
+    If the agent's `jit_learner_step` is True, call this object inside jit. Otherwise call it outside of jit, because it
+    jits its parts itself.
 
     Args:
         agent: an agent whose learner state has `opt_state` and `rng`, as in `LearnerState`.
-        prepare: `f(params, data)` returns the rows to learn from, a tree of `[N, ...]`, and logs. It uses the
-            parameters from before the first minibatch.
+        prepare: `f(params, data)` returns the rows to learn from, a tree of `[N, ...]`, and logs. It is called once,
+            before the first minibatch.
         gradients: `f(params, learner_state, rows)` returns logs and gradients for the rows of one minibatch.
         num_epochs: number of times to learn from each row.
-        num_minibatches: minibatches per epoch. If the number of rows is not a multiple of it, each epoch leaves out a
-            few random rows. If there are fewer rows, there are fewer minibatches. The number of rows may depend on
-            which actors are alive.
-        envs_per_batch: environments in a full batch. A learner step from a smaller batch adds only its fraction to the
-            learner state's `steps`, which is then float32, so that schedules follow environment steps. None treats
-            every batch as full.
-        stops: `f(logs)` returns True to stop before the gradient step with these logs. This and later gradient steps
-            are not applied. `logs["minibatch_share"]` is then the fraction of minibatches that were applied. None never
+        num_minibatches: minibatches per epoch. If the number of rows is not a multiple of `num_minibatches`, each
+            epoch leaves out a few random rows. If there are fewer rows than minibatches, each row is a minibatch. The
+            number of rows may change when an actor dies.
+        envs_per_batch: environments in a full batch. A smaller batch adds only a fraction of a step to the learner
+            state's `steps` (float32), so that schedules follow environment steps. None treats every batch as full.
+        stops: `f(logs)` returns True to stop before the gradient step with these logs. This step and later
+            steps are not applied. `logs["minibatch_share"]` is the fraction of steps that were applied. None never
             stops.
     """
 
@@ -99,7 +99,7 @@ class MinibatchUpdates:
         return params, after, {**logs, **self._means(logs_of_steps, carry.is_stopped)}
 
     def indices(self, rng: jax.Array, num_rows: int) -> jax.Array | None:
-        """Return [epochs * minibatches, rows per minibatch], or None if each epoch is one minibatch of all rows."""
+        """Return row numbers [epochs * minibatches, rows per minibatch]. None if each minibatch is the whole batch."""
         count = min(self._num_minibatches, num_rows)
         if count == 1:
             return None
@@ -111,14 +111,14 @@ class MinibatchUpdates:
         """Raise UsageError if a full batch with `num_rows` rows has fewer rows than minibatches."""
         if num_rows < self._num_minibatches:
             raise UsageError(
-                f"{type(self._agent).__name__}: num_minibatches={self._num_minibatches} of a batch of {num_rows} rows "
-                "(num_envs x unroll_length, or num_envs for a recurrent network, where a row is a whole unroll). Lower "
-                "--num-minibatches, or raise --num-envs."
+                f"{type(self._agent).__name__}: num_minibatches={self._num_minibatches} is above the number of rows "
+                f"in a batch ({num_rows}). A batch has num_envs x unroll_length rows, or num_envs rows for a recurrent "
+                "network. Lower --num-minibatches, or raise --num-envs."
             )
 
     @functools.cached_property
     def _pieces(self) -> tuple[Callable[..., Any], ...]:
-        """The functions for the begin, the gradient steps and the end of a learner step."""
+        """The functions for the start, the gradient steps and the end of a learner step."""
         if self._agent.jit_learner_step:
             return self._begin, self._scan, self._end
         begin, end = (compilation.jit(piece, differentiates=False) for piece in (self._begin, self._end))
@@ -130,7 +130,7 @@ class MinibatchUpdates:
         rng, shuffle_rng = jax.random.split(learner_state.rng)
         rows, logs = self._prepare(params, data)
         is_params = _has_structure(params)
-        # Copy: a jitted step donates its carry, but the caller keeps the learner state.
+        # Copy the optimizer state: a jitted step donates its carry, but the caller still needs the learner state.
         opt_state = jax.tree.map(
             lambda tree: ravel_pytree(tree)[0] if is_params(tree) else jnp.copy(tree),
             learner_state.opt_state,
@@ -158,7 +158,7 @@ class MinibatchUpdates:
     def _loop(
         self, step: Callable[..., Any], carry: _Carry, rows: Tree, indices: Any, state: Any
     ) -> tuple[_Carry, Logs]:
-        """Do all gradient steps by calls of `step`, the jitted `_step`. Return the same as `_scan`.
+        """Do all gradient steps, each by a call of `step`, the jitted `_step`. Return the same values as `_scan`.
 
         `step` contains no branch, because a convolution is also slow inside a branch.
         """
@@ -173,7 +173,7 @@ class MinibatchUpdates:
         return carry, jax.tree.map(lambda *values: np.asarray(values), *logs_of_steps)
 
     def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
-        """Do one gradient step. Discard its result if `stops` is True for its logs."""
+        """Do one gradient step. Discard the result if `stops(logs)` is True."""
         state = state._replace(opt_state=carry.opt_state)
         minibatch = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
         logs, grads = self._gradients(self._unravel(carry.vector), state, minibatch)
@@ -186,7 +186,7 @@ class MinibatchUpdates:
         return kept._replace(is_stopped=is_stopped), {**logs, "minibatch_share": jnp.float32(1.0)}
 
     def _end(self, carry: _Carry, params: Params, opt_state: Any) -> tuple[Params, Any]:
-        """Return parameters and optimizer state as trees. `params` and `opt_state` are the values before the step."""
+        """Return parameters and optimizer state as trees. `params` and `opt_state` are the old values."""
         is_params = _has_structure(params)
         opt_state = jax.tree.map(
             lambda before, after: self._unravel(after) if is_params(before) else after,
@@ -207,7 +207,7 @@ class MinibatchUpdates:
 
 
 class MinibatchAgent(Agent):
-    """Base class of on-policy agents that learn from an unroll of each environment in epochs of minibatches.
+    """Base class of on-policy agents. They learn from one unroll of each environment, in epochs of minibatches.
 
     A learner step calls these methods in this order:
 
@@ -215,8 +215,8 @@ class MinibatchAgent(Agent):
     2. `minibatch_gradients` for each minibatch of these rows. It differentiates `minibatch_loss`, which a subclass
        defines.
     3. `stop_condition` on the logs, if there is one.
-    4. `apply_gradients`. The optimizer returns updates without step size, and `apply_gradients` multiplies them by the
-       learning rate.
+    4. `apply_gradients`. The optimizer has no learning rate. `apply_gradients` multiplies its updates by the learning
+       rate.
 
     `loss` and `compute_gradients`, which other agents use for a whole batch, are never called.
     """
@@ -226,7 +226,7 @@ class MinibatchAgent(Agent):
         for name, called in (("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")):
             if name in vars(cls):
                 raise UsageError(
-                    f"{cls.__name__} defines {name}, which nothing calls, because it learns from minibatches. Define "
+                    f"{cls.__name__} learns from minibatches and never calls {name}. Define "
                     f"{called}(params, learner_state, rows) instead."
                 )
 
@@ -244,7 +244,7 @@ class MinibatchAgent(Agent):
         return super().initial_learner_state(params)._replace(steps=jnp.float32(0))
 
     def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Any, Logs]:
-        """Return the rollout and logs about it."""
+        """Return the rollout, and logs about the rollout."""
         return self.rollout(params, data), {}
 
     def rollout(self, params: Params, data: SequenceBatch) -> Any:

@@ -1,4 +1,4 @@
-"""Builds the network of a `net_factory`: the agent's default, the config of a named network, or a user's function."""
+"""Builds a network from a `net_factory`: the agent's default, the config of a named network, or a user's function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.types import Tree
 
 
 def network_config_for(network_cls: type[Any], configs: Sequence[Any]) -> Any:
-    """Return the config of class `network_cls` in `configs`, or the class's defaults if there is none."""
+    """Return the config of class `network_cls` in `configs`, or the defaults of the class if `configs` has none."""
     return next((config for config in configs if type(config) is network_cls), None) or network_cls()
 
 
@@ -33,7 +33,7 @@ def build_network(
     may_be_noisy: bool = False,
     name: str = "",
 ) -> Any:
-    """Build the network of a `net_factory`. A config receives the heads, a function receives the specs.
+    """Build the network of a `net_factory`. A config builds it from the heads, a function from the specs.
 
     Args:
         net_factory: see `Agent`.
@@ -53,11 +53,13 @@ def build_network(
     network = net_factory.build(observation_spec, heads) if is_ours else net_factory(observation_spec, action_spec)
     if is_recurrent(network) and not may_recur:
         raise UsageError(
-            f"The network of {name} has a state, which this agent does not carry from step to step. PPO, IMPALA and "
-            "R2D2 do. Or use a network without a state: mlp, nature_cnn."
+            f"The network of {name} has a state, which this agent does not carry from step to step. Use "
+            "PPO, IMPALA or R2D2, or a network without a state (mlp, nature_cnn)."
         )
     if getattr(network, "sample", None) is not None and not may_be_noisy:
-        raise UsageError(f"The network of {name} is noisy, which this agent does not use. DQN does. Leave noisy None.")
+        raise UsageError(
+            f"The network of {name} is noisy, which this agent does not use. Leave noisy None, or use DQN."
+        )
     if is_ours:
         return network
     if not (callable(getattr(network, "init", None)) and callable(getattr(network, "apply", None))):
@@ -70,7 +72,7 @@ def build_network(
 
 
 def only_output(outputs: Any) -> jax.Array:
-    """Return the output of a network with one output, which may be in a tuple."""
+    """Return the only output of a network, which may be in a tuple."""
     return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
 
 
@@ -90,7 +92,7 @@ def _check_outputs(name: str, network: Any, observation_spec: Tree, heads: Seque
     given = [tuple(getattr(output, "shape", (type(output).__name__,))) for output in outputs]
 
     def fits(shape: tuple[Any, ...], head: Head) -> bool:
-        # A head of size 1 may have no last axis.
+        # The output of a head of size 1 may omit the last axis.
         return shape == (batch_size, head.size) or (head.size == 1 and shape == (batch_size,))
 
     if len(given) == len(heads) and all(map(fits, given, heads)):

@@ -32,15 +32,15 @@ class Network(NamedTuple):
 class Head(NamedTuple):
     """One output of a network."""
 
-    size: int  # numbers per observation
+    size: int  # number of outputs per observation
     scale: float = 1.0  # gain of the initial weights
-    num_free: int = 0  # number of these, the last ones, that do not depend on the observation
-    free_init: float = 0.0  # initial value of the free numbers
-    num_actions: int = 0  # for action values: number of actions, each with size / num_actions numbers; otherwise 0
+    num_free: int = 0  # how many of the last numbers do not depend on the observation
+    free_init: float = 0.0  # initial value of the numbers that do not depend on the observation
+    num_actions: int = 0  # number of actions if the head outputs action values; otherwise 0
 
 
 def action_values(num_actions: int, size: int = 1) -> Head:
-    """Return a head with `size` numbers for each action, ordered by action."""
+    """Return a head that outputs `size` numbers for each action, ordered by action."""
     return Head(num_actions * size, num_actions=num_actions)
 
 
@@ -66,10 +66,10 @@ class MLPConfig:
     hidden: tuple[int, ...] = (64, 64)
     activation: Activation = "tanh"
     separate: bool = True  # True: separate layers for each head; False: layers shared by all heads
-    orthogonal: bool = True  # initial weights; False: truncated normal with standard deviation 1 / sqrt(inputs)
+    orthogonal: bool = True  # orthogonal initial weights; False: truncated normal with deviation 1 / sqrt(inputs)
     layer_norm: bool = False  # layer normalization before each activation (Ba et al. 2016)
     dueling: bool = False  # separate last hidden layers for advantages and value (Wang et al. 2016)
-    # DQN only: initial standard deviation of weights times sqrt(inputs); Fortunato et al. 2018: 0.5
+    # DQN only: initial deviation of the noise on weights times sqrt(inputs); Fortunato et al. 2018: 0.5
     noisy: float | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class MLPConfig:
 
 @dataclasses.dataclass(frozen=True)
 class NatureCNNConfig:
-    """The convolutions of Mnih et al. 2015 (Methods, "Model architecture"), followed by dense layers.
+    """The convolutional network of Mnih et al. 2015 (Methods, "Model architecture"): convolutions, then dense layers.
 
     The convolutions process the leaves of the observation that are images (three axes), with channels first or last.
     The other leaves are joined before the dense layers. uint8 images are scaled to [0, 1].
@@ -98,7 +98,7 @@ class NatureCNNConfig:
     orthogonal: bool = True
     layer_norm: bool = False  # layer normalization over the channels before each activation (Ba et al. 2016)
     dueling: bool = False  # separate last hidden layers for advantages and value (Wang et al. 2016)
-    noisy: float | None = None  # DQN only: initial standard deviation of dense weights times sqrt(inputs)
+    noisy: float | None = None  # DQN only: initial deviation of the noise on dense weights times sqrt(inputs)
 
     def __post_init__(self) -> None:
         if not len(self.channels) == len(self.kernels) == len(self.strides):
@@ -118,7 +118,7 @@ class NatureCNNConfig:
         return _with_heads(functools.partial(self.image_features, observation_spec), self, heads)
 
     def image_features(self, observation_spec: Tree, observation: Tree, name: str) -> jax.Array:
-        """Return the input of the dense layers, `[B, n]`. The names of the parameters start with `name`."""
+        """Return the input of the dense layers, `[B, n]`. The parameters have names that start with `name`."""
         parts: list[jax.Array] = []
         for leaf_spec, leaf in _leaf_pairs(observation_spec, observation):
             if is_image(leaf_spec):
@@ -154,7 +154,7 @@ class NatureCNNConfig:
 
 
 def is_image(leaf_spec: specs.Array) -> bool:
-    """Return True if a leaf of the observation is processed by convolutions: three axes, and no categories."""
+    """Return True if convolutions process a leaf of the observation: it has three axes and no categories."""
     return len(leaf_spec.shape) == 3 and not isinstance(leaf_spec, MultiDiscreteArray)
 
 
@@ -166,8 +166,8 @@ def has_images(observation_spec: Tree) -> bool:
 def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
     """Convolve without padding: image [B, H, W, C], weights [k, k, C, D].
 
-    If the stride divides the kernel and image sizes, move each stride x stride block into the channels and convolve
-    with stride 1. The result is the same, and its gradient is 15% faster on a CPU.
+    If the kernel and image sizes are multiples of the stride, move each stride x stride block into the channels and
+    convolve with stride 1. The result is the same, and its gradient is 15% faster on a CPU.
     """
     batch, height, width, channels = image.shape
     kernel, _, _, outputs = weights.shape
@@ -183,7 +183,7 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
 
 
 def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
-    """Build dense layers on `inputs(observation, name)` `[B, n]`, separate or shared, and the heads on top."""
+    """Build dense layers, separate or shared, on `inputs(observation, name)` `[B, n]`. Add the heads on top of them."""
     num_own = len(cfg.hidden) if cfg.separate else int(cfg.dueling)
     num_shared = max(len(cfg.hidden) - num_own, 0)
     parts = dueling_heads(heads) if cfg.dueling else heads
@@ -207,7 +207,7 @@ def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Seque
 
 
 def dueling_heads(heads: Sequence[Head]) -> tuple[Head, Head]:
-    """Return the heads of advantages and value that replace a head of action values.
+    """Replace a head of action values with two heads, for advantages and values. Return both.
 
     Raises:
         UsageError: the heads are not action values.
@@ -249,11 +249,11 @@ def _activated(features: jax.Array, cfg: Any, name: str) -> jax.Array:
 
 
 def weight_initializer(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
-    """Return an initializer of weights. The default gain is OpenAI Baselines' (`baselines/common/models.py`)."""
+    """Return an initializer of weights. The default gain is from OpenAI Baselines (`baselines/common/models.py`)."""
     weights = functools.partial(_orthogonal, scale=scale) if cfg.orthogonal else _truncated_normal
 
     def init(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        # NumPy draws the weights, because XLA takes two seconds to compile a decomposition for each shape.
+        # NumPy draws the weights, because XLA takes two seconds per shape to compile a matrix decomposition.
         key = jax.random.key_data(hk.next_rng_key())
         draw = functools.partial(weights, shape=tuple(shape), dtype=dtype)
         if isinstance(key, jax.core.Tracer):
@@ -268,12 +268,12 @@ def _orthogonal(key: Any, *, shape: tuple[int, ...], dtype: Any, scale: float) -
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     draws = _random_state(key).standard_normal((max(rows, columns), min(rows, columns)))
     q, r = np.linalg.qr(draws)
-    q = q * np.sign(np.diag(r))  # otherwise the result is not uniformly distributed
+    q = q * np.sign(np.diag(r))  # without this, the result is not uniformly distributed
     return np.asarray(scale * (q if rows >= columns else q.T), dtype).reshape(shape)
 
 
 def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return weights with deviation 1 / sqrt(inputs), truncated at two deviations, as in Sonnet and Haiku."""
+    """Return normal weights with deviation 1 / sqrt(inputs), truncated at two deviations, as in Sonnet and Haiku."""
     random = _random_state(key)
     draws = random.standard_normal(shape)
     while (outside := np.abs(draws) > 2.0).any():
@@ -282,7 +282,7 @@ def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.nda
 
 
 def _random_state(key: Any) -> np.random.RandomState:
-    # RandomState, because NumPy guarantees the same stream in all versions, unlike for Generator.
+    # RandomState instead of Generator, because its random numbers are the same in all versions of NumPy.
     return np.random.RandomState(np.asarray(key, np.uint32).ravel())
 
 
@@ -327,7 +327,7 @@ def check_layers(cfg: Any) -> None:
         check_above(cfg, 0, "noisy")
 
 
-# --- noisy networks (Fortunato et al. 2018, arXiv:1706.10295): learned noise on the weights drives exploration
+# --- noisy networks (Fortunato et al. 2018, arXiv:1706.10295): exploration by learned noise on the weights
 
 
 def noisy(network: Any, scale: float) -> Any:
@@ -347,7 +347,7 @@ def noisy(network: Any, scale: float) -> Any:
 
 
 class NoisyParams(NamedTuple):
-    """Parameters of a network, and the standard deviations of the noise on its dense layers."""
+    """Parameters of a noisy network: the means, and the standard deviations of the noise on the dense layers."""
 
     mean: Params  # module -> name -> array, as in Haiku
     deviation: Params  # standard deviations for modules with a `w` [n, m] and a `b` [m]

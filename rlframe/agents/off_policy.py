@@ -1,4 +1,4 @@
-"""Functions for agents that learn from a replay: its size, its priorities, and importance weights."""
+"""Functions for agents that learn from a replay: checks of its size, priorities, and importance weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_replay_size(cfg: Any) -> None:
         name, each = type(cfg).__name__, f" sequences, one every {period} steps" if period > 1 else ""
         raise UsageError(
             f"{name}.min_replay_size ({cfg.min_replay_size}{each}) is above replay_capacity ({cfg.replay_capacity}): "
-            "learning would never begin."
+            "learning would never start."
         )
 
 
@@ -47,7 +47,7 @@ def off_policy_replay_spec(
 def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) -> jax.Array:
     """Return [B]: importance weights for prioritized sampling (Schaul et al. 2016, section 3.4).
 
-    The weights are scaled to a maximum of 1. The buffer size cancels out in this division.
+    The weights are divided by the largest weight, so their maximum is 1 and the buffer size cancels out.
     """
     check_shapes(probabilities=(probabilities, "B"))
     weights = jnp.power(probabilities, -exponent)

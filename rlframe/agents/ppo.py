@@ -26,31 +26,31 @@ from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
 class PPOConfig:
     """Defaults from Schulman et al. 2017, table 3 (MuJoCo). Other defaults are from OpenAI Baselines' ppo2.
 
-    With `max_staleness` above 0, actors run ahead by that many unrolls. The clipped ratio corrects for it, because it
-    uses the stored log-probabilities of the policy that acted, as equation 7 of the paper requires. Hilton et al. 2022
-    (arXiv:2110.00641) measure the cost.
+    With `max_staleness` above 0, actors may act with parameters that are up to that many versions old. The clipped
+    ratio corrects for old parameters, because it uses the stored log-probabilities of the policy that acted, as
+    equation 7 of the paper requires. Hilton et al. 2022 (arXiv:2110.00641) measure the effect of old parameters.
     """
 
     unroll_length: int = 2048  # Steps of each environment between two updates.
     num_epochs: int = 10  # Passes over the batch per update.
-    num_minibatches: int = 32  # Minibatches per epoch. The paper splits 2048 steps by 64.
-    target_kl: float | None = None  # End the update before a minibatch with a higher approx_kl.
+    num_minibatches: int = 32  # Minibatches per epoch. Paper: 2048 steps, minibatches of 64.
+    target_kl: float | None = None  # End the update before a minibatch whose approx_kl is higher.
     discount: float = 0.99
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
     value_clip: float | None = None  # Maximum change of the value. ppo2 uses clip_epsilon.
     entropy_cost: float = 0.0
     value_cost: float = 0.5  # Weight of half the squared error. SB3's vf_coef=0.5 is 1.0 here.
-    normalize_advantages: bool = True  # In each minibatch, as in ppo2.
+    normalize_advantages: bool = True  # Normalize in each minibatch, as in ppo2.
     learning_rate: float = 3e-4
-    adam_epsilon: float = 1e-5  # As in ppo2.
+    adam_epsilon: float = 1e-5  # The default of ppo2.
     max_grad_norm: float | None = 0.5  # Clip the global norm of gradients, as in ppo2.
-    anneal_learning_rate: bool = False  # Linearly to 0 at --steps.
+    anneal_learning_rate: bool = False  # Reduce the rate linearly to 0 at --steps.
     anneal_clip: bool = False  # Anneal clip_epsilon linearly to 0.
-    total_learner_steps: int | None = None  # Internal: the updates of the run, at which annealing ends.
-    # Internal: environments of a full batch. Schedules count a smaller batch as a part of an update.
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Annealing ends there.
+    # Internal: environments in a full batch. Schedules count a smaller batch as a fraction of an update.
     envs_per_batch: int | None = None
-    max_staleness: int = 0  # Versions that an unroll may be old. With 0, actors wait for updates.
+    max_staleness: int = 0  # Maximum age of an unroll, in versions. 0: actors wait for updates.
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
@@ -68,19 +68,19 @@ class Rollout(NamedTuple):
     """
 
     observation: Tree
-    sample: jax.Array  # sample of the policy, before clipping to the action bounds
+    sample: jax.Array  # sample from the policy, before clipping to the action bounds
     log_prob: jax.Array
     value: jax.Array
     advantage: jax.Array
     mask: jax.Array  # 0 where the environment ignored the action
     step_type: Any = ()  # for a recurrent network: [B, T]
-    state: Any = ()  # for a recurrent network: [B, ...], before step 0
+    state: Any = ()  # for a recurrent network: [B, ...], the state before step 0
 
 
 class PPO(ActorCritic, MinibatchAgent):
     """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
-    With a recurrent network, minibatches contain whole unrolls, each with the state at its start.
+    With a recurrent network, minibatches contain whole unrolls, and the recurrent state at the start of each unroll.
     """
 
     config_cls = PPOConfig
@@ -92,7 +92,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
 
     def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
-        """Return the rollout, and the explained variance of the actor's values."""
+        """Return the rollout, and the explained variance of the values that the actor computed."""
         rollout = self.rollout(params, data)
         if missing := [name for name in ("value", "advantage", "mask") if not hasattr(rollout, name)]:
             raise UsageError(
@@ -103,7 +103,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return rollout, {"explained_variance": explained_variance(rollout.value, targets, rollout.mask)}
 
     def rollout(self, params: Params, data: SequenceBatch) -> Rollout:
-        """Return the steps of a batch with their GAE advantages, computed from the actor's values."""
+        """Return the steps of a batch with GAE advantages, computed from the values that the actor stored."""
         value, last_value = jnp.asarray(data.extras["value"]), self._last_value(params, data)
         mask = (data.step_type[:, :-1] != LAST).astype(jnp.float32)
         values = jnp.concatenate([value, last_value[:, None]], axis=1)
@@ -155,7 +155,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return logs["approx_kl"] > self.cfg.target_kl
 
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
-        """Return (policy parameters [N, P], values [N], the minibatch with one row per step)."""
+        """Return (distribution parameters [N, P], values [N], the minibatch with one row per step)."""
         if self._stepped.is_recurrent:
             outputs, _ = self._stepped.unroll(params, rollout.observation, rollout.step_type, rollout.state)
             logits, value = flatten_batch_and_time(outputs)

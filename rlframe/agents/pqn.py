@@ -45,9 +45,9 @@ class PQNConfig:
     epsilon_decay_share: float = 0.1  # fraction of total_learner_steps during which epsilon falls
     learning_rate: float = 2.5e-4  # learning rate of RAdam
     adam_epsilon: float = 1e-8  # epsilon of RAdam, as in the code of Liu et al. 2020, arXiv:1908.03265
-    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # None keeps epsilon at epsilon_end and disables annealing
-    # environments in a full batch; in schedules, a smaller batch counts as a fraction of a step. None: as one step
+    # environments in a full batch; in schedules, a smaller batch counts as a fraction of a step; None: as a step
     envs_per_batch: int | None = None
     max_grad_norm: float | None = 10.0
 
@@ -102,7 +102,7 @@ class PQN(QLearning, MinibatchAgent):
         return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
-        """Return the steps of a batch with their lambda-returns, computed from the actor's values."""
+        """Return the steps of a batch with lambda-returns, computed from the values that the actor stored."""
         last_values = self._values(params, jax.tree.map(lambda leaf: leaf[:, -1], data.observation))
         next_values = jnp.concatenate([data.extras["value"][:, 1:], jnp.max(last_values, axis=-1)[:, None]], axis=1)
         targets = q_lambda_returns(

@@ -26,12 +26,12 @@ class ActorParams(NamedTuple):
 def epsilon_greedy(
     rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Replace `greedy` actions `[B]` by random ones with probability `epsilon` ([] or [B]).
+    """Replace each of the `greedy` actions `[B]` with a random action, with probability `epsilon` ([] or [B]).
 
     Returns:
         (actions `[B]`, `[B]` bool that is True for random actions).
     """
-    # One random number is used twice: if it is below epsilon, it is uniform in [0, epsilon).
+    # Use one random number for both decisions: if it is below epsilon, it is uniform in [0, epsilon).
     draw = jax.random.uniform(rng, greedy.shape)
     random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
     explores = draw < epsilon
@@ -85,7 +85,7 @@ class QLearning(Agent):
         return AgentOutput(self.greedy(self._values(params.params, timestep.observation)), {}), state
 
     def _values(self, params: Params, observation: Tree) -> jax.Array:
-        """Return [B, A]."""
+        """Return the action values [B, A]."""
         return only_output(self.network.apply(params, observation))
 
     def greedy(self, values: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ class QLearning(Agent):
 
 
 class TargetNetworkAgent(QLearning):
-    """Base class of Q-learning agents with a target network, a copy made every `target_update_period` updates."""
+    """Base class of Q-learning agents with a target network, copied after every `target_update_period` updates."""
 
     def initial_learner_state(self, params: Params) -> TargetState:
         opt_state, steps, rng = super().initial_learner_state(params)

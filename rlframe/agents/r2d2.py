@@ -42,28 +42,28 @@ class R2D2Config:
 
     batch_size: int = 64  # sequences per update
     sequence_length: int = 80  # steps of one environment to learn from
-    burn_in: int = 40  # steps before these that only update the recurrent state
+    burn_in: int = 40  # steps before the learned steps, only to update the recurrent state
     period: int = 40  # environment steps between the starts of two sequences
     replay_capacity: int = 4_000_000  # environment steps
-    min_replay_size: int = 1_250  # sequences in the replay before learning starts; 50,000 steps, as in Ape-X
-    # environment steps per learner step: 256 actors with 260 steps a second, 5 updates a second
+    min_replay_size: int = 1_250  # sequences in the replay before learning starts; as in Ape-X (50,000 steps)
+    # environment steps per learner step; paper: 256 actors x 260 steps/s, 5 updates/s
     update_period: int = 13_312
     target_update_period: int = 2_500  # learner steps
     discount: float = 0.997
     n_step: int = 5  # number of rewards summed before bootstrapping
     # Rescaling of values: epsilon in h(x) = sign(x) (sqrt(|x| + 1) - 1) + epsilon x. None disables rescaling.
     rescaling: float | None = 1e-3
-    # An environment takes a random action with probability epsilon^(1 + epsilon_exponent * position). The positions are
-    # spread evenly over [0, 1] (`ladder_positions`), as in Horgan et al. 2018 (arXiv:1803.00933).
+    # An environment takes a random action with probability epsilon^(1 + epsilon_exponent * position).
+    # Positions are spread evenly over [0, 1] (`ladder_positions`), as in Horgan et al. 2018 (arXiv:1803.00933).
     epsilon: float = 0.4
     epsilon_exponent: float = 7.0
     learning_rate: float = 1e-4  # learning rate of Adam
     adam_epsilon: float = 1e-3
-    anneal_learning_rate: bool = False  # linearly to 0 over total_learner_steps
+    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     max_grad_norm: float | None = None
     priority_exponent: float = 0.9
-    max_share: float = 0.9  # eta: weight of a sequence's largest error in its priority; the rest is for the mean error
+    max_share: float = 0.9  # eta: weight of the largest error in a priority; the mean error has weight 1 - eta
     importance_exponent: float = 0.6
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class R2D2(TargetNetworkAgent):
 
     A network's `apply` returns action values `[B, A]`. The network should be recurrent (`rlframe.agents.recurrent`) and
     dueling, as in the paper. Learning unrolls the network from the state that is stored with the sequence. The first
-    `burn_in` steps only update the state with the newest parameters, and are not learned from.
+    `burn_in` steps only update the state with the newest parameters. They have no loss.
     """
 
     config_cls = R2D2Config
@@ -102,7 +102,7 @@ class R2D2(TargetNetworkAgent):
 
     @property
     def default_network(self) -> Any:
-        """The paper's network for images, a small network for vectors."""
+        """The default network: the paper's network for images, and a small network for vectors."""
         paper = LSTMConfig((), 512, "relu", orthogonal=False, dueling=True)
         return paper if has_images(self.observation_spec) else self.network_configs[0]
 
@@ -183,17 +183,17 @@ class R2D2(TargetNetworkAgent):
 def ladder_positions(count: int) -> np.ndarray:
     """Return positions [count] on the epsilon ladder: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ...
 
-    They are almost evenly spread over [0, 1] for every count. The position of an environment depends only on its
-    number, not on the number of environments.
+    For every count, the positions are spread almost evenly over [0, 1]. The position of an environment depends only on
+    the number of this environment, not on how many environments there are.
     """
     numbers, positions, half = np.arange(1, count + 1), np.zeros(count), 0.5
-    while numbers.any():  # van der Corput's sequence: the binary digits, reversed after the point
+    while numbers.any():  # van der Corput's sequence: reverse the binary digits and put them after the point
         positions, numbers, half = positions + half * (numbers & 1), numbers >> 1, half / 2
     return np.concatenate([positions[:1], [0.0, 1.0], positions[1:]])[:count]
 
 
 def _select(values: jax.Array, actions: jax.Array) -> jax.Array:
     """Return [T, B]: the values [T, B, A] of the actions [T, B]."""
-    # The gradient of take_along_axis is a scatter. If the network has no state, XLA's older CPU runtime (jaxlib 0.5.3)
-    # aborts the process when it compiles this scatter.
+    # Do not use take_along_axis, whose gradient is a scatter.
+    # If the network has no state, compiling this scatter aborts the process with jaxlib 0.5.3 on a CPU.
     return jnp.sum(values * jax.nn.one_hot(actions, values.shape[-1], dtype=values.dtype), axis=-1)

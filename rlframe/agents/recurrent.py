@@ -1,7 +1,7 @@
 """Recurrent networks: an LSTM or a GRU between a torso and the heads of an agent.
 
-A user's network is recurrent if it also has `initial_state` (see `RecurrentNetwork`). It is passed like any other
-network, as `net_factory` or `--network file.py:make_net`.
+A user's network is recurrent if it also has `initial_state` (see `RecurrentNetwork`). Pass it like any other network,
+as `net_factory` or `--network file.py:make_net`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlframe.types import FIRST, AgentState, Params, Tree
 class RecurrentNetwork(NamedTuple):
     """The pure functions of a network with a state, a pytree of `[B, ...]`.
 
-    A user's network needs the first three. Without `unroll`, it is applied step by step.
+    A user's network needs the first three functions. Without `unroll`, `apply` is called step by step.
 
     The Actor carries the state between steps. `apply` receives the state that it returned for the same environment, or
     `initial_state` at FIRST.
@@ -46,7 +46,7 @@ class RecurrentNetwork(NamedTuple):
 
     init: Callable[[jax.Array, Tree], Params]  # (rng, observation [B, ...]) -> params
     apply: Callable[[Params, Tree, AgentState], tuple[Any, AgentState]]  # [B, ...] -> (outputs [B, ...], state)
-    initial_state: Callable[[int], AgentState]  # (batch size) -> state at FIRST, numpy
+    initial_state: Callable[[int], AgentState]  # (batch size) -> state at FIRST, NumPy arrays
     # (params, observation [B, T, ...], is_first [B, T], state before step 0) -> (outputs [B, T, ...], state after)
     unroll: Callable[[Params, Tree, jax.Array, AgentState], tuple[Any, AgentState]] | None = None
 
@@ -146,7 +146,7 @@ class _RecurrentConfig:
     hidden: tuple[int, ...] = (64,)  # sizes of the dense layers before the core
     size: int = 64  # size of the core's output
     activation: Activation = "tanh"
-    orthogonal: bool = True  # initial weights; False: truncated normal with standard deviation 1 / sqrt(inputs)
+    orthogonal: bool = True  # orthogonal initial weights; False: truncated normal with deviation 1 / sqrt(inputs)
     dueling: bool = False  # separate hidden layers for advantages and value (Wang et al. 2016)
 
     _gates: ClassVar[int] = 0
@@ -158,12 +158,12 @@ class _RecurrentConfig:
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
         """Build a network that outputs a tuple with one `[..., head.size]` for each head."""
         images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
-        own = (self.size,) if self.dueling else ()  # hidden layers of each head
+        own = (self.size,) if self.dueling else ()  # sizes of the hidden layers of each head
         parts = dueling_heads(heads) if self.dueling else heads
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
-            # Without is_first, inputs are one step [B, ...], otherwise [B, T, ...]. All parts except the core process
-            # all rows at once.
+            # Without is_first, the inputs are one step [B, ...], otherwise [B, T, ...].
+            # Only the core processes one step after another.
             lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)
             features = (
@@ -240,7 +240,7 @@ class LSTMConfig(_RecurrentConfig):
     _gates: ClassVar[int] = 4
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Return zeros `[batch_size, size]`, hidden and cell."""
+        """Return zeros `[batch_size, size]` for the hidden state and the cell."""
         zeros = np.zeros((batch_size, self.size), np.float32)
         return LSTMState(zeros, zeros)
 

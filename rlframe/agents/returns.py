@@ -1,7 +1,7 @@
-"""Returns and advantages for values and policies: GAE, V-trace, n-step and Q(lambda) returns.
+"""Targets of values, and advantages for policies: GAE, V-trace, n-step and Q(lambda) returns.
 
-Time is the first axis of all arrays, except in `soft_targets`, whose arrays are for single steps. No estimate uses
-rewards or values of the next episode.
+Time is the first axis of all arrays, except in `soft_targets`, whose arrays have no time axis. No function uses rewards
+or values of the next episode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def generalized_advantages(
         gae_lambda: 0 for one-step advantages, 1 for Monte Carlo advantages.
 
     Returns:
-        [T, B] float32, 0 where the mask is 0. No estimate uses steps after a masked step.
+        [T, B] float32, 0 where the mask is 0. No advantage depends on steps after a masked step.
     """
     check_shapes(
         rewards=(rewards, "T B"),
@@ -80,7 +80,7 @@ def vtrace(
     every lambda.
 
     A sequence may contain several episodes. At a masked step (its timestep was LAST), delta and c are 0. The return
-    before this step therefore bootstraps from V(LAST), scaled by its discount, and uses nothing from the next episode.
+    before this step therefore bootstraps from V(LAST) times its discount, and uses nothing from the next episode.
 
     Args:
         values: [T + 1, ...] float32, V of timestep t. The last value is used for bootstrapping.
@@ -126,7 +126,7 @@ def n_step_returns(
         rewards: [T, B] float32, rewards of action t.
         discounts: [T, B] float32, gamma, or 0 if the environment terminated at timestep t + 1.
         next_values: [T, B] float32, values of timestep t + 1.
-        continues: [T, B] bool, False if timestep t + 1 is LAST. The value of this timestep then ends the sum.
+        continues: [T, B] bool, False if timestep t + 1 is LAST. The sum then ends with the value of this timestep.
         n_step: number of rewards, at least 1. Fewer are summed near the end of the sequence.
 
     Returns:
@@ -155,7 +155,7 @@ def q_lambda_returns(
         rewards: [T, B] float32, rewards of action t.
         discounts: [T, B] float32, gamma, or 0 if the environment terminated at timestep t + 1.
         next_values: [T, B] float32, the largest action value of timestep t + 1.
-        continues: [T, B] bool, False if timestep t + 1 is LAST. The value of this timestep then ends the return.
+        continues: [T, B] bool, False if timestep t + 1 is LAST. The return then ends with the value of this timestep.
         lambda_: 0 for one-step targets, 1 for the rewards of all following steps.
 
     Returns:
@@ -186,7 +186,7 @@ def rescale(x: jax.Array, epsilon: float) -> jax.Array:
 def unscale(x: jax.Array, epsilon: float) -> jax.Array:
     """Return the inverse of `rescale` (Pohlen et al. 2018, proposition A.2).
 
-    This form avoids differences of nearly equal numbers.
+    This form of the inverse avoids differences of nearly equal numbers.
     """
     size = jnp.abs(x) + 1.0 + epsilon
     root = 2.0 * size / (1.0 + jnp.sqrt(1.0 + 4.0 * epsilon * size))  # sqrt(|h^-1(x)| + 1)
@@ -200,7 +200,7 @@ def soft_targets(
     next_log_probs: jax.Array | float,
     temperature: jax.Array | float,
 ) -> jax.Array:
-    """Return [B]: the reward plus the discounted soft value, from the lower of two critics.
+    """Return [B]: the reward plus the discounted soft value, which uses the lower value of two critics.
 
     See Haarnoja et al. 2018, equation 3.
 
@@ -208,8 +208,8 @@ def soft_targets(
         rewards: [B].
         discounts: [B], gamma, or 0 if the episode terminated.
         next_values: [2, B], values of the target critics for the policy's next action.
-        next_log_probs: [B], log-probabilities of this action. With a temperature of 0, the result is the target of TD3.
-        temperature: [], weight of the entropy.
+        next_log_probs: [B], log-probabilities of this action.
+        temperature: [], weight of the entropy. With 0, the result is the target of TD3.
     """
     check_shapes(rewards=(rewards, "B"), discounts=(discounts, "B"), next_values=(next_values, "2 B"))
     return rewards + discounts * (jnp.min(next_values, axis=0) - temperature * next_log_probs)

@@ -36,8 +36,8 @@ class SACConfig:
     target_update_rate: float = 0.005  # tau: fraction by which the target critics move to the critics in each update
     initial_temperature: float = 1.0  # alpha: weight of the entropy
     learn_temperature: bool = True  # False keeps the temperature constant
-    target_entropy: float | None = None  # in nats, for actions scaled to [-1, 1]; None uses minus their dimension
-    min_log_std: float = -20.0  # limits of the policy's log standard deviation before tanh
+    target_entropy: float | None = None  # in nats, for actions scaled to [-1, 1]; None: minus the number of dimensions
+    min_log_std: float = -20.0  # limits of the log standard deviation of the policy, before tanh
     max_log_std: float = 2.0
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class SAC(TwinCriticAgent):
         return TargetState(opt_state, steps, rng, target_params=params.critics)
 
     def loss(self, params: SACParams, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
-        """Return the sum of the losses of critics, policy and temperature, and logs.
+        """Return the sum of three losses (of the critics, the policy and the temperature), and logs.
 
         Each parameter affects only one of the three losses, so a single gradient step is enough.
         """

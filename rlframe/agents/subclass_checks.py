@@ -1,4 +1,4 @@
-"""Checks of `Agent` subclasses: every method has a caller, and the constructor accepts its arguments."""
+"""Checks of `Agent` subclasses: every public method has a caller, and the constructor accepts the given arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframe.errors import UsageError, suggest
 
 
 def check_methods(base: type, cls: type) -> None:
-    """Raise UsageError for a method of `cls` with nearly the name of a method of `base`, or with other arguments."""
+    """Raise UsageError if `cls` misspells the name of a method of `base`, or if its method takes other arguments."""
     for name, member in vars(cls).items():
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             _check_method(base, cls, name, member)
@@ -23,7 +23,7 @@ def _check_method(base: type, cls: type, name: str, member: Any) -> None:
         near = difflib.get_close_matches(name, vars(base), n=1, cutoff=0.9)
         if near:
             raise UsageError(
-                f"{cls.__name__} defines {name}, which nothing calls. The method of an Agent is {near[0]}"
+                f"{cls.__name__} defines {name}, which is never called. The method of an Agent is {near[0]}"
                 f"{_arguments(hooks.get(near[0]))}. If this is a different method, give it a different name, or a name "
                 "that starts with an underscore."
             )
@@ -31,7 +31,7 @@ def _check_method(base: type, cls: type, name: str, member: Any) -> None:
         wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
         try:
             inspect.signature(member).bind(None, *wanted)
-            fits = given == wanted or set(given) != set(wanted)  # rejects the same names in another order
+            fits = given == wanted or set(given) != set(wanted)  # the same names in another order do not fit
         except TypeError:
             fits = False
         if not fits:
@@ -51,7 +51,7 @@ def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
         raise UsageError(
             f"{cls.__name__} makes its own network and reads no net_factory. Either leave --network out, or add the "
-            "parameter net_factory to the constructor and build its network."
+            "parameter net_factory to the constructor and build the network from it."
         )
     for name in kwargs:
         if name not in accepted and not takes_all:

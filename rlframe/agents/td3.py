@@ -25,15 +25,15 @@ class TD3Config:
 
     batch_size: int = 100
     replay_capacity: int = 1_000_000  # environment steps
-    # Items in the replay before learning starts. Until then, actions are uniform. The paper uses 1,000 for tasks whose
-    # episodes end early.
+    # Items in the replay before learning starts. Until then, actions are uniform.
+    # The paper uses 1,000 for tasks whose episodes end early.
     min_replay_size: int = 10_000
     update_period: int = 1  # environment steps per learner step
     discount: float = 0.99
     learning_rate: float = 1e-3
-    target_update_rate: float = 0.005  # tau: fraction by which the targets move to the parameters in each policy update
+    target_update_rate: float = 0.005  # tau: fraction by which target networks move in each policy update
     policy_period: int = 2  # learner steps per update of the policy and the targets
-    exploration_noise: float = 0.1  # standard deviation of the noise on actions
+    exploration_noise: float = 0.1  # standard deviation of the exploration noise on actions
     smoothing_noise: float = 0.2  # standard deviation of the noise on the target policy's actions
     smoothing_clip: float = 0.5  # limit of the smoothing noise
 
@@ -95,7 +95,7 @@ class TD3(TwinCriticAgent):
     def learner_step(
         self, params: TD3Params, learner_state: TargetState, batch: Batch
     ) -> tuple[TD3Params, TargetState, Logs]:
-        """Update the critics. In every `policy_period`-th step, also update the policy and the targets."""
+        """Update the critics. In every `policy_period`-th step, also update the policy and the target networks."""
         logs, grads = self.compute_gradients(params, learner_state, batch)
         critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics)
         params, steps = params._replace(critics=critics), learner_state.steps

@@ -1,4 +1,4 @@
-"""Agent transforms: an Agent that wraps another Agent. The inner agent needs no code for this."""
+"""A transform is an Agent that wraps another Agent, here to normalize its inputs. The inner agent needs no changes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Moments(NamedTuple):
 
 
 class RunningStatistics(NamedTuple):
-    """Statistics of one version of the parameters. Fields that are not normalized are ()."""
+    """Statistics that belong to one version of the parameters. A field is () if its values are not normalized."""
 
-    observation: Any  # Moments of the normalized leaves
-    returns: Any  # Moments of the return so far: the discounted sum of an episode's rewards
+    observation: Any  # `Moments` of the normalized leaves
+    returns: Any  # `Moments` of the return so far: the discounted sum of an episode's rewards
 
 
 class NormalizedParams(NamedTuple):
@@ -65,7 +65,7 @@ class NormalizedLearnerState(NamedTuple):
 
 
 def initial_moments(shapes: list[tuple[int, ...]]) -> Moments:
-    """Return mean 0 and variance 1 with nearly zero weight (`baselines/common/running_mean_std.py`)."""
+    """Return moments with mean 0, variance 1 and nearly zero weight (`baselines/common/running_mean_std.py`)."""
     ones = tuple(jnp.ones(shape, jnp.float32) for shape in shapes)
     return Moments(jnp.float32(1e-4), tuple(jnp.zeros_like(one) for one in ones), ones)
 
@@ -75,8 +75,8 @@ def updated_moments(moments: Moments, values: list[jax.Array], mask: jax.Array) 
 
     Args:
         moments: moments of all earlier values.
-        values: one array [N, ...] for each mean.
-        mask: [N] float32, 0 for rows to leave out.
+        values: one array [N, ...] for each of the means.
+        mask: [N] float32, 0 for rows that are not added.
     """
     seen = jnp.sum(mask)
     count = moments.count + seen
@@ -94,15 +94,15 @@ def updated_moments(moments: Moments, values: list[jax.Array], mask: jax.Array) 
 class Normalized(Agent):
     """A transform that normalizes the observations, and optionally the rewards, of an agent.
 
-    Observations: each floating-point leaf that is not an image is reduced by its running mean, divided by its standard
-    deviation, and clipped. Rewards: divided by the standard deviation of the return so far (the discounted sum of the
-    episode's rewards), and clipped. `timestep.reward` is not changed for acting.
+    Observations: subtract the running mean from each floating-point leaf that is not an image, divide the leaf by its
+    standard deviation, and clip it. Rewards: divide by the standard deviation of the return so far (the discounted sum
+    of the episode's rewards), and clip. For acting, `timestep.reward` is not changed.
 
-    The statistics belong to a version of the parameters. They are part of the learner state. Each learner step updates
-    them from its batch, and `actor_params` publishes them. Therefore they have versions, checkpoints contain them, all
-    actors use the same statistics, and evaluations do not change them. The observations of a batch are normalized with
-    the statistics that the newest parameters act with, and update the statistics afterwards. This keeps
-    log-probabilities exact. Returns update their statistics before the rewards of the batch are scaled.
+    The statistics are part of the learner state. Each learner step updates them from its batch, and `actor_params`
+    publishes them with the parameters. Therefore the statistics have versions, checkpoints contain them, all actors use
+    the same statistics, and evaluations do not change them. A batch is normalized with the observation statistics that
+    actors use with the newest parameters, and then updates these statistics. This order keeps log-probabilities exact.
+    The return statistics are updated before the rewards of the batch are scaled.
 
     The return so far of each environment is part of the agent state. The learner receives it as `extras["return"]`,
     which is removed before the inner agent receives the batch.
@@ -113,7 +113,7 @@ class Normalized(Agent):
         observation_clip: limit of a normalized observation, in standard deviations.
         rewards: True to normalize rewards. Only for agents that learn from a `Sequence`.
         reward_clip: limit of a normalized reward.
-        discount: discount of the return so far. None uses `agent.cfg.discount`, or 0.99 if it does not exist.
+        discount: discount of the return so far. None uses `agent.cfg.discount`, or 0.99 if the config has no discount.
 
     Raises:
         UsageError: a number is out of range, no leaf of the observation can be normalized, or rewards should be
@@ -149,7 +149,7 @@ class Normalized(Agent):
             )
         if rewards and not isinstance(agent.replay_spec.item, Sequence):
             raise UsageError(
-                f"{agent.type_name}: normalize_rewards is for agents that learn from a Sequence, and this one "
+                f"{agent.type_name}: normalize_rewards is for agents that learn from a Sequence, but this agent "
                 f"learns from {agent.replay_spec.item!r}. Leave it False."
             )
 
@@ -159,7 +159,7 @@ class Normalized(Agent):
         return self.agent.type_name
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
-        """Return the same transform around the changed inner agent."""
+        """Return this transform, applied to the changed inner agent."""
         return type(self)(self.agent.with_inner(change), **self._constructed_with[1])
 
     # Acting
@@ -194,7 +194,7 @@ class Normalized(Agent):
         return self._act(self.agent.eval_step, rng, params, timestep, state)
 
     def actor_params(self, params: Params, learner_state: NormalizedLearnerState) -> Tree:
-        """Return the inner agent's result, with the statistics if observations are normalized."""
+        """Return the `actor_params` of the inner agent. If observations are normalized, add the statistics."""
         published = self.agent.actor_params(params, learner_state.agent)
         return NormalizedParams(published, learner_state.statistics) if self.observations else published
 
@@ -238,7 +238,7 @@ class Normalized(Agent):
         return self.agent.replay_spec
 
     def check_num_envs(self, num_envs: int) -> None:
-        """Check the number of environments of the inner agent."""
+        """Call `check_num_envs` of the inner agent."""
         self.agent.check_num_envs(num_envs)
 
     def initial_learner_state(self, params: Params) -> NormalizedLearnerState:
@@ -254,7 +254,7 @@ class Normalized(Agent):
     def learner_step(
         self, params: Params, learner_state: NormalizedLearnerState, batch: Batch
     ) -> tuple[Params, NormalizedLearnerState, Logs]:
-        """Update the inner agent from the normalized batch, and the statistics from the batch."""
+        """Update the inner agent from the normalized batch. Update the statistics from the original batch."""
         data, statistics = self.normalized(learner_state.statistics, batch.data)
         params, inner, logs = self.agent.learner_step(params, learner_state.agent, batch._replace(data=data))
         return params, NormalizedLearnerState(inner, statistics), logs
@@ -268,8 +268,8 @@ class Normalized(Agent):
         """
         raw, updated = data, statistics
         if self.rewards:
-            # Update the return statistics first, so that the first batch is also scaled. Log-probabilities do not
-            # depend on them.
+            # Update the return statistics before scaling, so that the first batch is also scaled.
+            # Log-probabilities do not depend on the return statistics, so this is allowed.
             returns = _with_returns(statistics.returns, raw)
             updated = updated._replace(returns=returns)
             reward = jnp.clip(
@@ -280,7 +280,7 @@ class Normalized(Agent):
         if self.observations:
             data = data._replace(observation=self._observed(statistics, raw.observation))
             leaves = self._selected(jax.tree.leaves(raw.observation))
-            if isinstance(raw, SequenceBatch):  # the last timestep of a sequence is the first of the next sequence
+            if isinstance(raw, SequenceBatch):  # the next sequence also contains the last timestep
                 leaves = [leaf[:, :-1] for leaf in leaves]
             else:
                 data = data._replace(next_observation=self._observed(statistics, raw.next_observation))

@@ -1,4 +1,4 @@
-"""Trees of arrays and their specs: zeros for a spec, the spec of a batch, and checks of shapes."""
+"""Functions on trees of arrays and specs: create zeros, remove or merge axes, and check shapes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def swap_batch_and_time(tree: Tree) -> Tree:
 
 
 def check_tree(label: str, spec: Tree, tree: Tree, *, owner: str) -> None:
-    """Raise UsageError for the first leaf of `tree` that is not `[B, ...]` of its spec. `label` names the tree."""
+    """Raise UsageError for the first leaf of `tree` that is not a batch of its spec. `label` is the tree's name."""
     expected, received = _named_leaves(spec), _named_leaves(tree)
     if expected.keys() != received.keys():
-        raise UsageError(f"{owner}: {label} has the leaves {_names(received)}, its spec has {_names(expected)}.")
+        raise UsageError(f"{owner}: {label} has the leaves {_names(received)}, but its spec has {_names(expected)}.")
     for name, leaf_spec in expected.items():
         leaf = received[name]
         if not leaf.shape or tuple(leaf.shape[1:]) != tuple(leaf_spec.shape) or leaf.dtype != leaf_spec.dtype:
@@ -54,9 +54,9 @@ def check_tree(label: str, spec: Tree, tree: Tree, *, owner: str) -> None:
 
 
 def check_shapes(**arrays: tuple[Any, str]) -> None:
-    """Raise ValueError if an array does not have its shape, for example `check_shapes(rewards=(rewards, "T B"))`.
+    """Raise ValueError if an array has another shape than given. Example: `check_shapes(rewards=(rewards, "T B"))`.
 
-    The name of a dimension means the same size in all arrays. After its first use, a name may have an addend ("T+1").
+    The name of a dimension means the same size in all arrays. After its first use, a sum like "T+1" is allowed.
     "..." means all remaining dimensions, and a number means this size.
     """
     sizes: dict[str, tuple[int, ...]] = {}

@@ -1,6 +1,6 @@
-"""The base class of SAC and TD3: a policy with twin critics of its continuous actions, and their networks.
+"""The base class of SAC and TD3, and the networks of both: a policy for continuous actions, and twin critics.
 
-Their targets are `returns.soft_targets`. Their losses are in losses.py.
+The targets of the critics are `returns.soft_targets`. The losses are in losses.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PolicyAndCritics:
     """The networks of a policy and of twin critics. Actions are scaled to [-1, 1].
 
     Args:
-        net_factory: a `NetworkConfig`, from which each of the three networks is built with its own layers. Or
+        net_factory: a `NetworkConfig` that builds each of the three networks with its own layers, or a function
             `f(observation_spec, action_spec)` that returns a pair (policy, critics). The policy's `apply` takes
             observations and returns `[B, num_policy_params]`. The critics' `apply` takes `{"observation": ...,
             "action": [B, num_actions]}` and returns two `[B, 1]`.
@@ -62,7 +62,7 @@ class PolicyAndCritics:
         return policy, critics
 
     def policy_outputs(self, params: Params, observation: Tree) -> jax.Array:
-        """Return [B, num_policy_params]."""
+        """Return the outputs of the policy network, [B, num_policy_params]."""
         return only_output(self._policy.apply(params, observation))
 
     def values(self, params: Params, observation: Tree, action: jax.Array) -> jax.Array:
@@ -82,12 +82,12 @@ def _pair(net_factory: Any, observation_spec: Tree, action_spec: Tree) -> tuple[
 
 
 class TwinCriticAgent(Agent):
-    """Base class of agents with a policy and twin critics of its actions, for bounded continuous actions.
+    """Base class of agents with a policy for bounded continuous actions, and twin critics of these actions.
 
     A `net_factory` that is a function returns a pair (policy, critics). The policy's `apply(params, observation)`
     returns `[B, outputs_per_dimension n]`. The critics' `apply(params, {"observation": ..., "action": [B, n]})` returns
-    two values `[B, 1]`. Both use actions scaled to [-1, 1]. The published parameters have fields `policy` and
-    `uniform`. `uniform` is 1 until the first update, and actions are uniform while it is 1.
+    two values `[B, 1]`. Both use actions scaled to [-1, 1]. The published parameters have the fields `policy`
+    and `uniform`. `uniform` is 1 until the first update, and actions are uniform while it is 1.
     """
 
     takes_policy = False

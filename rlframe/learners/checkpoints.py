@@ -1,14 +1,15 @@
-"""Checkpoints: a learner's arrays and the replay buffer of the same moment.
+"""Saves and restores checkpoints. A checkpoint contains a learner's arrays, and the replay buffer at that moment.
 
 - Each checkpoint is written completely or not at all.
 - `Learner.run()` calls `Saver.save_if_due` after each update. `save_soon` saves from another thread, between updates.
-- `Saver` decides by `checkpoint_every` and `checkpoint_seconds`, and for the replay by `ReplayFiles.is_due`.
+- `Saver` decides whether to save, by `checkpoint_every` and `checkpoint_seconds`. For the replay,
+  `ReplayFiles.is_due` decides.
 - `Learner.save` collects the arrays. `Checkpointer.save` writes them.
-- In a single-process run, the training loop (`rlframe/programs/training/loop.py`) decides by environment steps.
+- In a single-process run, the training loop (`rlframe/programs/training/loop.py`) counts environment steps to decide.
 
 Orbax saves arrays and extras in `directory/STEP`. The replay buffer is saved in `directory/replay/STEP`, before its
 checkpoint. If a save is interrupted at any point, the newest checkpoint is therefore complete. A large replay is saved
-with few checkpoints. The other checkpoints are restored with the newest older replay.
+with only some of the checkpoints. Other checkpoints are restored with the newest replay that is older.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _log = logging.getLogger(__name__)
 class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
-    extras: Any  # saved with the checkpoint, for example the counters of the actor
-    has_replay: bool  # True if the replay of the same moment was also restored
+    extras: Any  # object saved with the checkpoint, for example the counters of the actor
+    has_replay: bool  # True if the replay that was saved with this checkpoint was also restored
 
 
 class Checkpointer:
@@ -55,7 +56,7 @@ class Checkpointer:
 
     Attributes:
         directory: directory of the checkpoints.
-        replays: the saved replay buffers, each under the number of its checkpoint.
+        replays: the saved replay buffers. Each one has the number of its checkpoint.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 3) -> None:
@@ -63,7 +64,7 @@ class Checkpointer:
         self.replays = ReplayFiles(self.directory / "replay", keep)
         self._keep = keep
         self._open_manager: Any = None
-        self._native: NativePath | None = None  # path of the directory for Orbax, while the manager is open
+        self._native: NativePath | None = None  # the directory as Orbax's path, while the manager is open
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -72,7 +73,7 @@ class Checkpointer:
         return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
 
     def save(self, step: int, tree: Tree, extras: Any = None, replay_buffer: Any = None) -> None:
-        """Write one checkpoint. Earlier checkpoints are not touched until it is complete.
+        """Write one checkpoint. Earlier checkpoints are not changed until the new one is complete.
 
         Args:
             step: name of the checkpoint. If this name exists, the next free number is used, because a saved checkpoint
@@ -86,13 +87,13 @@ class Checkpointer:
         """
         before = max(self.steps(), default=-1)
         step = max(step, before + 1)
-        self._remove_unfinished()  # left by a save that failed or was interrupted
+        self._remove_unfinished()  # remove files of a save that failed or was interrupted
         self.replays.drop_after(before)
         if replay_buffer is not None:
             self.replays.save(replay_buffer, step)
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
-        # Orbax checks its own indices but not the arrays.
+        # Orbax verifies only its own indices, not the arrays.
         sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
         with self._explain("write", step):
             import orbax.checkpoint as ocp
@@ -132,7 +133,7 @@ class Checkpointer:
         return self._read(self._existing(step))[1]
 
     def go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
-        """Make an earlier good checkpoint the newest one. Move newer checkpoints and their replays; delete nothing.
+        """Make an undamaged earlier checkpoint the newest one: move newer checkpoints and their replays elsewhere.
 
         The file of parameter versions stays in place, so that versions never decrease.
 
@@ -151,8 +152,8 @@ class Checkpointer:
             self._read(chosen)
         except CheckpointError as error:
             raise UsageError(f"{error} {self._newest_good([one for one in steps if one != chosen])}") from error
-        # Move checkpoints first, starting with the newest. If this is interrupted, each remaining checkpoint has its
-        # replay.
+        # Move checkpoints before replays, and the newest checkpoint first.
+        # If a move is interrupted, each remaining checkpoint still has its replay.
         newer = [self.directory / str(one) for one in reversed(steps) if one > chosen]
         if newer:
             newer += [self.replays.path(one) for one in self.replays.numbers() if one > chosen]
@@ -166,7 +167,7 @@ class Checkpointer:
         return "No other checkpoint is good. Start a new run with --config RUN_DIR/config.json."
 
     def _existing(self, step: int | None, error: type[RlframeError] = CheckpointError) -> int:
-        """Return `step`, or the latest step if it is None. Raise `error` if there is no such checkpoint."""
+        """Return `step`, or the latest step if `step` is None. Raise `error` if there is no such checkpoint."""
         steps = self.steps()
         if step is not None and step not in steps:
             there = ", ".join(map(str, steps)) or "none"
@@ -191,14 +192,14 @@ class Checkpointer:
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
         with root_handler(logging.lastResort or logging.NullHandler()), contextlib.ExitStack() as closing:
-            for each in filter(None, (native, manager)):  # runs in reverse order: the manager is closed first
+            for each in filter(None, (native, manager)):  # ExitStack closes in reverse order: the manager first
                 closing.callback(each.close)
 
     def _manager(self) -> Any:
         if self._open_manager is None:
             import orbax.checkpoint as ocp
 
-            # Orbax warns about every restore without a template. `_check` compares the arrays with a template.
+            # Hide Orbax's warning about a restore without a template. `_check` compares the arrays with a template.
             logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
             self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
@@ -233,7 +234,7 @@ class Checkpointer:
             path = self.directory / str(step)
             if action == "write":
                 self._remove_unfinished()
-                # the next attempt needs a new manager: this one may be in any state
+                # after an error, the manager may be unusable, so the next attempt creates a new one
                 with contextlib.suppress(Exception):
                     self.close()
             others = [self.directory / str(other) for other in self.steps() if other != step]
@@ -250,10 +251,10 @@ class Saver:
 
     Args:
         cfg: config of the learner.
-        learner: the learner, whose `save` is called.
+        learner: the learner. Its `save` method is called.
         lock: lock that the learner holds during an update.
         replay_buffer: buffer to save with the learner, or None.
-        replays: files of the saved replays.
+        replays: files of the saved replay buffers.
     """
 
     def __init__(self, cfg: LearnerConfig, learner: Any, lock: Any, replay_buffer: Any, replays: ReplayFiles) -> None:
@@ -269,7 +270,7 @@ class Saver:
 
         Args:
             now: save even if no checkpoint is due.
-            final: nothing is published after this (see `Learner.save`).
+            final: True if no parameters are published after this save (see `Learner.save`).
 
         Raises:
             CheckpointError: the final checkpoint could not be written. Earlier checkpoints are not touched.
@@ -284,8 +285,8 @@ class Saver:
     def _save_or_warn(self, final: bool) -> None:
         """Write a checkpoint, unless this learner step already has one.
 
-        If it cannot be written (for example because the disk is full), log a warning and try again when the next one is
-        due.
+        If the checkpoint cannot be written (for example because the disk is full), log a warning and try again when the
+        next checkpoint is due.
 
         Raises:
             CheckpointError: the final checkpoint could not be written.
@@ -306,14 +307,15 @@ class Saver:
         if buffer is not None and learner.replay_saved_step != steps:
             with_replay = self._replays.is_due(buffer, final)
         if final and is_new and with_replay and not self._replays.is_small(buffer):
-            learner.save(final=True)  # first, because the program may be killed while a large replay is written
+            # Save without the replay first, because the program may be killed while the large replay is written.
+            learner.save(final=True)
         if is_new or with_replay:
             learner.save(final=final, with_replay=with_replay)
-        elif final:  # this step is already saved, but not as the final one
+        elif final:  # this step is already saved, but not as the final checkpoint
             learner.release_versions()
 
     def save_soon(self) -> None:
-        """Start a thread that saves between two updates. `save_if_due` raises its errors."""
+        """Start a thread that saves between two updates. The next `save_if_due` raises the errors of this thread."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._save_in_thread, name="rlframe checkpoint", daemon=True)
@@ -322,7 +324,7 @@ class Saver:
     def _wait(self) -> None:
         """Wait for the thread of `save_soon`.
 
-        Waiting for the lock is not enough, because updates could take it again and again.
+        Waiting for the lock is not enough, because the learner could take the lock again for each update.
         """
         if self._thread.is_alive():
             self._thread.join()
@@ -334,11 +336,11 @@ class Saver:
             self._save_or_warn(final=False)
         except Exception as error:
             self._failure = error
-            self._learner.stop()  # the learner may be waiting for a batch
+            self._learner.stop()  # end the learner's wait for a batch
 
 
 def last_good(checkpointer: Checkpointer | None) -> str:
-    """Return a sentence that names the newest checkpoint, for an error message."""
+    """Return a sentence for an error message that names the newest checkpoint."""
     steps = checkpointer.steps() if checkpointer is not None else []
     if checkpointer is None or not steps:
         return "Nothing was saved before."

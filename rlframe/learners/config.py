@@ -12,7 +12,7 @@ from rlframe.errors import UsageError, check_above, check_at_least
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Arguments of the replay buffer's `make_dataset`, which `Learner.run()` calls. None uses the buffer's default."""
+    """Arguments of the replay buffer's `make_dataset`, which `Learner.run()` calls. None means the buffer's default."""
 
     prefetch: int | None = None  # number of batches to fetch ahead
     threads: int | None = None  # number of sampling threads, for replays that support several (Reverb)
@@ -41,15 +41,15 @@ class LearnerConfig:
     """When a Learner starts, stops and saves."""
 
     seed: int = 0
-    max_learner_steps: int | None = None  # `run()` and the program end at this step; None means at `stop()`
-    ends_program: bool = True  # False: max_learner_steps has the effect of `finish()`
-    checkpoint_dir: str | None = None  # None saves nothing
+    max_learner_steps: int | None = None  # `run()` and the program end at this step; None: only `stop()` ends them
+    ends_program: bool = True  # False: max_learner_steps only ends learning, as `finish()` does
+    checkpoint_dir: str | None = None  # directory of the checkpoints; None saves nothing
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
     checkpoint_seconds: float = 30.0  # seconds between two checkpoints; a killed learner loses at most this much time
     checkpoints_kept: int = 3
     resume: bool = False  # start from the latest checkpoint, if there is one
     log_every: int = 100  # learner steps between two rows of the logger of `run()`
-    data: DataConfig = DataConfig()  # how `run()` reads its replay
+    data: DataConfig = DataConfig()  # how `run()` reads the replay buffer
     codec: Any = None  # codec of the environments, saved so that `rlframe.load` needs no environment
 
     def __post_init__(self) -> None:

@@ -48,18 +48,18 @@ class Learner:
     Args:
         cfg: see `LearnerConfig`.
         agent: the `Agent` to train.
-        replay_buffer: source of the batches of `run()`, and destination of priorities: a `ReplayReader` in this
-            process, or a `reverb.Client`.
+        replay_buffer: a `ReplayReader` in this process, or a `reverb.Client`. `run()` takes batches from
+            this buffer. `step` passes priorities to it.
         logger: any object with `write(step, values)`, used by `run()`. None writes no logs.
         check_may_write: called before anything is written to `cfg.checkpoint_dir`. If it raises, nothing is written.
-            Needed for a learner whose successor may already be writing to the directory. None always allows writing.
-        above_version: the first published version is higher than this. Used for the successor of a learner that
+            Needed if a successor of this learner may already be writing to the directory. None always allows writing.
+        above_version: the first published version is higher than this number. Used for the successor of a learner that
             published versions but left no checkpoint.
 
     Attributes:
         learner_steps: updates since the run started, including those before a resume.
-        saver: decides when `run()` saves. Callers that use `step` instead of `run()` may use it too. None if nothing is
-            saved.
+        saver: decides when `run()` saves. Callers that use `step` instead of `run()` may call it too. None if there is
+            no `checkpoint_dir`.
         saved_step: `learner_steps` of the newest checkpoint.
         replay_saved_step: `learner_steps` of the newest checkpoint with the replay.
         restored: the checkpoint that the Learner was restored from, or None.
@@ -75,7 +75,7 @@ class Learner:
         check_may_write: Callable[[], None] | None = None,
         above_version: int = -1,
     ) -> None:
-        use_one_arena()  # must run before JAX's first call; engines already do this when a process starts
+        use_one_arena()  # must run before the first call of JAX; engines already do this when a process starts
         keep_freed_memory()
         self._cfg, self._agent, self._logger = cfg, agent, logger
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
@@ -83,7 +83,7 @@ class Learner:
         self.learner_steps = 0
         self._actor_arrays: list[jax.Array]  # packed parameters that actors have
         self._logs: Logs = {}  # logs of the newest checked update
-        self._unchecked: UncheckedUpdate | None = None  # the newest update until it is checked
+        self._unchecked: UncheckedUpdate | None = None  # the newest update, until `_check_update` has checked it
         self._replay = LearnerReplay(replay_buffer, agent, self._stop)
         self._open_checkpoints(check_may_write)
         self._publish_initial_params()
@@ -94,7 +94,7 @@ class Learner:
             self._publish()
         self._replay.note_update((), self.params_version)
 
-    # --- parts of the constructor, in the order of their calls
+    # --- methods that the constructor calls, in this order
 
     def _open_checkpoints(self, check_may_write: Callable[[], None] | None) -> None:
         cfg = self._cfg
@@ -113,8 +113,7 @@ class Learner:
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
         params = agent.initial_params(init_rng)
         learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
-        # Donated buffers must be distinct, but an initial state may contain the parameters themselves (target
-        # networks).
+        # Copy, because donated buffers must be distinct. The initial target network may be the parameters themselves.
         self._params, self._learner_state = copy_arrays((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
@@ -125,7 +124,7 @@ class Learner:
         """Restore the latest checkpoint. Without one, continue above all versions that may have been published."""
         if self._checkpointer is not None and self._checkpointer.steps():
             self.restore(with_replay=True)
-        else:  # other nodes may have versions of a learner that died before its first checkpoint
+        else:  # other nodes may have newer versions, from a learner that died before its first checkpoint
             self._versions.resume(self.params_version)
             self._publish()
 
@@ -165,7 +164,7 @@ class Learner:
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
         self._unchecked = UncheckedUpdate(self.learner_steps, logs, keys, is_finite)
-        if self._agent.learns_from == "trajectories":  # updates take long, so waiting for one costs little
+        if self._agent.learns_from == "trajectories":  # such an update takes long, so an immediate check costs little
             self._check_update()
         version = self._versions.next()
         if self._replay.max_staleness is not None:
@@ -175,7 +174,8 @@ class Learner:
         self._publish()
         self._replay.note_update(keys, version)
         if priorities is not None:
-            self._check_update()  # priorities are fetched here anyway, and a buffer must not receive NaN
+            # The buffer must not receive NaN. Checking here costs nothing, because the priorities are fetched anyway.
+            self._check_update()
             self._replay.update_priorities(keys, np.asarray(priorities))
         return logs
 
@@ -197,14 +197,14 @@ class Learner:
             self._learn()
             self._finished.set()
             if self._finish.is_set() or (self._is_done and not self._cfg.ends_program):
-                self._stop.wait()  # `get_params` remains available
+                self._stop.wait()  # other nodes may still call `get_params`
         if self._is_done and self._cfg.ends_program:
             handles.stop_program()
 
     def _learn(self) -> None:
         self._replay.drop_too_old(self.params_version)
         dataset = self._make_dataset(self._cfg.data)
-        # A stop may come before there is a dataset to close. A resumed learner may have no steps left.
+        # `stop` may have been called before the dataset existed. A resumed learner may have no steps left.
         has_ended = self._should_end or self._is_done
         try:
             for batch in () if has_ended else dataset:
@@ -213,7 +213,7 @@ class Learner:
                 self._learn_from(batch)
                 if self._is_done:
                     break
-        except StoppedError:  # raised while waiting for the replay server
+        except StoppedError:  # can be raised while waiting for the replay server
             if not (self._stop.is_set() or handles.is_program_stopping()):
                 raise
         finally:
@@ -233,8 +233,8 @@ class Learner:
     def _make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
         """Return the batches that `run()` learns from. Override this method to change, filter or mix them.
 
-        `stop()` closes the dataset of this method, which ends the wait for a batch. An override should use
-        `super()._make_dataset(data_cfg)`, so that it ends at the same time.
+        `stop()` closes the dataset that this method creates, which ends the wait for a batch. An override should take
+        its batches from `super()._make_dataset(data_cfg)`, so that `stop()` also ends the override's iterator.
         """
         return self._replay.make_dataset(data_cfg)
 
@@ -281,7 +281,7 @@ class Learner:
         return self._publication.reader()
 
     def save_soon(self) -> None:
-        """Start a thread that saves as `run()` does, with the replay. `run()` raises its errors."""
+        """Start a thread that saves a checkpoint with the replay, as `run()` does. `run()` raises its errors."""
         if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
         self.saver.save_soon()
@@ -292,8 +292,9 @@ class Learner:
         """Write a checkpoint of parameters, learner state and counters, after the current update.
 
         Args:
-            extras: any picklable object to save with it. `restore` returns it.
-            final: nothing is published after this, so that a resumed run continues with the next version.
+            extras: any picklable object to save in the checkpoint. `restore` returns it.
+            final: True if no parameters are published after this save. A resumed run then continues with the next
+                version.
             with_replay: save the replay buffer too, unless the buffer is stored elsewhere (for example on a server).
 
         Raises:
@@ -315,15 +316,15 @@ class Learner:
                 self.release_versions()
 
     def release_versions(self) -> None:
-        """Release the reserved versions, so that a resumed run skips none. Nothing may be published after this."""
+        """Release the reserved versions, so that a resumed run skips no version. Publish nothing after this call."""
         with self._update_lock:
             self._versions.release()
 
     def restore(self, step: int | None = None, *, with_replay: bool = False) -> Any:
-        """Restore a checkpoint (by default the latest), and return the extras saved with it.
+        """Restore a checkpoint (by default the latest). Return the extras that were saved with the checkpoint.
 
         Args:
-            step: step of the checkpoint, the name of its directory.
+            step: step of the checkpoint, which is the name of the checkpoint's directory.
             with_replay: restore the replay buffer too.
 
         Raises:
@@ -349,7 +350,7 @@ class Learner:
         self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
     def _pack_params(self) -> None:
-        """Pack the current parameters for actors. After an update, the packed parameters are part of its result."""
+        """Pack the current parameters for actors. An update needs no such call: it returns packed parameters."""
         check_params(self._params, self.learner_steps, self._last_good)
         self._actor_arrays = self._update.pack(self._params, self._learner_state)
 
@@ -357,7 +358,7 @@ class Learner:
         self._publication.publish(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def close(self) -> None:
-        """Stop `run()` and the threads of checkpoints and publishing."""
+        """Stop `run()`, and the threads that write checkpoints and publish parameters."""
         self.stop()
         if self._checkpointer is not None:
             self._checkpointer.close()

@@ -25,13 +25,13 @@ _PATIENCE = 0.5  # seconds that `LearnerReplay.stats` waits
 class LearnerReplay:
     """The replay buffer of a Learner, with the same methods for each kind of buffer.
 
-    A `BaseReplayBuffer` supports all of them. An object that only has the methods of a `ReplayReader` has no counters
-    and no `max_staleness`, and checkpoints do not contain it.
+    A `BaseReplayBuffer` supports all of these methods. An object that only has the methods of a `ReplayReader` has no
+    counters and no `max_staleness`, and is not saved in checkpoints.
 
     Args:
-        given: the argument of the Learner: a buffer, a handle to one in this process, or a `reverb.Client`.
+        given: the argument of the Learner: a buffer, a handle to a buffer in this process, or a `reverb.Client`.
         agent: agent whose specs define the items of a `reverb.Client`.
-        stop: event that ends waits for other processes.
+        stop: setting this event ends all waits for other processes.
 
     Attributes:
         buffer: the buffer.
@@ -51,11 +51,11 @@ class LearnerReplay:
             )
         self.buffer = as_replay_buffer(target, lambda: agent)
         self._is_own = self.buffer is not target
-        # None if the buffer only has the methods of a `ReplayReader`.
+        # The buffer, or None if it only has the methods of a `ReplayReader`.
         self._full = self.buffer if isinstance(self.buffer, BaseReplayBuffer) else None
         self.saved = self._full if self._full is not None and self._full.is_saved_by_learner else None
         self.max_staleness = self._full.spec.max_staleness if self._full is not None else None
-        self._resumed_from: int | None = None  # set until the next update
+        self._resumed_from: int | None = None  # version of the restored checkpoint, until the next update
         self._dataset: Any = None
         self._stats_thread = threading.Thread()  # thread of `stats`; this placeholder never runs
         self._stats: dict[str, int] = {}
@@ -63,7 +63,7 @@ class LearnerReplay:
     # --- batches
 
     def make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
-        """Return the batches that `Learner.run` learns from, fetched ahead. `close_dataset` ends them."""
+        """Return the batches that `Learner.run` learns from, fetched ahead. `close_dataset` ends the iteration."""
         make_dataset = self._method("make_dataset", "run() takes batches from it")
         self._dataset = make_dataset(**data_cfg.options_of(make_dataset))
         return self._dataset
@@ -74,12 +74,12 @@ class LearnerReplay:
             self._dataset.close()
 
     def is_too_old(self, versions: np.ndarray, newest: int) -> bool:
-        """Return True, and log a warning, if a batch is too old for `newest`.
+        """Return True, and log a warning, if a batch is too old for the version `newest`.
 
-        Such a batch was drawn before the buffer dropped its items.
+        Such a batch was sampled before the buffer dropped the items in the batch.
 
         Args:
-            versions: [B], versions that acted.
+            versions: [B], the version that acted in each item.
             newest: version of the learner.
         """
         limit = self.max_staleness
@@ -99,10 +99,10 @@ class LearnerReplay:
         )
         return True
 
-    # --- updates of the learner, passed to the buffer
+    # --- notify the buffer of the learner's updates
 
     def resume(self, version: int) -> None:
-        """Treat the checkpoint's `version` as equally new as the next one: both have the same parameters."""
+        """Treat the checkpoint's `version` as current until the next update, because its parameters are current."""
         self._resumed_from = version
 
     def drop_too_old(self, newest: int, *, after_update: bool = False) -> None:
@@ -141,7 +141,7 @@ class LearnerReplay:
         return self._stats
 
     def _fetch_stats(self) -> None:
-        with contextlib.suppress(RlframeError):  # for example, the server is gone
+        with contextlib.suppress(RlframeError):  # for example, if the server has died
             self._stats = self._full.stats() if self._full is not None else {}
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""One update of a learner: new parameters, packed parameters for actors, and checks of both."""
+"""One update of a learner: compute new parameters, pack them for actors, and check both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UpdateResult(NamedTuple):
     params: Tree
     learner_state: Tree
     logs: Logs
-    actor_arrays: list[jax.Array]  # packed parameters for actors: the new ones, or the previous ones if not finite
+    actor_arrays: list[jax.Array]  # packed parameters for actors; if the new ones are not finite, the previous ones
     is_finite: jax.Array  # [] bool: True if the parameters and the new parameters for actors are finite
 
 
@@ -41,8 +41,8 @@ class LearnerUpdate:
 
     Call it with (params, learner_state, batch, actor_arrays) to get an `UpdateResult`. It donates `params` and
     `learner_state`. `actor_arrays` are the packed parameters that actors have. Actors never get parameters that are not
-    finite. The jitted call itself chooses between old and new parameters: if the Learner waited for the result, acting
-    would wait for learning.
+    finite. The jitted call itself chooses between old and new parameters. If the Learner chose, it would have to wait
+    for the result of the update, and actors would have to wait too.
 
     Args:
         agent: the `Agent` that learns.
@@ -77,7 +77,7 @@ class LearnerUpdate:
         return [jnp.where(is_finite, new, old) for new, old in zip(packed, actor_arrays)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
-        # Copy: the next update donates the learner's arrays while actors may still read these.
+        # Copy the arrays, because the next update donates them while actors may still read the packed parameters.
         return copy_arrays(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
 
 
@@ -98,7 +98,7 @@ def as_numbers(logs: Logs) -> dict[str, float]:
     return {name: float(np.asarray(value).reshape(())) for name, value in dict(logs).items()}
 
 
-# --- checks; their errors end the run
+# --- checks that end the run with an error
 
 
 def check_is_batch(*given: Any) -> None:
@@ -108,19 +108,19 @@ def check_is_batch(*given: Any) -> None:
     names = ", ".join(type(each).__name__ for each in given)
     raise UsageError(
         f"Learner.step expects one argument, a Batch from replay_buffer.sample() or None; got ({names}). "
-        "The Learner holds its parameters and state itself, so call learner.step(batch). The pure function with "
+        "The Learner stores its parameters and state itself, so call learner.step(batch). The pure function with "
         "parameters and state is agent.learner_step(params, learner_state, batch)."
     )
 
 
 def check_are_numbers(logs: Logs) -> None:
-    """Raise UsageError for a log that is not a number, before any reader of the logs receives it."""
+    """Raise UsageError for a log that is not a number, before the logs are passed on."""
     for name, value in logs.items():
-        array = value if hasattr(value, "dtype") else np.asarray(value)  # does not fetch from the device
+        array = value if hasattr(value, "dtype") else np.asarray(value)  # do not fetch the value from the device
         if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and similar types
             raise UsageError(
                 f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
-                "Log the mean, or remove it."
+                "Log the mean, or remove this log."
             )
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 
-# Each write of the file reserves several versions, so that writing takes at most 1/200 of the time. If updates are
-# slow, only one version is reserved. A killed learner then skips none, and staleness counts published versions.
+# Each write of the file reserves so many versions that writing takes at most 1/200 of the time.
+# If updates are slow, it reserves only one. A killed learner then skips none, and staleness counts published versions.
 _COST = 200
 _RESERVE = 1_000  # maximum number of versions to reserve at once
 _FILE_BYTES = 64  # fixed size of the file
@@ -34,9 +34,9 @@ class VersionCounter:
     def __init__(self, directory: str | os.PathLike | None, check_may_write: Callable[[], None] | None = None) -> None:
         self._check_may_write = check_may_write or (lambda: None)
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
-        # The first value needs no reservation: before it, there is nothing to resume.
+        # The first value needs no reservation, because nothing is published before it.
         self._reserved = self.value = 1
-        self._written, self._cost = (0, 0.0), 0.0  # (value, time) of the last reservation; its duration in seconds
+        self._written, self._cost = (0, 0.0), 0.0  # (value, time) of the last reservation; seconds that it took
 
     def next(self) -> int:
         """Return the next value."""
@@ -46,7 +46,7 @@ class VersionCounter:
         return self.value
 
     def _ahead(self) -> int:
-        """Return the number of values to reserve beyond the next one."""
+        """Return the number of values to reserve in addition to the next value."""
         (value, at), now = self._written, time.monotonic()
         self._written = self.value, now
         # fraction of the time that one write per value would take
@@ -64,7 +64,7 @@ class VersionCounter:
             self._reserve(self.value)
 
     def resume(self, value: int) -> None:
-        """Continue from a checkpoint's `value`, or above every value that may have been used since then."""
+        """Continue from a checkpoint's `value`, or above all values that may have been used after the checkpoint."""
         self.value = value
         if self._path is not None and self._path.exists():
             try:
@@ -75,7 +75,7 @@ class VersionCounter:
                     "N is at least the newest version of the parameters that was published (params_version in the "
                     "run's logs)."
                 ) from error
-            # Equal after a clean stop. Otherwise every value up to the reserved one may have been used.
+            # Both are equal after a clean stop. Otherwise all values up to the reserved one may have been used.
             self.value = value if value == self._reserved else max(value, self._reserved) + 1
 
     def _reserve(self, upto: int) -> None:
@@ -95,7 +95,7 @@ class VersionCounter:
 
 
 def mean_version(versions: np.ndarray) -> float:
-    """Return the mean of the known versions, or NaN if none is known (-1)."""
+    """Return the mean of the known versions, or NaN if no version is known. -1 means unknown."""
     # `sum` and a division are several times as fast as `mean`.
     if versions.min() >= 0:
         return versions.sum() / len(versions)

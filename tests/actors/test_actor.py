@@ -64,7 +64,7 @@ class NumberedAgent(CountingAgent):
         return {"seen": np.arange(batch_size, dtype=np.float32)}
 
 
-def test_initial_state_of_an_environment_depends_on_its_number_in_the_program():
+def test_initial_agent_state_depends_on_the_number_of_the_environment():
     buffer, agent = RecordingBuffer(), NumberedAgent(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     numbered = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
     actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), numbered, buffer, rank=2, num_pools=2)
@@ -72,7 +72,7 @@ def test_initial_state_of_an_environment_depends_on_its_number_in_the_program():
         actor.step()
     seen = [step.agent_state["seen"].tolist() for _, step in buffer.steps]
     assert seen[:2] == [[8, 9], [10, 11]] and seen[2:4] == [[9, 10], [11, 12]]
-    assert seen[-2:] == seen[:2]  # the next episodes
+    assert seen[-2:] == seen[:2]  # the next episodes start with the same states
     actor.close()
 
 
@@ -84,7 +84,8 @@ def test_logs_report_ended_episodes_and_ignored_actions_are_not_counted():
     actor.close()
 
 
-@pytest.mark.parametrize("wait_num", [1, 2, 3, 4])  # 3: one batch mixes environments with and without an earlier action
+# With 3, the second batch contains two environments that already have an action, and one without.
+@pytest.mark.parametrize("wait_num", [1, 2, 3, 4])
 def test_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num):
     buffer = RecordingBuffer()
     actor = Actor(lambda: AsyncEnv(CountingEnv, 4, wait_num, "thread"), inferencer(), buffer)
@@ -98,14 +99,14 @@ def test_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num):
     actor.close()
 
 
-def test_environments_are_seeded_when_their_builder_takes_no_seed():
+def test_environments_are_seeded_even_if_the_env_builder_has_no_seed_parameter():
     buffer = RecordingBuffer()
     for seed, rank in ((1, 0), (1, 1), (2, 0), (1, 0)):
         actor = Actor(lambda: gymnasium.make("CartPole-v1"), cartpole_inferencer(), buffer, rank=rank, seed=seed)
         actor.step()
         actor.close()
     first = [tuple(step.timestep.observation[0].tolist()) for _, step in buffer.steps]
-    assert len(set(first)) == 4  # the last actor has incarnation 1
+    assert len(set(first)) == 4  # the last actor has a new seed because it is incarnation 1
 
 
 def test_environment_seeds_depend_on_seed_rank_and_incarnation():

@@ -1,4 +1,4 @@
-"""Asynchronous environments add the same items to the replay as a synchronous run of each environment."""
+"""Asynchronous environments add the same items to the replay as synchronous environments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class UnevenEnv(dm_env.Environment):
 
 
 class RememberingAgent(CountingAgent):
-    """An agent whose action depends on the step count of the episode. Its replay is a queue in order of completion."""
+    """An agent whose action depends on the step count of the episode. The replay is a queue of completed items."""
 
     def __init__(self, item, observation_spec, action_spec):
         super().__init__(CountingConfig(), observation_spec, action_spec)
@@ -91,11 +91,11 @@ def test_each_environment_adds_the_items_of_a_synchronous_run(kind, wait_num, it
     expected, received = by_environment(sync_items), by_environment(items)
     assert received.keys() == expected.keys() and len(received) == NUM_ENVS
     for env, env_items in received.items():
-        # the number of steps of an environment depends on the machine
+        # the number of items of each environment depends on the speed of the machine
         num_common = min(len(env_items), len(expected[env]))
         assert num_common >= 10
         assert env_items[:num_common] == expected[env][:num_common]
-    # Only completed steps count. Resets, whose action is ignored, do not.
+    # Only completed steps are counted. Resets are not counted, because they ignore the action.
     stats = actor.stats()
     assert stats["env_steps"] == sum(int((step.next_timestep.step_type != FIRST).sum()) for step in added)
     assert stats["length_sum"] == stats["episodes"] * LENGTH

@@ -1,4 +1,4 @@
-"""An Actor takes no more steps than its budget until the budget is raised."""
+"""An Actor stops at its step budget and continues when the budget is raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_actor_waits_when_budget_is_used_up_and_continues_when_it_is_raised():
     with running(actor):
         wait_until(lambda: actor.env_steps >= 10)
         time.sleep(0.3)
-        assert actor.env_steps in (10, 11)  # it steps two environments at a time
+        assert actor.env_steps in (10, 11)  # the actor steps two environments at a time
         assert actor.allow(0, 20)["env_steps"] in (10, 11)
         wait_until(lambda: actor.env_steps >= 20)
         time.sleep(0.3)

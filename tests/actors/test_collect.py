@@ -51,7 +51,7 @@ class OneVersion(FixedParams):
 
 
 class Versions(FixedParams):
-    """Parameters whose version is raised by the test."""
+    """Parameters whose version the test raises."""
 
     def __init__(self) -> None:
         super().__init__({"w": np.float32(0.0)})
@@ -83,9 +83,9 @@ def test_collect_takes_the_requested_steps_and_continues_in_the_next_call():
     buffer = RecordingBuffer()
     actor = make(buffer)
     assert actor.collect(steps=5) is False
-    assert actor.env_steps == 6 and len(buffer.steps) == 3  # each with two environments
+    assert actor.env_steps == 6 and len(buffer.steps) == 3  # each step has two environments
     actor.collect(steps=2)
-    assert actor.env_steps == 8 and len(buffer.steps) == 5  # one is the step after LAST, which is not counted
+    assert actor.env_steps == 8 and len(buffer.steps) == 5  # `env_steps` does not count the step after LAST
     counts = [step.timestep.observation[0, 0] for _, step in buffer.steps]
     assert counts == [0, 1, 2, 3, 0]
     actor.close()
@@ -104,7 +104,7 @@ def test_collect_ends_after_its_time_limit():
 
 
 def collect_until_it_waits(actor):
-    while not actor.collect(seconds=0.1):  # the first step compiles
+    while not actor.collect(seconds=0.1):  # more than one call, because the first step compiles
         assert actor.env_steps < 1_000
 
 
@@ -127,8 +127,8 @@ def test_waiting_time_adds_up_over_several_collect_calls(clock):
     while len(buffer.steps) < 10:
         actor.collect(steps=1, seconds=7.0)
         calls += 1
-    assert clock.now - began == pytest.approx(30.0, abs=0.3)  # three times `lapse_after`, checked every 0.2 s
-    assert calls == 8 + 4  # of the waiting calls, only the last took a step
+    assert clock.now - began == pytest.approx(30.0, abs=0.3)  # three times `lapse_after`; the gate checks every 0.2 s
+    assert calls == 8 + 4  # 12 calls: only the last of the calls that wait takes a step
     actor.close()
 
 
@@ -141,7 +141,7 @@ def test_time_between_waits_does_not_count_as_waiting_time(clock):
     for _ in range(5):
         gate.count_step(1)
     gate.wait_until_open(learner, stop, clock.now + 5.0)
-    clock.now += 40.0  # a paused job: no collect call for longer than the gate waits
+    clock.now += 40.0  # the job is paused: `collect` is not called for longer than the gate waits
     gate.wait_until_open(learner, stop, clock.now + 20.0)
     assert gate.is_closed
     gate.wait_until_open(learner, stop, clock.now + 10.0)
@@ -154,7 +154,7 @@ def test_collect_does_not_wait_after_the_last_requested_unroll():
     actor.close()
 
 
-def test_stop_ends_a_collect_that_waits_for_room_in_the_buffer():
+def test_stop_ends_collect_while_it_waits_for_room_in_the_buffer():
     class FullBuffer(RecordingBuffer):
         def __init__(self):
             super().__init__()
@@ -168,7 +168,7 @@ def test_stop_ends_a_collect_that_waits_for_room_in_the_buffer():
 
     buffer = FullBuffer()
     actor = make(buffer)
-    # A real buffer ends its waits in `stop`.
+    # `Actor.stop` ends the waits of a real buffer.
     stop, actor.stop = actor.stop, lambda: (stop(), buffer.stopped.set())
     results = []
     thread = threading.Thread(target=lambda: results.append(actor.collect(seconds=60.0)))

@@ -22,7 +22,7 @@ from tests.serving import Child, running, serving
 from tests.waiting import wait_until
 
 T = 16  # unroll_length
-BOTH = [0] * NUM_ENVS + [1] * NUM_ENVS  # ranks in a batch of two actors
+BOTH = [0] * NUM_ENVS + [1] * NUM_ENVS  # ranks of the items in a batch with items of both actors
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def actors(*args: Any) -> Iterator[Callable[[], Child]]:
 
 
 def wait_for_batches(learner: RecordingLearner, ranks: list[int], count: int = 3) -> None:
-    """Wait until the learner has learned from `count` more batches with items of these ranks."""
+    """Wait until the learner has learned from `count` more batches whose items have exactly these ranks."""
     begin = len(learner.learned)
     wait_until(lambda: [batch.ranks for batch in learner.learned[begin:]].count(ranks) >= count)
 
@@ -48,7 +48,7 @@ def wait_for_batches(learner: RecordingLearner, ranks: list[int], count: int = 3
 def assert_on_policy(learner: RecordingLearner) -> None:
     for learned in learner.learned:
         assert learned.versions == [learned.version]
-        assert learned.behind == [0]  # every step used exactly these parameters
+        assert learned.behind == [0]  # every step used the parameters that the learner updated
 
 
 @pytest.mark.system
@@ -59,7 +59,7 @@ def test_every_batch_has_the_newest_version_while_actors_pause_die_and_restart()
     after = functools.partial(wait_for_batches, learner)
     with serving(learner, address), running(learner), actors(agent, [address], buffer, False) as start:
         first = start()
-        wait_until(lambda: buffer.stats()["steps"] > 0)  # this actor has rank 0
+        wait_until(lambda: buffer.stats()["steps"] > 0)  # the first actor now has rank 0
         second = start()
         after(BOTH, 10)
         second.kill(signal.SIGSTOP)
@@ -106,9 +106,9 @@ def lone_actor(learner: Any, agent: Any, buffer: Any) -> Actor:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_actor_runs_ahead_by_max_staleness_and_stop_ends_its_wait(max_staleness):
+def test_actor_is_ahead_by_at_most_max_staleness_and_its_wait_ends_at_stop(max_staleness):
     agent = make_agent(max_staleness=max_staleness)
-    # The actor waits even if the learner compiles for a long time, and never treats an unroll as lost.
+    # With this `lapse_after`, the actor waits even if the learner compiles for a long time.
     buffer = ReplayBuffer(agent, lapse_after=1_000.0)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)
     actor = lone_actor(learner, agent, buffer)
@@ -118,9 +118,9 @@ def test_actor_runs_ahead_by_max_staleness_and_stop_ends_its_wait(max_staleness)
             wait_until(lambda: buffer.stats()["steps"] == (updates + ahead) * T * NUM_ENVS)  # noqa: B023
             assert learner.step(buffer.sample()) is not None
         wait_until(lambda: buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS)
-        threading.Event().wait(0.1)  # long enough for the actor to continue if it were allowed to
+        threading.Event().wait(0.1)  # enough time for a step, but the actor must not take one
         assert buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS
-    actor.close()  # `run` has ended within 30 s, although the wait was 3,000 s
+    actor.close()  # `running` has checked that `run` ends within 30 s, although the gate waits up to 3,000 s
     assert [batch.behind for batch in learner.learned] == [[min(i, max_staleness)] for i in range(4)]
 
 
@@ -135,11 +135,11 @@ def test_actor_starts_another_unroll_when_the_previous_one_was_lost(caplog):
         wait_until(lambda: buffer.size >= NUM_ENVS)
         assert learner.step(buffer.sample()) is not None
     actor.close()
-    assert "No version after 1 came" in caplog.text
+    assert "No version after 1 arrived" in caplog.text
     assert_on_policy(learner)
 
 
-def test_learner_drops_a_batch_drawn_before_its_update(caplog):
+def test_learner_drops_a_batch_that_was_sampled_before_the_last_update(caplog):
     agent = make_agent()
     buffer = ReplayBuffer(agent)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)

@@ -1,4 +1,4 @@
-"""Actors with a remote inferencer: equal steps, overlap of environments and service, and dead nodes."""
+"""Tests of Actors with a remote inferencer: added steps, concurrent requests, and killed nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ConcurrentInferencer(Inferencer):
             self._concurrent += 1
             self.max_concurrent = max(self.max_concurrent, self._concurrent)
             self._changed.notify_all()
-            # shorter than the timeout after which a call is repeated
+            # This wait is shorter than the timeout after which a call is repeated.
             self._changed.wait_for(lambda: self.max_concurrent >= self._at_once, 1.0)
         try:
             return super().inference(env_ids, timestep, state)
@@ -45,7 +45,7 @@ class ConcurrentInferencer(Inferencer):
 
 
 class CountedBuffer(RecordingBuffer):
-    """A buffer that sets `full` after `adds` added steps."""
+    """A buffer that sets the event `full` after `adds` calls of `add`."""
 
     def __init__(self, adds: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def two_pools_actor(inferencer, buffer):
 
 
 @pytest.mark.parametrize("make", [async_actor, functools.partial(async_actor, wait_num=3), two_pools_actor])
-def test_run_with_a_service_adds_the_same_steps_as_inline_inference(make):
+def test_actor_with_a_remote_inferencer_adds_the_same_steps_as_with_a_local_inferencer(make):
     address, buffer = free_address(), CountedBuffer(40)
     service = ConcurrentInferencer()
     with serving(service, address), running(service):
@@ -79,7 +79,7 @@ def test_run_with_a_service_adds_the_same_steps_as_inline_inference(make):
         rows = [(step, list(ids).index(env)) for ids, step in buffer.steps if env in ids]
         seen += len(rows) >= 6
         for number, (step, row) in enumerate(rows):
-            count = number % 4  # episodes have three steps
+            count = number % 4  # an episode has four timesteps, numbered from 0
             assert step.timestep.observation[row, 0] == count
             assert step.next_timestep.observation[row, 0] == (count + 1) % 4
             assert step.agent_state["seen"][row] == count
@@ -88,7 +88,7 @@ def test_run_with_a_service_adds_the_same_steps_as_inline_inference(make):
 
 
 @pytest.mark.parametrize("make", [async_actor, two_pools_actor])
-def test_run_overlaps_inference_requests(make):
+def test_run_sends_the_next_inference_request_before_the_last_response(make):
     address, buffer = free_address(), CountedBuffer(10)
     service = ConcurrentInferencer(at_once=2)
     with serving(service, address), running(service):
@@ -99,7 +99,7 @@ def test_run_overlaps_inference_requests(make):
     assert service.max_concurrent >= 2
 
 
-def test_run_with_a_service_writes_its_logs():
+def test_actor_with_a_remote_inferencer_writes_logs():
     class Logger(list):
         def write(self, step, values):
             self.append((step, values))
@@ -114,7 +114,7 @@ def test_run_with_a_service_writes_its_logs():
     assert logger[0] == (3, {"episode_return": 3.0, "episode_length": 3.0, "episodes": 1})
 
 
-def test_step_steps_all_pools_synchronously():
+def test_one_call_of_step_steps_all_pools():
     buffer = RecordingBuffer()
     inferencer = Inferencer(InferencerConfig(), counting_agent(), FixedParams({"w": np.float32(0.5)}))
     actor = two_pools_actor(inferencer, buffer)
@@ -145,12 +145,12 @@ def test_stop_ends_the_wait_for_a_dead_inferencer():
 
 
 @pytest.mark.system
-def test_actor_switches_to_another_inferencer_when_its_own_is_killed():
+def test_actor_switches_to_another_inferencer_when_the_first_one_is_killed():
     addresses, buffer = [free_address(), free_address()], CountedBuffer(10)
     children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]
     try:
         inferencers = [client(address) for address in addresses]
-        for inferencer in inferencers:  # both are running
+        for inferencer in inferencers:  # wait until both inferencers are running
             resolve(inferencer, "inferencer", deadline=CHILD_DEADLINE).stats()
         actor = Actor(CountingEnv, inferencers, buffer, rank=1, deadline=CHILD_DEADLINE)
         with running(actor):
@@ -168,7 +168,7 @@ def test_actor_switches_to_another_inferencer_when_its_own_is_killed():
     assert (used_params[0], used_params[-1]) == (0.75, 0.25)  # rank 1 starts with inferencer 1
     counts = [int(step.timestep.observation[0, 0]) for _, step in buffer.steps]
     assert counts == [number % 4 for number in range(len(counts))]  # the environments continued without a reset
-    assert [float(step.agent_state["seen"][0]) for _, step in buffer.steps] == counts  # and so did the agent states
+    assert [float(step.agent_state["seen"][0]) for _, step in buffer.steps] == counts  # the agent states continued too
 
 
 class OnlyInference:

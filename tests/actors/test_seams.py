@@ -1,4 +1,4 @@
-"""Objects that an Actor accepts as inferencer and buffer, and its errors about unsuitable objects."""
+"""Tests of the objects that an Actor accepts as inferencer and buffer, and of the errors for other objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 
 class OnlyInference:
-    """An object that has only `inference`. Each action is the step type, so a test can match it to its request."""
+    """An object that has only `inference`. The action is the step type, so a test can match actions to requests."""
 
     def inference(self, env_ids, timestep):
         return AgentOutput(timestep.step_type.astype(np.int32), {"w": np.ones(len(env_ids), np.float32)})
@@ -246,7 +246,7 @@ def test_concurrent_claims_get_different_incarnations_if_the_buffer_assigns_none
 
 
 def test_actor_in_a_program_node_needs_a_rank_if_the_buffer_assigns_none(monkeypatch):
-    # Each node has a copy of the buffer, without the Actors of other nodes.
+    # Each node has a copy of the buffer, which does not have the ranks of Actors in other nodes.
     monkeypatch.setattr(shutdown, "_program", shutdown._Program(threading.Event(), lambda: None))
     with pytest.raises(UsageError, match="no claim_rank"):
         Actor(CountingEnv(), OnlyInference(), Adds())

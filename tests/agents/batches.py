@@ -1,4 +1,4 @@
-"""Artificial data with the shapes of replay buffers."""
+"""Functions that create artificial batches with the shapes of real batches from a replay buffer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def act(agent, params, learner_state, batch_size=4, seed=0) -> AgentOutput:
 
 
 def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> Batch:
-    """Return an unroll whose actions come from the agent. One step in eight is LAST."""
+    """Return a batch of unrolls whose actions come from the agent. One in eight timesteps is LAST."""
     random = np.random.RandomState(seed)
     observation = random_tree(agent.observation_spec, (batch_size, length + 1), seed)
     outputs, state = [], agent.initial_state(batch_size)
@@ -93,24 +93,24 @@ def whole(data, batch_size) -> Batch:
 
 
 def learn(agent, params, learner_state, batch):
-    """Do one learner step, jitted if the Learner would jit it (without donation)."""
+    """Do one learner step. Jit it if the Learner would jit it, but do not donate the arguments."""
     step = _jitted(agent, "learner_step") if agent.jit_learner_step else agent.learner_step
     return step(params, learner_state, batch)
 
 
 def gradients(agent, params, learner_state, batch):
-    """Return the jitted gradients of the loss."""
+    """Return the gradients of the loss, computed by a jitted function."""
     return _jitted(agent, "compute_gradients")(params, learner_state, batch)[1]
 
 
 @functools.lru_cache(maxsize=16)
 def _jitted(agent, method):
-    """Return the jitted method. The cache avoids a new compilation for each bound method."""
+    """Return the jitted method of an agent. The cache avoids a new compilation for each call."""
     return jax.jit(getattr(agent, method))
 
 
 def clip_to_norm(grads, largest):
-    """Return gradients clipped to the norm `largest`. Their norm must be larger."""
+    """Return gradients clipped to the norm `largest`. Before clipping, the norm must be larger."""
     norm = optax.global_norm(grads)
     assert norm > largest
     return jax.tree.map(lambda leaf: leaf * (largest / norm), grads)

@@ -1,4 +1,4 @@
-"""Requirements for every agent: purity, pickling, specs from a trace, any network library, clear errors."""
+"""Tests for all agents: pure functions, pickling, specs, networks of other libraries, and error messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MATRIX = specs.BoundedArray((2, 1), np.float32, np.array([[-2.0], [0.0]]), np.ar
 SMALL_MLP = MLPConfig((8,), "relu")
 
 
-@functools.cache  # agents are immutable, so each is compiled once for all tests
+@functools.cache  # Agents are immutable, so all tests can share each agent and its compiled functions.
 def make(name: str) -> Agent:
     return {
         "ppo": lambda: PPO(PPO_CONFIG, VECTOR, DISCRETE),
@@ -114,7 +114,7 @@ def batch_for(agent, params, learner_state):
 
 
 @pytest.mark.parametrize("name", ["ppo", "impala", "dqn", "pqn", "r2d2", "sac", "td3"])
-def test_metrics_page_lists_the_logs_of_each_agent(name):
+def test_docs_of_metrics_list_the_logs_of_each_agent(name):
     agent, params, learner_state = ready(name)
     logs = jax.eval_shape(agent.learner_step, params, learner_state, batch_for(agent, params, learner_state))[2]
     page = (pathlib.Path(__file__).parents[2] / "docs/metrics.md").read_text()
@@ -125,7 +125,7 @@ def test_metrics_page_lists_the_logs_of_each_agent(name):
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_acting_is_deterministic_for_one_key_and_matches_the_specs(name):
+def test_acting_with_the_same_key_gives_the_same_result_and_matches_the_specs(name):
     agent, params, learner_state = ready(name)
     first, again = (batches.act(agent, params, learner_state) for _ in range(2))
     batches.assert_trees_equal(first, again)
@@ -138,7 +138,7 @@ def test_acting_is_deterministic_for_one_key_and_matches_the_specs(name):
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_learning_is_pure(name):
+def test_learner_step_is_a_pure_function(name):
     agent, params, learner_state = ready(name)
     batch = batch_for(agent, params, learner_state)
     kept = jax.tree.map(np.array, (params, learner_state, batch))
@@ -162,7 +162,7 @@ def test_unpickled_agent_acts_and_learns_like_the_original(name):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_evaluation_ignores_the_random_key(name):
+def test_eval_step_does_not_depend_on_the_random_key(name):
     agent, params, learner_state = ready(name)
     actor_params = agent.actor_params(params, learner_state)
     seen = batches.timestep(agent.observation_spec, 4)
@@ -175,7 +175,7 @@ def test_evaluation_ignores_the_random_key(name):
 
 
 class PlainNetwork:
-    """A network without any library: two functions on a dict of arrays."""
+    """A network that uses no library: two functions on a dict of arrays."""
 
     def __init__(self, observation_spec, action_spec):
         self.sizes = (observation_spec.shape[0], action_spec.num_values)
@@ -201,7 +201,7 @@ class WrongValues(PlainNetwork):
     ("agent_cls", "cfg", "factory"),
     [(PPO, PPO_CONFIG, PlainNetwork), (IMPALA, IMPALA_CONFIG, PlainNetwork), (DQN, DQN_CONFIG, PlainValues)],
 )
-def test_any_object_with_init_and_apply_is_a_network(agent_cls, cfg, factory):
+def test_any_object_with_init_and_apply_can_be_a_network(agent_cls, cfg, factory):
     agent = agent_cls(cfg, VECTOR, DISCRETE, net_factory=factory)
     params, learner_state = started(agent)
     assert params.keys() == {"w", "v"}
@@ -231,13 +231,13 @@ def test_config_of_another_class_is_rejected():
         PPO(DQN_CONFIG, VECTOR, DISCRETE)
 
 
-def test_error_about_a_wrong_observation_names_the_leaf():
+def test_error_about_a_wrong_observation_names_the_wrong_leaf():
     agent = PPO(PPO_CONFIG, {"eyes": VECTOR}, DISCRETE)
     with pytest.raises(UsageError, match=r"observation\['eyes'\] should be \[B, 3\] float32, got \[4, 2\] float32"):
         agent.check_observation({"eyes": np.zeros((4, 2), np.float32)})
     with pytest.raises(UsageError, match=r"got \[4, 3\] float64"):
         agent.check_observation({"eyes": np.zeros((4, 3))})
-    with pytest.raises(UsageError, match=r"has the leaves \['ears'\], its spec has \['eyes'\]"):
+    with pytest.raises(UsageError, match=r"has the leaves \['ears'\], but its spec has \['eyes'\]"):
         agent.check_observation({"ears": np.zeros((4, 3), np.float32)})
     agent.check_observation({"eyes": np.zeros((4, 3), np.float32)})
 
@@ -247,7 +247,7 @@ class WrongActions(PPO):
         return AgentOutput(jnp.zeros((timestep.reward.shape[0], 2))), state
 
 
-def test_agent_with_actions_of_the_wrong_spec_is_rejected():
+def test_agent_whose_actions_do_not_match_the_action_spec_is_rejected():
     with pytest.raises(UsageError, match=r"WrongActions: action should be \[B\] int32, got \[1, 2\] float32"):
         WrongActions(PPO_CONFIG, VECTOR, DISCRETE).step_spec  # noqa: B018
 
@@ -263,7 +263,7 @@ def test_agent_with_actions_of_the_wrong_spec_is_rejected():
         (lambda state: (state, state), r"initial_state gives it, has the leaves \[0\], \[1\], .* \(a single array\)"),
     ],
 )
-def test_error_about_a_state_of_changing_shape_names_the_agent(after, match):
+def test_error_about_a_recurrent_state_with_changing_shape_names_the_agent(after, match):
     class ChangingState(PPO):
         def initial_state(self, batch_size):
             return np.zeros((batch_size, 3), np.float32)
@@ -282,7 +282,7 @@ class MeanConfig:
 
 
 class MeanAgent(Agent):
-    """An agent that only defines `loss` and inherits the three parts of `learner_step`."""
+    """An agent that only defines `loss` and inherits the methods that `learner_step` calls."""
 
     config_cls = MeanConfig
 
@@ -294,7 +294,7 @@ class MeanAgent(Agent):
         return jnp.square(error), {"error": error}
 
 
-def test_agent_with_only_a_loss_learns():
+def test_agent_that_only_defines_a_loss_learns():
     agent = MeanAgent(MeanConfig(), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -328,13 +328,13 @@ def test_agent_with_only_a_loss_learns():
         ("actor_step", "self, rng, params, timestep", r"called with \(rng, params, timestep, state\)"),
     ],
 )
-def test_misspelled_or_mismatched_method_is_rejected_at_class_definition(name, arguments, match):
+def test_method_with_misspelled_name_or_wrong_arguments_is_rejected_at_class_definition(name, arguments, match):
     scope = {"Agent": Agent}
     with pytest.raises(UsageError, match=match):
         exec(f"class Mine(Agent):\n    def {name}({arguments}): ...", scope)
 
 
-def test_additional_methods_and_other_argument_names_are_accepted():
+def test_additional_methods_and_renamed_arguments_are_accepted():
     class Mine(MeanAgent):
         def loss(self, p, s, b, weight=1.0):
             return super().loss(p, s, b)
@@ -349,7 +349,7 @@ def test_additional_methods_and_other_argument_names_are_accepted():
     assert Mine(MeanConfig(), VECTOR, DISCRETE).jit_learner_step is False
 
 
-def test_misspelled_arguments_of_an_agent_are_named():
+def test_error_names_a_misspelled_argument_of_an_agent():
     with pytest.raises(UsageError, match="PPO has no argument obs_spec. Did you mean 'observation_spec'?"):
         PPO(PPO_CONFIG, obs_spec=VECTOR, action_spec=DISCRETE)
     with pytest.raises(UsageError, match="PPO has no argument policy_factor. Did you mean 'policy_factory'?"):
@@ -388,9 +388,9 @@ def test_agent_from_a_user_file_may_have_cached_properties(tmp_path):
     ],
 )
 def test_agent_with_a_fixed_distribution_rejects_a_policy_factory(agent_cls, cfg, action_spec):
-    with pytest.raises(UsageError, match=f"{agent_cls.__name__} reads no policy_factory.*PPO and IMPALA take one"):
+    with pytest.raises(UsageError, match=f"{agent_cls.__name__} accepts no policy_factory.*PPO and IMPALA accept"):
         agent_cls(cfg, VECTOR, action_spec, policy_factory=default_distribution)
-    # the base class sets this attribute
+    # None is accepted; the base class sets this attribute
     assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None
 
 

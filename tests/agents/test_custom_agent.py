@@ -1,4 +1,4 @@
-"""The example of a custom agent: one short file with public names only, which learns."""
+"""Tests of the example agent: it learns, and its file is short and uses only public names."""
 
 from __future__ import annotations
 

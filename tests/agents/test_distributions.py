@@ -1,4 +1,4 @@
-"""Distributions: samples follow their probabilities, and actions stay within their spec."""
+"""Tests of distributions: samples follow the probabilities, and actions stay within the action spec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RNG = jax.random.PRNGKey(0)
 
 @pytest.fixture(scope="module")
 def distrax():
-    """Import distrax only for tests that use it, because it imports TensorFlow, which takes two seconds."""
+    """Import distrax only in tests that use it, because distrax imports TensorFlow, which takes two seconds."""
     return import_or_skip("distrax", "pip install 'rlframe[test]'")
 
 
@@ -32,7 +32,7 @@ def box(low, high, shape=(1,)):
     return specs.BoundedArray(shape, np.float32, low, high)
 
 
-def test_categorical_samples_follow_their_probabilities():
+def test_samples_of_categorical_follow_the_probabilities():
     logits = jnp.log(jnp.array([0.2, 0.5, 0.3]))
     samples = Categorical(3).sample(RNG, jnp.tile(logits, (20_000, 1)))
     np.testing.assert_allclose(np.bincount(samples) / 20_000, [0.2, 0.5, 0.3], atol=0.015)
@@ -53,7 +53,7 @@ def test_categorical_agrees_with_distrax(distrax):
     np.testing.assert_array_equal(ours.mode(logits), oracle.mode())
 
 
-def test_multi_categorical_is_the_product_of_its_categoricals(distrax):
+def test_multi_categorical_is_the_product_of_categorical_distributions(distrax):
     policy, logits = MultiCategorical((2, 3)), jax.random.normal(RNG, (6, 5))
     samples = policy.sample(RNG, logits)
     assert samples.shape == (6, 2) and samples.dtype == jnp.int32
@@ -90,12 +90,12 @@ def test_gaussian_actions_are_scaled_and_clipped_to_the_bounds():
     np.testing.assert_allclose(actions, [[1.0, 5.0], [-2.0, 10.0]])
 
 
-def test_gaussian_actions_of_an_unbounded_box_are_the_samples():
+def test_gaussian_samples_are_not_scaled_if_the_box_is_unbounded():
     policy = ClippedGaussian(box(-np.inf, np.inf))
     np.testing.assert_allclose(policy.to_action(jnp.array([[123.0]])), [[123.0]])
 
 
-def test_gaussian_supports_actions_with_two_axes():
+def test_gaussian_actions_may_have_two_axes():
     policy = ClippedGaussian(box(-1.0, 1.0, (2, 3)))
     assert policy.num_params == 12
     assert policy.to_action(policy.sample(RNG, jnp.zeros((4, 12)))).shape == (4, 2, 3)
@@ -118,13 +118,13 @@ def test_unsupported_action_specs_are_rejected(spec):
 
 
 @pytest.mark.parametrize("maximum", [1, np.array([[1, 2], [3, 4]])])
-def test_integer_actions_with_several_axes_are_rejected_with_a_fix(maximum):
+def test_error_about_integer_actions_with_several_axes_suggests_a_fix(maximum):
     with pytest.raises(UsageError, match=r"of shape \(2, 2\): expected a MultiDiscrete of one axis.*nvec\.ravel\(\)"):
         default_distribution(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
 
 
 def test_squashed_gaussian_agrees_with_distrax(distrax):
-    # for larger values, the oracle loses precision in the inverse of tanh
+    # small values, because distrax loses precision in the inverse of tanh for large values
     params = 0.3 * jax.random.normal(RNG, (6, 4))
     policy = SquashedGaussian(box([-1.0, -1.0], [1.0, 1.0], (2,)))
     samples = policy.sample(RNG, params)
@@ -150,12 +150,12 @@ def test_squashed_gaussian_has_finite_log_probabilities_and_gradients_where_tanh
         return policy.log_prob(jnp.zeros((1, 2)), sample.reshape(1, 1))[0]
 
     for sample in (20.0, -20.0):
-        # log N(20) + 2 (20 - log 2), because the slope of tanh at 20 is 4 exp(-40)
+        # this is log N(20) + 2 (20 - log 2), because the slope of tanh at 20 is 4 exp(-40)
         np.testing.assert_allclose(log_prob(jnp.float32(sample)), -200.0 - 0.9189385 + 40.0 - 1.3862944, rtol=1e-5)
         assert np.isfinite(jax.grad(log_prob)(jnp.float32(sample)))
 
 
-def test_squashed_gaussian_clips_its_deviations():
+def test_squashed_gaussian_clips_its_standard_deviations():
     policy = SquashedGaussian(box(-1.0, 1.0), min_log_std=-5.0, max_log_std=2.0)
     for given, clipped in ((-9.0, -5.0), (9.0, 2.0)):
         params, clipped_params = jnp.array([[0.3, given]]), jnp.array([[0.3, clipped]])

@@ -1,4 +1,4 @@
-"""DQN: exploration, targets, priorities, and annealing."""
+"""Tests of DQN: exploration, targets, priorities, and annealing."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def actions_at(epsilon, rows=30_000):
     return np.asarray(output.action), int(greedy.action[0])
 
 
-def test_epsilon_zero_is_greedy():
+def test_actions_are_greedy_if_epsilon_is_zero():
     actions, greedy = actions_at(0.0)
     assert np.all(actions == greedy)
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 1.0])
-def test_fraction_epsilon_of_actions_is_uniform(epsilon):
+def test_epsilon_is_the_fraction_of_uniformly_random_actions(epsilon):
     actions, greedy = actions_at(epsilon)
     expected = np.full(3, epsilon / 3)
     expected[greedy] += 1.0 - epsilon
@@ -62,7 +62,7 @@ def test_fraction_epsilon_of_actions_is_uniform(epsilon):
 
 
 def repeated_actions(epsilon, steps=400, rows=64):
-    """Return [steps, rows] actions of an agent whose greedy action is 0."""
+    """Return the actions [steps, rows] of an agent that repeats random actions. The greedy action is 0."""
     agent = make(exploration_duration_exponent=2.0, epsilon_begin=epsilon)
     params = agent.initial_params(jax.random.PRNGKey(0))
     params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
@@ -75,10 +75,10 @@ def repeated_actions(epsilon, steps=400, rows=64):
     return np.array(actions)
 
 
-def test_random_actions_are_repeated_for_zeta_distributed_durations():
+def test_random_actions_are_repeated_and_their_durations_have_the_zeta_distribution():
     changes = np.diff(repeated_actions(1.0), axis=0) != 0
-    # The mean duration is sum(n^-1) / sum(n^-2) = 4.55 for n up to 1000. The next action differs with probability (A -
-    # 1) / A.
+    # The mean duration is sum(n^-1) / sum(n^-2) = 4.55 for n up to 1000.
+    # After a repeated action, the next action is a different one with probability (A - 1) / A.
     num_actions = make().action_spec.num_values
     expected = (num_actions - 1) / num_actions / 4.55
     assert abs(changes.mean() - expected) < 0.04
@@ -99,14 +99,14 @@ def test_action_is_repeated_until_no_steps_are_left():
         seen.append(np.asarray(output.action).tolist())
         left.append(np.asarray(state.steps_left).tolist())
     assert seen == [[1, 0], [1, 0], [0, 0], [0, 0]]
-    assert left == [[1, 0], [0, 0], [0, 0], [0, 0]]  # greedy actions are not repeated
+    assert left == [[1, 0], [0, 0], [0, 0], [0, 0]]  # a greedy action sets no steps_left, so it is not repeated
 
 
-def test_agent_without_duration_exponent_has_no_state():
+def test_agent_that_does_not_repeat_actions_has_no_state():
     assert make().initial_state(3) == ()
 
 
-def test_published_epsilon_falls_with_learner_steps():
+def test_epsilon_that_actors_receive_falls_with_learner_steps():
     agent = make(update_period=4, epsilon_begin=1.0, epsilon_end=0.1, epsilon_decay_steps=400)
     params, learner_state = started(agent)
     for steps, expected in [(0, 1.0), (50, 0.55), (100, 0.1), (1000, 0.1)]:
@@ -145,7 +145,7 @@ def test_double_dqn_selects_actions_with_the_online_network():
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
-def test_munchausen_loss_matches_definition():
+def test_munchausen_loss_matches_the_definition():
     bonus = {"munchausen_temperature": 0.5, "munchausen_scale": 0.7, "munchausen_clip": -0.6}
     agent = make(munchausen=True, **bonus, head=Expectation(None))
     params, learner_state = started(agent)
@@ -162,7 +162,7 @@ def test_munchausen_loss_matches_definition():
     np.testing.assert_allclose(loss, np.mean(0.5 * np.square(errors)), rtol=1e-5)
 
 
-def test_munchausen_bonus_and_soft_value_match_definitions():
+def test_munchausen_bonus_and_soft_value_match_the_definitions():
     random = np.random.RandomState(0)
     target, following = (random.randn(5, 3).astype(np.float32) for _ in range(2))
     actions = random.randint(0, 3, 5)
@@ -177,12 +177,12 @@ def test_munchausen_bonus_and_soft_value_match_definitions():
 
 @pytest.mark.parametrize("change", [{"double": True}, {"n_step": 3}, {"head": Quantiles(5)}, {"head": Categories(5)}])
 def test_munchausen_with_conflicting_options_is_rejected(change):
-    with pytest.raises(UsageError, match=r"munchausen defines its own targets.* Leave them False, 1, expectation"):
+    with pytest.raises(UsageError, match=r"munchausen defines its own targets.* double=False, n_step=1, head=exp"):
         make(munchausen=True, **change)
 
 
 @pytest.mark.parametrize("dueling", [False, True])
-def test_quantile_loss_matches_definition(dueling):
+def test_quantile_loss_matches_the_definition(dueling):
     agent = make(dueling, head=Quantiles(4, 0.5), double=True, prioritized=True)
     params, learner_state = started(agent)
     target = agent.initial_params(jax.random.PRNGKey(9))
@@ -229,7 +229,7 @@ def test_quantiles_converge_to_the_reward_distribution_of_a_bandit():
 
 
 @pytest.mark.parametrize("dueling", [False, True])
-def test_categorical_loss_matches_the_papers_algorithm(dueling):
+def test_categorical_loss_matches_the_algorithm_of_the_paper(dueling):
     agent = make(dueling, head=Categories(5, -1.0, 1.0), double=True, prioritized=True)
     support = np.linspace(-1.0, 1.0, 5)
     params, learner_state = started(agent)
@@ -248,7 +248,7 @@ def test_categorical_loss_matches_the_papers_algorithm(dueling):
     expected = np.zeros(16)
     for row in range(16):
         best = (online[row] @ support).argmax()
-        m = np.zeros(5)  # the paper's loop, with indices l and u
+        m = np.zeros(5)  # the loop of the paper's algorithm; low is its index l
         for j in range(5):
             b = (np.clip(data.reward[row] + data.discount[row] * support[j], -1.0, 1.0) + 1.0) / 0.5
             low = min(int(b), 3)
@@ -264,7 +264,7 @@ def test_categorical_loss_matches_the_papers_algorithm(dueling):
     np.testing.assert_array_equal(greedy[0].action, (here @ support).argmax(axis=1))
 
 
-def test_target_network_is_copied_every_period():
+def test_target_network_is_copied_once_per_target_update_period():
     agent = make(target_update_period=3)
     params, learner_state = started(agent)
     first = params
@@ -277,7 +277,7 @@ def test_target_network_is_copied_every_period():
         assert_trees_equal(learner_state.target_params, expected)
 
 
-def test_priorities_are_absolute_errors_and_the_loss_has_importance_weights():
+def test_priorities_are_absolute_errors_and_the_loss_is_weighted_by_importance():
     agent = make(prioritized=True, head=Expectation(None), importance_exponent=0.5)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -288,7 +288,7 @@ def test_priorities_are_absolute_errors_and_the_loss_has_importance_weights():
     np.testing.assert_allclose(loss, np.mean(weights * 0.5 * np.square(priorities - 1e-6)), rtol=1e-5)
 
 
-def test_importance_exponent_reaches_one_at_the_end():
+def test_importance_exponent_reaches_one_at_the_end_of_the_run():
     agent = make(prioritized=True, importance_exponent=0.4, total_learner_steps=100)
     for steps, expected in [(0, 0.4), (50, 0.7), (100, 1.0), (200, 1.0)]:
         np.testing.assert_allclose(agent._importance_exponent(jnp.int32(steps)), expected, rtol=1e-5)
@@ -307,7 +307,7 @@ def test_rmsprop_epsilon_is_scaled_for_gradients_of_the_mean():
     agent = make(optimizer="rmsprop", learning_rate=0.1, batch_size=4)
     grads = {"w": jnp.array([3e-3, -1e-4])}
     updates, _ = agent.optimizer.update(grads, agent.optimizer.init(grads))
-    summed = 4 * grads["w"]  # summed over the batch, as for the paper's epsilon of 0.01; first step, decay 0.95
+    summed = 4 * grads["w"]  # the paper's epsilon of 0.01 is for summed gradients
     wanted = -0.1 * summed / jnp.sqrt(0.05 * summed**2 - (0.05 * summed) ** 2 + 0.01)
     np.testing.assert_allclose(updates["w"], wanted, rtol=1e-5)
 

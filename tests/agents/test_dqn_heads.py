@@ -1,4 +1,4 @@
-"""DQN's heads: losses against worked examples and rlax. test_dqn.py tests their learning."""
+"""Tests of DQN's heads: the losses match worked examples and rlax. test_dqn.py tests learning with these heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS = [Expectation(), Quantiles(3), Categories(3)]
 
 @pytest.fixture
 def rlax():
-    """Import rlax only for tests that use it, because it imports TensorFlow, which takes seconds."""
+    """Import rlax only in tests that use it, because rlax imports TensorFlow, which takes seconds."""
     return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
@@ -46,16 +46,16 @@ def test_quantiles_agree_with_rlax(rlax):
     np.testing.assert_array_equal(priority, loss)
 
 
-def test_categorical_target_is_distributed_to_the_nearest_values():
+def test_probability_of_a_categorical_target_is_split_between_the_nearest_values():
     head, predicted = Categories(3, -1.0, 1.0), np.log([[0.25, 0.25, 0.5]])
     following = np.log([[0.2, 0.3, 0.5]])
-    # The targets 0.25 + 0.5 z are -0.25, 0.25 and 0.75, with probabilities 0.2, 0.3 and 0.5. Each probability is split
-    # between the two nearest values.
+    # The targets 0.25 + 0.5 z are -0.25, 0.25 and 0.75, with probabilities 0.2, 0.3 and 0.5.
+    # The probability of each target is split between the two nearest values.
     target = np.array([0.2 * 0.25, 0.2 * 0.75 + 0.3 * 0.75 + 0.5 * 0.25, 0.3 * 0.25 + 0.5 * 0.75])
     expected = np.sum(target * np.log(target / [0.25, 0.25, 0.5]))
     found = head.loss(predicted, np.array([0.25]), np.array([0.5]), following)
     np.testing.assert_allclose(found.loss, [expected], rtol=1e-5)
-    # A final reward of 3 is above the support, so all probability is at 1, where the prediction is a half.
+    # A final reward of 3 is above the support, so the target is 1 with probability 1. The prediction has 0.5.
     found = head.loss(predicted, np.array([3.0]), np.array([0.0]), following)
     np.testing.assert_allclose(found.loss, [np.log(2.0)], rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""GRPO: its loss against a brute-force computation, masks and memory options, and acting."""
+"""Tests of GRPO: a comparison of the loss with a brute-force computation, masks, memory options, and acting."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def make(**changes) -> GRPO:
 
 
 def other_params(seed=5):
-    """Return parameters unlike the initial ones, with confident predictions, so that ratios are not 1."""
+    """Return parameters that differ from the initial ones and give confident predictions, so that ratios are not 1."""
     params = make().initial_params(jax.random.PRNGKey(seed))
     return {**params, "embed_tokens": 20 * params["embed_tokens"]}
 
 
 def log_probs_of(params, tokens, temperature=1.0):
-    """Return [S, T - 1] float64: log-probabilities of all tokens except the first, one prediction at a time."""
+    """Return [S, T - 1] float64: log-probabilities of all tokens except the first, computed in a loop."""
     logits = np.asarray(transformer.apply(params, MODEL, tokens), np.float64)
     logits /= np.broadcast_to(temperature, len(tokens))[:, None, None]
     found = np.zeros((len(tokens), tokens.shape[1] - 1))
@@ -87,8 +87,8 @@ def brute_force_loss(params, data, advantages, *, average, clip, cap, kl_cost, l
         pytest.param("token", False, marks=pytest.mark.system),
     ],
 )
-def test_loss_matches_the_papers_equation(average, given):
-    """With `given`, one group has its own token-level advantages. The advantages of the other group are normalized."""
+def test_loss_matches_the_equation_of_the_paper(average, given):
+    """With `given`, one group has token-level advantages. The other group has only scores, which are normalized."""
     agent = make(average=average, clip_epsilon_high=0.28, kl_cost=0.3)
     data = BATCH.data
     advantages = np.zeros(data.mask.shape)
@@ -151,7 +151,7 @@ def test_loss_uses_the_temperature_of_each_sequence():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, parts)
 
 
-def test_tokens_sampled_by_the_current_policy_at_a_temperature_have_ratio_one():
+def test_ratio_is_one_for_tokens_that_the_current_policy_sampled_at_the_batch_temperature():
     params, state = other_params(), started(make())[1]
     temperature = np.full(5, 0.5, np.float32)
     sampled = np.pad(log_probs_of(params, BATCH.data.tokens, temperature), ((0, 0), (1, 0))) * BATCH.data.mask
@@ -162,8 +162,8 @@ def test_tokens_sampled_by_the_current_policy_at_a_temperature_have_ratio_one():
     assert other["approx_kl"] > 0.01
 
 
-def test_zero_advantage_override_does_not_change_the_other_advantages():
-    """As in the published trainer, all scores are normalized before some advantages are set to 0."""
+def test_set_advantage_to_zero_does_not_change_the_advantages_of_other_sequences():
+    """All scores are normalized before some advantages are set to 0, as in atroposlib's trainer."""
     tokens = [[1, 2, 3], [1, 4, 5, 6], [1, 7], [1, 8, 9]]
     masks = [[-100, *row[1:]] for row in tokens]
     overrides = [{}, {"set_advantage_to_zero": True}, {"set_advantage_to_zero": False}, {}]
@@ -202,8 +202,8 @@ def test_reference_log_probabilities_of_the_batch_are_used():
     np.testing.assert_allclose(agent.loss(params, state._replace(reference_params=None), batch)[0], expected, rtol=1e-5)
 
 
-def test_on_policy_gradient_is_that_of_reinforce():
-    """This holds with correct or missing sampling log-probabilities, for any clip, and for the loss policy_gradient."""
+def test_on_policy_gradient_equals_the_reinforce_gradient():
+    """True with correct or missing sampling log-probabilities, for any clip range, and for the loss policy_gradient."""
     params, state = started(make(kl_cost=0.0))
     log_probs = np.pad(log_probs_of(params, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
     with_log_probs = BATCH._replace(data=BATCH.data._replace(inference_logprobs=log_probs.astype(np.float32)))
@@ -261,7 +261,7 @@ def test_more_padding_gives_the_same_update():
 def test_micro_batches_give_the_gradient_and_logs_of_the_whole_batch(changes):
     params, state = other_params(), started(make())[1]
     expected, grads = make(**changes).compute_gradients(params, state, BATCH)
-    logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(params, state, BATCH)  # 2 + 2 + 1
+    logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(params, state, BATCH)  # parts 2, 2, 1
     assert logs.keys() == expected.keys()
     for name in logs:
         np.testing.assert_allclose(logs[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -278,7 +278,7 @@ def test_memory_saving_options_give_the_same_gradient():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), grads, others)
 
 
-def test_dpo_loss_matches_definition_over_all_pairs():
+def test_dpo_loss_matches_the_definition_as_a_mean_over_pairs():
     agent = make(loss="dpo", dpo_beta=0.5)
     params, state = other_params(), started(agent)[1]
     data = BATCH.data
@@ -309,12 +309,13 @@ def test_supervised_loss_is_cross_entropy(average):
 
 @pytest.mark.system
 @pytest.mark.parametrize("loss", ["grpo", "policy_gradient", "dpo", "sft"])
-def test_each_loss_makes_high_scoring_sequences_likelier(loss):
+def test_each_loss_increases_the_probability_of_sequences_with_high_scores(loss):
     agent = make(loss=loss, kl_cost=0.0, learning_rate=3e-3)
     batch = BATCH._replace(data=BATCH.data._replace(inference_logprobs=None))
     params, state = started(agent)
     step = jax.jit(agent.learner_step)
-    best, worst = np.argmax(batch.data.scores[:3]), np.argmin(batch.data.scores[:3])  # in the first group
+    # The first three sequences are the first group.
+    best, worst = np.argmax(batch.data.scores[:3]), np.argmin(batch.data.scores[:3])
 
     def margin(params):
         sums = np.sum(log_probs_of(params, batch.data.tokens) * batch.data.mask[:, 1:], axis=1)
@@ -327,7 +328,7 @@ def test_each_loss_makes_high_scoring_sequences_likelier(loss):
     assert state.steps == 10
 
 
-def test_logs_describe_the_batch():
+def test_logs_contain_statistics_of_the_batch():
     agent = make(learning_rate_rise=3)
     _, _, logs = learn(agent, *started(agent), BATCH)
     np.testing.assert_allclose(logs["reward"], BATCH.data.scores.mean(), rtol=1e-6)
@@ -352,7 +353,7 @@ def test_small_updates_of_bfloat16_weights_reach_the_float32_copy():
         params, state, _ = step(params, state, BATCH)
     master = state.opt_state.master
     moved = np.abs(master["layers"][0]["q_proj"] - before["layers"][0]["q_proj"])
-    np.testing.assert_allclose(moved.max(), 3e-5, rtol=0.1)  # Adam's first steps have the size of the learning rate
+    np.testing.assert_allclose(moved.max(), 3e-5, rtol=0.1)  # three steps with the size of the learning rate
     assert_trees_equal(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), master), params)
 
 
@@ -384,7 +385,7 @@ def test_acting_samples_tokens_conditioned_on_all_previous_tokens():
 
 
 @pytest.mark.system
-def test_tokens_are_sampled_from_the_models_distribution():
+def test_tokens_are_sampled_from_the_distribution_of_the_model():
     agent = make()
     params = other_params()
     B = 4000
@@ -393,7 +394,7 @@ def test_tokens_are_sampled_from_the_models_distribution():
     np.testing.assert_allclose(np.bincount(output.action, minlength=11) / B, expected, atol=0.03)
 
 
-def test_inferencer_resets_the_state_at_first():
+def test_inferencer_resets_the_recurrent_state_when_an_episode_starts():
     agent = make()
     params = other_params()
     inferencer = Inferencer(InferencerConfig(), agent, Published(params))
@@ -407,7 +408,7 @@ def test_inferencer_resets_the_state_at_first():
 
 
 class Published:
-    """A learner that publishes one version of parameters."""
+    """A replacement for a learner, with a single version of parameters."""
 
     def __init__(self, params):
         self._params = jax.tree.map(np.asarray, params)
@@ -416,7 +417,7 @@ class Published:
         return 0, (None if known_version == 0 else self._params)
 
 
-def test_specs_are_token_specs():
+def test_observation_and_action_specs_are_specs_of_tokens():
     agent = make()
     token = specs.DiscreteArray(11, np.int32, "token")
     assert agent.step_spec.observation == agent.step_spec.action == token
@@ -427,7 +428,7 @@ def test_specs_are_token_specs():
         GRPO(CONFIG, specs.DiscreteArray(12, np.int32, "token"))
 
 
-# --- published weights
+# --- weights from a folder
 
 
 def test_initial_weights_are_loaded_from_a_folder_and_not_pickled(tmp_path):
@@ -441,7 +442,7 @@ def test_initial_weights_are_loaded_from_a_folder_and_not_pickled(tmp_path):
     narrow = GRPO(dataclasses.replace(agent.cfg, dtype="bfloat16"))
     assert narrow.initial_params(jax.random.PRNGKey(0))["norm"].dtype == jnp.bfloat16
     (tmp_path / "model.safetensors").unlink()
-    assert agent.step_spec.action.num_values == 11  # the trace does not read the weights
+    assert agent.step_spec.action.num_values == 11  # tracing does not read the weights
     with pytest.raises(CheckpointError, match="neither model.safetensors"):
         agent.initial_params(jax.random.PRNGKey(0))
 

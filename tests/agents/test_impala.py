@@ -1,4 +1,4 @@
-"""IMPALA: its loss, off-policy corrections, and annealing."""
+"""Tests of IMPALA: the loss, off-policy corrections, and annealing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def learned(agent, change=lambda data: data):
 
 
 def with_ratio(ratio):
-    """Return a function that sets the learner's action probabilities to `ratio` times those of the acting policy."""
+    """Return a function that makes the learner's action probabilities `ratio` times those of the acting policy."""
 
     def change(data):
         log_prob = (data.extras["log_prob"] - np.log(ratio)).astype(np.float32)
@@ -45,14 +45,14 @@ def test_replay_spec_follows_the_config():
     assert spec.capacity == 2 * 6 * 16
 
 
-def test_loss_is_the_weighted_sum_of_its_parts():
+def test_loss_is_the_weighted_sum_of_its_terms():
     logs = learned(make(value_cost=0.7, entropy_cost=0.3))[2]
     expected = logs["policy_loss"] + 0.7 * logs["value_loss"] - 0.3 * logs["entropy"]
     np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
 
 
-def test_parts_of_the_loss_match_worked_example():
-    """One unroll of two steps, with importance weights 4 and 0.5 that are clipped at 1."""
+def test_terms_of_the_loss_match_worked_example():
+    """The example is one unroll of two steps. Its importance weights are 4 and 0.5, and are clipped at 1."""
     agent = make(discount=0.9, entropy_cost=0.0)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=1, length=2)
@@ -99,7 +99,7 @@ def test_ignored_actions_do_not_change_the_update():
     ("action_spec", "ratio", "clipped"),
     [(DISCRETE, 1.0, 1.0), (BOX, 1.0, 1.0), (BOX, 0.25, 0.25), (DISCRETE, 3.0, 1.0)],
 )
-def test_clipped_rho_log_shows_how_off_policy_the_data_is(action_spec, ratio, clipped):
+def test_logged_clipped_rho_is_lower_for_data_that_is_more_off_policy(action_spec, ratio, clipped):
     logs = learned(make(action_spec), with_ratio(ratio))[2]
     np.testing.assert_allclose(logs["clipped_rho"], clipped, rtol=1e-4)
 
@@ -119,7 +119,7 @@ def test_truncated_episode_bootstraps_and_terminated_episode_does_not():
     np.testing.assert_allclose(value_loss([0.0, 1.0]), 0.5 * (3.0 - values[0]) ** 2, rtol=1e-4)
 
 
-def test_continuous_action_is_within_bounds_and_its_sample_is_stored():
+def test_continuous_action_is_clipped_to_the_bounds_and_the_unclipped_sample_is_stored():
     agent = make(BOX)
     params, learner_state = started(agent)
     output = batches.act(agent, params, learner_state, batch_size=200)
@@ -129,7 +129,7 @@ def test_continuous_action_is_within_bounds_and_its_sample_is_stored():
 
 
 def learns(action_spec, reward, measure):
-    """Return `measure(params)` before and after updates on one batch with the reward `reward(data)`."""
+    """Return `measure(params)` before and after updates on one batch, whose rewards are `reward(data)`."""
     agent = make(action_spec, discount=0.0, batch_size=16, learning_rate=3e-2, entropy_cost=0.0)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=16)
@@ -137,13 +137,13 @@ def learns(action_spec, reward, measure):
     observation = batch.data.observation[:, 0]
     before = measure(agent.network.apply(params, observation)[0])
     step = jax.jit(agent.learner_step)
-    for _ in range(30):  # the data stays the same, so it is off-policy after the first update
+    for _ in range(30):  # all updates use the same data, so it is off-policy after the first update
         params, learner_state, logs = step(params, learner_state, batch)
     assert logs["clipped_rho"] < 1.0
     return float(before), float(measure(agent.network.apply(params, observation)[0]))
 
 
-def test_rewarded_action_becomes_likelier():
+def test_probability_of_the_rewarded_action_increases():
     before, after = learns(
         DISCRETE, lambda data: data.action == 1, lambda logits: jnp.mean(jax.nn.softmax(logits)[:, 1])
     )
@@ -156,7 +156,7 @@ def test_mean_of_a_continuous_action_moves_toward_reward():
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
-def test_update_size_follows_the_annealed_learning_rate(optimizer):
+def test_size_of_the_update_is_proportional_to_the_annealed_learning_rate(optimizer):
     agent = make(optimizer=optimizer, anneal_learning_rate=True, total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -171,7 +171,7 @@ def test_update_size_follows_the_annealed_learning_rate(optimizer):
     assert changes[0] > 0.0 and changes[1] > 0.0 and changes[2] == 0.0
 
 
-def test_rmsprop_matches_tensorflow_on_clipped_gradients():
+def test_rmsprop_with_clipped_gradients_matches_tensorflow():
     agent = make(optimizer="rmsprop", learning_rate=0.1, max_grad_norm=5.0, rmsprop_epsilon=0.01)
     updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))
     clipped = np.array([3.0, 4.0])

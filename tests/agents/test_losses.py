@@ -1,4 +1,4 @@
-"""The losses against worked examples and rlax."""
+"""Tests that the losses match worked examples and rlax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.extras import import_or_skip
 
 @pytest.fixture
 def rlax():
-    """Import rlax only for tests that use it, because it imports TensorFlow, which takes seconds."""
+    """Import rlax only in tests that use it, because rlax imports TensorFlow, which takes seconds."""
     return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
@@ -37,8 +37,8 @@ def test_value_error_is_half_the_squared_error():
 
 
 def test_value_error_with_clipping_is_the_larger_error():
-    # Clipped to within 0.5 of the old value 0, a value of 3 becomes 0.5. Its error is smaller than that of 3 for the
-    # target 1, and larger for the target 5.
+    # The old value is 0, so a value of 3 is clipped to 0.5.
+    # For the target 1, the error of 3 is larger. For the target 5, the error of 0.5 is larger.
     value, old, target = jnp.array([3.0, 3.0]), jnp.zeros(2), jnp.array([1.0, 5.0])
     np.testing.assert_allclose(losses.value_error(value, old, target, 0.5), [2.0, 0.5 * 4.5**2])
 
@@ -48,7 +48,7 @@ def test_normalize_uses_only_unmasked_entries():
     np.testing.assert_allclose(result[:2], [-1.0, 1.0], rtol=1e-6)
 
 
-def test_masked_mean_of_no_entries_is_zero():
+def test_masked_mean_is_zero_if_all_entries_are_masked():
     assert losses.masked_mean(jnp.array([5.0]), jnp.array([0.0])) == 0.0
 
 
@@ -78,7 +78,8 @@ def test_importance_weights_with_exponent_zero_are_one():
 def test_sequence_priorities_match_worked_example():
     errors = jnp.array([[1.0, -4.0], [-3.0, 7.0], [5.0, 2.0]])
     mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
-    # The absolute errors are 1 and 3, and 4 and 2. The priority is 0.9 times the larger plus 0.1 times the mean.
+    # The absolute errors are 1 and 3 in one sequence, and 4 and 2 in the other.
+    # The priority is 0.9 times the largest error plus 0.1 times the mean error.
     np.testing.assert_allclose(off_policy.sequence_priorities(errors, mask, 0.9), [2.9, 3.9], rtol=1e-6)
 
 
@@ -89,7 +90,7 @@ def test_soft_targets_match_worked_example():
     np.testing.assert_allclose(targets, [1.0 + 0.9 * (3.0 + 0.5 * 2.0), 2.0])
 
 
-def test_twin_td_error_sums_half_the_squared_errors_of_both_critics():
+def test_twin_td_error_is_the_sum_of_half_the_squared_errors_of_both_critics():
     values = jnp.array([[1.0, 2.0], [3.0, 2.0]])
     np.testing.assert_allclose(losses.twin_td_error(values, jnp.array([2.0, 5.0])), [0.5 + 0.5, 4.5 + 4.5])
 
@@ -114,7 +115,7 @@ def test_temperature_rises_if_the_entropy_is_too_low(log_prob, sign):
     assert np.sign(jax.grad(loss)(jnp.float32(0.0))) == sign
 
 
-def test_smoothing_clips_the_noise_and_then_the_action():
+def test_target_smoothing_clips_the_noise_and_then_the_action():
     action, noise = jnp.array([0.9, 0.0, -0.8]), jnp.array([0.3, -0.9, 0.1])
     np.testing.assert_allclose(td3.smoothed_action(action, noise, clip=0.5), [1.0, -0.5, -0.7], rtol=1e-6)
 

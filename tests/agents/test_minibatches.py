@@ -1,4 +1,4 @@
-"""Epochs of minibatches: the rows that are learned from, for several agents."""
+"""Tests of epochs of minibatches: which rows are used, and when gradient steps stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_epoch_visits_every_row_once():
     assert not np.array_equal(indices[0], indices[1])
 
 
-def test_each_epoch_leaves_out_different_rows_if_minibatches_do_not_divide_evenly():
+def test_each_epoch_leaves_out_different_rows_if_the_minibatches_do_not_contain_all_rows():
     indices = np.asarray(updates(5).indices(jax.random.PRNGKey(0), 32)).reshape(3, 30)
     assert all(len(set(epoch)) == 30 for epoch in indices.tolist())
     assert len({frozenset(epoch) for epoch in indices.tolist()}) == 3
@@ -89,7 +89,7 @@ def test_custom_agent_learns_in_epochs_of_minibatches(cls):
 
 
 @pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
-def test_optimizer_state_between_learner_steps_has_the_structure_of_the_parameters(cls):
+def test_optimizer_state_after_a_learner_step_has_the_structure_of_the_parameters(cls):
     agent = cls(MeanConfig(), VECTOR, DISCRETE)
     params, learner_state = started(agent)
     after, state, _ = learn(agent, params, learner_state, batches.transitions(agent, batch_size=32))
@@ -97,12 +97,12 @@ def test_optimizer_state_between_learner_steps_has_the_structure_of_the_paramete
     assert jax.tree.structure(state.opt_state) == structure == jax.tree.structure(agent.optimizer.init(after))
     adam, before = state.opt_state[0], learner_state.opt_state[0]
     assert adam.count == 80 and adam.mu["unused"].shape == (2,) and adam.mu["mean"] != 0.0
-    assert before.count == 0 and before.mu["mean"] == 0.0  # the arguments were not donated
+    assert before.count == 0 and before.mu["mean"] == 0.0  # the arguments still exist, so they were not donated
 
 
 @pytest.mark.parametrize("cls", [MeanAgent, LoopedMeanAgent])
-def test_gradient_steps_stop_at_a_limit_and_later_steps_are_not_applied(cls):
-    rewards = np.full(32, 10.0, np.float32)  # each step of Adam adds its learning rate, 0.1
+def test_gradient_steps_above_the_limit_are_not_applied(cls):
+    rewards = np.full(32, 10.0, np.float32)  # each step of Adam adds the learning rate, 0.1, to the mean
     results = []
     for stop_at in (None, 0.35, 0.0):
         agent = cls(MeanConfig(stop_at=stop_at), VECTOR, DISCRETE)
@@ -113,13 +113,13 @@ def test_gradient_steps_stop_at_a_limit_and_later_steps_are_not_applied(cls):
         results.append((float(params["mean"]), int(state.opt_state[0].count), float(logs["mean"])))
     (_, count, _), stopped, at_once = results
     assert count == 80
-    # Steps start at 0, 0.1, 0.2 and 0.3. The step at 0.4 is above the limit and is not applied.
+    # The applied steps start at 0, 0.1, 0.2 and 0.3. The step that starts at 0.4 is above the limit.
     np.testing.assert_allclose(stopped, (0.4, 4, 0.2), rtol=1e-3)
     np.testing.assert_allclose(at_once, (0.1, 1, 0.05), rtol=1e-3)
     assert logs["minibatch_share"] == pytest.approx(1 / 80)
 
 
-def test_gradient_step_outside_a_scan_has_no_branch():
+def test_gradient_step_contains_no_branch_if_it_runs_outside_of_a_scan():
     # On a CPU, the gradient of a convolution is nine times as slow inside a branch.
     agent = LoopedMeanAgent(MeanConfig(stop_at=0.35), VECTOR, DISCRETE)
     params, learner_state = started(agent)
@@ -133,12 +133,14 @@ def test_gradient_step_outside_a_scan_has_no_branch():
 @pytest.mark.parametrize(("name", "called"), [("loss", "minibatch_loss"), ("compute_gradients", "minibatch_gradients")])
 def test_subclass_that_defines_an_unused_method_is_rejected(name, called):
     body = {name: lambda self, params, learner_state, batch: None}
-    with pytest.raises(UsageError, match=rf"Mine defines {name}, which nothing calls.* Define {called}\(params, "):
+    with pytest.raises(
+        UsageError, match=rf"Mine learns from minibatches and never calls {name}\. Define {called}\(params, "
+    ):
         type("Mine", (PPO,), body)
 
 
 class SeveralEpochs(GRPO):
-    """GRPO that trains on each batch twice (mu = 2 in the paper). Group advantages are computed first."""
+    """GRPO that trains on each batch twice (mu = 2 in the paper). Advantages are computed before the first epoch."""
 
     @functools.cached_property
     def _updates(self):

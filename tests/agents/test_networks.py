@@ -1,4 +1,4 @@
-"""Networks: heads, all kinds of observations, and convolutions."""
+"""Tests of networks: heads, all kinds of observations, and convolutions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_layer_norm_is_applied_before_activations():
     assert sum("norm" in name for name in names) == 4
 
 
-def test_separate_heads_have_separate_layers_and_other_heads_share_them():
+def test_heads_have_separate_layers_only_if_separate_is_true():
     observation = np.zeros((1, 3), np.float32)
     separate = MLPConfig(separate=True).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
     shared = MLPConfig(separate=False).build(VECTOR, (Head(2), Head(1))).init(RNG, observation)
@@ -79,49 +79,49 @@ def test_dueling_mlp_combines_advantages_and_value_from_separate_layers():
 def test_dueling_values_match_worked_example():
     advantages, value = jnp.array([[1.0, 3.0]] * 2), jnp.array([[10.0], [20.0]])
     np.testing.assert_allclose(dueling_values(advantages, value, 2), [[9, 11], [19, 21]])
-    # With two numbers per action, each has separate advantages and a separate value.
+    # With two numbers per action, the advantages and values of each number are separate.
     found = dueling_values(jnp.array([[1.0, 0.0, 3.0, 4.0]]), jnp.array([[10.0, 20.0]]), 2)
     np.testing.assert_allclose(found, [[9, 18, 11, 22]])
 
 
 def test_orthogonal_weights_are_orthogonal_and_scaled():
     params = MLPConfig(hidden=(8,)).build(VECTOR, (Head(2, scale=0.01),)).init(RNG, np.zeros((1, 3), np.float32))
-    rows = np.asarray(params["torso0_dense0"]["w"])  # [3, 8]: orthogonal rows of length sqrt(2)
+    rows = np.asarray(params["torso0_dense0"]["w"])  # [3, 8], so the rows are orthogonal, not the columns
     np.testing.assert_allclose(rows @ rows.T, 2.0 * np.eye(3), atol=1e-5)
     columns = np.asarray(params["head0"]["w"])
     np.testing.assert_allclose(columns.T @ columns, 1e-4 * np.eye(2), atol=1e-8)
 
 
-def test_truncated_normal_weights_have_the_right_deviation():
+def test_truncated_normal_weights_have_the_right_standard_deviation():
     config = MLPConfig(hidden=(2000,), orthogonal=False)
     weights = config.build(VECTOR, (Head(1),)).init(RNG, np.zeros((1, 3), np.float32))["torso0_dense0"]["w"]
     assert np.abs(weights).max() <= 2.0 / np.sqrt(3.0)
-    # 0.88, because they are truncated at two deviations
+    # the factor is 0.88, because the weights are truncated at two deviations
     np.testing.assert_allclose(np.std(weights), 0.88 / np.sqrt(3.0), rtol=0.05)
 
 
-def test_initial_weights_depend_only_on_the_key():
+def test_initial_weights_depend_only_on_the_random_key():
     network = MLPConfig().build(VECTOR, (Head(2),))
     first, again, other = (network.init(jax.random.PRNGKey(seed), np.zeros((1, 3), np.float32)) for seed in (1, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert not np.array_equal(first["head0"]["w"], other["head0"]["w"])
 
 
-def test_free_outputs_do_not_depend_on_the_observation():
+def test_outputs_counted_by_num_free_do_not_depend_on_the_observation():
     observation = np.random.RandomState(0).randn(5, 3).astype(np.float32)
     result = outputs(MLPConfig(), VECTOR, observation, (Head(4, num_free=2, free_init=-0.5),))[0]
     np.testing.assert_allclose(result[:, 2:], np.full((5, 2), -0.5))
     assert np.std(result[:, 0]) > 0
 
 
-def test_an_mlp_joins_the_leaves_of_a_dict():
+def test_mlp_joins_the_leaves_of_an_observation_dict():
     spec = {"a": VECTOR, "b": specs.Array((2, 2), np.float32, "b"), "c": specs.DiscreteArray(5, name="c")}
     observation = {"a": np.zeros((6, 3), np.float32), "b": np.zeros((6, 2, 2), np.float32), "c": np.zeros(6, np.int32)}
     network = MLPConfig(hidden=(7,)).build(spec, (Head(4),))
     assert network.init(RNG, observation)["torso0_dense0"]["w"].shape == (3 + 4 + 5, 7)
 
 
-def test_categories_are_one_hot():
+def test_categories_are_encoded_as_one_hot_vectors():
     spec = specs.DiscreteArray(3)
     network = MLPConfig(hidden=()).build(spec, (Head(2),))
     observation = np.array([2, 0], np.int32)
@@ -141,7 +141,7 @@ def test_blockwise_convolution_equals_plain_convolution(kernel, stride, size):
     np.testing.assert_allclose(_convolve(image, weights, stride), plain, rtol=1e-4, atol=1e-4)
 
 
-def test_both_layouts_of_an_image_give_the_same_features():
+def test_images_with_channels_first_and_last_give_the_same_features():
     random = np.random.RandomState(0)
     first = random.randint(0, 256, (2, 2, 36, 36)).astype(np.uint8)
     last = np.moveaxis(first, 1, -1)
@@ -151,21 +151,21 @@ def test_both_layouts_of_an_image_give_the_same_features():
     )
 
 
-def test_image_bytes_are_scaled_to_one():
+def test_image_bytes_are_scaled_to_at_most_one():
     image = np.random.RandomState(0).randint(0, 256, (2, 2, 36, 36)).astype(np.uint8)
     spec = specs.Array((2, 36, 36), np.float32, "image")
     scaled = outputs(NatureCNNConfig(), spec, (image / 255.0).astype(np.float32))[0]
     np.testing.assert_allclose(outputs(NatureCNNConfig(), IMAGE, image)[0], scaled, rtol=1e-4, atol=1e-5)
 
 
-def test_vector_leaf_is_joined_after_the_convolutions():
+def test_vector_leaf_is_joined_with_the_output_of_the_convolutions():
     spec = {"image": IMAGE, "vector": VECTOR}
     network = NatureCNNConfig(hidden=(10,)).build(spec, (Head(2),))
     observation = {"image": np.zeros((1, 2, 36, 36), np.uint8), "vector": np.zeros((1, 3), np.float32)}
     assert network.init(RNG, observation)["torso_dense0"]["w"].shape == (64 + 3, 10)
 
 
-def test_nature_cnn_has_the_papers_number_of_parameters():
+def test_nature_cnn_has_as_many_parameters_as_in_the_paper():
     spec = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255)
     network = NatureCNNConfig().build(spec, (Head(6),))
     shapes = jax.eval_shape(network.init, RNG, np.zeros((1, 4, 84, 84), np.uint8))

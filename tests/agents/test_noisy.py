@@ -1,4 +1,4 @@
-"""Noisy networks: sampling of noise, and its use in DQN."""
+"""Tests of noisy networks: sampling of the noise, and DQN with noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.agents.batches import BOX, DISCRETE, VECTOR, started
 RNG = jax.random.PRNGKey(0)
 
 
-def test_initial_deviations_are_proportional_to_one_over_the_root_of_inputs():
+def test_initial_deviations_are_scaled_by_one_over_the_square_root_of_the_inputs():
     layer = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
     params = with_deviations({"dense": layer, "norm": {"scale": jnp.ones(3)}}, 0.5)
     assert list(params.deviation) == ["dense"]
@@ -41,7 +41,7 @@ def test_weight_noise_is_the_product_of_input_and_output_noise():
     np.testing.assert_allclose(noise / of_outputs, np.repeat((noise / of_outputs)[:, :1], 3, axis=1), rtol=1e-4)
     np.testing.assert_array_equal(sample.mean["norm"]["scale"], mean["norm"]["scale"])
     draws = jax.vmap(lambda rng: add_noise(rng, params).mean["dense"]["b"])(jax.random.split(RNG, 4_000))
-    squares = jnp.square((draws - 2.0) / 0.25)  # the mean of |x| for a Gaussian x
+    squares = jnp.square((draws - 2.0) / 0.25)  # this is the mean of |x| for a Gaussian x
     np.testing.assert_allclose(squares.mean(), np.sqrt(2.0 / np.pi), atol=0.03)
     np.testing.assert_allclose(draws.mean(), 2.0, atol=0.02)
 
@@ -51,7 +51,7 @@ def make(noisy=0.5, dueling=False, **changes) -> DQN:
     return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling, noisy=noisy))
 
 
-def test_acting_uses_noise_and_evaluation_does_not():
+def test_actor_step_uses_noise_and_eval_step_does_not():
     agent = make()
     params, learner_state = started(agent)
     published, seen = agent.actor_params(params, learner_state), batches.timestep(VECTOR, 64)
@@ -66,7 +66,7 @@ RAINBOW = {"double": True, "dueling": True, "head": Categories(3), "prioritized"
 
 
 def loss_of_samples(plain, batch, online, target, selecting):
-    """Return the loss for three sets of noise-free parameters: online, target, and action selection."""
+    """Return the loss without noise, for three sets of parameters: online, target, and action selection."""
     head, data, rows = plain.cfg.head, batch.data, np.arange(len(batch.data.action))
     choices = head.values(plain._outputs(selecting, data.next_observation)).argmax(axis=1)
     chosen = plain._outputs(online, data.observation)[rows, data.action]
@@ -86,7 +86,7 @@ def loss_of_samples(plain, batch, online, target, selecting):
         ),
     ],
 )
-def test_loss_uses_sampled_parameters_and_trains_the_noise(changes):
+def test_loss_samples_noisy_parameters_and_trains_the_deviations_of_the_noise(changes):
     agent = make(**changes)
     plain = make(**changes, noisy=None)
     params, learner_state = started(agent)
@@ -97,7 +97,7 @@ def test_loss_uses_sampled_parameters_and_trains_the_noise(changes):
     weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
     assert all((one != other).any() for one, other in itertools.combinations(weights, 2))
     loss, _ = agent.loss(params, learner_state, batch)
-    if changes.get("double"):  # double DQN samples the same parameters twice
+    if changes.get("double"):  # double DQN samples noise twice for the online parameters
         of_samples = loss_of_samples(plain, batch, online, target, selecting)
     else:
         of_samples, _ = plain.loss(online, plain.initial_learner_state(target), batch)
@@ -108,11 +108,11 @@ def test_loss_uses_sampled_parameters_and_trains_the_noise(changes):
     assert agent.loss(params, learner_state._replace(steps=jnp.int32(1)), batch)[0] != loss
 
 
-def test_noise_of_zero_is_rejected():
+def test_noise_scale_of_zero_is_rejected():
     with pytest.raises(UsageError, match=r"MLPConfig.noisy must be above 0, got 0.0"):
         make(noisy=0.0)
 
 
-def test_agents_without_noise_support_reject_a_noisy_network():
+def test_noisy_network_is_rejected_by_agents_that_do_not_use_noise():
     with pytest.raises(UsageError, match=r"MLPConfig( \(policy\))? is noisy, which this agent does not use"):
         SAC(SACConfig(), VECTOR, BOX, MLPConfig((8,), noisy=0.5))

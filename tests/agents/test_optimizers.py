@@ -1,4 +1,4 @@
-"""Gradient clipping and annealed values against worked examples."""
+"""Tests that gradient clipping and annealed values match worked examples."""
 
 from __future__ import annotations
 

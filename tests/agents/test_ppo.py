@@ -1,4 +1,4 @@
-"""PPO: its loss, minibatches, and annealing."""
+"""Tests of PPO: the loss, minibatches, and annealing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_replay_spec_follows_the_config():
     assert (spec.kind, spec.item, spec.batch_size) == ("queue", Sequence(16), None)
 
 
-def test_first_minibatch_is_on_policy():
+def test_ratios_in_the_first_minibatch_are_one():
     logs = learned(make(normalize_advantages=False))[2]
     assert logs["clip_fraction"] == 0.0
     # If all ratios are 1, the policy loss is minus the mean advantage.
@@ -53,7 +53,7 @@ def test_first_minibatch_is_on_policy():
     np.testing.assert_allclose(logs["policy_loss"], expected, rtol=1e-4)
 
 
-def test_loss_is_the_weighted_sum_of_its_parts():
+def test_loss_is_the_weighted_sum_of_its_terms():
     logs = learned(make(value_cost=0.7, entropy_cost=0.3))[2]
     expected = logs["policy_loss"] + 0.7 * logs["value_loss"] - 0.3 * logs["entropy"]
     np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
@@ -158,7 +158,7 @@ class WithoutLogs(PPO):
         return super().minibatch_loss(params, learner_state, rows)[0], {}
 
 
-def test_target_kl_needs_a_loss_that_logs_approx_kl():
+def test_target_kl_is_rejected_if_the_loss_does_not_log_approx_kl():
     agent = WithoutLogs(dataclasses.replace(CONFIG, target_kl=0.1), VECTOR, DISCRETE, SMALL)
     params, learner_state = started(agent)
     with pytest.raises(
@@ -217,12 +217,12 @@ def test_truncated_episode_bootstraps_and_terminated_episode_does_not():
 
 def test_batch_with_fewer_rows_than_minibatches_is_rejected():
     agent = make(num_minibatches=33)
-    with pytest.raises(UsageError, match=r"PPO: num_minibatches=33 of a batch of 32 rows"):
+    with pytest.raises(UsageError, match=r"PPO: num_minibatches=33 is above the number of rows in a batch \(32\)"):
         agent.check_num_envs(4)
     agent.check_num_envs(5)
 
 
-def test_smaller_batch_counts_as_a_fraction_of_a_step_in_annealing():
+def test_annealing_counts_a_smaller_batch_as_a_fraction_of_a_step():
     agent = make(anneal_learning_rate=True, total_learner_steps=2, envs_per_batch=8)
     params, learner_state = started(agent)
     rates = []
@@ -244,7 +244,7 @@ def test_max_staleness_of_the_replay_is_zero_by_default():
 
 
 @pytest.mark.system
-def test_loop_for_images_gives_the_result_of_the_scan(monkeypatch):
+def test_loop_for_images_gives_the_same_result_as_the_scan(monkeypatch):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=4)
     looped = PPO(cfg, IMAGE, DISCRETE, SMALL_CNN)
     assert not looped.jit_learner_step
@@ -265,7 +265,7 @@ class OnlyValues(PPO):
 
 
 @pytest.mark.parametrize("observation_spec", [VECTOR, pytest.param(IMAGE, marks=pytest.mark.system)])
-def test_subclass_trains_with_its_own_loss(observation_spec):
+def test_subclass_can_train_with_another_loss(observation_spec):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=2, learning_rate=1e-3)
     network = SMALL if observation_spec is VECTOR else SMALL_CNN
     params, learner_state = started(PPO(cfg, observation_spec, DISCRETE, network))
@@ -281,7 +281,7 @@ def test_subclass_trains_with_its_own_loss(observation_spec):
     )
     assert np.mean(np.abs(after[1] - 3.0)) < np.mean(np.abs(before[1] - 3.0))
     assert np.any(theirs[0] != before[0])
-    if observation_spec is VECTOR:  # separate layers, so the policy did not change
+    if observation_spec is VECTOR:  # the heads have separate layers, so the policy did not change
         np.testing.assert_array_equal(after[0], before[0])
 
 
@@ -326,7 +326,7 @@ def test_learning_rate_and_clip_range_anneal_to_zero():
         np.testing.assert_allclose(logs["learning_rate"], 1e-2 * left, rtol=1e-5)
         if not left:
             batches.assert_trees_equal(changed, params)
-        # Parameters changed by 10 % give ratios of which the shrinking range clips more and more.
+        # Change the parameters by 10 %, so that the ratios are not 1. The smaller the clip range, the more are clipped.
         moved = jax.tree.map(lambda leaf: 1.1 * leaf + 0.01, params)
         rows = agent.rollout(params, batch.data)
         clipped = agent.minibatch_loss(moved, learner_state._replace(steps=jnp.int32(steps)), rows)[1]["clip_fraction"]
@@ -339,7 +339,7 @@ def ratios(agent, params, rows):
     return np.exp(agent.distribution.log_prob(logits, rows.sample) - rows.log_prob)
 
 
-def test_nothing_anneals_without_total_learner_steps():
+def test_nothing_is_annealed_without_total_learner_steps():
     agent = make(anneal_learning_rate=True)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
@@ -347,7 +347,7 @@ def test_nothing_anneals_without_total_learner_steps():
     np.testing.assert_allclose(logs["learning_rate"], 1e-2)
 
 
-def test_continuous_action_is_within_bounds_and_its_sample_is_stored():
+def test_continuous_action_is_clipped_to_the_bounds_and_the_unclipped_sample_is_stored():
     agent = make(action_spec=BOX)
     params, learner_state = started(agent)
     output = batches.act(agent, params, learner_state, batch_size=200)
@@ -358,7 +358,7 @@ def test_continuous_action_is_within_bounds_and_its_sample_is_stored():
     assert learned(agent)[2]["clip_fraction"] == 0.0  # the learner uses the sample, not the clipped action
 
 
-def test_rewarded_action_becomes_likelier():
+def test_probability_of_the_rewarded_action_increases():
     agent = make(num_epochs=10, gae_lambda=0.0, discount=0.0, learning_rate=3e-2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=16)

@@ -1,4 +1,4 @@
-"""PQN: its targets, exploration, and learning."""
+"""Tests of PQN: targets, exploration, and learning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_replay_spec_follows_the_config():
     assert (spec.kind, spec.item, spec.batch_size, spec.max_staleness) == ("queue", Sequence(8), None, 0)
 
 
-def test_smaller_batch_counts_as_a_fraction_of_a_step_in_schedules():
+def test_schedules_count_a_smaller_batch_as_a_fraction_of_a_step():
     agent = make(total_learner_steps=10, epsilon_decay_share=0.5, envs_per_batch=4)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, 2, 8)
@@ -47,7 +47,7 @@ def unroll(agent, params, learner_state):
 
 
 def reference_targets(agent, params, data):
-    """Compute the targets by definition: a mixture of n-step returns for every n."""
+    """Compute the targets by their definition: a mixture of n-step returns for all n."""
     cfg, (values,) = agent.cfg, agent.network.apply(params, data.observation.reshape(-1, 3))
     best = np.asarray(values).reshape(2, 9, -1).max(axis=-1)
     targets = np.zeros((2, 8))
@@ -89,11 +89,11 @@ def test_epsilon_falls_during_a_fraction_of_the_run():
     for steps, expected in [(0, 1.0), (25, 0.6), (50, 0.2), (90, 0.2)]:
         published = agent.actor_params(params, learner_state._replace(steps=jnp.int32(steps)))
         np.testing.assert_allclose(published.epsilon, expected, rtol=1e-6)
-    alone = make(epsilon_end=0.1)
-    assert alone.actor_params(*started(alone)).epsilon == np.float32(0.1)  # the length of the run is unknown
+    alone = make(epsilon_end=0.1)  # without total_learner_steps
+    assert alone.actor_params(*started(alone)).epsilon == np.float32(0.1)
 
 
-def test_fraction_epsilon_of_actions_is_uniform():
+def test_epsilon_is_the_fraction_of_uniformly_random_actions():
     agent, rows = make(), 30_000
     params, _ = started(agent)
     seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), batches.timestep(VECTOR, 1))
@@ -123,7 +123,7 @@ def test_update_is_a_radam_step_with_a_clipped_gradient():
     radam = optax.radam(3e-3)
     opt_state = radam.init(params)
     slope = jax.jit(jax.grad(lambda params, rows: agent.minibatch_loss(params, learner_state, rows)[0]))
-    for _ in range(8):  # RAdam uses the variance from its sixth step on
+    for _ in range(8):  # RAdam uses the variance only from the sixth step
         batch = unroll(agent, params, learner_state)
         grads = slope(params, agent.rollout(params, batch.data))
         updates, opt_state = radam.update(batches.clip_to_norm(grads, 0.1), opt_state)

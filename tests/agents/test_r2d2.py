@@ -1,4 +1,4 @@
-"""R2D2: burn-in, targets, priorities, and exploration."""
+"""Tests of R2D2: burn-in, targets, priorities, and exploration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(network=None, **changes) -> R2D2:
 
 
 def sequences(seed=0):
-    """Return a batch with episodes that end in the burn-in and after it, by termination and by truncation."""
+    """Return a batch with episodes that end during the burn-in and later, by termination and by truncation."""
     random, length = np.random.RandomState(seed), BURN_IN + LENGTH
     step_type = np.full((ROWS, length + 1), MID, np.uint8)
     discount = np.ones((ROWS, length), np.float32)
@@ -65,7 +65,7 @@ def h(x, epsilon):
 
 
 def inverse_of_h(y, epsilon):
-    """Invert h by bisection."""
+    """Return the inverse of the rescaling h, found by bisection."""
     low, high = np.full_like(y, -1e6, np.float64), np.full_like(y, 1e6, np.float64)
     for _ in range(100):
         middle = 0.5 * (low + high)
@@ -75,7 +75,7 @@ def inverse_of_h(y, epsilon):
 
 
 def reference_errors(agent, params, target_params, data):
-    """Return [B, T]: differences to the targets, 0 for ignored actions, computed step by step by definition."""
+    """Return [B, T]: targets minus values, computed step by step from the definition. 0 for ignored actions."""
     cfg = agent.cfg
     values, target_values = reference_values(agent, params, data), reference_values(agent, target_params, data)
     step_type, reward = data.step_type[:, BURN_IN:], data.reward[:, BURN_IN:]
@@ -125,7 +125,7 @@ def test_loss_and_priorities_match_plain_python_implementation(changes):
     np.testing.assert_allclose(logs["td_error"], np.abs(errors).sum() / counts.sum(), rtol=1e-4)
 
 
-def test_no_gradient_flows_into_the_burn_in():
+def test_loss_has_no_gradient_for_the_steps_of_the_burn_in():
     agent = make()
     params, learner_state = started(agent)
     batch = sequences()
@@ -146,11 +146,11 @@ def test_stored_state_affects_values_until_the_episode_ends():
     state = batch.data.agent_state._replace(core=batch.data.agent_state.core + 1.0)
     after = np.asarray(agent._unroll(params, batch.data._replace(agent_state=state)))
     changed = np.abs(after - before).max(axis=2) > 1e-7  # [T + 1, B]
-    assert not changed[:, 0].any()  # the episode of row 0 starts in the burn-in
-    assert changed[0, 1:].all() and not changed[6 - BURN_IN :, 1].any()  # row 1 has FIRST at step 6
+    assert not changed[:, 0].any()  # row 0: an episode starts during the burn-in and resets the state
+    assert changed[0, 1:].all() and not changed[6 - BURN_IN :, 1].any()  # row 1: an episode starts at step 6
 
 
-def test_epsilon_ladder_is_constant_across_steps():
+def test_epsilon_of_each_environment_does_not_change_between_steps():
     agent = make(epsilon=0.4, epsilon_exponent=7.0)
     np.testing.assert_allclose(agent.initial_state(3).epsilon, [0.4**4.5, 0.4, 0.4**8], rtol=1e-5)
     params, _ = started(agent)
@@ -166,7 +166,7 @@ def test_epsilon_ladder_is_constant_across_steps():
     assert output.action.dtype == greedy.action.dtype == np.int32
 
 
-def test_ladder_positions_are_evenly_spread_and_independent_of_the_count():
+def test_ladder_positions_are_evenly_spread_and_do_not_depend_on_the_count():
     np.testing.assert_array_equal(ladder_positions(9), [1 / 2, 0, 1, 1 / 4, 3 / 4, 1 / 8, 5 / 8, 3 / 8, 7 / 8])
     for exponent in range(1, 6):
         np.testing.assert_array_equal(
@@ -191,7 +191,7 @@ def test_optimizer_is_adam_with_gradient_clipping(anneals):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, expected)
 
 
-def test_epsilon_zero_is_greedy():
+def test_actions_are_greedy_if_epsilon_is_zero():
     agent = make(epsilon=0.0)
     params, _ = started(agent)
     seen, state = batches.timestep(VECTOR, 50), agent.initial_state(50)
@@ -199,7 +199,7 @@ def test_epsilon_zero_is_greedy():
     np.testing.assert_array_equal(output.action, agent.eval_step(jax.random.PRNGKey(1), params, seen, state)[0].action)
 
 
-def test_target_network_is_copied_every_period():
+def test_target_network_is_copied_once_per_target_update_period():
     agent = make(target_update_period=2)
     params, learner_state = started(agent)
     first, batch, step = params, sequences(), jax.jit(agent.learner_step)
@@ -212,7 +212,7 @@ def test_target_network_is_copied_every_period():
 @pytest.mark.system
 @pytest.mark.parametrize(("network", "error"), [(GRUConfig((8,), 8, dueling=True), 0.0), (MLPConfig((8,)), 0.67)])
 def test_recurrent_network_learns_a_memory_task(network, error):
-    """The reward of the third action depends on the first observation: it is multiplied by -1, 0 or 1."""
+    """The reward of the third action is the first observation times -1, 0 or 1, depending on the action."""
     agent = make(network, burn_in=0, sequence_length=3, n_step=1, rescaling=None)
     params, learner_state = started(agent)
     step, random, rows = jax.jit(agent.learner_step), np.random.RandomState(0), 64
@@ -226,11 +226,11 @@ def test_recurrent_network_learns_a_memory_task(network, error):
         discount = np.repeat(np.array([[1.0, 1.0, 0.0]], np.float32), rows, axis=0)
         data = SequenceBatch(observation, step_type, action, reward, discount, {}, agent.initial_state(rows))
         params, learner_state, logs = step(params, learner_state, batches.whole(data, rows))
-    errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # largest error of each sequence
+    errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # mean over sequences of the largest error
     np.testing.assert_allclose(errors, error, atol=0.15)
 
 
-def test_network_without_a_state_can_be_trained_at_the_papers_sizes():
+def test_network_without_a_state_can_be_trained_at_the_sizes_of_the_paper():
     agent = R2D2(R2D2Config(), VECTOR, DISCRETE, MLPConfig())
     params, learner_state = started(agent)
     rows, steps = agent.cfg.batch_size, agent.cfg.burn_in + agent.cfg.sequence_length
@@ -243,12 +243,12 @@ def test_network_without_a_state_can_be_trained_at_the_papers_sizes():
         extras={},
         agent_state=agent.initial_state(rows),
     )
-    # compiled as in the Learner, which once aborted the process
+    # compile as the Learner does; this once aborted the process
     step = compilation.jit(agent.learner_step, differentiates=True)
     assert np.isfinite(step(params, learner_state, batches.whole(data, rows))[2]["loss"])
 
 
-def test_default_network_for_images_is_the_papers():
+def test_default_network_for_images_is_the_network_of_the_paper():
     agent, paper = (
         R2D2(R2D2Config(), IMAGE, DISCRETE, factory)
         for factory in (None, LSTMConfig((), 512, "relu", orthogonal=False, dueling=True))

@@ -1,4 +1,4 @@
-"""Recurrent networks: cells against worked examples, and equal states in acting and learning."""
+"""Tests of recurrent networks: cells match worked examples, and acting and learning use the same states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_gru_of_size_one_matches_worked_example():
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("has_unroll", [True, False])
-def test_unroll_equals_single_steps_with_the_initial_state_at_first(name, has_unroll):
+def test_unroll_equals_single_steps_and_resets_the_state_when_an_episode_starts(name, has_unroll):
     network = SMALL[name].build(VECTOR, HEADS)
     params = network.init(jax.random.PRNGKey(0), np.zeros((1, 3), np.float32))
     observation = random_tree(VECTOR, (2, 6))
@@ -64,7 +64,7 @@ def test_unroll_equals_single_steps_with_the_initial_state_at_first(name, has_un
 
 
 def acted(agent, num_steps):
-    """Return a batch of inline acting, and the parameters that acted."""
+    """Act for `num_steps` steps. Return the resulting batch and the parameters that acted."""
     replay_buffer = ReplayBuffer(agent, seed=1)
     learner = Learner(LearnerConfig(seed=1), agent, replay_buffer)
     inferencer = Inferencer(InferencerConfig(seed=1), agent, learner)
@@ -84,12 +84,12 @@ def specs():
 
 
 @pytest.mark.parametrize("name", ["lstm", pytest.param("gru", marks=pytest.mark.system)])
-def test_ppo_learning_uses_the_states_of_acting(specs, name):
+def test_ppo_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
     cfg = PPOConfig(unroll_length=40, num_epochs=1, num_minibatches=2)
     agent = PPO(cfg, *specs, SMALL[name])
     batch, params = acted(agent, 40)
     data = batch.data
-    # the batch contains ends and starts of episodes
+    # episodes end and start within the batch
     assert (data.step_type == LAST).any() and (data.step_type[:, 1:] == FIRST).any()
     rollout = agent.rollout(params, data)
     assert rollout.log_prob.shape == (4, 40)
@@ -98,18 +98,18 @@ def test_ppo_learning_uses_the_states_of_acting(specs, name):
     np.testing.assert_allclose(value, rows.value, rtol=1e-4, atol=1e-5)
     new, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
     assert np.isfinite(logs["loss"]) and learner_state.steps == 1
-    # all parameters are trained
+    # the update has changed all parameters
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(new)))
 
 
 @pytest.mark.parametrize("name", [pytest.param("lstm", marks=pytest.mark.system), "gru"])
-def test_impala_learning_uses_the_states_of_acting(specs, name):
+def test_impala_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
     agent = IMPALA(IMPALAConfig(unroll_length=20, batch_size=8), *specs, SMALL[name])
     batch, params = acted(agent, 45)
     # some unrolls start in the middle of an episode
     assert any(leaf.any() for leaf in jax.tree.leaves(batch.data.agent_state))
     logs = agent.loss(params, agent.initial_learner_state(params), batch)[1]
-    np.testing.assert_allclose(logs["clipped_rho"], 1.0, atol=1e-5)  # the ratios are 1
+    np.testing.assert_allclose(logs["clipped_rho"], 1.0, atol=1e-5)  # all ratios are 1
     state = jax.tree.map(lambda leaf: leaf + 1.0, batch.data.agent_state)
     other = batch._replace(data=batch.data._replace(agent_state=state))
     assert agent.loss(params, agent.initial_learner_state(params), other)[1]["clipped_rho"] < 0.99999
@@ -118,14 +118,14 @@ def test_impala_learning_uses_the_states_of_acting(specs, name):
 def test_minibatches_of_a_recurrent_network_contain_whole_unrolls(specs):
     agent = PPO(PPOConfig(unroll_length=8, num_minibatches=5), *specs, SMALL["gru"])
     batch, params = acted(agent, 8)
-    with pytest.raises(UsageError, match="num_minibatches=5 of a batch of 4 rows .*num_envs for a recurrent network"):
+    with pytest.raises(UsageError, match="num_minibatches=5 is above .*num_envs rows for a recurrent network"):
         agent.check_num_envs(4)
-    # If an actor is dead, there are fewer rows. Then there are fewer minibatches, with one row each.
+    # If an actor is dead, there can be fewer rows than minibatches. Each row is then a minibatch.
     _, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
     assert np.isfinite(logs["loss"]) and learner_state.opt_state[1].count == 4 * agent.cfg.num_epochs
 
 
-def test_custom_network_with_initial_state_is_recurrent():
+def test_custom_network_is_recurrent_if_it_has_initial_state():
     def make_net(observation_spec, action_spec):
         def apply(params, observation, state):
             state = state + observation.sum(axis=1)

@@ -1,4 +1,4 @@
-"""V-trace, GAE, n-step and Q(lambda) returns against worked examples and rlax, and at the ends of episodes."""
+"""Tests that V-trace, GAE, n-step and Q(lambda) returns match worked examples and rlax, also at ends of episodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.extras import import_or_skip
 
 @pytest.fixture
 def rlax():
-    """Import rlax only for tests that use it, because it imports TensorFlow, which takes seconds."""
+    """Import rlax only in tests that use it, because rlax imports TensorFlow, which takes seconds."""
     return import_or_skip("rlax", "pip install 'rlframe[test]'")
 
 
 def random_inputs(length=12, batch=(3,), seed=0):
-    """Return (values, rewards, discounts, rhos) with terminations, and with rhos above and below 1."""
+    """Return random (values, rewards, discounts, rhos). Some episodes terminate, and some rhos are above 1."""
     random = np.random.RandomState(seed)
     shape = (length, *batch)
     values, rewards = random.randn(length + 1, *batch), random.randn(*shape)
@@ -28,7 +28,7 @@ def random_inputs(length=12, batch=(3,), seed=0):
 
 
 def reference_vtrace(values, rewards, discounts, rhos, *, rho_bar, c_bar, lambda_):
-    """Compute equation 1 of the paper and its policy gradient for one unroll [T], as sums of products for each s."""
+    """Compute equation 1 of the paper and the policy gradient for one unroll [T], as sums of products for each s."""
     length = len(rewards)
     rho, c = np.minimum(rho_bar, rhos), lambda_ * np.minimum(c_bar, rhos)
     v = np.array(values, np.float64)
@@ -69,7 +69,7 @@ def test_vtrace_matches_the_sums_in_the_paper(options):
 @pytest.mark.parametrize("lambda_", [0.0, 0.9, 1.0])
 def test_vtrace_agrees_with_rlax(rho_bar, lambda_, rlax):
     values, rewards, discounts, rhos = random_inputs(seed=1)
-    c_bar = 1.0  # the only value in rlax
+    c_bar = 1.0  # rlax supports only this value
     result = vtrace(
         values, rewards, discounts, rhos, jnp.ones_like(rewards), rho_bar=rho_bar, c_bar=c_bar, lambda_=lambda_
     )
@@ -85,7 +85,8 @@ def test_vtrace_agrees_with_rlax(rho_bar, lambda_, rlax):
 
 
 def test_on_policy_vtrace_targets_are_n_step_returns():
-    # gamma 0.5, from the end: 4 + 0.5 * 8 = 8, 2 + 0.5 * 8 = 6, 1 + 0.5 * 6 = 4. Intermediate values have no effect.
+    # With gamma 0.5, from the last step to the first: 4 + 0.5 * 8 = 8, 2 + 0.5 * 8 = 6, 1 + 0.5 * 6 = 4.
+    # Only the last of the values is used.
     result = run([7, -3, 5, 8], [1, 2, 4], [0.5, 0.5, 0.5])
     np.testing.assert_allclose(result.targets, [4, 6, 8])
     np.testing.assert_allclose(result.advantages, [4 - 7, 6 + 3, 8 - 5])
@@ -102,7 +103,8 @@ def test_on_policy_vtrace_advantages_are_generalized_advantages(lambda_):
 
 
 def test_importance_weights_of_vtrace_are_clipped():
-    # rho = min(2, 4) and 0.5, c = min(1, 4): delta_1 = 0.5 * (1 + 10 - 1) = 5, delta_0 = 2 * (3 + 1 - 2) = 4.
+    # rho_0 = min(2, 4) = 2, rho_1 = 0.5 and c_0 = min(1, 4) = 1.
+    # Therefore delta_1 = 0.5 * (1 + 10 - 1) = 5, and delta_0 = 2 * (3 + 1 - 2) = 4.
     result = run([2, 1, 10], [3, 1], [1, 1], rhos=[4, 0.5], rho_bar=2.0, c_bar=1.0)
     np.testing.assert_allclose(result.targets, [2 + 4 + 5, 1 + 5])
     np.testing.assert_allclose(result.advantages, [2 * (3 + 6 - 2), 0.5 * (1 + 10 - 1)])
@@ -112,8 +114,8 @@ def test_vtrace_does_not_bootstrap_at_termination():
     np.testing.assert_allclose(run([0, 2, 100], [1, 5], [1, 0]).targets, [1 + 5, 5])
 
 
-def test_vtrace_bootstraps_at_truncation_and_the_trace_stops_there():
-    # Timestep 1 is LAST, truncated at value 10. Step 0 uses this value and nothing of the next episode.
+def test_vtrace_bootstraps_at_truncation_and_uses_no_later_steps():
+    # Timestep 1 is LAST (truncated) and has the value 10. Step 0 uses this value, and nothing of the next episode.
     result = run([2, 10, 3, 50], [1, 0, 7], [1, 1, 1], mask=[1, 0, 1])
     np.testing.assert_allclose(result.targets, [1 + 10, 10, 7 + 50])
     np.testing.assert_allclose(result.advantages, [1 + 10 - 2, 0, 7 + 50 - 3])
@@ -121,12 +123,12 @@ def test_vtrace_bootstraps_at_truncation_and_the_trace_stops_there():
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_episodes_in_one_sequence_are_independent(options):
-    """The first episode is truncated, the second terminates, the third continues. [T] = 4 + LAST, 3 + LAST, 5."""
+    """The first episode (4 steps) is truncated, the second (3 steps) terminates, and the third (5 steps) continues."""
     values, rewards, discounts, rhos = (x[:, 0] for x in random_inputs(14, seed=4))
     last = np.array([4, 8])
     discounts = np.full_like(discounts, 0.9)
-    discounts[7] = 0.0  # discount of timestep 8
-    rhos[last], rewards[last] = 1e9, -50.0  # values for ignored actions
+    discounts[7] = 0.0  # timestep 8 terminates the second episode
+    rhos[last], rewards[last] = 1e9, -50.0  # extreme values for ignored actions
     mask = np.ones_like(rewards)
     mask[last] = 0.0
     result = run(values, rewards, discounts, rhos, mask, **options)
@@ -172,7 +174,8 @@ def advantages(rewards, discounts, values, mask=None, discount=1.0, gae_lambda=1
 
 
 def test_gae_matches_worked_example():
-    # gamma 0.5, lambda 0.5: errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2; 1 + 0.25 * 2 = 1.5.
+    # With gamma 0.5 and lambda 0.5, the errors are 1 + 0.5 * 2 - 1 = 1 and 2 + 0.5 * 4 - 2 = 2.
+    # The first advantage is 1 + 0.25 * 2 = 1.5.
     result = advantages([1, 2], [1, 1], [1, 2, 4], discount=0.5, gae_lambda=0.5)
     np.testing.assert_allclose(result, [1.5, 2.0])
 
@@ -181,8 +184,8 @@ def test_gae_does_not_bootstrap_at_termination():
     np.testing.assert_allclose(advantages([1, 5], [1, 0], [0, 2, 100]), [1 + 5, 5 - 2])
 
 
-def test_gae_bootstraps_at_truncation_and_stops_there():
-    # Step 1 is LAST, truncated at value 10. Step 0 uses this value and nothing of the next episode.
+def test_gae_bootstraps_at_truncation_and_uses_no_later_steps():
+    # Timestep 1 is LAST (truncated) and has the value 10. Step 0 uses this value, and nothing of the next episode.
     result = advantages([1, 0, 7], [1, 1, 1], [2, 10, 3, 50], mask=[1, 0, 1])
     np.testing.assert_allclose(result, [1 + 10 - 2, 0, 7 + 50 - 3])
 
@@ -198,13 +201,13 @@ def test_gae_agrees_with_rlax(rlax):
 
 
 def test_rescaling_matches_worked_example():
-    # sqrt(8 + 1) - 1 + 0.1 * 8, with the opposite sign for the negative number
+    # sqrt(8 + 1) - 1 + 0.1 * 8 = 2.8, and -2.8 for the negative number
     np.testing.assert_allclose(rescale(jnp.array([8.0, 0.0, -8.0]), 0.1), [2.8, 0.0, -2.8], rtol=1e-6)
     np.testing.assert_allclose(unscale(jnp.array([2.8, 0.0, -2.8]), 0.1), [8.0, 0.0, -8.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3, 1e-2])
-def test_unscale_inverts_rescale(epsilon, rlax):
+def test_unscale_is_the_inverse_of_rescale(epsilon, rlax):
     values = jnp.concatenate([-jnp.logspace(-3, 4, 50), jnp.logspace(-3, 4, 50)])
     np.testing.assert_allclose(unscale(rescale(values, epsilon), epsilon), values, rtol=1e-3)
     if epsilon:

@@ -1,4 +1,4 @@
-"""SAC: acting before and after the first update, its three losses, and the target critics."""
+"""Tests of SAC: acting before and after the first update, the three losses, and the target critics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_actions_are_from_the_policy_after_the_first_update():
     np.testing.assert_array_equal(actions, expected)
 
 
-def test_only_the_policy_is_published():
+def test_actors_receive_only_the_policy():
     agent = make()
     params, learner_state = started(agent)
     published = agent.actor_params(params, learner_state)
@@ -60,14 +60,14 @@ def test_only_the_policy_is_published():
 
 
 def mlp(params, inputs, head):
-    """Compute a head with the separate layer of `MLPConfig((n,), "relu")` in numpy."""
+    """Compute a head and its separate layer, as in `MLPConfig((n,), "relu")`, with NumPy."""
     torso, linear = params[f"torso{head}_dense0"], params[f"head{head}"]
     hidden = np.maximum(inputs @ np.asarray(torso["w"], np.float64) + torso["b"], 0.0)
     return hidden @ np.asarray(linear["w"], np.float64) + linear["b"]
 
 
 def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_std, max_log_std):
-    """Return (critic loss, policy loss, temperature loss), computed row by row. `entropy` is the target entropy."""
+    """Return (critic loss, policy loss, temperature loss), computed in a loop. `entropy` is the target entropy."""
     data, temperature = batch.data, np.exp(float(params.log_temperature))
     half, middle = np.array([2.0, 0.5]), np.array([0.0, 0.5])
     losses = np.zeros(3)
@@ -81,7 +81,7 @@ def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_s
             return action, np.log(density).sum()
 
         def values(critics, observation, action):
-            inputs = np.concatenate([action, observation])  # keys in alphabetical order
+            inputs = np.concatenate([action, observation])  # joined in alphabetical order of the keys
             return [mlp(critics, inputs, head)[0] for head in (0, 1)]
 
         next_action, next_log_prob = act(data.next_observation[i], noises[1][i])
@@ -114,7 +114,7 @@ def test_losses_match_a_loop_over_rows(entropy, bounds):
     np.testing.assert_allclose(loss, critic + policy + temperature, rtol=1e-4)
 
 
-def test_each_loss_has_gradients_only_for_its_own_parameters():
+def test_each_of_the_three_losses_has_gradients_only_for_its_own_parameters():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -134,12 +134,12 @@ def test_each_loss_has_gradients_only_for_its_own_parameters():
     )
 
 
-def test_critics_and_temperature_use_critic_learning_rate():
+def test_critic_learning_rate_is_for_critics_and_temperature():
     agent = make(learning_rate=1e-3, critic_learning_rate=2e-2)
     params, learner_state = started(agent)
     after, _, _ = learn(agent, params, learner_state, batches.transitions(agent))
 
-    def largest(part):  # Adam's first step has the size of the learning rate
+    def largest(part):  # the first step of Adam has the size of the learning rate
         moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), getattr(after, part), getattr(params, part))
         return max(jax.tree.leaves(moved))
 
@@ -147,7 +147,7 @@ def test_critics_and_temperature_use_critic_learning_rate():
         np.testing.assert_allclose(largest(part), rate, rtol=1e-3)
 
 
-def test_target_critics_move_by_the_target_update_rate():
+def test_target_critics_move_toward_the_critics_by_the_target_update_rate():
     agent = make(target_update_rate=0.25)
     params, learner_state = started(agent)
     after, state, _ = learn(agent, params, learner_state, batches.transitions(agent))
@@ -183,7 +183,7 @@ def test_sac_learns_the_best_action_of_a_bandit_at_its_target_entropy():
 
 
 class PolicyAndCriticsFactory:
-    """A net factory that returns a policy and critics with `num_values` values."""
+    """A net factory that returns a policy, and critics with `num_values` outputs."""
 
     def __init__(self, num_values):
         self.num_values = num_values

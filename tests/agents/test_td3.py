@@ -1,4 +1,4 @@
-"""TD3: exploration, target smoothing, and delayed policy updates."""
+"""Tests of TD3: exploration, target smoothing, and delayed policy updates."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_policy_loss_uses_the_first_critic():
     np.testing.assert_allclose(loss, -np.mean(values), rtol=1e-4)
 
 
-def test_policy_update_uses_the_updated_critics():
+def test_policy_is_updated_after_the_critics():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -103,7 +103,7 @@ def test_policy_update_uses_the_updated_critics():
     assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), with_old, expected))) > 1e-5
 
 
-def test_policy_and_targets_are_updated_every_second_step():
+def test_policy_and_target_networks_are_updated_every_second_step():
     agent = make(policy_period=2, target_update_rate=0.25)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)

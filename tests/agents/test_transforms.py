@@ -1,4 +1,4 @@
-"""Normalized: exact statistics, exact log-probabilities, and independence of the inner agent."""
+"""Tests of `Normalized`: statistics, log-probabilities, and transforms of any inner agent."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ NETWORK = MLPConfig((8,))
 
 
 def ppo(spec=VECTOR, network=NETWORK, **options):
-    """Return a PPO with normalized observations and rewards, unless `options` override this."""
+    """Return a PPO with normalized observations and rewards. `options` override the options of `Normalized`."""
     return Normalized(PPO(CONFIG, spec, BOX, network), **{"rewards": True, **options})
 
 
-def test_moments_updated_in_parts_equal_moments_of_all_data():
+def test_moments_updated_from_several_batches_equal_the_moments_of_all_data():
     random = np.random.RandomState(0)
     data = 5.0 + 3.0 * random.randn(60, 2).astype(np.float32)
     keep = (random.rand(60) < 0.7).astype(np.float32)
@@ -98,7 +98,7 @@ def test_only_float_vectors_are_normalized_and_clipped():
 @pytest.mark.parametrize(
     "network", [NETWORK, pytest.param(LSTMConfig((4,), 3), marks=pytest.mark.system)], ids=["mlp", "lstm"]
 )
-def test_log_probabilities_of_learning_equal_those_of_acting(network):
+def test_log_probabilities_are_equal_in_learning_and_acting(network):
     agent = ppo(network=network)
     inner, (params, state) = agent.agent, started(agent)
     for seed in range(2):
@@ -110,11 +110,11 @@ def test_log_probabilities_of_learning_equal_those_of_acting(network):
         )
         params, state, _ = learn(agent, params, state, batch)
         jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.statistics, statistics)
-    assert abs(state.statistics.observation.count - 64) < 1e-3  # 2 batches of 4 x 8, with each timestep counted once
+    assert abs(state.statistics.observation.count - 64) < 1e-3  # 2 batches of 4 x 8 timesteps, each counted once
     assert np.all(np.abs(state.statistics.observation.mean[0]) > 0)
 
 
-def test_published_parameters_contain_the_statistics():
+def test_parameters_for_actors_contain_the_statistics():
     agent = ppo()
     params, state = started(agent)
     published = agent.actor_params(params, state)
@@ -148,7 +148,7 @@ def test_return_so_far_restarts_with_each_episode():
     np.testing.assert_allclose(after.return_so_far, [9 + 0.9 * 15.3, 10 + 0.9 * 10], rtol=1e-5)
 
 
-def test_rewards_are_scaled_by_the_deviation_of_returns_except_at_first():
+def test_rewards_are_divided_by_the_deviation_of_returns_that_ignores_first_timesteps():
     agent = ppo(observations=False, reward_clip=1.5)
     returns = np.array([[0.0, 3.0, 50.0, 0.0], [2.0, 4.0, 6.0, 8.0]], np.float32)
     step_type = np.array([[FIRST, MID, LAST, FIRST, MID], [MID, MID, MID, LAST, FIRST]], np.uint8)
@@ -178,7 +178,7 @@ NORMALIZES = {
 @pytest.mark.parametrize(
     "name", ["sac", "impala", *(pytest.param(name, marks=pytest.mark.system) for name in ("dqn", "td3", "r2d2", "pqn"))]
 )
-def test_every_agent_learns_as_from_normalized_observations(name):
+def test_transformed_agent_learns_like_the_inner_agent_from_normalized_observations(name):
     plain = NORMALIZES[name]()
     agent = Normalized(plain)
     params, state = started(agent)
@@ -210,7 +210,7 @@ class RecordingConfig:
 
 
 class RecordingAgent(Agent):
-    """An agent without a discount, with its own parameters and extras. It records the data that its loss receives."""
+    """An agent with extras and without a discount in its config. The agent records the data that `loss` receives."""
 
     config_cls = RecordingConfig
 
@@ -237,7 +237,7 @@ class RecordingAgent(Agent):
         return jnp.mean((batch.data.observation[:, :-1] @ params["w"] - batch.data.reward) ** 2), {}
 
 
-def test_custom_agent_needs_no_code_for_its_transform():
+def test_custom_agent_can_be_transformed_without_changes():
     inner = RecordingAgent(RecordingConfig(), VECTOR, DISCRETE)
     agent = Normalized(inner, rewards=True)
     params, state = started(agent)
@@ -254,7 +254,7 @@ def test_custom_agent_needs_no_code_for_its_transform():
     assert state.statistics.returns.count > 20 and state.agent.steps == 1
 
 
-def test_return_so_far_uses_its_own_discount_or_the_agents():
+def test_return_so_far_uses_the_given_discount_or_the_discount_of_the_agent():
     def after_two_rewards(agent):
         params, state = started(agent)
         published, agent_state = agent.actor_params(params, state), agent.initial_state(2)
@@ -271,7 +271,7 @@ def test_return_so_far_uses_its_own_discount_or_the_agents():
 
 
 class FixedInitialParams(PPO):
-    """A PPO for which two seeds differ only in the order of the minibatches."""
+    """A PPO in which the seed changes only the order of the minibatches, not the initial parameters."""
 
     def initial_params(self, rng):
         return super().initial_params(jax.random.PRNGKey(0))
@@ -290,7 +290,7 @@ def test_two_learner_seeds_give_different_results():
     assert np.abs(learned(1) - learned(2)).max() > 1e-6
 
 
-def test_transform_forwards_specs_and_checks_of_the_inner_agent():
+def test_transform_has_the_specs_and_checks_of_the_inner_agent():
     images = PPO(CONFIG, {"image": IMAGE, "vector": VECTOR}, DISCRETE, SMALL_CNN)
     agent, recording = Normalized(images), Normalized(RecordingAgent(RecordingConfig(), VECTOR, DISCRETE))
     assert agent.jit_learner_step is images.jit_learner_step is False and recording.jit_learner_step
@@ -307,9 +307,9 @@ def test_transform_forwards_specs_and_checks_of_the_inner_agent():
     batches.assert_trees_equal(started(copied), started(ppo()))
 
 
-def test_extra_named_return_is_rejected():
+def test_agent_with_an_extra_named_return_is_rejected():
     inner = Normalized(RecordingAgent(RecordingConfig(), VECTOR, DISCRETE), rewards=True)
-    assert Normalized(inner).step_spec.extras.keys() == {"score", "return"}  # normalizes only observations
+    assert Normalized(inner).step_spec.extras.keys() == {"score", "return"}  # only observations
     with pytest.raises(UsageError, match=r'Normalized: extras\["return"\] is reserved for normalize_rewards'):
         Normalized(inner, rewards=True).step_spec  # noqa: B018
 

@@ -1,4 +1,4 @@
-"""Artificial batches of scored sequences, as returned by a TrajectoryBuffer."""
+"""Creates artificial batches of scored sequences, like those of a TrajectoryBuffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved data is restored, and no saved data is lost."""
+"""Tests of checkpoints: saved data is restored, and no saved data is lost."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_directory_name_may_be_invalid_utf_8(name, tmp_path):
         each.close()
 
 
-def test_second_save_at_the_same_step_overwrites_nothing(checkpointer):
+def test_second_save_at_the_same_step_does_not_overwrite_the_first(checkpointer):
     checkpointer.save(4, tree(1.0), extras="first")
     checkpointer.save(4, tree(2.0), extras="second")
     assert checkpointer.steps() == [4, 5]
@@ -142,7 +142,7 @@ def test_killed_writer_leaves_the_previous_checkpoint_with_its_replay(tmp_path, 
         process.kill()
         saved = [saved, *map(int, process.stdout)][-1]
     again, replay_buffer = Checkpointer(tmp_path), ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20_000))
-    assert again.steps()[-1] in (saved, saved + 1)  # the interrupted checkpoint may be complete
+    assert again.steps()[-1] in (saved, saved + 1)  # the writer may have been killed after the checkpoint was complete
     restored, extras, has_replay = again.restore({"w": np.zeros(5_000_000)}, replay_buffer=replay_buffer)
     assert (restored["w"] == again.steps()[-1]).all() and has_replay
     assert replay_buffer.stats()["steps"] == 2 * extras == 2 * again.steps()[-1]

@@ -21,7 +21,7 @@ from tests.agents.batches import assert_trees_equal
 from tests.agents.token_batches import token_batch
 from tests.trajectories.serving import DEADLINE, running_service
 
-BEST = 3  # the rewarded token
+BEST = 3  # number of the rewarded token
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=16,
@@ -83,7 +83,7 @@ def test_policy_learns_the_rewarded_token_and_resumes_from_a_checkpoint(url, run
         logs = learner.step(buffer.wait_for_batch(DEADLINE))
         rewards.append(float(logs["reward"]))
         assert (logs["staleness"], logs["tokens"], logs["length"]) == (0, 16 * 8, 6)
-        assert abs(float(logs["approx_kl"])) < 1e-5  # the learner computes the log-probabilities that were sampled
+        assert abs(float(logs["approx_kl"])) < 1e-5  # same log-probabilities as the sampling policy
     assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.9
     assert logs["kl"] > 0.1 and learner.learner_steps == 30
     learner.save()
@@ -96,7 +96,7 @@ def test_policy_learns_the_rewarded_token_and_resumes_from_a_checkpoint(url, run
     assert resumed.learner_steps == 30 and resumed.params_version > version
     assert_trees_equal(resumed.get_params()[1], params)
     again = resumed.step(batch)
-    for name in ("loss", "kl", "grad_norm"):  # the reference and the optimizer state are restored too
+    for name in ("loss", "kl", "grad_norm"):  # also checks the restored reference and optimizer state
         np.testing.assert_allclose(again[name], after[name], rtol=1e-5, err_msg=name)
     assert_trees_equal(resumed.get_params()[1], learner.get_params()[1])
     for each in (learner, resumed, buffer):
@@ -114,7 +114,7 @@ class CountingGRPO(GRPO):
 
 
 @pytest.mark.system
-def test_extreme_scores_give_the_same_update_as_one_and_zero(url, run, client):
+def test_extreme_scores_give_the_same_update_as_scores_of_one_and_zero(url, run, client):
     def learned(best, other):
         agent = GRPO(dataclasses.replace(CONFIG, loss="policy_gradient"))
         with contextlib.closing(TrajectoryBuffer(url, run=run, timeout=DEADLINE)) as buffer:
@@ -135,7 +135,7 @@ def test_extreme_scores_give_the_same_update_as_one_and_zero(url, run, client):
 
 
 @pytest.mark.parametrize("non_finite", [pytest.param("loss", marks=pytest.mark.system), "parameters"])
-def test_version_that_is_not_finite_is_never_published(non_finite):
+def test_non_finite_parameters_are_never_published(non_finite):
     rate = 1e-2 if non_finite == "loss" else 1e38
     agent = GRPO(dataclasses.replace(CONFIG, batch_size=2, learning_rate=rate, kl_cost=0.0, max_grad_norm=None))
     batch = token_batch(MODEL.vocab_size, [5, 6], [0, 0])

@@ -1,4 +1,4 @@
-"""The Learner: updates, versions, publishing, checkpoints, and stopping."""
+"""Tests of the Learner: updates, versions, publishing, checkpoints, and stopping."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_parameters_are_fetched_once_per_version():
     assert learner.get_params()[1]["w"] is learner.get_params()[1]["w"]
 
 
-def test_staleness_is_the_mean_age_of_items_in_versions():
+def test_staleness_is_the_mean_age_of_the_items_counted_in_versions():
     learner = make()
     for _ in range(4):
         learner.step(reward_batch([1, 1, 1, 1], versions=1))
@@ -147,8 +147,8 @@ def test_restored_learner_continues_like_an_uninterrupted_one(tmp_path):
     resumed.close()
 
 
-def test_program_stop_is_no_failure_if_the_replay_stops_before_the_learner(tmp_path, monkeypatch):
-    class EventWithoutWait(threading.Event):  # the thread that calls `stop` does not see the event
+def test_stopping_is_not_an_error_if_the_replay_stops_before_the_learner(tmp_path, monkeypatch):
+    class EventWithoutWait(threading.Event):  # the thread that would call `learner.stop` never sees the event
         def wait(self, timeout=None):
             return False
 
@@ -171,11 +171,11 @@ def test_program_stop_is_no_failure_if_the_replay_stops_before_the_learner(tmp_p
     learner.close()
     resumed = make(tmp_path)
     resumed.restore()
-    assert resumed.learner_steps == 1  # it was saved
+    assert resumed.learner_steps == 1  # `run` has saved this step
     resumed.close()
 
 
-def test_versions_continue_above_those_of_a_crashed_learner(tmp_path):
+def test_resumed_learner_has_higher_versions_than_the_crashed_learner(tmp_path):
     learner = make(tmp_path)
     learner.step(reward_batch([1, 1, 1, 1]))
     learner.save()
@@ -193,7 +193,7 @@ def test_final_save_of_an_already_saved_step_releases_reserved_versions(tmp_path
     learner = make(tmp_path)
     for _ in range(3):
         learner.step(reward_batch([1, 1, 1, 1]))
-    learner._versions._reserve(20)  # as with fast updates
+    learner._versions._reserve(20)  # reserve many versions, as fast updates do
     learner.saver.save_if_due(now=True)
     learner.saver.save_if_due(final=True)
     learner.close()
@@ -215,7 +215,7 @@ def test_saving_without_a_directory_is_rejected():
         make().save()
 
 
-def test_run_learns_from_the_dataset_logs_and_saves(tmp_path):
+def test_run_learns_from_the_dataset_and_writes_logs_and_checkpoints(tmp_path):
     class Dataset:
         closed = False
 
@@ -267,7 +267,7 @@ def test_data_config_is_passed_to_make_dataset():
         DataConfig(prefetch=0)
 
 
-def test_stop_ends_the_wait_of_a_dataset_made_by_a_subclass():
+def test_stop_ends_the_wait_for_a_batch_if_a_subclass_changes_the_dataset():
     given = []
 
     class Twice(Learner):
@@ -304,19 +304,19 @@ def test_subclass_may_use_any_iterator_of_batches():
     learner.close()
 
 
-# --- a restarted learner
+# --- restarted learners
 
 
 def resumed(tmp_path, buffer=None, **config) -> Learner:
     return Learner(LearnerConfig(checkpoint_dir=str(tmp_path), resume=True), counting_agent(**config), buffer)
 
 
-def test_resumed_learner_publishes_its_checkpoint_first(tmp_path):
+def test_resumed_learner_starts_by_publishing_the_parameters_of_its_checkpoint(tmp_path):
     learner = make(tmp_path)
     for _ in range(3):
         learner.step(reward_batch([1, 1, 1, 1]))
     learner.save()
-    learner.step(reward_batch([9, 9, 9, 9]))  # and dies
+    learner.step(reward_batch([9, 9, 9, 9]))  # the learner dies after this update
     again = resumed(tmp_path)
     version, params = again.get_params(known_version=learner.params_version)
     assert again.learner_steps == 3 and params["w"] == 0.875
@@ -398,7 +398,7 @@ def test_versions_can_be_reserved_on_a_full_disk(small_disk):
     assert after.value > given
 
 
-def test_run_saves_the_replay_with_its_checkpoints_and_resume_restores_it(tmp_path):
+def test_run_saves_the_replay_with_each_checkpoint_and_resume_restores_the_replay(tmp_path):
     buffer = filled_buffer(prioritized=True)
     run_to(20, tmp_path, buffer, checkpoint_every=4)
     assert checkpoints(tmp_path) == replays(tmp_path) == [12, 16, 20]
@@ -412,13 +412,13 @@ def test_run_saves_the_replay_with_its_checkpoints_and_resume_restores_it(tmp_pa
     learner.close()
 
 
-def test_large_replay_is_saved_rarely_and_only_the_latest_is_kept(tmp_path, monkeypatch):
+def test_large_replay_is_saved_rarely_and_only_the_newest_copy_is_kept(tmp_path, monkeypatch):
     buffer, written = filled_buffer(), []
     monkeypatch.setattr(replay_files, "_SMALL_BYTES", 100)
     monkeypatch.setattr(replay_files, "_MAX_SAVE_FRACTION", 1e-9)
     monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
     run_to(18, tmp_path, buffer, checkpoint_every=4)
-    # The first replay is due immediately and the later ones only at the end, after the learner's own checkpoint.
+    # The replay is saved immediately, and then only at the end, after a checkpoint without the replay.
     assert written == ["4", "19"]
     assert checkpoints(tmp_path) == [16, 18, 19]
     assert replays(tmp_path) == [19]
@@ -438,7 +438,7 @@ def test_saved_replay_without_its_checkpoint_is_dropped(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="killed"):
             learner.save(with_replay=True)
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 5])
-    learner.save()  # has the same number, but is from a different moment than that replay
+    learner.save()  # this checkpoint is also number 5, but is newer than the saved replay
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4, 5], [4])
     learner.close()
     (tmp_path / "replay" / "7").write_bytes(b"of a checkpoint that was cut off")
@@ -454,7 +454,7 @@ def test_learner_resumed_at_its_last_step_does_no_update(tmp_path):
     assert checkpoints(tmp_path) == [5]
 
 
-def test_save_soon_saves_while_run_waits_for_a_batch(tmp_path):
+def test_save_soon_writes_a_checkpoint_while_run_waits_for_a_batch(tmp_path):
     buffer = filled_buffer()
     cfg = LearnerConfig(checkpoint_dir=str(tmp_path), checkpoint_seconds=1e9)
     learner = Learner(cfg, counting_agent(), buffer)
@@ -476,7 +476,7 @@ def test_save_soon_saves_while_run_waits_for_a_batch(tmp_path):
     for _ in range(5):
         learner.save_soon()
     wait_until(lambda: checkpoints(tmp_path) == [3])
-    learner.save_soon()  # a repeated request with no change since the last save
+    learner.save_soon()  # nothing has changed since the last save, so this call saves nothing
     learner.stop()
     running.join(60.0)
     assert not running.is_alive()
@@ -485,7 +485,7 @@ def test_save_soon_saves_while_run_waits_for_a_batch(tmp_path):
     learner.close()
 
 
-def test_run_raises_the_error_of_save_soon(tmp_path, monkeypatch):
+def test_error_in_the_thread_of_save_soon_is_raised_by_run(tmp_path, monkeypatch):
     buffer = filled_buffer()
     learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path)), counting_agent(), buffer)
 
@@ -505,7 +505,7 @@ def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
     learner = Learner(LearnerConfig(), counting_agent(), buffer)
     for _ in range(3):
         learner.step(buffer.sample())
-    wait_until(lambda: "replay_added" in learner.stats())  # a thread that `stats` does not wait for fetches this value
+    wait_until(lambda: "replay_added" in learner.stats())  # another thread fetches this value
     stats = learner.stats()
     assert (stats["learner_steps"], stats["params_version"], stats["finished"]) == (3, 4, False)
     assert stats["loss"] == 0.25 and stats["replay_added"] == buffer.stats()["added"] == 12
@@ -520,14 +520,14 @@ def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
         assert unblock.wait(60.0)
         return {}
 
-    learner._update = slow_update  # as if it were compiling
+    learner._update = slow_update  # takes as long as a compilation
     buffer.stats = slow_stats
     thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
     thread.start()
     assert updating.wait(60.0)
     began = time.monotonic()
     assert learner.stats()["learner_steps"] == 3
-    assert time.monotonic() - began < 30.0  # about half a second, not the minute of the slow calls
+    assert time.monotonic() - began < 30.0  # the slow calls take up to 60 s
     unblock.set()
     thread.join(60.0)
 
@@ -535,7 +535,7 @@ def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
 @pytest.mark.parametrize(
     ("value", "found"), [(np.zeros(3, np.float32), r"float32 of shape \(3,\)"), ("high", r"<U4 of shape \(\)")]
 )
-def test_log_that_is_not_a_number_is_rejected_in_the_update(value, found):
+def test_update_raises_an_error_for_a_log_that_is_not_a_number(value, found):
     class Logs(CountingAgent):
         jit_learner_step = False
 
@@ -559,7 +559,7 @@ def test_missing_method_of_the_replay_buffer_is_named():
         Learner(LearnerConfig(), counting_agent(prioritized=True), Nothing()).step(reward_batch([1.0]))
 
 
-def test_stats_return_the_newest_received_replay_counters(monkeypatch):
+def test_stats_contain_the_newest_replay_counters_that_have_arrived(monkeypatch):
     answers, unblock = iter([1, 2]), threading.Event()
 
     def stats():
@@ -576,10 +576,10 @@ def test_stats_return_the_newest_received_replay_counters(monkeypatch):
     learner = Learner(LearnerConfig(), agent, buffer)
     buffer.stats = stats
     wait_until(lambda: learner.stats().get("replay_answer") == 1)
-    assert learner.stats()["replay_answer"] == 1  # the second response is slow
+    assert learner.stats()["replay_answer"] == 1  # the second response has not arrived
     unblock.set()
     wait_until(lambda: learner.stats()["replay_answer"] == 2)
-    assert learner.stats()["replay_answer"] == 2  # now the buffer raises an error
+    assert learner.stats()["replay_answer"] == 2  # after the second response, the buffer raises errors
 
 
 def update(learner, batch):

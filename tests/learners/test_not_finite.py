@@ -1,4 +1,4 @@
-"""No published version and no checkpoint contains NaN or infinity."""
+"""Neither published parameters nor checkpoints contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Eager(Counting):
 
 
 class LossOnly(Counting):
-    """An agent whose parameters remain finite when the loss does not."""
+    """An agent whose parameters remain finite even if the loss is not finite."""
 
     def learner_step(self, params, learner_state, batch):
         params, learner_state, logs = super().learner_step(params, learner_state, batch)
@@ -45,7 +45,7 @@ class LossOnly(Counting):
 
 
 class Statistics(Counting):
-    """An agent whose published values are not finite although the parameters are."""
+    """An agent that publishes a value that can be infinite while the parameters are finite."""
 
     def actor_params(self, params, learner_state):
         return {**super().actor_params(params, learner_state), "scale": 1.0 / (params["w"] - 1.0)}
@@ -58,7 +58,7 @@ def make(agent_cls=Counting, checkpoint_dir=None, **config) -> Learner:
 
 
 def published(learner) -> list[np.ndarray]:
-    """Return everything that actors in this process, on this machine and on other machines receive."""
+    """Return all arrays that actors receive: unpacked in this process, and packed elsewhere."""
     trees = [learner.get_params()[1], learner.get_packed()[1].unpack_numpy()]
     return [np.asarray(leaf) for tree in trees for leaf in jax.tree.leaves(tree)]
 
@@ -81,13 +81,13 @@ def test_non_finite_parameters_are_never_published(agent_cls, rewards):
     ):
         learner.step(reward_batch(GOOD))
     assert is_finite(published(learner))
-    learner.step(reward_batch(GOOD))  # a caller that continues after the error
+    learner.step(reward_batch(GOOD))  # the caller ignores the error and continues
     assert is_finite(published(learner)) and learner.params_version == 4
     learner.close()
 
 
 @pytest.mark.parametrize("wait_or_save", [Learner.wait_for_update, Learner.save])
-def test_waiting_and_saving_raise_after_a_non_finite_update(wait_or_save, tmp_path):
+def test_wait_for_update_and_save_raise_an_error_after_a_non_finite_update(wait_or_save, tmp_path):
     learner = make(checkpoint_dir=tmp_path)
     learner.step(reward_batch(GOOD))
     learner.save()
@@ -117,7 +117,7 @@ def test_shared_memory_readers_never_receive_nan():
 
 
 def test_non_finite_statistics_are_not_published():
-    learner = make(Statistics, learning_rate=1.0)  # after an update, w is the reward
+    learner = make(Statistics, learning_rate=1.0)  # with this rate, each update sets w to the reward
     learner.step(reward_batch([3.0] * 4))
     learner.step(reward_batch([1.0] * 4))
     assert learner.get_params()[1]["scale"] == 0.5
@@ -172,7 +172,7 @@ AGENTS = {
 @pytest.mark.parametrize(
     "name", ["dqn_prioritized", "ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn", "sac"))]
 )
-def test_no_agent_acts_with_non_finite_parameters(name, tmp_path):
+def test_agent_never_acts_with_non_finite_parameters(name, tmp_path):
     agent_cls, cfg, env_name = AGENTS[name]
 
     def env_builder():

@@ -9,7 +9,7 @@ from rlframe.learners import versions
 from rlframe.learners.versions import VersionCounter
 
 
-def test_versions_continue_above_all_that_may_have_been_used(tmp_path):
+def test_versions_after_a_crash_are_higher_than_all_used_versions(tmp_path):
     counter = VersionCounter(tmp_path)
     given = [counter.next() for _ in range(1_500)]
     after_crash = VersionCounter(tmp_path)
@@ -17,7 +17,7 @@ def test_versions_continue_above_all_that_may_have_been_used(tmp_path):
     assert after_crash.next() > given[-1]
 
 
-def test_no_version_is_used_twice_for_any_number_of_used_reservations(tmp_path):
+def test_no_version_is_used_twice_regardless_of_how_many_reserved_versions_were_used(tmp_path):
     for used in range(1, 2_100, 100):
         counter = VersionCounter(tmp_path / str(used))
         given = [counter.next() for _ in range(used)]
@@ -32,7 +32,7 @@ def test_no_version_is_used_twice_for_any_number_of_used_reservations(tmp_path):
     assert resumed.value > exhausted.value
 
 
-def test_new_counter_respects_earlier_reservations_after_resume(tmp_path):
+def test_resume_skips_the_versions_that_an_earlier_counter_reserved(tmp_path):
     counter = VersionCounter(tmp_path)
     given = [counter.next() for _ in range(3_000)]
     resumed = VersionCounter(tmp_path)
@@ -51,7 +51,7 @@ def test_versions_continue_without_a_gap_after_a_clean_stop(tmp_path):
 
 
 class Clock:
-    """A clock set by the test. A write takes 0.5 ms."""
+    """A clock that the test sets. Each write of the file takes 0.5 ms."""
 
     def __init__(self):
         self.now = 1.0
@@ -60,7 +60,7 @@ class Clock:
         return self.now
 
     def perf_counter(self):
-        self.now += 0.0005  # the duration of a write
+        self.now += 0.0005  # duration of one write
         return self.now
 
 

@@ -94,7 +94,8 @@ def test_recurrent_agent_with_fewer_environments_than_minibatches_is_refused(tmp
     assert main(["train", *arguments, "--run-dir", str(tmp_path / "run")]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert (
-        message.startswith("rlframe: PPO: num_minibatches=32 of a batch of 8 rows") and "--num-minibatches" in message
+        message.startswith("rlframe: PPO: num_minibatches=32 is above the number of rows in a batch (8)")
+        and "--num-minibatches" in message
     )
     assert not (tmp_path / "run").exists()
 
