@@ -36,7 +36,7 @@ class TrainedPolicy:
         codec: codec of a single training environment.
         params: parameters for acting.
         seed: seed for agents that draw random numbers.
-        frame_stack: number of observations that the policy stacks to one.
+        frame_stack: number of newest observations that the policy stacks.
         check_finite: True refuses observations that contain NaN or infinity.
 
     Attributes:
@@ -71,7 +71,7 @@ class TrainedPolicy:
 
         Args:
             ended: [B] bool, True for environments of the last batch that begin a new episode. None means all
-                environments. Their number may change after that.
+                environments. The next batch may then have another size.
         """
         if ended is None:
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(0))
