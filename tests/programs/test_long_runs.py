@@ -14,7 +14,7 @@ from tests.programs.running_program import RunningProgram
 
 UPDATES = 20  # updates between two checkpoints
 NODES = {"learner", "inferencer", "actor 0", "actor 1", "monitor"}
-TIMEOUT = 900.0  # maximum seconds of the test, which took 6 minutes on a busy machine
+TIMEOUT = 900.0  # maximum seconds of the test, which needed 6 minutes on a busy machine
 
 
 class ResourceUse(NamedTuple):
