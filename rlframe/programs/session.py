@@ -65,7 +65,7 @@ class Session:
 
     @property
     def budget(self) -> int:
-        """Number of environment steps that each actor may take before the monitor raises its limit."""
+        """Number of environment steps that each actor may take before the monitor raises the limit."""
         return math.ceil((self.until - self.steps_before) / EnvOptions.of(self.experiment).num_actors)
 
     @property

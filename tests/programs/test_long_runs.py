@@ -51,7 +51,7 @@ class LongRun:
         self._program.wait_until(lambda: self._written() >= count, TIMEOUT)
 
     def min_use(self, until: int) -> dict[str, ResourceUse]:
-        """Return the smallest resource use of each node until `until` checkpoints. A save briefly uses more."""
+        """Measure until there are `until` checkpoints. Return the minimum for each node, because saving needs more."""
         seen: dict[str, list[ResourceUse]] = {name: [] for name in self._processes}
 
         def measure_all() -> bool:

@@ -174,7 +174,7 @@ def test_evaluations_run_at_their_interval_and_at_the_end(tmp_path):
     assert [row["step"] // 50 for row in rows] == [5, 10, 12]
 
 
-def test_evaluate_gives_the_same_return_as_the_run(tmp_path):
+def test_rlframe_evaluate_gives_the_same_return_as_the_run(tmp_path):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     again = evaluate(tmp_path / "run", episodes=2)
     assert again["return_mean"] == result.return_mean
@@ -387,7 +387,7 @@ def make():
 """
 
 
-def test_resumed_run_without_its_replay_fills_a_new_one_with_new_seeds(tmp_path, caplog):
+def test_resumed_run_without_its_replay_fills_a_new_replay_with_new_seeds(tmp_path, caplog):
     (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
     experiment = dqn(env=f"{tmp_path}/env.py:make", prioritized=False)
     stopped = run_experiment(experiment, run_dir=tmp_path / "run", stop_at=200)

@@ -81,7 +81,7 @@ class Evaluations:
 
     @property
     def steps(self) -> int:
-        """Environment steps of the current evaluation, or of the last one."""
+        """Environment steps of the current evaluation, or of the last evaluation."""
         return self._evaluator.steps if self._evaluator is not None else 0
 
     def stop(self) -> None:

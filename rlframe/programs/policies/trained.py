@@ -42,7 +42,7 @@ class TrainedPolicy:
     Attributes:
         agent, codec: see Args.
         version: version of the parameters.
-        state: recurrent state after the last call, a tree of arrays [B, ...]; `()` for an agent without one.
+        state: recurrent state after the last call, a tree of arrays [B, ...]; `()` for an agent without state.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ POSITION_ONLY_CARTPOLE = Preset(
             normalize_observations=True,
             normalize_rewards=True,
         ),
-        # Once all episodes reach the time limit, normalization scales up noise in the advantages. With it, the returns
-        # of 2 of 8 seeds dropped again.
+        # Once all episodes reach the time limit, normalization scales up noise in the advantages. With normalization,
+        # the returns of 2 of 8 seeds dropped again.
         **settings(
             "our experiments: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,

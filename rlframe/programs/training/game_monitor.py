@@ -101,7 +101,7 @@ class _LimitedActor:
 
     def __init__(self, actor: Any) -> None:
         self._poll_allow = handles.Poller(handles.resolve(actor, "actor"), "allow")
-        self._incarnation, self._env_steps = -1, 0.0  # values from the newest stats
+        self._incarnation, self._env_steps = -1, 0.0  # from the actor's newest stats
 
     def allow(self, share: int) -> dict[str, Any] | None:
         """Allow `share` more steps than the actor has reported. Return the actor's stats, or None without an answer."""

@@ -122,7 +122,7 @@ def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
 
 @pytest.mark.system
 @pytest.mark.parametrize("learns_on", [False, True])
-def test_evaluated_policy_is_the_saved_one_if_the_learner_dies_during_evaluation(tmp_path, learns_on):
+def test_last_saved_policy_is_evaluated_if_the_learner_dies_during_evaluation(tmp_path, learns_on):
     session = make_session(tmp_path, steps=200)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(LearnerAndActor(session))
