@@ -33,7 +33,7 @@ class Session:
     path: pathlib.Path  # the run directory
     until: int  # the step at which this session ends
     began: float  # start time, in seconds since the epoch
-    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process, which counts them itself.
+    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process: its checkpoints contain them.
     steps_before: int = 0
     quiet: bool = False  # print nothing
     codec: Codec | None = None  # codec of the environments; None for a language model

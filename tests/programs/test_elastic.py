@@ -98,7 +98,7 @@ def test_paused_run_makes_no_progress_until_unpaused(tmp_path: pathlib.Path) -> 
             job, replay = status["job"], status["replay"]
             return job["env_steps"], job["learner_steps"], job["params_version"], replay["added"]
 
-        seen = [(0.0, (-1,))]  # list of (time, counters); the time is that of the first status with the counters
+        seen = [(0.0, (-1,))]  # (time of the first status with new counters, the counters)
 
         def is_unchanged(status: dict[str, Any]) -> bool:
             if counters(status) != seen[-1][1]:

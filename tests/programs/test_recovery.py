@@ -21,7 +21,7 @@ from tests.extras import needs
 needs("launchpad")
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEADLINE = 200.0  # seconds for each wait
+DEADLINE = 200.0  # maximum seconds of each wait
 
 
 class Report(NamedTuple):

@@ -55,7 +55,7 @@ class ObjectName(str):
         return self
 
 
-# --- from a name to its object
+# --- load an object by its name
 
 
 def load_object(name: str, kind: str) -> Any:
@@ -120,7 +120,7 @@ def attribute_of(module: Any, attribute: str) -> Any:
     return functools.reduce(getattr, attribute.split("."), module)
 
 
-# --- from an object to its name
+# --- create the name of an object
 
 
 def object_name(target: Any) -> ObjectName:

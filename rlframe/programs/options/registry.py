@@ -83,7 +83,7 @@ _WANTED = {
 }
 
 
-# --- from a name to its object
+# --- load an object by its name
 
 
 def find(name: str, table: Mapping[str, str], kind: str, form: str = "file.py:Class") -> Any:
@@ -202,7 +202,7 @@ def _is_in_module(name: str) -> bool:
     return hasattr(load_module(module, "environment"), attribute.partition(".")[0])
 
 
-# --- from an object to its name
+# --- create the name of an object
 
 
 def name_of(option: str, given: Any) -> Any:

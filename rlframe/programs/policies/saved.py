@@ -115,7 +115,7 @@ class SavedPolicy(LocalParams):
             try:
                 return read_policy(self._agent, self._directory, steps[-1])
             except CheckpointError as error:
-                # retry if a newer checkpoint has replaced the one that could not be read
+                # retry if a newer checkpoint has replaced the unreadable checkpoint
                 if checkpointer.steps()[-1:] == steps[-1:]:
                     _log.warning("The newest checkpoint cannot be evaluated. %s", error)
                     return None

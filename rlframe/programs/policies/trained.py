@@ -129,7 +129,7 @@ class TrainedPolicy:
         is_single = True
         try:
             first, leaf = codec.layout.flatten(observation)[0], codec.leaves[0]
-            with contextlib.suppress(ValueError):  # the list may be ragged; `encode` raises a better error
+            with contextlib.suppress(ValueError):  # for a ragged list, `encode` raises a clearer error
                 is_single = np.ndim(first) <= len(leaf.spec.shape)
             encoded = codec.encode(observation, is_batch=not is_single)
             leaves = [np.asarray(value, leaf.spec.dtype) for value, leaf in zip(encoded, codec.leaves, strict=True)]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlframe.programs.experiment import Experiment
 
 # A function (engine, session) that adds the nodes of a program to an engine. It returns None, or the topology of a
-# second program to run after the first one succeeds. Only `language` returns one, after the supervised warm-up.
+# second program to run after the first program. Only `language` returns a topology, after the supervised warm-up.
 Topology = Callable[[Any, Any], Any]
 
 INLINE = "rlframe.engines.inline:InlineEngine"

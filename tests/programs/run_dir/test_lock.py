@@ -205,7 +205,7 @@ class RemoteHolder:
         self._thread.join()
 
     def _record(self, beat: int) -> str:
-        # The pid belongs to a living process on this host, which must not matter.
+        # The pid also belongs to a living process on this host. The lock must ignore that process.
         holder = {"pid": os.getppid(), "started": 1, "host": "far", "boot": "another kernel's", "since": "noon"}
         return json.dumps({**holder, "ends_within": 30.0, "beat": beat})
 
