@@ -56,7 +56,7 @@ def test_run_makes_the_announced_number_of_updates(agent, fields, tmp_path):
     assert match is not None
     updates, _, first = (int(number.replace(",", "")) for number in match.groups())
     result = run_experiment(experiment, run_dir=tmp_path / "run")
-    # There may be more updates, because steps with an ignored action are not counted, but some of these steps complete items.
+    # More updates are possible, because the number excludes steps with an ignored action, but these may complete items.
     assert updates <= result.learner_steps <= 1.2 * updates + 1
     before = run_experiment(experiment, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
     assert before.learner_steps == 0
