@@ -1,4 +1,4 @@
-"""Programs: from the options of a run to its result.
+"""Programs: read the options of a run, run its nodes, and write its result.
 
 - An experiment (`Experiment`) holds the options that affect the results: agent, environment, steps and topology.
 - A run is one experiment in one run directory (`RunDir`), from the first step to the last step.
@@ -20,8 +20,8 @@
    (`training/loop.py`). A topology of several processes adds a learner, actors and a `GameMonitor`
    (`training/game_monitor.py`).
 4. The loop or the monitor counts steps, writes rows (`training/row_writer.py`) and evaluates
-   (`policies/evaluation.py`). It ends at the last step, or earlier if `EarlyStop` (`session.py`) decides so. It writes
-   a `Result` to `result.json`, which is also returned to the caller.
+   (`policies/evaluation.py`). It ends the run at the last step, or earlier if `EarlyStop` (`session.py`) decides
+   so. It writes a `Result` to `result.json`. The caller receives the same `Result`.
 5. Later, `rlframe.evaluate`, `load` and `export` read the checkpoints (`policies/`).
 """
 

@@ -30,7 +30,7 @@ TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")
 Options = TypeVar("Options", bound="SessionOptions")
 
-# Options of `rlframe train` that exist only on the command line. The value is the hint for a script.
+# Options of `rlframe train` that exist only on the command line. Each value is a hint for users of `rlframe.train`.
 COMMAND_LINE_ONLY = {
     "seeds": "call it once for each seed, train(seed=1) and so on, or run `rlframe train --seeds`",
     "at_once": "it applies only to several seeds, with `rlframe train --seeds`",
@@ -44,9 +44,9 @@ class SessionOptions:
     """Options of a session. They do not affect the results of a run."""
 
     preset: str = option("auto", multi_run="command")  # Tuned values: a name from `rlframe agents`, none, or auto.
-    # A config.json whose run to repeat. Other options override it.
+    # config.json of the run to repeat. Other options override it.
     config: Union[str, None] = option(None, multi_run="command")
-    # Directory of all files. None means a new one under runs/.
+    # Directory for all files of the run. None: a new one in runs/.
     run_dir: Union[str, None] = option(None, multi_run="command")
     resume: bool = option(False, multi_run="command")  # Continue the run in --run-dir from its newest checkpoint.
     resume_from: Union[int, None] = None  # With --resume: continue from this step in RUN_DIR/checkpoints.
@@ -120,7 +120,7 @@ def train(
     with logs.silent(session_options.quiet):
         if env is not None:
             options["env"] = env
-        options = name_objects(options)  # before loading the user's files, which may change the working directory
+        options = name_objects(options)  # make paths absolute now: user code may change the working directory
         defaults, preset = base_experiment(agent, env, session_options, options.get("network"))
         experiment = change_options(defaults, options, [*own, "callbacks"])
         return run_with_options(experiment, session_options, preset, callbacks, silent=quiet)
@@ -224,10 +224,10 @@ def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
 def base_experiment(
     agent: Any, env: Any, options: SessionOptions, network: Any = None
 ) -> tuple[Experiment, Preset | None]:
-    """Return the experiment before other options change it, and its preset.
+    """Return the experiment to which the other options of the user are applied, and its preset.
 
-    With `config` or `resume`, this is the saved experiment. Otherwise, it has the default values and those of the
-    preset.
+    With `config` or `resume`, this is the saved experiment. Otherwise, this is an experiment with the default values
+    and the values of the preset.
 
     Args:
         agent: A name or class. None means the agent of the saved experiment, or ppo.

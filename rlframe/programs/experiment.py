@@ -95,7 +95,7 @@ class Experiment:
 
     @property
     def num_awaited_envs(self) -> int:
-        """Number of environments per pool that an actor waits for: all of them, unless they are asynchronous."""
+        """Number of environments that an actor waits for in each pool. Without `async_envs`, this is the whole pool."""
         config = EnvOptions.of(self)
         if not config.async_envs:
             return self.envs_per_pool

@@ -44,7 +44,7 @@ from rlframe.user_code.files import check_main_is_guarded, check_not_loading, ke
 
 _log = logging.getLogger(__name__)
 
-_EXIT_SECONDS = 22.0  # longest time from the end of the nodes to the end of this process
+_EXIT_SECONDS = 22.0  # maximum seconds from the end of the nodes to the end of this process
 
 
 def run_experiment(
@@ -88,7 +88,7 @@ def run_experiment(
         quiet: Print nothing, including the output of the nodes.
 
     Returns:
-        The result. If the run had already reached its last step, its earlier result.
+        The result. If the run had already reached its last step, this is the earlier result.
 
     Raises:
         UsageError: An option or the directory is invalid.
@@ -135,7 +135,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
     config = experiment.topology_config
-    if with_control and config.control_group is None:  # in this topology, the run has a service only with --http
+    if with_control and config.control_group is None:  # the run has the service only because of --http
         extras.require("--http", "trajectories")
     needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
@@ -164,7 +164,7 @@ class _Launcher:
         """Run the first session of a run, in a new directory. Remove the directory if the nodes cannot be made."""
         self.directory.create()
         with self._lock(experiment), contextlib.ExitStack() as opened:
-            self.directory.check_is_new()  # another process may have written to it before this one got the lock
+            self.directory.check_is_new()  # another process may have written files before this process got the lock
             try:
                 # Write the config first, so that a run that is killed early can be resumed.
                 self.directory.write_config(experiment, {**notes, **backend_note(experiment)})
@@ -206,7 +206,7 @@ class _Launcher:
     def _earlier_result(self, saved: Experiment, experiment: Experiment) -> Result | None:
         """Return the result of the run if it is complete for these options, else None.
 
-        A run may take more steps than its last one, so a few additional `steps` may already be complete.
+        A run may exceed its last step a little, so it may already be complete with slightly more `steps`.
         """
         if not self.directory.result.exists():
             return None
@@ -244,7 +244,7 @@ class _Launcher:
         )
 
     def _print_plan(self, session: Session, updates: str = "") -> None:
-        """Print the library of the environment, the number of updates, and the evaluation."""
+        """Print the library that makes the environment, the number of updates, and the settings of the evaluation."""
         experiment = session.experiment
         lines = [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
         if experiment.topology_config.learns_from == "steps":
@@ -297,7 +297,7 @@ class _Launcher:
 
     def _run_engine(self, engine: Engine, status: StatusFile) -> int | None:
         """Run the nodes of a program. Return the number of the signal that ended it, or None."""
-        if self.callbacks:  # a callback ends the run by ending this node
+        if self.callbacks:  # a callback ends the run by ending the node of this group
             group = ending_group(engine.groups) or next(iter(engine.groups))
             self.callbacks.connect(engine.handle_of(group), group)
         try:
@@ -322,7 +322,7 @@ class _Launcher:
             result = dataclasses.replace(result, evaluation_error=problem)
             _log.warning(problem)
         directory.write_result(result)
-        if directory.metrics.exists():  # the file is missing if the run was stopped before the first row
+        if directory.metrics.exists():  # the metrics file is missing if the run was stopped before the first row
             _draw_learning_curve(directory)
         if self.callbacks.error is not None:
             raise self.callbacks.error

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Session:
     """The values that the nodes of a session share: experiment, agent, run directory, last step and others.
 
-    A run starts with one session. Each resume adds another one.
+    A run starts with one session. Each resume adds another session.
     """
 
     experiment: Experiment
@@ -33,13 +33,13 @@ class Session:
     path: pathlib.Path  # the run directory
     until: int  # the step at which this session ends
     began: float  # start time, in seconds since the epoch
-    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process, whose checkpoints count them.
+    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process: its checkpoints contain them.
     steps_before: int = 0
     quiet: bool = False  # print nothing
     codec: Codec | None = None  # codec of the environments; None for a language model
     # The next three fields are set only if all nodes are in one process. Otherwise the launcher has the loggers.
     loggers: tuple[Logger, ...] = ()  # loggers that receive each row
-    progress: Logger | None = None  # a logger of the rows; a few times a second, also of the step without values
+    progress: Logger | None = None  # progress display: it receives each row, and the step a few times a second
     profile: Profile | None = None  # the profile that measures the time of each part
 
     @property
@@ -59,13 +59,13 @@ class Session:
 
     @property
     def actor_seed(self) -> int:
-        """Seed of the actors. Each session has a different one, because incarnations start again at 0."""
+        """Seed of the actors. It is different in each session, because incarnations start again at 0."""
         seed = self.experiment.seed
         return env_seed(seed, self.steps_before) if self.steps_before else seed
 
     @property
     def budget(self) -> int:
-        """Number of environment steps that each actor may take before the monitor raises its limit."""
+        """Number of environment steps that each actor may take before the monitor raises the limit."""
         return math.ceil((self.until - self.steps_before) / EnvOptions.of(self.experiment).num_actors)
 
     @property
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def peer_deadline(self) -> float:
-        """Seconds that a node waits for another node. No limit if the launcher restarts nodes that hang."""
+        """Maximum seconds that a node waits for another node. Infinite if the launcher restarts nodes that hang."""
         return math.inf if self.topology_config.kills_hung_nodes else handles.DEADLINE
 
 

@@ -8,7 +8,7 @@ from rlframe.programs import runner
 
 @pytest.fixture(autouse=True, scope="package")
 def compile_once(tmp_path_factory):
-    """Share compiled programs between runs of the same shapes. Compilation takes most of the time of a small run."""
+    """Share compiled programs between runs with equal array shapes, because compilation is slow."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update(names[0], str(tmp_path_factory.mktemp("xla")))

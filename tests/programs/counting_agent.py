@@ -10,7 +10,7 @@ from rlframe.types import FIRST
 
 
 class Counting(IMPALA):
-    """IMPALA whose learner raises if a state is not the number of steps since FIRST."""
+    """An IMPALA agent whose learner raises if a recurrent state differs from the number of steps since FIRST."""
 
     jit_learner_step = False
 

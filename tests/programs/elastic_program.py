@@ -22,7 +22,7 @@ class ElasticProgram(RunningProgram):
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         super().__init__(run_dir, *arguments, "--topology", "elastic")
-        self.versions: list[int] = []  # the version in each status, oldest first
+        self.versions: list[int] = []  # parameter version of each status, oldest first
         self.env_steps: list[int] = []
         self._workers: dict[int, psutil.Process] = {}
 

@@ -41,7 +41,7 @@ PROGRAMS = (
 WITH_ELASTIC = (*PROGRAMS, "local elastic")
 # For tests that run with every agent. One topology is enough for Ray, because Ray runs the same nodes as `local`.
 FOR_EACH_AGENT = tuple(one for one in WITH_ELASTIC if one not in ("ray heavy_env", "ray light_env"))
-# `make test` runs only the first entry. `make test-system` runs all of them.
+# `make test` runs only the first entry. `make test-system` runs all entries.
 GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
 
 
@@ -65,7 +65,7 @@ class RunningProgram:
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         self.run_dir = run_dir
-        home = {"HOME": str(run_dir.parent)} if "ray" in arguments else {}  # where Ray keeps its token
+        home = {"HOME": str(run_dir.parent)} if "ray" in arguments else {}  # Ray writes its token to the home directory
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlframe", "train", *arguments, "--run-dir", str(run_dir), "--json"],
             cwd=ROOT,

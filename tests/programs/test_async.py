@@ -30,7 +30,7 @@ def small_experiment(agent: str, **fields):
 
 
 class SlowEnv(gymnasium.Env):
-    """An environment with episodes of 20 steps, each of which takes 1 ms on average."""
+    """An environment with episodes of 20 steps. A step takes 1 ms on average."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -50,7 +50,7 @@ def slow_env():
     return SlowEnv()
 
 
-def test_single_process_learns_from_first_answering_environments(tmp_path):
+def test_single_process_learns_from_the_environments_that_answer_first(tmp_path):
     experiment = small_experiment("impala", unroll_length=8, batch_size=4, wait_num=3)
     result = run_experiment(experiment, run_dir=tmp_path / "run")
     assert 1_000 <= result.env_steps < 1_003
@@ -63,7 +63,7 @@ def test_single_process_learns_from_first_answering_environments(tmp_path):
 
 
 @pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
-def test_actors_act_on_first_answering_environments(tmp_path, monkeypatch, topology):
+def test_actors_act_on_the_environments_that_answer_first(tmp_path, monkeypatch, topology):
     waited = []
     recv = AsyncEnv.recv
     monkeypatch.setattr(AsyncEnv, "recv", lambda self: (waited.append((self.num_envs, self.wait_num)), recv(self))[1])

@@ -119,7 +119,7 @@ def test_invalid_names_of_custom_parts_raise_clear_errors(custom):
 
 
 @pytest.mark.system
-def test_example_replay_store_trains_and_is_refilled_on_resume(tmp_path):
+def test_run_with_the_example_replay_store_trains_and_refills_it_on_resume(tmp_path):
     store = pathlib.Path(__file__).parents[2] / "examples" / "custom_replay_store.py"
     small = (
         "--agent dqn --preset none --env-type loop --num-envs 2 --min-replay-size 64 --batch-size 32 --eval-episodes 1"

@@ -71,7 +71,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path: pathlib.Path) ->
     after = last_status(program.run_dir)
     # rows without `steps_per_second` come from evaluations
     steps = [row["step"] for row in program.rows() if "steps_per_second" in row]
-    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # no item was evicted yet
+    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # the replay has not evicted any item yet
     assert program.rows()[: len(rows)] == rows
     assert steps == sorted(set(steps))
 
@@ -98,12 +98,12 @@ def test_paused_run_makes_no_progress_until_unpaused(tmp_path: pathlib.Path) -> 
             job, replay = status["job"], status["replay"]
             return job["env_steps"], job["learner_steps"], job["params_version"], replay["added"]
 
-        seen = [(0.0, (-1,))]  # pairs: time of the first status with these counters, and the counters
+        seen = [(0.0, (-1,))]  # (time of the first status with new counters, the counters)
 
         def is_unchanged(status: dict[str, Any]) -> bool:
             if counters(status) != seen[-1][1]:
                 seen.append((time.monotonic(), counters(status)))
-            # this is longer than the timeout after which a silent worker is restarted
+            # 25 s are longer than the timeout after which a silent worker is restarted
             return time.monotonic() - seen[-1][0] > 25.0
 
         paused = program.wait_for(is_unchanged)

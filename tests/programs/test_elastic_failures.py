@@ -1,4 +1,4 @@
-"""Failed elastic runs. They report the reason, keep the checkpoints, and leave no processes."""
+"""Elastic runs that fail. They report the reason, keep the checkpoints, and leave no processes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_ppo_learns_despite_killed_collector_learner_and_coordinator(tmp_path: p
         program.kill_and_wait("collector/0")
         program.kill_and_wait("learner/0")
         program.kill_coordinator()
-        # the collector kept running, and the new coordinator found it
+        # collector/1 kept running, and the new coordinator found it
         assert program.worker("collector/1")["incarnation"] == 0
         before = len(program.rows())
         program.wait_until(lambda: any(row.get("episode_return", 0.0) > 100.0 for row in program.rows()[before:]))

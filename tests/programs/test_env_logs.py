@@ -15,7 +15,7 @@ OPTIONS += ["--min-replay-size", "100", "--steps", "800", "--log-every", "200", 
 
 
 class CountingEnv(gymnasium.Env):
-    """An environment with alternating episodes of 5 and 10 steps. It logs a constant, and the length at the end."""
+    """An environment with alternating episodes of 5 and 10 steps. It logs a constant and the length of the episode."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -60,7 +60,7 @@ def test_single_process_logs_environment_means_per_row(tmp_path, more):
 def test_program_of_several_actors_logs_environment_means_per_row(tmp_path, topology):
     more = ["--topology", topology, "--engine", "threads", "--run-dir", str(tmp_path / "run")]
     assert main(["train", *OPTIONS, *more]) == 0
-    # The monitor may poll in the middle of a step, so the counts of each of the two actors may differ by one episode.
+    # The monitor may poll in the middle of a step, so the counts of each actor may differ by one episode.
     check_rows(tmp_path / "run", within=1.0)
 
 

@@ -123,7 +123,7 @@ def test_total_learner_steps_is_at_least_one():
     assert total_learner_steps(spec, steps=500, num_envs=1) == 1
 
 
-def test_resumed_run_keeps_its_first_schedule_steps():
+def test_resumed_run_keeps_the_schedule_steps_of_its_first_session():
     saved = make_experiment("ppo", steps=1000)
     longer = resume_experiment(saved, make_experiment("ppo", steps=3000))
     assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
@@ -133,7 +133,7 @@ def test_resumed_run_keeps_its_first_schedule_steps():
 
 def test_resume_without_changes_gives_an_equal_experiment():
     saved = make_experiment("ppo", steps=1000)
-    assert resume_experiment(saved, saved) == saved  # equal experiments, so a plot shows both sessions in one group
+    assert resume_experiment(saved, saved) == saved  # a plot then shows both sessions in one group
 
 
 def test_resumed_run_cannot_change_seed_or_learning_rate():

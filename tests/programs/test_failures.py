@@ -29,7 +29,7 @@ def steps_of(program: RunningProgram) -> int:
 @pytest.mark.system  # `make test` kills nodes only in an elastic run
 @pytest.mark.parametrize("program_name", PROGRAMS)
 def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, program_name):
-    steps = 200_000  # so many that the run lasts until all nodes were killed
+    steps = 200_000  # enough steps that the run does not end before all nodes were killed
     arguments = [*IMPALA, *options_of(program_name), "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0

@@ -65,7 +65,7 @@ def test_run_takes_the_requested_steps_although_each_node_hangs(tmp_path, progra
 
 @pytest.mark.system
 @pytest.mark.timeout(900)
-def test_step_limit_holds_while_the_monitor_hangs(tmp_path):
+def test_actors_obey_the_step_limit_while_the_monitor_hangs(tmp_path):
     arguments = [*IMPALA, "--topology", "heavy_env", "--steps", "8000", *QUICK]
     with RunningProgram(tmp_path / "run", *arguments) as program:
         program.wait_until(lambda: "monitor" in program.nodes() and program.rows(), 400.0)

@@ -149,7 +149,7 @@ class Evaluated(Reverse):
 """
 
 
-def test_values_that_evaluate_logs_become_the_evaluation(tmp_path):
+def test_values_logged_by_the_evaluate_method_become_the_evaluation(tmp_path):
     (tmp_path / "evaluated.py").write_text(EVALUATED)
     experiment = dataclasses.replace(grpo_experiment(), env=f"{tmp_path / 'evaluated.py'}:Evaluated")
     environment = EnvironmentNode(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
@@ -231,7 +231,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path):
 
 @pytest.mark.system
 def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
-    steps = 1_500  # so many that the run lasts until all services were killed
+    steps = 1_500  # enough steps that the run does not end before all services were killed
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", str(steps), "--checkpoint-every", "10") as program:
         at = 0
         for name in SERVICES:
@@ -244,7 +244,7 @@ def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
     assert result["learner_steps"] >= steps
     for name in SERVICES:
         assert f"[{name}] was killed by SIGKILL: restart 1 of 3" in program.errors()
-    # Every acknowledged group was served to the learner, or is still in the queue.
+    # The service delivered every acknowledged group to the learner, or still has it in the queue.
     service = TrajectoryServer(Settings(port=0, store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"))
     try:
         report = httpx.get(f"{service.url}/report", timeout=60.0).json()

@@ -33,7 +33,7 @@ def node(name, code, *arguments, **options):
     return StartableProcess(name, [sys.executable, "-c", code, *arguments], GroupRules(**options))
 
 
-def test_log_file_of_a_node_continues_after_restarts_with_time_level_and_name(tmp_path):
+def test_restarted_program_appends_to_the_log_files_of_its_nodes(tmp_path):
     directory, output = tmp_path / "logs", io.StringIO()
     for _ in range(2):
         ProgramSupervisor(
@@ -65,7 +65,7 @@ def test_single_process_writes_warnings_to_its_log_file(tmp_path):
     assert not logging.getLogger("rlframe").handlers
 
 
-def test_warning_in_a_log_file_still_goes_to_stderr_without_logging_setup(tmp_path, monkeypatch, capsys):
+def test_warnings_also_go_to_stderr_if_logging_is_not_configured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with logs.logging_to_file(tmp_path / "logs", "train"):
         logging.getLogger("rlframe.example").warning("a warning")

@@ -14,7 +14,7 @@ from tests.programs.running_program import RunningProgram
 
 UPDATES = 20  # updates between two checkpoints
 NODES = {"learner", "inferencer", "actor 0", "actor 1", "monitor"}
-TIMEOUT = 900.0  # maximum seconds of the test, which took 6 minutes on a busy machine
+TIMEOUT = 900.0  # maximum seconds of the test, which needed 6 minutes on a busy machine
 
 
 class ResourceUse(NamedTuple):
@@ -51,7 +51,7 @@ class LongRun:
         self._program.wait_until(lambda: self._written() >= count, TIMEOUT)
 
     def min_use(self, until: int) -> dict[str, ResourceUse]:
-        """Return the smallest resource use of each node until `until` checkpoints. A save briefly uses more."""
+        """Measure until there are `until` checkpoints. Return the minimum for each node, because saving needs more."""
         seen: dict[str, list[ResourceUse]] = {name: [] for name in self._processes}
 
         def measure_all() -> bool:

@@ -20,7 +20,7 @@ from tests.programs.elastic_program import ElasticProgram
 from tests.programs.running_program import IMPALA, RunningProgram, options_of
 from tests.programs.test_hanging_nodes import ENV, OVERSHOOT
 
-pytest.importorskip("fastapi", reason="the control needs fastapi: pip install rlframe[trajectories]")
+pytest.importorskip("fastapi", reason="the HTTP service needs fastapi: pip install rlframe[trajectories]")
 
 STEPS = 60_000
 SIGNALS = [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 3

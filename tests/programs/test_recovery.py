@@ -21,7 +21,7 @@ from tests.extras import needs
 needs("launchpad")
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEADLINE = 200.0  # seconds for each wait
+DEADLINE = 200.0  # maximum seconds of each wait
 
 
 class Report(NamedTuple):
@@ -69,7 +69,7 @@ class Program:
         return {str(path) for path in paths if path.name.isdigit() or path.name == "DONE"}
 
     def node(self, name: str) -> psutil.Process:
-        """Return the process of a node, by its title."""
+        """Return the process of a node. The title of the process contains the node's name."""
         children = psutil.Process(self.process.pid).children()
         self._pids |= {child.pid for child in children}
         (found,) = [child for child in children if child.cmdline()[0].startswith(f"rlframe: {name}")]
@@ -108,7 +108,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Callable[..., Program]]:
 
 
 def kill_learner(program: Program, start_number: int) -> None:
-    """Kill the learner after its start with this number, once it has made updates and saved a checkpoint."""
+    """Wait until the learner has started `start_number` times, made updates and saved a checkpoint. Then kill it."""
     program.wait_for(lambda: [report.event for report in program.reports].count("begins") == start_number)
     program.wait_for(lambda: program.reports[-1].event == "is")
     program.wait_for_new_checkpoint("checkpoints")
@@ -160,9 +160,9 @@ def test_program_continues_after_a_complete_restart(start: Callable[..., Program
     again = start(topology, 160)
     assert again.end() == 0, again.output
     begins, ends = again.reports[0], again.reports[-1]
-    assert begins[1:4] == ("begins", 100, 101)  # after a normal end, the next session skips no version
+    assert begins[1:4] == ("begins", 100, 101)  # after a normal end, the next session does not skip a version
     assert ends[1:4] == ("ends", 160, 161)
-    assert ends.added > first.reports[-1].added  # the replay was also restored
+    assert ends.added > first.reports[-1].added  # the replay buffer was restored too
     assert "restart" not in again.output
 
 

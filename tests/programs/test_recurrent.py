@@ -107,7 +107,7 @@ def test_learning_rate_schedule_follows_env_steps_with_fewer_collectors(tmp_path
     result, rows = run_program(tmp_path / "run", "local elastic", *PPO, *options)
     assert result["learner_steps"] >= 0.9 * STEPS / (
         32 * 4
-    )  # each update has unrolls of 4 environments, which is less than the number of minibatches
+    )  # each update has unrolls of only 4 environments, fewer than the 8 minibatches
     for row in rows:
         if "learning_rate" in row:
             assert row["learning_rate"] == pytest.approx(3e-4 * (1.0 - row["step"] / STEPS), abs=0.1 * 3e-4)

@@ -37,7 +37,7 @@ def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_pat
 
     second = run_experiment(experiment, run_dir=run_dir, resume=True, resume_from=good)
     assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
-    assert second.params_version > first.params_version  # a version number is never used twice
+    assert second.params_version > first.params_version  # the resumed run uses new version numbers
     (aside,) = (run_dir / "aside").iterdir()
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "replay"])
     assert [path.name for path in (aside / "checkpoints" / "replay").iterdir()] == [str(bad)]
@@ -46,7 +46,7 @@ def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_pat
 
 
 @pytest.mark.parametrize("moves", range(4))
-def test_newest_checkpoint_has_its_replay_after_an_interrupted_move(tmp_path, monkeypatch, moves):
+def test_newest_checkpoint_still_has_its_replay_if_moving_newer_ones_is_interrupted(tmp_path, monkeypatch, moves):
     directory = RunDir(tmp_path / "run")
     checkpointer, replay_buffer = Checkpointer(directory.checkpoints), ReplayBuffer(counting_agent())
     replay_buffer.claim_rank(1)

@@ -91,7 +91,7 @@ def assert_same_arrays(run_dir, other) -> None:
 def test_run_writes_all_files_to_its_directory(tmp_path, learning_curves):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
-    # 600 // 32 updates, plus updates from the steps after the end of an episode
+    # 600 // 32 = 18 updates, and up to two more from the steps after the end of an episode
     assert 18 <= result.learner_steps <= 20
     assert result.params_version == result.learner_steps + 1
     assert result.episodes == 2 and result.return_mean >= 8.0
@@ -174,7 +174,7 @@ def test_evaluations_run_at_their_interval_and_at_the_end(tmp_path):
     assert [row["step"] // 50 for row in rows] == [5, 10, 12]
 
 
-def test_evaluate_gives_the_same_return_as_the_run(tmp_path):
+def test_rlframe_evaluate_gives_the_same_return_as_the_run(tmp_path):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     again = evaluate(tmp_path / "run", episodes=2)
     assert again["return_mean"] == result.return_mean
@@ -238,7 +238,7 @@ def test_resuming_a_complete_run_returns_its_result(tmp_path, capsys):
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
-    assert first.env_steps > 600  # the last calls take more steps than the limit
+    assert first.env_steps > 600  # the last step of all environments exceeds the limit
     beyond = dataclasses.replace(ppo(), steps=first.env_steps)
     assert run_experiment(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -387,7 +387,7 @@ def make():
 """
 
 
-def test_resumed_run_without_its_replay_fills_a_new_one_with_new_seeds(tmp_path, caplog):
+def test_resumed_run_without_its_replay_fills_a_new_replay_with_new_seeds(tmp_path, caplog):
     (tmp_path / "env.py").write_text(RECORDING_ENV.format(path=str(tmp_path / "seeds")))
     experiment = dqn(env=f"{tmp_path}/env.py:make", prioritized=False)
     stopped = run_experiment(experiment, run_dir=tmp_path / "run", stop_at=200)

@@ -17,7 +17,7 @@ def test_wrapper_options_are_saved_and_evaluations_use_unclipped_rewards(tmp_pat
     run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)  # stop in the middle of an episode
     run_experiment(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
-    # One policy stacks the frames itself. The other one gets stacked frames from a pool.
+    # The policy `single` stacks the frames itself. The policy `batched` gets stacked frames from a pool.
     single, batched = rlframe.load(tmp_path / "whole"), rlframe.load(tmp_path / "whole")
     with rlframe.SyncEnv("gymnasium:CartPole-v1", 1, frame_stack=3) as pool:
         timestep = pool.reset()

@@ -51,7 +51,7 @@ def load_experiment(
         path: path of the directory or the file.
         given: option -> name, class or function that replaces a saved name. By default, only live names (which no file
             defines) are replaced.
-        replace: replace other names too.
+        replace: also replace names that are not live.
 
     Raises:
         UsageError: the file does not exist or is not JSON, or a field is unknown or has the wrong type.
@@ -61,7 +61,7 @@ def load_experiment(
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror}. Name the config.json of a run directory.") from error
+        raise UsageError(f"Cannot read {path}: {error.strerror}. Give the path of a run directory.") from error
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict) or not isinstance(content.get("experiment"), dict):

@@ -114,7 +114,7 @@ def _hint(given: str, known: Sequence[str], describe_owner: Any) -> str:
 def choices_of(hint: Any) -> dict[str, Any]:
     """Return the dataclasses of a union by their `name`. Users choose one by name, such as head="categorical".
 
-    Each member must be a dataclass with a class attribute `name` that is not a field. Otherwise return no choices.
+    Each member must be a dataclass with a class attribute `name` that is not a field. For any other union, return {}.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
     choices = {name: each for each in members if (name := _choice_name(each)) is not None}

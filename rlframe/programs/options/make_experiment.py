@@ -47,7 +47,7 @@ from rlframe.programs.topologies.config import (
 )
 from rlframe.user_code.files import forget_changed
 
-# Fields that are not flat options, or that have an option of another name.
+# Fields that are not flat options, and fields whose option has another name.
 _NOT_FLAT = ("name", "agent", "topology_config", "agent_config", "network_config")
 
 
@@ -78,7 +78,7 @@ def make_experiment(
         UsageError: a name or field is unknown, or a value has the wrong type.
     """
     forget_changed()
-    fields = name_objects(fields)  # before user files are loaded: they may change the working directory
+    fields = name_objects(fields)  # make paths absolute now: user code may change the working directory
     defaults, _ = default_experiment(name_of("agent", agent), name_of("env", env), preset)
     configs = {"agent_config": agent_config, "network_config": network_config}
     return change_options(defaults, {**fields, **{name: each for name, each in configs.items() if each is not None}})
@@ -162,7 +162,7 @@ def describe_option_owner(agent: str, option: str, form: str = "{}={!r}") -> str
     Args:
         agent: name of the agent.
         option: name of the option, such as `num_atoms`, `head.num_atoms` or `head_num_atoms`.
-        form: format of a choice, with its option and its name.
+        form: format string that describes a choice by its option and its name.
 
     Returns:
         The sentence, or "" if the option does not exist.
@@ -200,7 +200,7 @@ def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
     options = {} if preset is None else preset.options
     of_env = {"env_kwargs", "eval_env_kwargs"} & options.keys()
     if of_env and registry.is_library_env(env) and split(env)[0] != "envpool" and user_spec(split(env)[1]) is not None:
-        options = {name: value for name, value in options.items() if name not in of_env}  # values for EnvPool
+        options = {name: value for name, value in options.items() if name not in of_env}  # leave out options of EnvPool
     return change_options(defaults, options)
 
 
@@ -239,7 +239,7 @@ def from_flat(values: Mapping[str, Any], *extra_topologies: str) -> Experiment:
         extra_topologies: user-defined topologies whose options are allowed too.
 
     Raises:
-        UsageError: an option that the topology does not use is not at its default.
+        UsageError: an option that the topology does not use differs from its default.
     """
     values = name_objects(values)
     classes = config_classes(values["agent"], values.get("topology"), *extra_topologies)
@@ -249,13 +249,13 @@ def from_flat(values: Mapping[str, Any], *extra_topologies: str) -> Experiment:
     of_topology = {name: values.pop(name) for name in field_names(cls) if name in values}
     for option, value in values.items():
         _check_has_default(option, value, topology, classes)
-    if issubclass(cls, GameProgram):  # by default, not more actors than environments: some presets have only one
+    if issubclass(cls, GameProgram):  # some presets have one environment, so one actor must be enough
         of_topology.setdefault("num_actors", min(cls.num_actors, of_experiment.get("num_envs", Experiment.num_envs)))
     return Experiment(**of_experiment, topology_config=cls(**{**of_topology, "name": topology}))
 
 
 def _check_has_default(option: str, value: Any, topology: str, classes: Mapping[str, type[TopologyConfig]]) -> None:
-    """Raise UsageError if an option that a topology does not use is not at its default."""
+    """Raise UsageError if an option that a topology does not use differs from its default."""
     readers = [name for name, cls in classes.items() if option in field_names(cls)]
     default = getattr(classes[readers[0]], option)
     if value != default:

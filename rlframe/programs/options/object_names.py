@@ -33,12 +33,12 @@ from rlframe.user_code.files import import_module, is_guard, load_file, pickle_b
 
 MAIN, LIVE = "__main__", "__live__"  # prefixes of live names
 
-# Path of a run's config.json -> option -> live object. Only runs of this process.
+# Live objects of the runs in this process: path of config.json -> option -> object.
 _of_runs: dict[str, dict[str, ObjectName]] = {}
 
 
 class ObjectName(str):
-    """A name together with its object. It pickles as a plain string: another process loads the object by its name."""
+    """A name together with its object. Only the name is pickled, so another process loads the object by its name."""
 
     target: Any
 
@@ -55,7 +55,7 @@ class ObjectName(str):
         return self
 
 
-# --- from a name to its object
+# --- load an object by its name
 
 
 def load_object(name: str, kind: str) -> Any:
@@ -111,7 +111,7 @@ def absolute_name(name: str) -> str:
 def load_module(module: str, name: str) -> types.ModuleType:
     main = sys.modules["__main__"]
     if getattr(getattr(main, "__spec__", None), "name", None) == module:
-        return main  # started with `python -m package.module`; `load_file` does the same for scripts
+        return main  # the process was started with `python -m package.module`, so do not import the module again
     return import_module(module, name)
 
 
@@ -120,7 +120,7 @@ def attribute_of(module: Any, attribute: str) -> Any:
     return functools.reduce(getattr, attribute.split("."), module)
 
 
-# --- from an object to its name
+# --- create the name of an object
 
 
 def object_name(target: Any) -> ObjectName:
@@ -131,7 +131,7 @@ def object_name(target: Any) -> ObjectName:
     if module is None or attribute is None or not _is_at(module, attribute, target):
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     file = getattr(module, "__file__", None)
-    # without a file and a spec, the module was created at run time
+    # a module without a file and a spec was created at run time
     if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     if module_name == MAIN:
@@ -159,7 +159,7 @@ def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
         found = attribute_of(module, attribute)
     except AttributeError:
         return False
-    # methods are compared with `==`, because each access creates a new method object
+    # compare methods with `==`, because each access creates a new method object
     return found is target or (inspect.ismethod(target) and found == target)
 
 
@@ -171,9 +171,9 @@ def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:
 
 
 def _is_defined_in(file: pathlib.Path, attribute: str, target: Any) -> bool:
-    """Return True if another process that loads the file of `__main__` gets the object.
+    """Return True if another process can load an object of `__main__` from a file.
 
-    Cells of a notebook and code under `if __name__ == "__main__"` are not in the loaded file.
+    It cannot load objects from cells of a notebook or from code under `if __name__ == "__main__"`.
     """
     try:
         tree = ast.parse(file.read_bytes())
@@ -181,13 +181,13 @@ def _is_defined_in(file: pathlib.Path, attribute: str, target: Any) -> bool:
         return False
     if attribute.partition(".")[0] not in _defined(tree.body):
         return False
-    # compare with the file name of generated methods
+    # exclude generated methods, whose file name is "<string>"
     files = {code.co_filename for code in _codes(target)} - {"<string>"}
     return not files or any(os.path.abspath(each) == os.path.abspath(file) for each in files)
 
 
 def _defined(statements: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names of classes, functions and variables that statements define if their file is not `__main__`."""
+    """Yield the names of classes, functions and variables that statements define when their file is imported."""
     for node in statements:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield node.name

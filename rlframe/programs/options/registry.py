@@ -54,7 +54,8 @@ NETWORKS = {
     "lstm": "rlframe.agents.recurrent:LSTMConfig",
     "gru": "rlframe.agents.recurrent:GRUConfig",
 }
-# Created by `add_replay` in `rlframe/programs/topologies/makers.py`, or by `add_elastic_replay` for elastic.
+# `add_replay` in `rlframe/programs/topologies/makers.py` creates these replay buffers. (For elastic runs,
+# `add_elastic_replay` creates them.)
 REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
@@ -69,7 +70,7 @@ TOPOLOGIES = {
         "distributed": "rlframe.programs.topologies.light_env:distributed",
         "elastic": "rlframe.programs.topologies.elastic:elastic",
     },
-    # Named light_env, because a policy server infers for many environments. `language.py` adds its nodes.
+    # The name is light_env here too, because one policy server infers for many environments.
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
 
@@ -82,7 +83,7 @@ _WANTED = {
 }
 
 
-# --- from a name to its object
+# --- load an object by its name
 
 
 def find(name: str, table: Mapping[str, str], kind: str, form: str = "file.py:Class") -> Any:
@@ -100,7 +101,7 @@ def find(name: str, table: Mapping[str, str], kind: str, form: str = "file.py:Cl
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the `rlframe.engines.Engine` of a name or `file.py:Class`. Raise UsageError if it does not exist."""
+    """Return the engine class of a name or `file.py:Class`. Raise UsageError if it does not exist."""
     found = find(name, ENGINES, "engine")
     if not (isinstance(found, type) and hasattr(found, "add") and hasattr(found, "run")):
         raise UsageError(f"{name} is {found!r}. An engine needs the methods of rlframe.engines.Engine, such as run().")
@@ -108,7 +109,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def operator_class(name: str) -> Any:
-    """Return the coordinator's operator of a name or `file.py:Class`. Raise UsageError if it does not exist."""
+    """Return the operator class of a name or `file.py:Class`. Raise UsageError if it does not exist."""
     return find(name, OPERATORS, "operator")
 
 
@@ -194,14 +195,14 @@ def is_library_env(name: str) -> bool:
 
 
 def _is_in_module(name: str) -> bool:
-    """Return True if `module:NAME` names a class or function in a module, instead of an id of Gymnasium."""
+    """Return True if `module:NAME` names a class or function in a module, and is not an id of Gymnasium."""
     module, _, attribute = name.rpartition(":")
     if not module or name.partition(":")[0] in PREFIXES or spec_of(name) is not None:
         return False
     return hasattr(load_module(module, "environment"), attribute.partition(".")[0])
 
 
-# --- from an object to its name
+# --- create the name of an object
 
 
 def name_of(option: str, given: Any) -> Any:

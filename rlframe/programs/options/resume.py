@@ -14,7 +14,7 @@ from rlframe.programs.options.make_experiment import to_flat, with_fields
 from rlframe.programs.options.registry import OPTIONS, name_of
 from rlframe.programs.topologies.config import AgentOptions
 
-# Options that a resumed run may change. They do not affect learning, except `steps`; its schedules stay the same.
+# Options that a resumed run may change. Only `steps` affects learning, and new `steps` do not change the schedules.
 _CHANGEABLE = {
     *("steps", "schedule_steps", "num_workers", "eval_every", "log_every"),
     *("eval_episodes", "eval_num_envs", "eval_max_episode_length"),
@@ -102,14 +102,14 @@ def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
 
 
 def is_different_backend(noted: str, now: str | None) -> bool:
-    """Return True if the user registered one of two backends and they differ.
+    """Return True if two descriptions of an environment's backend differ, and the user registered one of them.
 
-    Built-in environments of EnvPool and Gymnasium count as the same.
+    A change between built-in environments of EnvPool and Gymnasium does not count.
     """
     if not (_is_users(noted) or _is_users(now)):
         return False
     if now is not None and "Gymnasium (__main__" in (noted.partition(":")[0], now.partition(":")[0]):
-        # `__main__` and the imported script are the same module under two names: compare the rest.
+        # One of the descriptions contains `__main__` instead of the module's name: compare only the rest.
         return noted.partition(":")[2] != now.partition(":")[2]
     return noted != now
 

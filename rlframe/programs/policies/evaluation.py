@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """The evaluations of a run: without exploration, and with the same environment seeds each time.
+    """The evaluations of a run. They use no exploration, and always the same environment seeds.
 
     Training never uses these seeds. The inferencer is compiled once. Each evaluation builds its environments and closes
     them at the end. If some of them cannot be built or reset, the others play all episodes.
@@ -57,7 +57,7 @@ class Evaluations:
 
         Args:
             free_envs: closes the training environments. It is called if no environment can be built while they are
-                open. None means that they are still needed.
+                open. None means that they stay open.
         """
         self._inferencer.set_state(self._begin)
         wanted = self._num_envs
@@ -81,7 +81,7 @@ class Evaluations:
 
     @property
     def steps(self) -> int:
-        """Environment steps of the current evaluation, or of the last one."""
+        """Environment steps of the current evaluation, or of the last evaluation."""
         return self._evaluator.steps if self._evaluator is not None else 0
 
     def stop(self) -> None:
@@ -165,15 +165,15 @@ def explain(error: BaseException | str) -> str:
 
 
 class EvaluationOutcome(NamedTuple):
-    """The values of an evaluation, or its problem if it failed. Both are None if there was no evaluation."""
+    """The values of an evaluation, or the problem if the evaluation failed. Both are None without an evaluation."""
 
     step: int  # step at which the evaluation began
     values: Logs | None = None
-    problem: str | None = None  # description of the failure, one sentence
+    problem: str | None = None  # description of the failure, in one sentence
 
 
 def try_evaluation(evaluate: Callable[[], Logs], step: int, *, final: bool) -> EvaluationOutcome:
-    """Evaluate, and return a failure as an outcome, so it does not end the run.
+    """Evaluate, and return the outcome. A failure is returned too, so that it does not end the run.
 
     Args:
         evaluate: returns the values. An error becomes the problem of the outcome, except StoppedError, which is raised.

@@ -22,11 +22,11 @@ from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
 
-NEVER_SYNC = 2**62  # a `sync_interval` with which an Inferencer never takes newer parameters
+NEVER_SYNC = 2**62  # `sync_interval` of an Inferencer that never loads newer parameters
 
 _POLL = 0.1  # seconds between two checks of the directory
-_REQUEST_EVERY = 5.0  # seconds between two requests to save: a restarted learner has lost earlier requests
-_SAVE_WITHIN = 120.0  # seconds to wait for the checkpoint: saving may fail, for example on a full disk
+_REQUEST_EVERY = 5.0  # seconds until a request to save is repeated, in case the learner was restarted
+_SAVE_WITHIN = 120.0  # maximum seconds to wait for the checkpoint: saving may fail
 
 
 def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> LocalParams:
@@ -83,7 +83,7 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
 
 
 class SavedPolicy(LocalParams):
-    """Parameters of the newest checkpoint, for evaluations. So each evaluated policy is also saved.
+    """Parameters of the newest checkpoint, for evaluations. Therefore, each evaluated policy is also saved.
 
     Args:
         agent: agent of the run.
@@ -115,7 +115,7 @@ class SavedPolicy(LocalParams):
             try:
                 return read_policy(self._agent, self._directory, steps[-1])
             except CheckpointError as error:
-                # otherwise a newer checkpoint has replaced this one, so retry
+                # retry if a newer checkpoint has replaced the unreadable checkpoint
                 if checkpointer.steps()[-1:] == steps[-1:]:
                     _log.warning("The newest checkpoint cannot be evaluated. %s", error)
                     return None

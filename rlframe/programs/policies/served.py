@@ -78,7 +78,7 @@ class NewestCheckpoint:
 
     def __init__(self, agent: Agent, directory: RunDir) -> None:
         self._agent, self._directory = agent, directory
-        self._steps: list[int] | None = None  # steps of the checkpoints when the newest one was read
+        self._steps: list[int] | None = None  # steps of all checkpoints when `_newest` was read
         self._newest: LocalParams | None = None
         self._looked = 0.0
 

@@ -36,13 +36,13 @@ class TrainedPolicy:
         codec: codec of a single training environment.
         params: parameters for acting.
         seed: seed for agents that draw random numbers.
-        frame_stack: number of observations that the policy stacks to one.
+        frame_stack: number of newest observations that the policy stacks.
         check_finite: True refuses observations that contain NaN or infinity.
 
     Attributes:
         agent, codec: see Args.
         version: version of the parameters.
-        state: recurrent state after the last call, a tree of arrays [B, ...]; `()` for an agent without one.
+        state: recurrent state after the last call, a tree of arrays [B, ...]; `()` for an agent without state.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainedPolicy:
 
         Args:
             ended: [B] bool, True for environments of the last batch that begin a new episode. None means all
-                environments. Their number may change after that.
+                environments. The next batch may then have another size.
         """
         if ended is None:
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(0))
@@ -129,7 +129,7 @@ class TrainedPolicy:
         is_single = True
         try:
             first, leaf = codec.layout.flatten(observation)[0], codec.leaves[0]
-            with contextlib.suppress(ValueError):  # the list may be ragged; `encode` raises a better error
+            with contextlib.suppress(ValueError):  # for a ragged list, `encode` raises a clearer error
                 is_single = np.ndim(first) <= len(leaf.spec.shape)
             encoded = codec.encode(observation, is_batch=not is_single)
             leaves = [np.asarray(value, leaf.spec.dtype) for value, leaf in zip(encoded, codec.leaves, strict=True)]

@@ -94,7 +94,7 @@ class VideoRecorder(Closeable):
                 str(self._path), (width, height), fps=fps, macro_block_size=2, ffmpeg_log_level="error"
             )
             with warnings.catch_warnings():
-                # JAX warns about each fork, even if the child starts another program at once.
+                # JAX warns about each fork, even if the child process starts another program immediately.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 writer.send(None)
         except OSError as error:
@@ -134,7 +134,7 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
     if where == "dm_control":
         raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control is not supported.")
     name = split(target)[1]
-    # Gymnasium's version of an EnvPool task has other options than EnvPool, so leave out `env_kwargs`.
+    # `env_kwargs` are options of EnvPool, so do not pass them to Gymnasium's version of the task.
     if where == "envpool" and EnvOptions.of(experiment).env_type in ("auto", "envpool"):
         return _gymnasium_version(plain_name(name))
     return gymnasium_registry.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})

@@ -21,7 +21,7 @@ NOT_NORMALIZED = "without its normalization of observations and rewards"
 
 # SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
 ZOO_VALUE = settings(
-    "OpenAI Baselines, ppo2, which also halves the squared error; the zoo's 0.5 is for the full squared error",
+    "OpenAI Baselines, ppo2, which halves the squared error, like rlframe; the zoo's 0.5 is for the full squared error",
     agent__value_cost=0.5,
 )
 
@@ -45,7 +45,7 @@ CARTPOLE = Preset(
         ),
         **ZOO_VALUE,
         **settings(
-            "31 of 32 seeds reach 500; with the zoo's 0.8, 15 of 16: benchmarks/notes/classic-control.md",
+            "31 of 32 seeds reach 500, and 15 of 16 with the zoo's 0.8: benchmarks/notes/classic-control.md",
             agent__gae_lambda=0.95,
         ),
     },
@@ -66,15 +66,15 @@ POSITION_ONLY_CARTPOLE = Preset(
             normalize_observations=True,
             normalize_rewards=True,
         ),
-        # Once all episodes reach the time limit, normalization scales up noise in the advantages. With it, the returns
-        # of 2 of 8 seeds dropped again.
+        # Once all episodes reach the time limit, normalization scales up noise in the advantages. With normalization,
+        # the returns of 2 of 8 seeds dropped again.
         **settings(
             "our experiments: benchmarks/notes/position-only-cartpole.md",
             steps=300_000,
             num_envs=16,
             agent__unroll_length=64,
             agent__num_epochs=10,
-            agent__num_minibatches=4,  # unrolls of 4 environments each
+            agent__num_minibatches=4,  # each minibatch has the unrolls of 4 environments
             agent__discount=0.99,
             agent__gae_lambda=0.95,
             agent__normalize_advantages=False,
@@ -97,7 +97,7 @@ ACROBOT = Preset(
         ),
         **settings(SB3, agent__num_minibatches=64, agent__learning_rate=3e-4, agent__clip_epsilon=0.2),
         **ZOO_VALUE,
-        **settings("half of the zoo's 1,000,000 is enough", steps=500_000),
+        **settings("our choice: half of the zoo's 1,000,000 is enough", steps=500_000),
     },
 )
 
@@ -137,9 +137,10 @@ PENDULUM = Preset(
         ),
         **settings(SB3, agent__num_minibatches=64),
         **ZOO_VALUE,
-        **settings("three times the zoo's, which uses gSDE exploration", steps=300_000),
+        **settings("our choice: three times the steps of the zoo, which uses gSDE exploration", steps=300_000),
         **settings(
-            "without it, 1 of 3 seeds dropped from -169 to -250 in its last updates", agent__anneal_learning_rate=True
+            "our experiments: without annealing, 1 of 3 seeds dropped from -169 to -250 in the last updates",
+            agent__anneal_learning_rate=True,
         ),
     },
 )
@@ -218,7 +219,7 @@ MUJOCO_TASKS = Preset(
             reward_clip=10.0,
         ),
         **settings(
-            f"{CLEANRL_CONTINUOUS}, which updates the statistics in each step; here they are updated with each update",
+            f"{CLEANRL_CONTINUOUS}, which updates the statistics in each step; here, each learner update updates them",
             normalize_observations=True,
             normalize_rewards=True,
         ),
@@ -295,7 +296,7 @@ IMPALA_ATARI_GAMES = Preset(
         **settings(CLEANRL_ATARI, network__orthogonal=True),
         **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),
         **settings("our choice: a fifth of the paper's 50,000,000", steps=10_000_000),
-        **settings("our choice: 16 for each of 2 actors", num_envs=32),
+        **settings("our choice: 16 environments for each of 2 actors", num_envs=32),
     },
 )
 

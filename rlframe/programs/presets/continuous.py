@@ -37,8 +37,9 @@ SAC_MUJOCO = Preset(
             agent__critic_learning_rate=1e-3,
             agent__target_update_rate=0.005,
         ),
-        # Here, entropies are for actions scaled to [-1, 1]. CleanRL uses unscaled actions, which is the same if the
-        # action range is [-1, 1]. CleanRL makes two policy updates in every second step; here, one in each step.
+        # rlframe computes entropies of actions that are scaled to [-1, 1]. CleanRL uses unscaled actions, which is the
+        # same if the action range is [-1, 1]. CleanRL makes two policy updates in every second step. rlframe makes
+        # one policy update in each step.
         **settings(
             "CleanRL, sac_continuous_action.py, which scales a tanh to these bounds; here the value is clipped",
             agent__min_log_std=-5.0,

@@ -21,7 +21,7 @@ DOPAMINE_CARTPOLE = "Dopamine, jax/agents/dqn/configs/dqn_cartpole.gin"
 
 # The zoo and CleanRL count exploration and target updates in environment steps. They define the length of exploration
 # as a share of the run, and count from the start of the run.
-FROM_FIRST_UPDATE = ", which counts from the start of the run; here from the first update"
+FROM_FIRST_UPDATE = ", which counts from the start of the run; rlframe counts from the first update"
 
 CARTPOLE = Preset(
     name="dqn/cartpole",
@@ -35,11 +35,11 @@ CARTPOLE = Preset(
             agent__update_period=2,  # 128 updates every 256 steps
             agent__epsilon_end=0.04,
         ),
-        # exploration: 0.16 of 50,000 steps
+        # exploration ends after 0.16 of 50,000 steps
         **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
-        **settings("6 of 6 seeds solve the task, without it 3 of 6", agent__anneal_learning_rate=True),
+        **settings("6 of 6 seeds solve the task, without annealing 3 of 6", agent__anneal_learning_rate=True),
         # Once all episodes reach the time limit, gradients are close to 0. With Adam's usual epsilon of 1e-8, the next
         # failure then causes a full-size step.
         **settings(DOPAMINE_CARTPOLE, agent__adam_epsilon=3.125e-4),
@@ -74,7 +74,7 @@ ACROBOT = Preset(
             agent__epsilon_end=0.1,
             network__hidden=(256, 256),
         ),
-        # exploration: 0.12 of 100,000 steps
+        # exploration ends after 0.12 of 100,000 steps
         **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4, network__orthogonal=True),
@@ -132,7 +132,7 @@ ATARI_GAMES = Preset(
             agent__target_update_period=250,  # 1,000 steps
             agent__epsilon_end=0.01,
         ),
-        # exploration: 0.1 of 10 million steps
+        # exploration ends after 0.1 of 10 million steps
         **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),
         **settings("Mnih et al. 2015: clipped errors; CleanRL does not clip them", agent__head__huber_threshold=1.0),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
@@ -153,7 +153,7 @@ RAINBOW_ATARI = Preset(
             agent__optimizer="adam",
             agent__learning_rate=6.25e-5,
             agent__adam_epsilon=1.5e-4,
-            agent__epsilon_begin=0.0,  # exploration by the noisy network
+            agent__epsilon_begin=0.0,  # the noisy network explores
             agent__epsilon_end=0.0,
             agent__target_update_period=2_000,  # 8,000 steps
             agent__prioritized=True,

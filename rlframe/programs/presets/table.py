@@ -26,8 +26,8 @@ class Preset:
     name: str  # AGENT/FAMILY
     envs: tuple[str, ...]  # names or patterns, without prefixes
     fields: Mapping[str, Setting]
-    excluded_envs: tuple[str, ...] = ()  # names or patterns that `envs` matches, but that are not in the family
-    automatic: bool = True  # False: `--preset auto` does not choose this preset; users must name it
+    excluded_envs: tuple[str, ...] = ()  # exceptions: names or patterns that are not in the family
+    automatic: bool = True  # False means that only `--preset NAME` applies this preset
 
     @property
     def agent(self) -> str:
@@ -78,7 +78,7 @@ MUJOCO = tuple(
     )
 )
 
-# Besides MuJoCo, only Atari tasks have version 5: EnvPool's, and Gymnasium's in the namespace `ALE/`.
+# Atari tasks of EnvPool and Gymnasium (`ALE/`) have version 5. The only other tasks with version 5 are those of MuJoCo.
 ATARI = ("*-v5",)
 
 # Training uses clipped rewards and one life per episode (Mnih et al. 2015). Evaluation plays complete games.

@@ -22,7 +22,7 @@ class ControlAddress:
     """The address of the HTTP service of a run; see docs/coordinator.md."""
 
     host: str = "127.0.0.1"
-    port: int = 0  # 0 means a free port
+    port: int = 0  # 0 means any free port
     token_file: str | None = None  # None creates a token file in the run's directory
 
 

@@ -27,7 +27,7 @@ from rlframe.programs.run_dir import lock
 from rlframe.user_code.files import forget_changed
 
 CHECKPOINTS_KEPT = 3
-# kinds of directories: the name of the file that only this kind has
+# Kinds of directories. Each value is the name of the file by which the kind is recognized.
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"
 
 _NAMED = 5  # maximum number of runs to list in an error message
@@ -39,22 +39,22 @@ class RunDir:
 
     def __init__(self, path: str | os.PathLike) -> None:
         path = convert(str, path, "run_dir")
-        self.path = pathlib.Path(os.path.abspath(path))  # absolute: an environment may change the working directory
+        self.path = pathlib.Path(os.path.abspath(path))  # absolute: user code may change the working directory
         self.config = self.path / RUN
         self.checkpoints = self.path / "checkpoints"
         self.reverb = self.path / "reverb"
         self.replay_service = self.path / "replay_service"
-        self.coordinator = self.path / "coordinator"  # only elastic: the coordinator's journal
+        self.coordinator = self.path / "coordinator"  # journal of the coordinator; only elastic runs have one
         self.learning_curve = self.path / "learning_curve.png"
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.progress = self.path / "progress.json"  # only with several processes: counters of the monitor
+        self.progress = self.path / "progress.json"  # counts of the monitor; only with several processes
         self.status = self.path / "status.json"  # see `status.py`
         self.logs = self.path / "logs"  # output of each process: see `rlframe.engines.logs`
-        self.warmup = self.path / "warmup"  # only language models: weights after the supervised steps
+        self.warmup = self.path / "warmup"  # weights after the supervised steps of a language model
 
     def key(self) -> str:
-        """Return an id of the run for services that may outlive it. A resumed run keeps its id."""
+        """Return the id of the run for services that may run longer. A resumed run keeps its id."""
         path = self.path / "run_key"
         if not path.exists():
             write_atomically(path, uuid.uuid4().hex)
@@ -93,7 +93,7 @@ class RunDir:
             )
 
     def remove(self) -> None:
-        """Remove a directory from `create` whose run did not start."""
+        """Remove a directory that `create` made, if its run could not start."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
@@ -169,7 +169,7 @@ class RunDir:
 
 
 def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple[RunDir, Experiment]:
-    """Open the directory of a run, except of a language model. Return it and its experiment, with `given` replaced.
+    """Open the directory of a run of games. Return the directory, and the experiment with the objects in `given`.
 
     Raises:
         UsageError: the directory contains no run, or a run of a language model.
@@ -222,12 +222,12 @@ class Result:
     wall_seconds: float  # duration of this session, including the evaluation
     params_version: int
     run_dir: str
-    # reason of the end: steps, stop_at, until_learner_steps, until_seconds, until_return, callback, interrupt (Ctrl-C,
-    # another signal, or `rlframe stop`), or error (a callback raised)
+    # reason why the session ended: steps, stop_at, until_learner_steps, until_seconds, until_return, callback,
+    # interrupt (Ctrl-C, another signal, or `rlframe stop`), or error (a callback raised)
     stopped_by: str = "interrupt"
     signal: int | None = None  # number of the signal that stopped the run
     evaluation: dict[str, float] | None = None  # all values of the final evaluation; None if return_mean is None
-    evaluation_error: str | None = None  # why the final evaluation failed, and the last checkpoint
+    evaluation_error: str | None = None  # cause of a failed final evaluation, and the last checkpoint
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Result:

@@ -26,10 +26,10 @@ NAME = "run.lock"
 
 _HEARTBEAT = 5.0  # seconds between two heartbeats of a holder
 _WATCH = 30.0  # seconds to watch for a heartbeat of a holder on another host before it counts as dead
-_STALE = 120.0  # seconds since the file's modification after which `holder_of` assumes that the holder is dead
+_STALE = 120.0  # seconds without a change of the file after which `holder_of` assumes that the holder is dead
 _POLL = 0.05  # seconds between two attempts to get the lock
-_SETTLE = 1.0  # seconds in which a new holder writes its record and `holder_of` releases the shared lock
-_KILL = 10.0  # seconds to wait for the end of a holder after SIGKILL
+_SETTLE = 1.0  # seconds to wait for the record of a new holder, or for `holder_of` to release its shared lock
+_KILL = 10.0  # seconds to wait after SIGKILL until the holder has ended
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RunLock:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() != self._owner:  # only a forked child leaves the context
+        if os.getpid() != self._owner:  # this is a forked child, which does not hold the lock
             return
         self._over.set()
         self._thread.join()
@@ -133,8 +133,8 @@ class RunLock:
         """Try to get the lock. Return False if the caller should retry.
 
         Args:
-            settled_by: before this time, a held lock without a living holder may belong to a new holder that has not
-                written its record yet.
+            settled_by: until this time, a lock without a living holder may belong to a new holder that has not written
+                its record yet.
         """
         self._descriptor = _open(self._path)
         try:
@@ -149,7 +149,7 @@ class RunLock:
             if elsewhere:
                 if not self._take_over and self._is_beating(holder):
                     raise self._refused(holder)
-                if self._is_ours() is not None:  # if not, the holder has ended and removed the file
+                if self._is_ours() is not None:  # None means that the holder has ended and removed the file
                     self._replace_file()
             elif not granted and granted is not None:
                 if not self._take_over:
@@ -197,7 +197,7 @@ class RunLock:
     def _replace_file(self) -> None:
         """Replace the lock file with a new one. The old holder notices this at its next heartbeat, and ends."""
         self._close()
-        # a random name, because containers may share pids
+        # the name is random, because processes in two containers may have the same pid
         temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}")
         self._descriptor = _open(temporary)
         _flock(self._descriptor)
@@ -212,7 +212,7 @@ class RunLock:
             if beat == 0:
                 os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, record, 0)
-            os.fdatasync(self._descriptor)  # makes the record visible to other hosts on a network file system
+            os.fdatasync(self._descriptor)  # on a network file system, this makes the record visible to other hosts
 
     def _write_heartbeats(self) -> None:
         beat = 0
@@ -249,14 +249,14 @@ class RunLock:
 def holder_of(directory: pathlib.Path) -> Holder | None:
     """Return the process that holds the lock of a run directory, or None.
 
-    A holder on another host counts while its heartbeats are recent.
+    A holder on another host counts as alive while its heartbeats are recent.
     """
     path = directory / NAME
     holder = _read(path)
     if holder is None or _is_alive(holder):
         return holder
     with contextlib.suppress(OSError):
-        if not holder.is_of_this_kernel:  # the holder is on another host, or was on this host before a reboot
+        if not holder.is_of_this_kernel:  # the holder is on another host, or this host was rebooted
             return holder if time.time() - path.stat().st_mtime < _STALE else None
         with path.open() as file:
             try:  # the holder may be alive in another container

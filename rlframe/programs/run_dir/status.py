@@ -1,7 +1,7 @@
 """The status of a run, from `RUN_DIR/status.json` and the rows of its metrics.
 
-The run's process writes `status.json`. A reader needs only the directory. A killed process cannot write its end to
-`status.json`, so the reader also checks the run's lock.
+The run's process writes `status.json`. A reader needs only the directory. A killed process cannot record
+in `status.json` that it has ended, so the reader also checks the run's lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEYS = ("learner_steps", "params_version", "staleness")  # keys of rows that a 
 
 
 class StatusFile:
-    """Writes the status of a session in this process.
+    """A writer of `status.json` for a session in this process.
 
     Args:
         directory: directory of the run.
@@ -58,19 +58,19 @@ class StatusFile:
         self.write()
 
     def write(self, **changes: Any) -> None:
-        """Write the file atomically, with these changes. Ignore errors such as a full disk."""
+        """Change values in the file. The file is written atomically. Errors such as a full disk are ignored."""
         self._written = {**self._written, **changes, "time": time.time()}
         with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps(self._written), "\n")
 
     def watch(self, stops: bool, nodes: list[NodeStatus]) -> None:
-        """Write the states of a program's processes. The supervisor calls this; see `Watch`."""
+        """Write the states of the program's processes. The supervisor calls this method; see `Watch`."""
         state = JobState.DRAINING if stops else JobState.RUNNING
         self.write(state=state.value, nodes=[_worker_of(node) for node in nodes])
 
     @contextlib.contextmanager
     def record_failure(self) -> Iterator[None]:
-        """If an error ends the `with` block, write it to the file."""
+        """If an error ends the `with` block, write the error to the file."""
         try:
             yield
         except BaseException as error:
@@ -79,7 +79,7 @@ class StatusFile:
             raise
 
     def end(self, result: Result) -> None:
-        """Write the end of a session without an error."""
+        """Record that the session ended without an error."""
         if result.signal is None:
             is_early = result.stopped_by == "callback" or result.stopped_by.startswith("until_")
             reason = f"{result.env_steps:,} steps" + f", stopped by {result.stopped_by}" * is_early
@@ -128,7 +128,7 @@ class StatusReader:
 
     def __call__(self) -> dict[str, Any]:
         """Read and return the current status."""
-        # read the lock before the file, because the holder may write its end and exit in between
+        # read the lock before the file, because the holder may record its end and exit between the two reads
         holder = holder_of(self._directory.path)
         written, last = self._written(), self._rows.read()
         returns, evaluations = self._rows.returns, self._rows.evaluations
@@ -155,7 +155,7 @@ class StatusReader:
                 "evaluated_version": None,
                 "restarts": sum(node["incarnation"] for node in written["nodes"]),
             },
-            "commands": ["cancel"],  # commands of the HTTP service
+            "commands": ["cancel"],  # commands that the HTTP service accepts
             "workers": written["nodes"] if is_active else [],
             "returns": returns,
             "evaluations": evaluations,
@@ -175,7 +175,7 @@ class StatusReader:
         state = written["state"]
         if state in OVER:
             return state, written["reason"]
-        # check again, because a process may have started in between
+        # read the lock again, because a process may have started since the first read
         if holder is None and holder_of(self._directory.path) is None:
             return JobState.FAILED.value, f"process {written['pid']} on {written['host']} was killed"
         if state == JobState.RUNNING.value and not has_rows:

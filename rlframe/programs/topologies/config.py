@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rlframe.programs.experiment import Experiment
 
 # A function (engine, session) that adds the nodes of a program to an engine. It returns None, or the topology of a
-# second program to run after the first one succeeds. Only `language` returns one, after the supervised warm-up.
+# second program to run after the first program. Only `language` returns a topology, after the supervised warm-up.
 Topology = Callable[[Any, Any], Any]
 
 INLINE = "rlframe.engines.inline:InlineEngine"
@@ -93,7 +93,7 @@ class TopologyConfig:
 
     @property
     def grace_seconds(self) -> float:
-        """Seconds for the nodes to save and end."""
+        """Seconds in which the nodes must save and end, before they are killed."""
         return GRACE
 
     @property
@@ -133,7 +133,7 @@ class TopologyConfig:
         return []
 
     def extras_option(self, experiment: Experiment) -> str:
-        """Return the option that needs these extras, for an error message."""
+        """Return the option that needs the extras of `requires`, for an error message."""
         return f"--topology {self.name}"
 
 
@@ -184,7 +184,7 @@ class EnvOptions(TopologyConfig):
     num_workers: Union[int, None] = number(None, at_least=1)  # Threads or processes of a pool. None means one per core.
     async_envs: bool = False  # Act on the environments that answer first; not on-policy.
     wait_num: Union[int, None] = None  # With --async: environments to wait for. None means a third.
-    answer_timeout: float = number(600.0, above=0)  # Seconds for a step, after which an environment is hung.
+    answer_timeout: float = number(600.0, above=0)  # Seconds after which a step counts as hung.
     check_finite: Union[bool, None] = None  # Stop at NaN or infinity. None means yes, except for EnvPool.
     frame_stack: int = number(1, at_least=1)  # Number of newest observations to stack.
     action_repeat: int = number(1, at_least=1)  # Times to repeat each action, as one environment step.

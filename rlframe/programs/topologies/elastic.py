@@ -55,13 +55,13 @@ class Elastic(GameProgram):
 
     replays = ("shared_memory", "service", "reverb")
     control_group = "coordinator"
-    accepts_custom_replay = False  # the learner samples by item keys, which only the built-in replay buffers have
+    accepts_custom_replay = False  # the learner samples by item keys, and only built-in replay buffers have keys
 
     name: str = "elastic"
     # With elastic: operator that starts workers: local, ray or file.py:Class. auto means the operator of the engine.
     operator: str = "auto"
-    min_actors: int = number(1, at_least=1)  # With elastic: least number of actors.
-    # With elastic: largest number of actors. Automatic scaling is also limited by the number of cores.
+    min_actors: int = number(1, at_least=1)  # With elastic: minimum number of actors.
+    # With elastic: maximum number of actors. Automatic scaling is also limited by the number of cores.
     max_actors: int = 8
     # With elastic: stop actors if the mean staleness exceeds this number of versions. None means no limit.
     mean_staleness: Union[float, None] = number(None, above=0)
@@ -129,9 +129,9 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
     """Make the experiment's replay buffer. Return an object that any process of the run can use to access it."""
     experiment, config = session.experiment, Elastic.of(session.experiment)
     most = config.max_actors
-    # A collector keeps as many steps as an actor of another topology. With more collectors, the total is larger.
+    # The capacity per collector is the same as the capacity per actor in other topologies.
     capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
-    # `rounds` lets writers be far enough ahead that the learner finds all the batches of a grant.
+    # With `Limits.grant` rounds, the writers are far enough ahead to provide all batches of one grant.
     writers_envs = most * experiment.envs_per_actor
     if config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
@@ -159,7 +159,7 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
             "learner": 1,
             "collector": config.max_actors,
             "evaluator": 0,
-        }  # evaluators run rarely, so reserve no node for them
+        }  # evaluators run rarely, so no node is reserved for them
         operator: Operator = RayOperator(engine.worker_nodes(makers, most), **options)
     else:
         env = {} if "learner" in config.accelerators else {"learner": NO_ACCELERATOR}
@@ -188,7 +188,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         cores=config.max_actors if config.spans_machines else None,
         mean_staleness=config.mean_staleness,
         evaluates=config.evaluates,
-        stop_within=max(1.0, config.grace_seconds - 2.0),  # the rest of the time is for the workers to exit
+        stop_within=max(1.0, config.grace_seconds - 2.0),  # the workers exit in the remaining time
         run_info={
             "id": session.path.name,
             "run_dir": str(session.path),
@@ -245,7 +245,7 @@ class _Records:
         self._rows: Any = None
 
     def begin(self, counts: ActorCounts) -> None:
-        """Open the files. Remove rows of a killed coordinator that are not in its journal."""
+        """Open the files. Remove the rows of a killed coordinator that are not in the journal."""
         self._rows = RowWriter(self._session, counts.env_steps, counts)
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:

@@ -21,7 +21,7 @@ from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import ProgramConfig, Topology, configured_by
 
 HOST = "127.0.0.1"  # all services of a program run on one machine
-ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of the environments that save a state
+ENV_CHECKPOINT_EVERY = 50  # learner steps between two checkpoints of environments that have a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Language(ProgramConfig):
 def language(engine: Engine, session: Session) -> Topology | None:
     """Add the services, the learner, the environments and the monitor.
 
-    If the supervised warm-up is still to do, add only the warm-up, and return this topology for the second program.
+    If the supervised warm-up is not complete, add only the warm-up, and return this topology for the second program.
     """
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
@@ -142,12 +142,12 @@ def make_learner(session: Session) -> Any:
             max_token_len=experiment.agent_config.max_tokens,
             checkpoint_dir=str(session.path),
             save_checkpoint_interval=ENV_CHECKPOINT_EVERY,
-            num_steps=NO_LAST_STEP,  # the monitor ends the run; a resumed run must register the same number
+            num_steps=NO_LAST_STEP,  # the monitor ends the run; a resumed run must register the same number of steps
             max_staleness=config.max_staleness,
             stale="discard" if config.max_staleness is not None else None,
             run_key=session.directory.key(),
         )
-    # The run's steps are learner steps. The learner also stops there, in case the monitor fails.
+    # The run's steps are learner steps. The learner stops at the last step too, in case the monitor fails.
     every = experiment.checkpoint_every or experiment.steps
     cfg = dataclasses.replace(learner_config(session), max_learner_steps=session.until, checkpoint_every=every)
     vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]

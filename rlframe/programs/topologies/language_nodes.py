@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from rlframe.programs.session import Session
     from rlframe.programs.topologies.language import Language
 
-_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # an environment may block the event loop for this time
+_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # maximum time for which an environment may block the event loop
 
 _log = logging.getLogger(__name__)
 
 MODEL = "policy"  # name of the policy server's model
 
-NO_LAST_STEP = 2**31 - 1  # number of steps to register with the service; the monitor decides the last step
-_SET_BY_RUN = {  # options of an environment that the run sets, and the run's option for each
+NO_LAST_STEP = 2**31 - 1  # number of steps that is registered with the service; the monitor ends the run earlier
+_SET_BY_RUN = {  # option of an environment that users cannot set -> option of the run to use instead
     "tokenizer_name": "--tokenizer",
     "max_token_length": "--max-tokens",
     "rollout_server_url": "--service-port",
@@ -51,7 +51,7 @@ _SET_BY_RUN = {  # options of an environment that the run sets, and the run's op
 
 
 def language_config(session: Session) -> Language:
-    """Return the options of the topology. A cast, because `language.py` imports this file."""
+    """Return the options of the topology. This is a cast, because this file cannot import `language.py`."""
     return cast("Language", session.topology_config)
 
 
@@ -205,7 +205,7 @@ class WarmUpNode:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Train and write the weights in the published format. After `stop()`, return without writing."""
+        """Train, and write the weights in the format of released models. After `stop()`, return without writing."""
         session, directory = self._session, self._session.directory
         env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
@@ -250,7 +250,7 @@ class RecentMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: list[dict[str, float]] = []  # the newest 100
+        self._rows: list[dict[str, float]] = []  # the newest 100 rows
         self._newest: dict[str, float] = {}
         self.count = 0
 
@@ -275,7 +275,7 @@ class RecentMetrics:
             return dict(self._newest)
 
     def since(self, count: int, prefix: str) -> dict[str, float]:
-        """Return the metrics whose names begin with `prefix`, without those of the first `count` rows."""
+        """Return the metrics whose names begin with `prefix`, except the metrics of the first `count` rows."""
         with self._lock:
             rows = self._rows[-(self.count - count) :] if self.count > count else []
             return {name: value for row in rows for name, value in row.items() if name.startswith(prefix)}

@@ -36,7 +36,7 @@ class LightEnv(GameProgram):
 
     name: str = "light_env"
     num_inferencers: int = number(1, at_least=1)  # With light_env and distributed: number of inference services.
-    # Pools per actor. With 2, one pool steps while a service computes the actions of the other.
+    # Pools per actor. With 2, one pool steps while a service computes the actions of the other pool.
     num_pools: int = number(1, at_least=1)
 
 

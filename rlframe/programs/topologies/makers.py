@@ -1,4 +1,4 @@
-"""Functions for topologies of games. Each makes one object, or the options of one, from an experiment.
+"""Functions for topologies of games. Each function makes one object from an experiment, or the options of an object.
 
 - Environments: `make_pool`, `env_builder`.
 - The agent, with its network and normalization: `make_agent`.
@@ -131,7 +131,7 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
     if not hasattr(config, "total_learner_steps") or config.total_learner_steps is not None:
         return make(config)
     steps = topology.schedule_steps or experiment.steps
-    spec = make(config).replay_spec  # a temporary agent, whose schedules have no end yet
+    spec = make(config).replay_spec  # `replay_spec` of a temporary agent, whose schedules have no end yet
     known = {"total_learner_steps": total_learner_steps(spec, steps, experiment.num_envs)}
     if hasattr(config, "envs_per_batch"):
         known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
@@ -161,7 +161,7 @@ def inferencer_config(session: Session) -> InferencerConfig:
 def learner_config(session: Session) -> LearnerConfig:
     """Return the config of the learner of a program. Convert environment steps of the experiment to learner steps."""
     experiment, steps = session.experiment, session.experiment.steps
-    # Count the updates per checkpoint after the last step, where the wait for the first items has no influence.
+    # Count the updates between checkpoints after the last step, because the first updates must wait for items.
     between = steps, steps + (experiment.checkpoint_every or steps)
     return LearnerConfig(
         seed=experiment.seed,
@@ -170,7 +170,7 @@ def learner_config(session: Session) -> LearnerConfig:
         checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=max(1, updates_between(session.agent.replay_spec, *between, experiment.num_envs)),
         checkpoints_kept=CHECKPOINTS_KEPT,
-        resume=True,  # resume, because the learner may have been restarted
+        resume=True,  # a restarted learner must continue from its checkpoint
         codec=session.codec,
     )
 
@@ -196,7 +196,7 @@ def add_replay(engine: Engine, session: Session) -> Any:
             f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. Its "
             "constructor is called as Class(agent, seed=..., capacity=...)."
         )
-    make: Any = replay_cls  # Any, because a subclass may have another constructor
+    make: Any = replay_cls  # the type is Any, because a subclass may have another constructor
     return engine.own(make(session.agent, seed=experiment.seed, capacity=capacity))
 
 

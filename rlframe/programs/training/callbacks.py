@@ -17,7 +17,7 @@ from rlframe.programs.options import registry
 
 _log = logging.getLogger(__name__)
 
-_END_TIMEOUT = 2.0  # seconds for a node to answer the request to end, before the request is repeated
+_END_TIMEOUT = 2.0  # seconds to wait for the answer to a request to end the run, before the request is repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Callbacks:
         self._end = end
 
     def request_end(self) -> None:
-        """Request the node to end, if a callback raised or called `stop()`.
+        """Request the node to end the run, if a callback raised or called `stop()`.
 
         Call this repeatedly, because a restarted node loses the request.
         """

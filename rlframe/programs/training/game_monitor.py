@@ -19,7 +19,7 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT = 15.0  # seconds for an actor to close its environments
+_CLOSE_TIMEOUT = 15.0  # seconds in which an actor must close its environments
 
 
 class GameMonitor(Monitor):
@@ -101,10 +101,10 @@ class _LimitedActor:
 
     def __init__(self, actor: Any) -> None:
         self._poll_allow = handles.Poller(handles.resolve(actor, "actor"), "allow")
-        self._incarnation, self._env_steps = -1, 0.0  # values from the newest stats
+        self._incarnation, self._env_steps = -1, 0.0  # from the actor's newest stats
 
     def allow(self, share: int) -> dict[str, Any] | None:
-        """Allow `share` more steps than the actor has reported. Return its stats if it has answered."""
+        """Allow `share` more steps than the actor has reported. Return the actor's stats, or None without an answer."""
         stats = self._poll_allow(self._incarnation, self._env_steps + share)
         if stats is not None:
             self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]

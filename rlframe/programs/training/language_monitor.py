@@ -16,8 +16,8 @@ from rlframe.programs.session import Session
 from rlframe.programs.training.monitor import Monitor
 from rlframe.types import Logs
 
-_EVALUATION_TIMEOUT = 600.0  # seconds for an evaluation, including a restart of the environment
-_REFRESH_TIMEOUT = 600.0  # seconds for the policy server to load the learner's last version
+_EVALUATION_TIMEOUT = 600.0  # maximum seconds of an evaluation, including a restart of the environment
+_REFRESH_TIMEOUT = 600.0  # maximum seconds until the policy server has loaded the learner's last version
 
 
 class LanguageMonitor(Monitor):
@@ -86,7 +86,7 @@ class LanguageMonitor(Monitor):
 
     def _request_evaluation(self, *, final: bool) -> Logs:
         """Request an evaluation from the first environment, and return its values."""
-        # The clock gives a unique number. A number of an earlier monitor would return the old evaluation.
+        # Use the time as a unique number, because a number from an earlier monitor would return an old evaluation.
         number, deadline = time.time_ns(), time.monotonic() + _EVALUATION_TIMEOUT
         while time.monotonic() < deadline:
             answer = None

@@ -71,7 +71,7 @@ class TrainingLoop:
         self._stop, self._early_stop = StopSignal(session.quiet), EarlyStop(session)
         spec = replay_buffer.spec
         self._one_update_per_step = spec.samples_per_insert is None and spec.kind != "queue"
-        self._learner_logs: Logs | None = None  # logs of the newest update since the last row
+        self._learner_logs: Logs | None = None  # logs of the newest update; None without an update since the last row
         self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
         self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
         self.actor = self._make_actor()
@@ -94,10 +94,10 @@ class TrainingLoop:
         saved, has_replay = self.learner.restored
         self.inferencer.set_state(saved["inferencer"])
         if has_replay and saved["actor"]["env"] is not None:
-            # The environments and their incomplete items in the replay buffer continue in the middle of the episode.
+            # Continue in the middle of the episodes, with the saved environments and incomplete items.
             actor = make(rank=0, incarnation=saved["incarnation"])
         else:
-            # Claim the next incarnation of the same rank: it drops incomplete items and has new seeds.
+            # Claim the next incarnation of the rank. This removes incomplete items. The environments get new seeds.
             incarnation = -1
             while incarnation < saved["incarnation"]:
                 _, incarnation = self.replay_buffer.claim_rank(rank=0)
@@ -181,14 +181,14 @@ class TrainingLoop:
             actor.step()
             self._learn()
             now = actor.env_steps
-            if self._next_due <= now < until:  # at the last step, the caller runs all tasks
+            if self._next_due <= now < until:  # the caller runs all tasks of the last step
                 self._run_due_tasks(now)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
 
     def _learn(self) -> None:
-        """Make all updates that are due: until a queue has no batch left, or as many as `samples_per_insert` allows."""
+        """Make all updates that are due: one for each batch in a queue, or as many as `samples_per_insert` allows."""
         batch = self.replay_buffer.sample()
         while batch is not None:
             self._learner_logs = self.learner.step(batch)
@@ -215,13 +215,13 @@ class TrainingLoop:
         self._rows.write(self.actor.env_steps, self._counts, self._values)
 
     def _values(self) -> dict[str, Any]:
-        # To save transfers from the device, fetch only the logs of the newest update, and only for a row.
+        # Transfers from the device are slow, so fetch only the logs of the newest update, and only for a row.
         logs, self._learner_logs = self._learner_logs or {}, None
         return {
             **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
-            # the same names as in `Learner.stats`
+            # these names are the same as in `Learner.stats`
             **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},
         }
 
@@ -235,7 +235,7 @@ class TrainingLoop:
             with self._stop.interruptible():
                 outcome = try_evaluation(evaluate, now, final=final)
         except KeyboardInterrupt:
-            if self._stop.number is None:  # the evaluation did not end because of a signal
+            if self._stop.number is None:  # the KeyboardInterrupt does not come from a signal
                 raise
             return EvaluationOutcome(now)
         if outcome.values is not None:
@@ -246,10 +246,10 @@ class TrainingLoop:
         return outcome
 
     def _save(self, *, final: bool) -> None:
-        """Write a checkpoint if there were steps since the last one. A failure ends the run only if `final`."""
+        """Write a checkpoint if there were steps since the last checkpoint. A failure ends the run only if `final`."""
         now = self.actor.env_steps
         if self.learner.restored is not None and now == self._first_step:
-            return  # no steps since the checkpoint from which this session was restored
+            return  # this session was restored from a checkpoint, and has made no step since then
         if now == self._saved_env_steps and not final:
             return
         try:
@@ -263,12 +263,12 @@ class TrainingLoop:
         """Write a checkpoint of everything.
 
         Args:
-            with_envs: Save the environments. False if they have failed; then a resumed run resets them.
+            with_envs: Save the environments. False if the environments have failed: a resumed run then resets them.
             final: True for the last checkpoint of the session, which includes a large replay buffer.
         """
         now, every = self.actor.env_steps, self._replay_checkpoint_every
         is_due = final or (every > 0 and now - self._replay_saved_env_steps >= every)
-        can_save = self.replay_buffer.is_saved_by_learner  # if False, a resumed run fills the buffer again
+        can_save = self.replay_buffer.is_saved_by_learner  # False means that a resumed run fills the buffer again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
         extras = {
             "actor": self.actor.get_state(with_envs=with_envs),

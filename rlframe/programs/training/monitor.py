@@ -28,7 +28,7 @@ PendingEvaluation = futures.Future[EvaluationOutcome]
 
 POLL_SECONDS = 0.1  # seconds between two polls of the nodes
 _POLLING = Phase("polling the nodes", 300.0)
-_FINISH_TIMEOUT = 3600.0  # seconds for the learner's last update and checkpoint, including a restart of the learner
+_FINISH_TIMEOUT = 3600.0  # maximum seconds of the learner's last update and checkpoint, including a restart
 
 
 class Monitor(abc.ABC):

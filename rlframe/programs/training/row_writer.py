@@ -69,7 +69,7 @@ class RowWriter:
         return True
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write a row. Add the wall time to a training row."""
+        """Write a row. If it is a training row, add the wall time."""
         if "steps_per_second" in row:
             row = {**row, "wall_seconds": time.time() - self._session.began}
         self._logger.write(step, row)
@@ -147,7 +147,7 @@ def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks
     def read() -> None:
         nonlocal at
         try:
-            at = min(at, path.stat().st_size)  # a restarted monitor may remove the last row
+            at = min(at, path.stat().st_size)  # a restarted monitor may have removed the last row
             for row, position in rows_after(path, at):
                 at = position
                 logger.write(row.pop("step"), row)

@@ -1,4 +1,4 @@
-"""The number of updates of a run, and the step of the first update. A run without any update is refused."""
+"""Compute the number of updates of a run, and the step of the first update. Refuse a run without any update."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
     """Return the smallest number of updates after `steps` environment steps of a program that lost no data.
 
     The number is less than `total_learner_steps` for three reasons: writers may be ahead of the learner, the first
-    sequence of an environment takes longer than the next ones, and restarts of the learner may cost a tenth of the
-    updates.
+    sequence of an environment needs more steps than the next sequences, and restarts of the learner may cost a tenth
+    of the updates.
     """
     late = num_envs * (spec.item.length - spec.item.period) if isinstance(spec.item, Sequence) else 0
     ahead = samples_of_rounds(spec, num_envs, ROUNDS_AHEAD) / (spec.batch_size or num_envs)
@@ -49,12 +49,12 @@ def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 def steps_until_first_update(spec: ReplaySpec, num_envs: int) -> int:
     """Return the number of environment steps until there are enough items for the first update.
 
-    The first update may come earlier, because the last item of an episode is shorter, and steps with an ignored action
-    are items too.
+    The first update may happen earlier, because the last item of an episode is shorter, and steps with an ignored
+    action are items too.
     """
     batch = spec.batch_size or num_envs
     items = max(spec.min_size, batch) if spec.kind == "queue" else spec.min_size
-    rounds = math.ceil(items / num_envs)  # number of items of each environment
+    rounds = math.ceil(items / num_envs)  # number of items that each environment must complete
     item = spec.item
     steps = item.length + (rounds - 1) * item.period if isinstance(item, Sequence) else rounds + item.n_step - 1
     return steps * num_envs

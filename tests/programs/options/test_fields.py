@@ -35,7 +35,7 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 
 OTHERS = ("dqn", "impala", "pqn", "r2d2", "sac", "td3")
-NETWORKS = {"grpo": []}  # agent -> arguments; other agents get `--network mlp`
+NETWORKS = {"grpo": []}  # agent -> arguments for the network; other agents get `--network mlp`
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_train_function_has_the_options_of_the_command(agent, asked, capsys):
         name = flag.replace("-", "_")
         if name in ("help", "agent"):
             continue
-        if name not in values:  # --no-NAME or --GROUP.no-NAME of a switch
+        if name not in values:  # the flag turns a switch off: --no-NAME or --GROUP.no-NAME
             name = name.replace("no_", "", 1)
             assert isinstance(values[name], bool), flag
         found.add(name)
@@ -120,7 +120,7 @@ def test_command_line_and_script_make_equal_experiments(asked):
     assert told["profile"] is not None and told["notes"] == {"preset": "dqn/acrobot"}
 
 
-def test_head_options_change_and_preset_values_stay(asked, tmp_path):
+def test_changed_head_options_keep_the_other_values_of_the_preset(asked, tmp_path):
     assert make_experiment("dqn", head=Categories(5)).agent_config.head == Categories(5)
     rainbow = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="categorical", head_value_max=5)
     assert rainbow.agent_config.head == Categories(51, -10.0, 5.0)
@@ -146,7 +146,7 @@ def test_head_options_change_and_preset_values_stay(asked, tmp_path):
             rlframe.train("dqn", **{option.replace("-", "_"): 3})
 
 
-def test_async_option_has_aliases_in_python(asked):
+def test_async_option_has_three_names_in_python(asked):
     for spelled in ("async_envs", "async_", "async"):
         rlframe.train("dqn", **{spelled: True})
     assert [experiment.topology_config.async_envs for experiment, _ in asked] == [True] * 3
@@ -291,7 +291,7 @@ def test_values_in_complete_configs_are_checked():
     assert make_experiment("ppo", agent_config={"num_epochs": 2}).agent_config == PPOConfig(num_epochs=2)
 
 
-def test_command_only_options_match_train_options():
+def test_list_of_command_line_only_options_is_complete():
     assert set(field_names(TrainOptions)) - set(field_names(SessionOptions)) == set(api.COMMAND_LINE_ONLY)
 
 
@@ -341,7 +341,7 @@ def test_user_config_with_name_fields_round_trips_through_json(own):
     assert with_choices(own, {"model": "large", "head": "quantiles"}) == own
 
 
-def test_complete_choice_combines_with_its_options():
+def test_head_as_object_or_dict_accepts_additional_head_options():
     for head in (Quantiles(5), {"name": "quantiles", "num_quantiles": 5}):
         made = make_experiment("dqn", preset="none", head=head, head_huber_threshold=2.0)
         assert made.agent_config.head == Quantiles(5, 2.0)
@@ -396,7 +396,7 @@ def test_invalid_json_value_is_refused(values, message):
     assert str(raised.value) == message
 
 
-def test_object_without_json_form_is_refused():
+def test_object_that_cannot_be_written_as_json_is_refused():
     with pytest.raises(UsageError, match=r"^config\.json cannot contain <object"):
         to_jsonable({"f": object()})
 

@@ -63,7 +63,7 @@ def test_object_of_a_file_is_named_by_its_file(maze, tmp_path):
         assert load_object(str(named), "environment").__qualname__ == name  # loaded by name, as in another process
 
 
-def test_loaded_object_has_the_name_it_was_loaded_by(tmp_path):
+def test_name_of_a_loaded_object_is_the_name_used_for_loading(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     name = f"{tmp_path}/own.py:Maze"
     assert object_name(load_object(name, "environment")) == name
@@ -113,11 +113,11 @@ def test_object_of_a_script_is_named_by_its_file_except_under_main_guard(monkeyp
     assert object_name(main.make_maze) == f"{tmp_path}/script.py:make_maze"
     assert load_object(f"{tmp_path}/script.py:Maze", "environment") is main.Maze
     assert object_name(main.Hidden) == "__main__:Hidden"
-    exec(compile(FILE, "<stdin>", "exec"), vars(main))  # `python -i script.py`
+    exec(compile(FILE, "<stdin>", "exec"), vars(main))  # like code that is typed after `python -i script.py`
     assert object_name(main.make_maze) == object_name(main.make_maze) == "__main__:make_maze"
 
 
-def test_object_of_python_dash_m_is_named_by_its_module(monkeypatch, tmp_path):
+def test_object_of_a_module_started_with_dash_m_is_named_by_its_module(monkeypatch, tmp_path):
     main = script(monkeypatch, tmp_path, spec=types.SimpleNamespace(name="package.script"))
     assert object_name(main.Maze) == "package.script:Maze"
     assert load_object("package.script:Maze", "environment") is main.Maze
@@ -172,8 +172,8 @@ def test_classes_of_notebook_cells_train_and_can_be_redefined(notebook):
 
     notebook.restart()
     run_dir = again.run_dir
-    assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 12.0  # this process still has the objects
-    object_names._of_runs.clear()  # another process would have none
+    assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 12.0  # the objects still exist in this process
+    object_names._of_runs.clear()  # simulate another process, which does not have the objects
     with pytest.raises(UsageError, match=r"The agent Mine was defined in a notebook .* pass .* as agent=\.\.\."):
         rlframe.load(run_dir)
     with pytest.raises(
@@ -255,7 +255,7 @@ def test_ipython_cell_trains_on_its_class(tmp_path):
     train = f"import rlframe; result = rlframe.train('ppo', Catch, run_dir='run', **{SMALL!r})"
     code = (
         "import sys; from IPython.core.interactiveshell import InteractiveShell; shell = InteractiveShell.instance();"
-        "sys.modules['__main__'] = shell.user_module;"  # like `ipython` and its kernels
+        "sys.modules['__main__'] = shell.user_module;"  # the `ipython` command and Jupyter kernels do the same
         f"[shell.run_cell(cell).raise_error() for cell in {[ENV, train, 'print(result.return_mean)']!r}]"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -84,7 +84,7 @@ def test_class_of_a_file_pickles_in_the_same_process(agent_file):
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_absolute_name_changes_only_file_paths(tmp_path, monkeypatch):
+def test_only_file_paths_in_names_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert absolute_name("a.py:B") == f"{tmp_path}/a.py:B"
     assert absolute_name("ppo") == "ppo"

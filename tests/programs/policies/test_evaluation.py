@@ -15,8 +15,8 @@ from rlframe.programs import make_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation, make_largest
 from rlframe.programs.run_dir.directory import Result, RunDir
 
-# An environment of which at most `most` instances may be open, like with licenses. In evaluations, `fails` makes its
-# start fail, and `endless` makes its episodes endless.
+# An environment that needs a license. There are `most` licenses, so at most `most` instances may be open. In
+# evaluations, `fails` makes the start of an environment fail, and `endless` makes its episodes endless.
 ENV = """
 import pathlib
 
@@ -81,7 +81,7 @@ def evaluation_rows(tmp_path: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(("works", "wanted"), [(4, 20), (1, 20), (19, 20), (20, 20), (1, 2), (1, 1)])
-def test_make_largest_finds_the_largest_working_count(works, wanted):
+def test_largest_number_of_environments_that_can_be_made_is_found(works, wanted):
     open_now = set()
 
     class Pool:
@@ -99,7 +99,7 @@ def test_make_largest_finds_the_largest_working_count(works, wanted):
     assert pool.size == min(works, wanted) and (problem is None) == (works >= wanted)
 
 
-def test_make_largest_raises_the_first_error_if_nothing_works():
+def test_first_error_is_raised_if_no_environment_can_be_made():
     def fail(size: int) -> None:
         raise EnvError(f"no {size}")
 
@@ -108,7 +108,7 @@ def test_make_largest_raises_the_first_error_if_nothing_works():
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
-def test_evaluation_uses_the_environments_that_can_be_built(env, tmp_path, caplog, topology):
+def test_evaluation_uses_only_environments_that_can_be_built(env, tmp_path, caplog, topology):
     result = train(env, tmp_path, eval_episodes=7, **licensed(tmp_path, 5), **topology)
     assert (result.episodes, result.return_mean, result.evaluation_error) == (7, 5.0, None)
     assert result.evaluation == {"return_mean": 5.0, "return_std": 0.0, "length_mean": 5.0, "episodes": 7}
@@ -119,7 +119,7 @@ def test_evaluation_uses_the_environments_that_can_be_built(env, tmp_path, caplo
 
 
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
-def test_training_environments_close_for_the_final_evaluation(env, tmp_path, topology):
+def test_training_environments_are_closed_for_the_final_evaluation(env, tmp_path, topology):
     result = train(env, tmp_path, eval_episodes=3, **licensed(tmp_path, 2), **topology)
     assert (result.episodes, result.return_mean) == (3, 5.0)
     assert not list(tmp_path.glob("slot-*"))
@@ -160,7 +160,7 @@ def test_eval_every_is_refused_without_eval_episodes():
         ({"eval_env_kwargs": {"color": "red"}}, "color"),
     ],
 )
-def test_failed_final_evaluation_gives_a_result_with_the_checkpoint(env, tmp_path, topology, options, why):
+def test_result_names_the_checkpoint_after_a_failed_final_evaluation(env, tmp_path, topology, options, why):
     result = train(env, tmp_path, eval_episodes=2, **options, **topology)
     checkpoint = max(int(path.name) for path in RunDir(tmp_path / "run").checkpoints.iterdir() if path.name.isdigit())
     assert result.env_steps >= 64 and result.return_mean is None and result.evaluation is None
@@ -180,7 +180,7 @@ def test_failed_evaluation_during_training_does_not_end_the_run(env, tmp_path, c
 
 
 @pytest.mark.system
-def test_elastic_run_succeeds_without_a_working_evaluation(env, tmp_path):
+def test_elastic_run_succeeds_although_its_evaluation_fails(env, tmp_path):
     common = {"topology": "elastic", "num_actors": 2, "max_actors": 2}
     result = train(env, tmp_path, **common, eval_env_kwargs={"fails": "build"})
     assert result.return_mean is None and "port 5000" in result.evaluation_error

@@ -1,4 +1,4 @@
-"""An evaluation during a run uses a checkpoint, which the learner writes for it."""
+"""An evaluation during a run uses a checkpoint that the learner writes for the evaluation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_policy_before_the_first_update_is_saved(agent, learner, tmp_path, caplo
     assert not caplog.records
 
 
-def test_wait_ends_with_the_checkpoint_of_a_restarted_learner(agent, learner, tmp_path, monkeypatch):
+def test_wait_ends_when_a_restarted_learner_writes_a_checkpoint(agent, learner, tmp_path, monkeypatch):
     monkeypatch.setattr(learner, "learner_steps", 100)
     requests = []
 
@@ -70,7 +70,7 @@ def test_wait_ends_with_the_checkpoint_of_a_restarted_learner(agent, learner, tm
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
-def test_unsaved_learner_is_evaluated_with_its_current_parameters(agent, learner, tmp_path, monkeypatch, caplog):
+def test_learner_that_cannot_save_is_evaluated_with_current_parameters(agent, learner, tmp_path, monkeypatch, caplog):
     def fail(*_, **__):
         raise CheckpointError("the disk is full")
 

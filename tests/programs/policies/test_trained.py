@@ -155,7 +155,7 @@ def act_with_resets(policy):
     return act
 
 
-def test_loaded_policy_has_the_returns_of_evaluate(run):
+def test_loaded_policy_gets_the_same_returns_as_rlframe_evaluate(run):
     path, env = run
     policy = rlframe.load(path)
     expected = rlframe.evaluate(path, episodes=EPISODES, seed=SEED)
@@ -174,7 +174,7 @@ def test_loaded_sac_policy_normalizes_observations(tmp_path):
 
 
 @pytest.mark.system
-def test_loaded_atari_policy_has_the_returns_of_evaluate(tmp_path):
+def test_loaded_atari_policy_gets_the_same_returns_as_rlframe_evaluate(tmp_path):
     rlframe.train("dqn", "Pong-v5", run_dir=tmp_path / "run", steps=400, num_envs=4, preset="none", eval_episodes=1,
                   min_replay_size=200, env_kwargs={"max_episode_steps": 60}, network="nature_cnn", quiet=True,
                   network_config=SMALL_CNN)  # fmt: skip
@@ -236,10 +236,10 @@ def test_exploring_policy_keeps_its_state(tmp_path):
     assert policy.state.action.shape == (64,) and (drawn[1][policy.state.steps_left > 0] >= 0).all()
     kept = policy.state
     again = policy.act(observation, state=kept._replace(steps_left=np.full(64, 9, np.int32)), greedy=False)
-    np.testing.assert_array_equal(again, kept.action)  # repeats the last actions in the given state
+    np.testing.assert_array_equal(again, kept.action)  # the policy repeats the last actions, stored in the state
 
 
-def test_checkpoints_load_by_name_and_missing_ones_are_refused(tmp_path, monkeypatch):
+def test_checkpoints_are_loaded_by_name_and_missing_checkpoints_are_refused(tmp_path, monkeypatch):
     values = []
     result = rlframe.train("ppo", CARTPOLE, run_dir=tmp_path / "run", steps=512, num_envs=4, preset="none",
                            unroll_length=16, checkpoint_every=256, eval_episodes=1, quiet=True,

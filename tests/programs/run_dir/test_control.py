@@ -28,7 +28,7 @@ from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 DESCRIBED = make_experiment("dqn", steps=1_000)
 
 
-def test_run_key_stays_the_same(tmp_path):
+def test_key_of_a_run_directory_stays_the_same(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     key = RunDir(tmp_path / "one").key()

@@ -99,12 +99,12 @@ def test_lock_waits_for_a_holder_without_a_record(tmp_path, monkeypatch, take_ov
         once_read(monkeypatch, lambda: print(file=process.stdin, flush=True))
         if take_over:
             with RunLock(tmp_path, take_over=True):
-                assert process.wait(timeout=60.0) == 0  # it got SIGTERM, so it could save
+                assert process.wait(timeout=60.0) == 0  # the holder got SIGTERM, so it could save
         else:
             assert f"is in use by process {process.pid} on" in refused(tmp_path)
 
 
-def test_reader_of_a_dead_lock_does_not_block_a_new_holder(tmp_path, monkeypatch):
+def test_reading_the_lock_of_an_ended_process_does_not_block_a_new_holder(tmp_path, monkeypatch):
     with holder(tmp_path) as process:
         pass
     assert f'"pid": {process.pid}' in (tmp_path / NAME).read_text()
@@ -205,7 +205,7 @@ class RemoteHolder:
         self._thread.join()
 
     def _record(self, beat: int) -> str:
-        # The pid belongs to a living process on this host, which must not matter.
+        # The pid also belongs to a living process on this host. The lock must ignore that process.
         holder = {"pid": os.getppid(), "started": 1, "host": "far", "boot": "another kernel's", "since": "noon"}
         return json.dumps({**holder, "ends_within": 30.0, "beat": beat})
 
@@ -236,7 +236,7 @@ def test_remote_holder_without_heartbeat_counts_as_dead(tmp_path, monkeypatch):
             assert time.monotonic() - began > 0.5
 
 
-def test_remote_holder_that_ends_while_watched_frees_the_lock(tmp_path, caplog):
+def test_lock_is_free_if_a_remote_holder_ends_while_it_is_watched(tmp_path, caplog):
     def end() -> None:
         while "watching" not in caplog.text:
             time.sleep(0.01)
@@ -257,7 +257,7 @@ def test_take_over_works_if_another_container_has_the_same_pid(tmp_path, monkeyp
         assert (tmp_path / f"{NAME}.{os.getpid()}").read_text() == "the other's"
 
 
-def test_remote_holder_with_old_heartbeat_is_ignored(tmp_path):
+def test_remote_holder_with_an_old_heartbeat_is_ignored(tmp_path):
     with RemoteHolder(tmp_path, is_alive=False):
         found = holder_of(tmp_path)
         assert found is not None and found.host == "far"
@@ -313,5 +313,5 @@ def test_file_system_without_locks_logs_a_warning(tmp_path, monkeypatch, caplog)
     with RunLock(tmp_path):
         assert f"The file system of {tmp_path} has no locks" in caplog.text
         monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
-    with RunLock(tmp_path):  # heartbeats still work
+    with RunLock(tmp_path):  # heartbeats protect the directory even without locks
         assert "is in use by" in refused(tmp_path)

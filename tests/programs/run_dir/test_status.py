@@ -141,7 +141,7 @@ def test_single_process_run_has_a_status_during_and_after_training(tmp_path, cap
 def test_stop_fails_if_the_run_cannot_save(directory, capsys):
     status = StatusFile(directory, DESCRIBED, 1_000)
 
-    def end(number, frame):  # like a run whose disk is full
+    def end(number, frame):  # behave like a run whose disk is full
         status.write(state="FAILED", reason="Cannot write checkpoints/9: No space left on device.")
         lock.__exit__(None, None, None)
 

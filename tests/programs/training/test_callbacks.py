@@ -60,7 +60,7 @@ def train(run_dir: pathlib.Path, topology: str, engine: str | None, **options: A
 
 
 def check_run_continues(run_dir: pathlib.Path, ended_at: int) -> None:
-    """Resume the run for 200 more steps."""
+    """Resume the run for 200 more steps, which must succeed."""
     result = rlframe.train(run_dir=run_dir, resume=True, stop_at=ended_at + 200, quiet=True)
     assert result.env_steps >= ended_at + 200 and result.stopped_by == "stop_at"
 
@@ -197,7 +197,7 @@ def test_evaluated_policy_is_saved_before_callbacks_receive_its_row_in_elastic(t
             logged.append(info.values["return_mean"])
             directory, experiment = open_run(tmp_path / "run", {})
             agent = make_agent(experiment)
-            steps = Checkpointer(directory.checkpoints).steps()  # two if the next evaluation has started
+            steps = Checkpointer(directory.checkpoints).steps()  # two checkpoints if the next evaluation has started
             for policy in [read_policy(agent, directory, step) for step in steps]:
                 saved[policy.version] = Evaluations(experiment, agent, policy).evaluate()["return_mean"]
             info.stop()
@@ -208,7 +208,7 @@ def test_evaluated_policy_is_saved_before_callbacks_receive_its_row_in_elastic(t
     assert saved[evaluated["params_version"]] == logged[0] == evaluated["return_mean"]
 
 
-def test_stop_after_an_evaluation_does_not_repeat_it(tmp_path):
+def test_stop_after_an_evaluation_does_not_repeat_the_evaluation(tmp_path):
     def callback(info):
         if "return_mean" in info.values:
             info.stop()
@@ -260,7 +260,7 @@ def test_signal_is_reported_as_an_interrupt(tmp_path):
         assert (result.stopped_by, result.signal, result.return_mean) == ("interrupt", signal.SIGINT, None)
 
 
-def test_replaced_rows_are_read_from_their_start(tmp_path):
+def test_replaced_rows_are_read_completely(tmp_path):
     """A restarted monitor replaces its last rows, so a reader's position may be inside a new row."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')

@@ -1,4 +1,4 @@
-"""The monitor with a real learner in one process: evaluations when nodes die."""
+"""The monitor with a real learner in one process, mainly evaluations during which nodes die."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def running(monitor: GameMonitor) -> Iterator[threading.Thread]:
 
 @pytest.mark.system
 @pytest.mark.parametrize("learns_on", [False, True])
-def test_evaluated_policy_is_the_saved_one_if_the_learner_dies_during_evaluation(tmp_path, learns_on):
+def test_last_saved_policy_is_evaluated_if_the_learner_dies_during_evaluation(tmp_path, learns_on):
     session = make_session(tmp_path, steps=200)
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(LearnerAndActor(session))
@@ -135,7 +135,7 @@ def test_evaluated_policy_is_the_saved_one_if_the_learner_dies_during_evaluation
         assert again.learner.learner_steps == at
         if not learns_on:
             reference.learner = again.learner
-            wait_until(lambda: again.learner._finish.is_set())  # before its first update
+            wait_until(lambda: again.learner._finish.is_set())  # the monitor asks it to finish before its first update
         stack.enter_context(again)
         if learns_on:
             wait_until(lambda: again.learner.learner_steps > at)
@@ -160,7 +160,7 @@ def test_missing_updates_are_logged(tmp_path, caplog):
         with running(GameMonitor(session, node.learner, [StoppedActor(100_000)])) as monitor:
             monitor.join(120.0)
     made = Result.read(RunDir(session.path).result).learner_steps
-    assert 0 < made < 50_000  # one update per step would be expected
+    assert 0 < made < 50_000  # fewer than the expected one update per step
     assert (
         f"The learner made {made} updates, but about 99980 were expected for 100000 environment steps. The learner was"
         in caplog.text
@@ -179,11 +179,11 @@ def test_restarted_monitor_repeats_an_interrupted_evaluation(tmp_path):
     assert evaluated_at(session) == [350]
     assert (
         ProgressFile(RunDir(session.path).progress, session.session_id).evaluated == 350
-    )  # the next one is due at 600
+    )  # the next evaluation is due at step 600
 
 
 def test_restarted_monitor_writes_no_learner_stats_before_the_learner_answers(tmp_path):
-    """Otherwise, the row would show version 0 after a higher version."""
+    """Otherwise, the row would contain version 0, after rows with higher versions."""
     session = make_session(tmp_path, steps=100_000, log_every=100)
     path = RunDir(session.path).metrics
     with socket.socket() as silent:
@@ -220,8 +220,8 @@ def test_actors_take_exactly_the_steps_of_the_run_if_one_actor_takes_none(tmp_pa
     session = make_session(tmp_path, steps=200)
     (tmp_path / "gate").touch()
     quick, silent = LimitedActor(), StoppedActor(20)
-    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # it reports, but takes no steps
+    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # this actor reports, but takes no steps
     with LearnerAndActor(session) as node, running(GameMonitor(session, node.learner, [quick, silent])):
         wait_until(lambda: RunDir(session.path).result.exists())
-    assert Result.read(RunDir(session.path).result).env_steps == 200  # exactly 180 + 20
+    assert Result.read(RunDir(session.path).result).env_steps == 200  # 180 steps of `quick` and 20 of `silent`
     assert quick.limits[0] == 90 and max(quick.limits) == 180

@@ -22,7 +22,7 @@ SENTENCE = r"About ([\d,]+) updates? of ([\d,]+) items each, the first after ([\
 @pytest.mark.parametrize(
     "spec, num_envs, steps",
     [
-        (UNROLLS, 8, 32 * 8),  # one unroll of each environment
+        (UNROLLS, 8, 32 * 8),  # the batch needs one unroll of each environment
         (dataclasses.replace(UNROLLS, batch_size=20), 8, 3 * 32 * 8),
         (ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=8.0), 1, 1000),
         (ReplaySpec("uniform", Transition(3), 32, 10_000, min_size=1000, samples_per_insert=8.0), 8, (125 + 2) * 8),
@@ -33,12 +33,12 @@ def test_first_update_needs_min_size_items(spec, num_envs, steps):
     assert steps_until_first_update(spec, num_envs) == steps
 
 
-def test_min_updates_subtracts_steps_ahead_and_first_sequences():
+def test_minimum_of_updates_allows_writers_ahead_and_slow_first_sequences():
     every_step = ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=32.0)
     assert min_updates(every_step, 11_000, 1) == int(0.9 * (10_000 - 2))
     assert min_updates(every_step, 11_000, 8) == int(0.9 * (10_000 - 2 * 8))
     sequences = ReplaySpec("uniform", Sequence(20, 5), 32, 10_000, min_size=10, samples_per_insert=8.0)
-    due = (10_000 - 8 * 15) / 5 - 10  # number of items, each sampled 8 times
+    due = (10_000 - 8 * 15) / 5 - 10  # number of items; each item is sampled 8 times
     assert min_updates(sequences, 10_000, 8) == int(0.9 * (int(due * 8 / 32) - 2 * 8 * 8 / 32))
 
 
@@ -56,7 +56,7 @@ def test_run_makes_the_announced_number_of_updates(agent, fields, tmp_path):
     assert match is not None
     updates, _, first = (int(number.replace(",", "")) for number in match.groups())
     result = run_experiment(experiment, run_dir=tmp_path / "run")
-    # There may be more updates, because steps with an ignored action are not counted, but some of them complete items.
+    # More updates are possible, because the number excludes steps with an ignored action, but these may complete items.
     assert updates <= result.learner_steps <= 1.2 * updates + 1
     before = run_experiment(experiment, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
     assert before.learner_steps == 0
