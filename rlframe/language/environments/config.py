@@ -1,4 +1,4 @@
-"""Options of environments and of their model servers. Names and defaults are the published ones, except where noted."""
+"""Options of environments and of their model servers. Names and defaults are `atroposlib`'s, except where noted."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class StrictModel(BaseModel):
                     )
             for name, value in values.items():
                 if isinstance(value, bool) and not takes_bool(cls.model_fields[name].annotation):
-                    raise ValueError(f"{name} cannot be {value}.")  # pydantic would convert it to a number
+                    raise ValueError(f"{name} cannot be {value}.")  # pydantic would convert the bool to a number
         return values
 
 
 def takes_bool(annotation: Any) -> bool:
-    """Return True if a field of this type takes true and false as bools, not as numbers."""
+    """Return True if bools are valid values of a field of this type."""
     return annotation in (bool, Any) or any(map(takes_bool, get_args(annotation)))
 
 
@@ -125,7 +125,7 @@ class ServerBaseline(StrictModel):
     """Options of requests to the model servers of this machine.
 
     The servers are `rlframe serve policy` at port 8001 if that port is open; otherwise ports 9004 to 9007, as
-    published.
+    in `atroposlib`.
     """
 
     timeout: int = Field(default=1200, gt=0, description="seconds for an answer, including all retries")
@@ -159,7 +159,7 @@ class APIServerConfig(ServerBaseline):
     )
 
 
-OpenaiConfig = APIServerConfig  # name in older environments
+OpenaiConfig = APIServerConfig  # the name that older environments import
 
 
 class ServerManagerConfig(StrictModel):

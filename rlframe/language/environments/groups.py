@@ -17,7 +17,7 @@ _ROWS = (
     *("distill_token_ids", "distill_logprobs"),
 )
 
-Item = Any  # a task for a group, as returned by `get_next_item`
+Item = Any  # the task that a group answers, as returned by `get_next_item`
 number = Union[int, float]
 
 
@@ -37,14 +37,16 @@ class ScoredDataGroup(TypedDict, total=False):
 
     tokens: list[list[int]]
     masks: list[list[int]]
-    scores: list[float]  # booleans become 1 and 0
+    scores: list[float]  # booleans are converted to 1 and 0
     advantages: list[list[float]] | None
     ref_logprobs: list[list[float]] | None
     inference_logprobs: list[list[float]] | None
     messages: list[list[Message]] | None
     generation_params: dict[str, Any] | None
     group_overrides: dict[str, Any] | None
-    overrides: list[dict[str, Any]] | None  # for each sequence {} or, for example, {"set_advantage_to_zero": True}
+    overrides: (
+        list[dict[str, Any]] | None
+    )  # one dict for each sequence, for example {"set_advantage_to_zero": True}, or {}
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
@@ -86,7 +88,7 @@ def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
 
 
 def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
-    """Return why the group is not sent, or None if it is sent."""
+    """Return the reason why the group is not sent, or None if it is sent."""
     config = env.config
     tokens: Any = () if group.get("tokens") is None else group["tokens"]  # a list of rows, or an array
     wanted = (group.get("group_overrides") or {}).get("group_size", config.group_size)
@@ -102,7 +104,7 @@ def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -
 
 
 def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
-    """Return the group with messages, decoded from the tokens if there are none."""
+    """Return the group with messages. If it has no messages, decode them from the tokens."""
     if group.get("messages"):
         return group
     messages = [[{"role": "user", "content": tokenizer.decode(list(row))}] for row in group["tokens"]]
@@ -124,7 +126,7 @@ def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_versi
     return Group.from_item({**group, **empty, **messages, **metadata})
 
 
-_PLACEHOLDERS = ("a", "b")  # every other content differs from at least one of them in its first and in its last token
+_PLACEHOLDERS = ("a", "b")  # the first token of a content differs from "a" or from "b", and so does the last token
 
 
 def tokenize_for_trainer(
@@ -192,7 +194,7 @@ def _turn(
         added = tokenizer.decode(tokens[len(prompt) : start]).strip()
         if not isinstance(content, str) or content.lstrip().startswith(added):
             start = len(prompt)
-    if content == "":  # an empty content may merge the line ends around it into other tokens
+    if content == "":  # without content between them, line ends may be merged into other tokens
         start = content_end
     if not isinstance(content, str):
         content_end = next((i for i in range(start, len(tokens)) if tokens[i] in stops), content_end)

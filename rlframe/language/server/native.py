@@ -76,7 +76,7 @@ class VllmRequest(SamplingFields):
 
 
 def _listed(token: int, log_prob: float, top_tokens: dict[int, float]) -> list[dict[str, float]]:
-    """Return vLLM's entry for one position: log-probabilities by token id, with the sampled token first."""
+    """Return vLLM's entry for one position: a dict from token id to log-probability. The sampled token is first."""
     return [{str(one): value for one, value in {token: log_prob, **top_tokens}.items()}]
 
 
