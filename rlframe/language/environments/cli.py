@@ -226,7 +226,7 @@ def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Serv
 
 
 def _single_server(servers: Servers) -> APIServerConfig:
-    """Return the config that the --openai.* flags change: the class's server if it has exactly one, else the defaults."""
+    """Return the config that the --openai.* flags change: the class's server if there is only one, or the defaults."""
     server = servers if isinstance(servers, ServerBaseline) else servers[0] if len(servers) == 1 else ServerBaseline()
     return server if isinstance(server, APIServerConfig) else APIServerConfig(**server.model_dump())
 

@@ -47,8 +47,7 @@ class BaseEnv(abc.ABC):
         tokenizer: The tokenizer that the config names.
         curr_step: The trainer's step: the number of batches it has received.
         max_token_len: Maximum number of tokens of a sequence, set by the trainer. -1 before registration.
-        workers: Running attempts to collect groups.
-        eval_workers: Running tasks of an evaluation.
+        workers, eval_workers: Running attempts to collect groups, and running tasks of an evaluation.
         status_dict: Last response to `/status-env`.
         backlog: Items that are collected before new items are requested.
         process_mode: Whether groups are collected for a file, without trainer and service.

@@ -140,7 +140,7 @@ class ServeLoop:
         return evaluation
 
     async def evaluate(self) -> None:
-        """Evaluate after registration and the end of any earlier evaluation. Collecting pauses or continues as configured.
+        """Wait for registration and for any earlier evaluation, then evaluate. Collecting may pause, as configured.
 
         Raises:
             Exception: Any exception of the environment's `evaluate`.

@@ -48,7 +48,7 @@ class ModelConfig:
     intermediate_size: int = 384
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2  # each is shared by num_attention_heads / num_key_value_heads query heads (Ainslie et al. 2023)
+    num_key_value_heads: int = 2  # groups of query heads that share keys and values (Ainslie et al. 2023)
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -90,7 +90,7 @@ class ModelConfig:
 
     @property
     def array_dtype(self) -> Any:
-        """`dtype` as a type. Do not pass the name to numpy: it would use TensorFlow's bfloat16 if TensorFlow is imported."""
+        """`dtype` as a type. If TensorFlow is imported, numpy would convert the name to TensorFlow's bfloat16."""
         return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
 
     @property

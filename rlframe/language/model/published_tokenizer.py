@@ -1,4 +1,4 @@
-"""Tokenizers in the format of Hugging Face: `tokenizer.json`, with special tokens and a chat template in other files."""
+"""Tokenizers in the format of Hugging Face: `tokenizer.json`, and files of special tokens and a chat template."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TokenBytes:
     def repair_bytes(self, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """Replace malformed bytes in runs of single-byte tokens by U+FFFD.
 
-        The decoder of the `tokenizers` package replaces every byte of a malformed run, also valid characters. Without
-        this repair, text that was already streamed would change later.
+        If a run is malformed, the decoder of the `tokenizers` package replaces all of its bytes, even those of valid
+        characters. So text that was already streamed would change later.
         """
         if self._single.keys().isdisjoint(tokens):
             return list(tokens)

@@ -41,7 +41,7 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     """Return random parameters for training a small model from scratch.
 
     Normal with variance 1 / fan-in. Projections into the residual stream are scaled down by the square root of their
-    number (Radford et al. 2019). Embeddings have a standard deviation of 0.02, as in Radford et al. 2019.
+    number (Radford et al. 2019). Embeddings have a standard deviation of 0.02, the default of transformers.
     """
     D, F, head = config.hidden_size, config.intermediate_size, config.head_size
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -261,7 +261,7 @@ def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
     """Scale frequencies as Llama 3.1: lengthen long wavelengths, keep short ones, and interpolate between them."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # turns of each angle within the old context
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the old context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor

@@ -1,4 +1,4 @@
-"""Weights in the format of Hugging Face: a folder with `config.json`, and `model.safetensors` or shards with an index."""
+"""Weights in the format of Hugging Face: a folder with `config.json`, and `model.safetensors` or shards and an index."""
 
 from __future__ import annotations
 

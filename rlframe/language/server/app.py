@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
 
 _IN_THREAD = 16 << 10  # size in bytes; larger requests are encoded in a thread, since 1 MB may take seconds
-_LINE_ENDS = "\x85\u2028\u2029"  # Unicode line ends; events contain them escaped, since some clients split lines at them
+_LINE_ENDS = "\x85\u2028\u2029"  # Unicode line ends, at which some clients split events; so they are escaped
 _DESCRIPTION = """A language model in training, with the OpenAI API.
 
 Every response has a `policy_version`: the version of the parameters that sampled its last token."""

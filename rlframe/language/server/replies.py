@@ -1,4 +1,4 @@
-"""Complete or streamed responses in OpenAI's formats for completions and chats, with additional fields of vLLM and rlframe."""
+"""Complete or streamed responses in OpenAI's formats for completions and chats, with fields of vLLM and rlframe added."""
 
 from __future__ import annotations
 
