@@ -50,7 +50,7 @@ class Inferencer:
     """Returns an agent's actions for batches of timesteps, with the learner's newest parameters.
 
     An inline Inferencer, which one thread calls, is synchronous, and its results are reproducible. While `run()` is
-    executed, the Inferencer is a service: one jitted call answers simultaneous calls, and another thread fetches
+    active, the Inferencer is a service: one jitted call answers simultaneous calls, and another thread fetches
     parameters.
 
     The methods of a call, in the process of the Inferencer or from another process through a handle:

@@ -84,9 +84,7 @@ class APIServer:
         kwargs["model"] = self.config.model_name
         if not kwargs.pop("skip_reasoning", False) and (body := self._reasoning.extra_body(self.config.base_url)):
             kwargs["extra_body"] = {**(kwargs.get("extra_body") or {}), **body}
-            if (
-                "reasoning_effort" in body
-            ):  # with it, OpenAI's models refuse max_tokens and temperatures except 1
+            if "reasoning_effort" in body:  # with it, OpenAI's models refuse max_tokens and temperatures except 1
                 kwargs["temperature"] = 1.0
                 if "max_tokens" in kwargs:
                     kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")

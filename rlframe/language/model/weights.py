@@ -1,4 +1,4 @@
-"""Weights in the format of Hugging Face: a folder with `config.json`, and `model.safetensors` or shards and an index."""
+"""Weights in the format of Hugging Face: a folder with `config.json`, and `model.safetensors` or its shards."""
 
 from __future__ import annotations
 

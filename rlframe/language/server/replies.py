@@ -1,4 +1,4 @@
-"""Complete or streamed responses in OpenAI's formats for completions and chats, with fields of vLLM and rlframe added."""
+"""Responses in OpenAI's formats for completions and chats, complete or streamed. Some fields are those of vLLM or rlframe."""
 
 from __future__ import annotations
 
