@@ -164,7 +164,7 @@ class Inferencer:
                 environment.
 
         Returns:
-            (output, state), all numpy. `output.params_version` is the version that acted.
+            (output, state), all numpy. `output.params_version` is the version of the parameters that chose the actions.
 
         Raises:
             UsageError: an observation does not match the agent's spec. This is checked for each new shape.
@@ -181,7 +181,7 @@ class Inferencer:
             return self._act(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds (1 at most) for parameters. Return True if there are any."""
+        """Wait for parameters, for up to `timeout` seconds (at most 1). Return True if there are any."""
         return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
 
     def answer_inference(
@@ -201,11 +201,11 @@ class Inferencer:
         return self._shared_calls.share(name, capacity, request, answer)
 
     def shared_inference(self, token: int, slot: int, rows: int) -> int | str:
-        """Answer like `answer_inference`, but with the arguments and the answer in a slot of a client's memory.
+        """Do the same as `answer_inference`, but with the arguments and the answer in a slot of a client's memory.
 
         Returns:
-            The version that acted, or a string with the reason why there is no answer. After a restart of this process,
-            the client must call `share_calls` again.
+            The version of the parameters that chose the actions, or a string with the reason why there is no answer.
+            After a restart of this process, the client must call `share_calls` again.
         """
         try:
             call = self._shared_calls.slot(token, slot, rows)
@@ -218,7 +218,9 @@ class Inferencer:
         self._refresher.refresh()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """Return the version that acts once it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Wait until the version in use is above `known_version`, for up to `timeout` seconds (at most 1).
+
+        Return the version in use.
 
         Raises:
             PeerError: the learner is in another process, and did not answer for `learner_deadline`.

@@ -9,7 +9,7 @@ slot's name:
       Client.submit("shared_inference", 1234, 5, 8)
     service  Inferencer.shared_inference(1234, 5, 8)
       call = CallMemoryRegistry.slot(1234, 5, 8)          the same slot, mapped into the service's process
-      call.write(inference(*call.request()))              the answer; the call returns the version that acted
+      call.write(inference(*call.request()))              the answer; the call returns the parameters' version
     client   slot.read(version)                           copies the answer, and frees the slot
 """
 
@@ -242,7 +242,7 @@ class _Slot:
         return treedef.unflatten(self.arrays[: treedef.num_leaves])
 
     def write(self, answer: Answer) -> int:
-        """Write the answer. Return the version that acted, which the call returns to the client."""
+        """Write the answer. Return the parameters' version, which the call returns to the client."""
         output, state = answer
         leaves = jax.tree.leaves((output._replace(params_version=None), state))
         for array, leaf in zip(self._answer, leaves, strict=True):

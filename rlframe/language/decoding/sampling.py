@@ -38,7 +38,7 @@ class SamplingParams:
     """Sampling options of one request, checked: length, temperature, top_p, top_k, stop tokens and seed."""
 
     max_tokens: int | None = (
-        None  # most tokens of the answer; None: up to the engine's length; 0: only score the prompt
+        None  # limit of the answer in tokens; None: up to the engine's length; 0: only score the prompt
     )
     temperature: float = 1.0  # 0 always samples the most likely token
     top_p: float = 1.0  # in (0, 1]: sample from the top tokens with this total probability (Holtzman et al. 2020)
@@ -257,7 +257,7 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `count` and `least`."""
+    """Return the smallest power of two that is at least `count` and at least `least`."""
     return max(1 << max(count - 1, 0).bit_length(), least)
 
 

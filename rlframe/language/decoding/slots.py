@@ -83,7 +83,7 @@ class Slots:
     ) -> tuple[Sampled, list[PromptScores | None]]:
         """Put requests of one bucket into free slots and sample their first tokens.
 
-        Requests with the same prompt share its prefill.
+        Equal prompts are prefilled once.
 
         Returns:
             (sampled tokens `[1, requests]`, the scores of each prompt or None).

@@ -157,7 +157,7 @@ class Collector:
         self._changed = asyncio.Event()
 
     async def fill(self, limit: int) -> bool:
-        """Start attempts until `limit` are running. Return False if there were not enough items."""
+        """Start attempts until `limit` attempts are running. Return False if there were not enough items."""
         while len(self.under_way) < limit:
             if self._retries:
                 earlier = self._retries.pop()

@@ -351,7 +351,7 @@ class BaseEnv(abc.ABC):
         """Check groups, record them as configured, and send them if `do_send_to_api`.
 
         Returns:
-            Whether the service accepted a group or, without sending, whether a group is valid.
+            Whether the service accepted a group. If groups are not sent: whether a group is valid.
 
         Raises:
             UsageError: Rows of a group do not have matching lengths.

@@ -120,7 +120,7 @@ class APIServer:
         return parts[0].prompt_tokens, tokens, logprobs, reasons
 
     async def update_weight(self, weight: float) -> None:
-        """Limit the concurrent requests of this environment to a fraction from 0 to 1. At least one remains."""
+        """Limit the concurrent requests of this environment to a fraction (0 to 1) of the configured limit, at least 1."""
         part = min(1.0, max(0.0, weight))
         self.sem.total_tokens = max(1, int(self.config.num_max_requests_at_once * part))
         self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))

@@ -156,7 +156,7 @@ class ManagedServer:
         return earlier, closing + whole[len(so_far) :]
 
     def _replace(self, earlier: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        """Replace the continued node by its continuations. If it was already replaced, append them."""
+        """Replace the continued node by the new nodes. If that node was already replaced, append the new nodes."""
         indices = [index for index, node in enumerate(self._nodes) if node is earlier]
         at = indices[0] if indices else len(self._nodes)
         self._nodes[at : at + len(indices)] = nodes
@@ -240,7 +240,7 @@ class ServerManager:
 
     @contextlib.asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
-        """Yield one server for all turns of a trajectory, so that its cache contains the earlier turns."""
+        """Yield one server for all turns of a trajectory, so that the server's cache contains the earlier turns."""
         yield self._choose_server("train")
 
     @contextlib.asynccontextmanager

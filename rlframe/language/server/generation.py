@@ -87,7 +87,7 @@ class TextDecoder:
         return text, len(tokens)
 
     def _take_all(self, tokens: Sequence[int]) -> bool:
-        """Decode the rest of an answer at once. Return False if this does not give the offsets."""
+        """Decode the rest of an answer at once. Return False if the offsets cannot be computed this way."""
         text = self._decode([*self._window, *tokens])
         if self._with_offsets:
             parts = [self._decode([token]) for token in tokens]

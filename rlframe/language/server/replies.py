@@ -1,4 +1,4 @@
-"""Responses in OpenAI's formats for completions and chats, complete or streamed. Some fields are those of vLLM or rlframe."""
+"""Responses in OpenAI's formats for completions and chats, complete or streamed, with fields of vLLM and rlframe."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_cancelled_request_frees_its_slot_or_queue_position():
         assert len(gate.pieces) == 1
 
 
-def test_error_in_on_tokens_fails_only_its_request(engine):
+def test_error_in_the_callback_on_tokens_fails_only_that_request(engine):
     def fail(_):
         raise ValueError("mine")
 

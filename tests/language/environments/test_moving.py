@@ -1,4 +1,4 @@
-"""Environments written for `atroposlib` run after only their imports are changed."""
+"""Environments written for `atroposlib` run if only their imports are changed."""
 
 from __future__ import annotations
 

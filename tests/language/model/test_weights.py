@@ -81,7 +81,7 @@ def test_shards_are_loaded_and_deleted_by_save(folder):
         weights.load(folder)
 
 
-def test_superfluous_tensors_of_published_files_are_ignored(folder):
+def test_known_superfluous_tensors_in_files_are_ignored(folder):
     params = weights.load(folder)[1]
 
     def change(tensors):

@@ -36,7 +36,7 @@ def params_of(seed: int) -> Any:
 
 
 class Learner:
-    """A fake learner, whose published parameters a test sets."""
+    """A fake learner. The test sets the parameters that this learner publishes."""
 
     def __init__(self, version: int = 1) -> None:
         self.published = version, params_of(version)

@@ -143,7 +143,7 @@ def test_parameters_of_a_restarted_learner_are_used_once_their_version_is_newer(
     assert caplog.text.count("The learner restarted") == 1
 
 
-def test_server_answers_without_its_learner_and_follows_the_next():
+def test_server_answers_without_its_learner_and_follows_the_next_learner():
     needs("launchpad")
     from tests import serving
 
