@@ -30,12 +30,12 @@ Answer = tuple[AgentOutput, AgentState]
 
 # Seconds that a call waits for its batch. Less than the transport's timeout, so that the caller gets our error message.
 TIMEOUT = CALL_TIMEOUT - 1.0
-_SMALLEST_BUCKET = 8  # size in rows
+_SMALLEST_BUCKET = 8  # smallest padded size, in rows
 _MAX_CONCURRENT_CALLS = 2  # with only one call, cores would be idle before and after the jitted call
 
 
 class Batcher:
-    """Answers concurrent calls with one call of `act(env_ids, timestep, state)` on the rows of all of them.
+    """Answers concurrent calls with one call of `act(env_ids, timestep, state)` on the rows of all calls.
 
     Batches are padded to a few sizes, so that `act` is compiled for few shapes. The padding contains rows of earlier
     calls. The padding does not change any answer if the agent acts on each row independently.

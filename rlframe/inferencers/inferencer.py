@@ -37,7 +37,7 @@ class InferencerConfig:
     learner_deadline: float = handles.DEADLINE  # seconds for which a remote learner may be unreachable
     # Options of a service (`run`), which an inline Inferencer ignores:
     refresh_interval: float = 0.02  # seconds between two checks for newer parameters
-    max_batch: int = 256  # maximum rows of a batch; a larger request is a batch alone
+    max_batch: int = 256  # maximum rows of a batch; a larger request forms its own batch
     max_wait: float = 0.0  # seconds to wait for more requests; 0 was fastest in benchmarks
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ class Inferencer:
             return self._act(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait for parameters, for up to `timeout` seconds (at most 1). Return True if there are any."""
+        """Wait for parameters, for up to `timeout` seconds (at most 1). Return True if they exist."""
         return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
 
     def answer_inference(

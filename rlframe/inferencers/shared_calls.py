@@ -33,7 +33,7 @@ from rlframe.types import AgentOutput, AgentState, Tree
 Answer = tuple[AgentOutput, AgentState]
 
 _LABEL = "rlframe-calls"
-_SLOTS = 64  # maximum of concurrent calls in shared memory; further calls send their arrays
+_SLOTS = 64  # maximum number of concurrent calls in shared memory; other calls send their arrays
 
 
 class RemoteInferencer(Remote):

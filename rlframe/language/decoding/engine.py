@@ -247,7 +247,7 @@ class DecodeEngine(Closeable):
         self._deliver(running, sampled, version)
 
     def _deliver(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
-        """Append its column of `sampled` to each handle, and free the slots of completed requests."""
+        """Append each column of `sampled` to its handle, and free the slots of completed requests."""
         counts = (sampled.tokens >= 0).sum(axis=0)
         self._counts["calls"] += 1
         self._counts["tokens"] += int(counts.sum())

@@ -50,9 +50,8 @@ class Handle:
         self.request = request
         self.future: Future[Answer] = Future()
         self._on_tokens = on_tokens
-        self._sampled = Answer(
-            [], [], [], finish_reason=None, top_tokens=[], prompt_scores=None
-        )  # tokens are appended to these lists
+        # Sampled tokens are appended to these lists.
+        self._sampled = Answer([], [], [], finish_reason=None, top_tokens=[], prompt_scores=None)
         self.prompt_scores: PromptScores | None = None  # the engine sets this attribute
 
     def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:

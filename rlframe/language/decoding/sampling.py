@@ -38,7 +38,7 @@ class SamplingParams:
     """Sampling options of one request, checked: length, temperature, top_p, top_k, stop tokens and seed."""
 
     max_tokens: int | None = (
-        None  # limit of the answer in tokens; None: up to the engine's length; 0: only score the prompt
+        None  # maximum tokens of the answer; None: up to the engine's length; 0: only score the prompt
     )
     temperature: float = 1.0  # 0 always samples the most likely token
     top_p: float = 1.0  # in (0, 1]: sample from the top tokens with this total probability (Holtzman et al. 2020)
@@ -100,9 +100,8 @@ def make_rows(
     return SamplingRows(
         np.asarray(keys, np.uint32),
         np.array([one.temperature for one in sampling]).clip(max=_FLOAT32.max).astype(np.float32),
-        np.array([one.top_p for one in sampling])
-        .clip(_FLOAT32.tiny)
-        .astype(np.float32),  # top_p 0 would exclude all tokens
+        # A top_p of 0 would exclude all tokens.
+        np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),
         np.array([min(one.top_k, _INT32.max) for one in sampling], np.int32),
         stop,
     )

@@ -42,10 +42,10 @@ class EngineConfig:
     """Sizes of the decode engine."""
 
     slots: int = 32  # requests decoded at the same time
-    length: int | None = None  # limit of prompt and answer in tokens; None: the model's limit
+    length: int | None = None  # maximum tokens of prompt and answer; None: the model's limit
     steps: int = 8  # tokens sampled per call; waiting requests get free slots between two calls
-    prefill_tokens: int = 1024  # maximum of prompt tokens, with padding, in a prefill call
-    max_waiting: int = 1024  # limit of waiting requests; more requests are refused
+    prefill_tokens: int = 1024  # maximum prompt tokens, with padding, in a prefill call
+    max_waiting: int = 1024  # maximum number of waiting requests; more are refused
     max_stop_tokens: int = 8  # maximum number of stop tokens of one request
 
     def __post_init__(self) -> None:

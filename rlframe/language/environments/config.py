@@ -60,7 +60,7 @@ class BaseEnvConfig(StrictModel):
     max_eval_workers: int = Field(default=16, ge=1, description="tasks of `gather_eval` that run concurrently")
     steps_per_eval: int = Field(default=100, description="training steps between evaluations; 0: no evaluations")
     max_token_length: int = Field(
-        default=2048, ge=1, description="limit of a sequence in tokens, including the prompt and all turns"
+        default=2048, ge=1, description="maximum tokens of a sequence, including the prompt and all turns"
     )
     eval_handling: EvalHandlingEnum = Field(
         default=EvalHandlingEnum.STOP_TRAIN, description="effect of an evaluation on collecting"
@@ -108,7 +108,7 @@ class BaseEnvConfig(StrictModel):
         default=None, description="effort of reasoning; implies thinking_mode"
     )
     max_reasoning_tokens: int | None = Field(
-        default=None, ge=1024, le=32000, description="limit of the reasoning in tokens; implies thinking_mode"
+        default=None, ge=1024, le=32000, description="maximum tokens of the reasoning; implies thinking_mode"
     )
     # `atroposlib` does not have the options below.
     service_timeout: float = Field(
@@ -168,7 +168,7 @@ class ServerManagerConfig(StrictModel):
     slurm: bool = Field(default=False, description="use the nodes of the Slurm job as model servers")
     testing: bool = Field(default=False, description="not supported; `atroposlib`'s option for made-up answers")
     max_n_completions: int = Field(
-        default=8, ge=1, description="limit of completions in one request; larger requests are split"
+        default=8, ge=1, description="maximum completions in one request; larger requests are split"
     )
 
 

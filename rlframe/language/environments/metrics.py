@@ -89,7 +89,7 @@ def summary(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def length_metrics(lengths: list[int], longest: int) -> dict[str, float]:
-    """Return `train/completion_lengths...`, or {} without lengths. `longest` is the limit of a sequence in tokens."""
+    """Return `train/completion_lengths...`, or {} without lengths. `longest` is the maximum length of a sequence."""
     name = "train/completion_lengths"
     metrics = summary(name, lengths)
     if metrics:

@@ -19,7 +19,7 @@ from rlframe.language.server.requests import ParsedRequest
 
 _UNKNOWN = "\ufffd"  # decoded text of an incomplete character
 _WINDOW = 16  # maximum number of tokens to decode again with each new token, unless a character is incomplete
-_DISTINCT = 3  # with more characters, the window begins at the start of a character: no character has over 4 bytes
+_DISTINCT = 3  # minimum of final characters in a shortened window, so that it begins at the start of a character
 
 
 class TextDecoder:

@@ -29,7 +29,7 @@ class VllmRequest(SamplingFields):
     """The body of `/generate` in vLLM's format: one prompt, and the fields of vLLM's `SamplingParams`."""
 
     prompt: Union[str, VllmPrompt]
-    max_tokens: int = Field(default=16, description="limit of each answer in tokens")
+    max_tokens: int = Field(default=16, description="maximum tokens of each answer")
     stream: Literal[False] = False
     logprobs: int | None = Field(
         default=None,
@@ -83,7 +83,7 @@ def _listed(token: int, log_prob: float, top_tokens: dict[int, float]) -> list[d
 class SglangSampling(SamplingFields):
     """The field `sampling_params` of SGLang's `/generate`."""
 
-    max_new_tokens: int = Field(default=128, description="limit of each answer in tokens")
+    max_new_tokens: int = Field(default=128, description="maximum tokens of each answer")
 
 
 class SglangRequest(StrictRequest):

@@ -192,7 +192,7 @@ class CompletionRequest(_Request):
         description="a text, a list of texts, a list of token ids, or a list of such lists"
     )
     max_tokens: int = Field(
-        default=16, description="limit of each answer in tokens; 0 with echo or prompt_logprobs: only score the prompt"
+        default=16, description="maximum tokens of each answer; 0 with echo or prompt_logprobs: only score the prompt"
     )
     logprobs: int | None = Field(
         default=None,
@@ -309,7 +309,7 @@ class ChatRequest(_Request):
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_check_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(
-        default=None, description="limit of each answer in tokens; default: up to the server's maximum length"
+        default=None, description="maximum tokens of each answer; default: up to the server's maximum length"
     )
     max_completion_tokens: int | None = Field(default=None, description="same as max_tokens; takes precedence")
     logprobs: bool = Field(default=False, description="return log-probabilities of the sampled tokens")
