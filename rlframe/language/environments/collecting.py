@@ -34,11 +34,8 @@ _pauses = functools.partial(retry.backoff, 0.1, 1.0, jitter=0.5)
 
 logger = logging.getLogger(__name__)
 
-_UNREACHABLE = (
-    PeerError,
-    RemoteError,
-    UnavailableError,
-)  # errors if the service or a model did not answer before its deadline
+# Errors that mean that the service or a model did not answer before its deadline.
+_UNREACHABLE = (PeerError, RemoteError, UnavailableError)
 
 T = TypeVar("T")
 NextItem = Callable[[], Awaitable[Any]]

@@ -124,7 +124,7 @@ class BaseEnv(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} must implement collect_trajectory or collect_trajectories.")
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
-        """Return (a group, several groups or None for an item; further items for the backlog).
+        """Return (groups for an item, further items for the backlog). The groups are a group, several groups or None.
 
         The default calls `collect_trajectory` `group_size` times concurrently and drops None results. If all results
         are `ScoredDataItem`, they become one group. Otherwise `postprocess_histories` gets the list of results.
@@ -366,9 +366,7 @@ class BaseEnv(abc.ABC):
                     "a ScoredDataItem from collect_trajectory, or convert the results in postprocess_histories."
                 )
             if why := groups.rejection_reason(self, group, abort_on_any_max_length_exceeded):
-                if (
-                    why not in self._logged_reasons
-                ):  # log each reason only once, since many groups may have the same reason
+                if why not in self._logged_reasons:  # many groups may have the same reason
                     self._logged_reasons.add(why)
                     logger.info("A group is not sent: %s. (train/items_rejected counts these groups.)", why)
                 continue

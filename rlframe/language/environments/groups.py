@@ -44,9 +44,7 @@ class ScoredDataGroup(TypedDict, total=False):
     messages: list[list[Message]] | None
     generation_params: dict[str, Any] | None
     group_overrides: dict[str, Any] | None
-    overrides: (
-        list[dict[str, Any]] | None
-    )  # one dict for each sequence, for example {"set_advantage_to_zero": True}, or {}
+    overrides: list[dict[str, Any]] | None  # for each sequence a dict, such as {"set_advantage_to_zero": True} or {}
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None

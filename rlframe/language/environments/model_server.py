@@ -120,7 +120,7 @@ class APIServer:
         return parts[0].prompt_tokens, tokens, logprobs, reasons
 
     async def update_weight(self, weight: float) -> None:
-        """Limit the concurrent requests of this environment to a fraction (0 to 1) of the configured limit, at least 1."""
+        """Limit the concurrent requests to a fraction (0 to 1) of the configured limit, but at least 1."""
         part = min(1.0, max(0.0, weight))
         self.sem.total_tokens = max(1, int(self.config.num_max_requests_at_once * part))
         self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))
@@ -286,9 +286,8 @@ class APIServer:
         body = {"input_ids": list(input_ids), "sampling_params": options, "return_logprob": True}
         answers: Any = await root.post("/generate", cast_to=object, body=body)
         infos = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
-        sampled = [
-            info["output_token_logprobs"] for info in infos
-        ]  # of each answer and token: (log-probability, id, text)
+        # For each answer and each token: (log-probability, id, text).
+        sampled = [info["output_token_logprobs"] for info in infos]
         reasons = [info.get("finish_reason") or "stop" for info in infos]
         return Samples(
             prompt_tokens=list(input_ids),

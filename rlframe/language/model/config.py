@@ -1,5 +1,4 @@
-"""Architecture of a decoder-only transformer of the Llama family. The field names are those of transformers'
-`config.json`."""
+"""Architecture of a decoder-only transformer of the Llama family. Field names are those of `config.json`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class TokenBytes:
         """Replace malformed bytes in runs of single-byte tokens by U+FFFD.
 
         If a run is malformed, the decoder of the `tokenizers` package replaces all of its bytes, even those of valid
-        characters. So text that was already streamed would change later.
+        characters. Without this repair, text that was already streamed would change later.
         """
         if self._single.keys().isdisjoint(tokens):
             return list(tokens)
