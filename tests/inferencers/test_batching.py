@@ -85,9 +85,8 @@ def test_simultaneous_callers_share_one_call_and_get_their_own_rows():
         calls.append(len(args[1].step_type))
         return echo(*args)
 
-    batcher = Batcher(
-        counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE
-    )  # a batch waits for all 32 rows
+    # A batch waits for all 32 rows.
+    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)
     results, threads = call_in_threads(batcher, [request(4, first=100.0 * i) for i in range(8)])
     join(threads)
     assert calls == [32]

@@ -205,9 +205,8 @@ def test_client_gets_numpy_arrays_once_the_learner_has_started():
     service = Inferencer(InferencerConfig(), counting_agent(), client(learner_address))
     with serving(service, address), running(service):
         remote = resolve(client(address), "inferencer", deadline=DEADLINE)
-        call = AsyncCall(
-            remote, "inference", _request(3)
-        )  # the call is refused and repeated until there are parameters
+        # The call is refused and repeated until there are parameters.
+        call = AsyncCall(remote, "inference", _request(3))
         with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
             output, state = call.result()
             wait_until(lambda: service.params_version == 1)

@@ -82,9 +82,8 @@ def test_stop_token_ends_only_its_own_answer():
     end = whole[0].tokens.index(stop) + 1
     assert (first.tokens, first.log_probs) == (whole[0].tokens[:end], whole[0].log_probs[:end])
     assert first.finish_reason == "stop"
-    assert (
-        second.tokens == whole[1].tokens[: len(second.tokens)]
-    )  # the stop token of the first answer does not change the second answer
+    # The stop token of the first answer does not change the second answer.
+    assert second.tokens == whole[1].tokens[: len(second.tokens)]
     assert generate(weights(), CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
 
 

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Reply = Callable[
-    [list[int], int], list[int]
-]  # a function of (tokens of the prompt, number of the answer) that returns sampled tokens
+# A function of (tokens of the prompt, number of the answer) that returns sampled tokens.
+Reply = Callable[[list[int], int], list[int]]
 
 
 @dataclasses.dataclass

@@ -71,9 +71,8 @@ def test_completions_with_a_seed_differ_and_are_reproducible(server, method, ser
     answers = ask([config], method, seed=3)
     assert len(set(answers)) == 16
     assert ask([config, config], method, seed=3) == answers  # two servers each get a part of the requests
-    assert not set(answers) & set(
-        ask([config], method, seed=11)
-    )  # 11 = 3 + 8: not the seed of the second part, completions 8 to 15
+    # 11 = 3 + 8 must not be the seed of the request's second part, which begins with completion 8.
+    assert not set(answers) & set(ask([config], method, seed=11))
     assert not set(answers) & set(ask([config], method))
 
 

@@ -412,9 +412,8 @@ def test_environment_ends_after_many_failures_in_a_row(url, model):
     ):
         running.join()
     times = int(re.findall(r"failed (\d+) times", str(error.value))[0])
-    assert (
-        FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16
-    )  # a few more attempts may fail before the error is raised
+    # A few more attempts may fail before the error is raised.
+    assert FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16
     assert envs_of(url)["letters_0"]["connected"] is False
 
 

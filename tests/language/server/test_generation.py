@@ -116,12 +116,8 @@ def test_offset_is_the_position_of_the_first_character(tokenizer):
 
 def test_incomplete_character_is_returned_at_the_end():
     assert decode_parts("", [b"ab", b"\xf0\x9f"])[0] == ["ab", "\ufffd"]
-    assert decode_parts("", [b"\xf0"] * 4)[0] == [
-        "",
-        "\ufffd",
-        "\ufffd",
-        "\ufffd\ufffd",
-    ]  # the second byte shows that the first byte is invalid
+    # The second byte shows that the first byte is invalid.
+    assert decode_parts("", [b"\xf0"] * 4)[0] == ["", "\ufffd", "\ufffd", "\ufffd\ufffd"]
 
 
 @pytest.mark.parametrize("token", [258, 0xF0, 0x80], ids=["special token", "first byte", "continuation byte"])

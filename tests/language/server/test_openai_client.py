@@ -275,9 +275,8 @@ def test_too_many_answers_are_refused_with_little_memory(client):
     try:
         with pytest.raises(openai.BadRequestError, match="The request has 100000 answers"):
             ask(client, n=100_000)
-        assert (
-            tracemalloc.get_traced_memory()[1] < 10 << 20
-        )  # less than 10 MiB; the server runs in a thread of this process
+        # Less than 10 MiB are in use. The server runs in a thread of this process.
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
 
