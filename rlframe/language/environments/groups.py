@@ -136,8 +136,8 @@ def tokenize_for_trainer(
 ) -> dict[str, Any]:
     """Convert a chat to `tokens` and `masks`. Masks are -100 except in the last turn, or in all turns of the assistant.
 
-    In these turns, the mask includes the content and the token that ends the turn. The other tokens of the chat
-    template were not sampled by the model, so their mask is -100.
+    In these turns, the content and the token that ends the turn are trained on. The other tokens of the chat template
+    were not sampled by the model, so their mask is -100.
 
     The content is encoded from text, so the tokens may differ from the sampled tokens. New environments should use the
     tokens and log-probabilities of `self.server.managed_server()`.

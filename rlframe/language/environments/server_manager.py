@@ -59,8 +59,8 @@ class ManagedServer:
 
     `get_state()["nodes"]` returns the sequences in the order of the choices.
 
-    A prompt that begins with the text of a node, or messages that begin with the messages of a node, continue this
-    node: the node's tokens are sent unchanged, only the new text is encoded, and the new node replaces the old one.
+    A prompt that begins with the text of a node continues this node, and so do messages that begin with the node's
+    messages: the node's tokens are sent unchanged, only the new text is encoded, and a new node replaces the old node.
     """
 
     def __init__(self, server: APIServer, tokenizer: Any) -> None:

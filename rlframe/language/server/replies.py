@@ -25,7 +25,7 @@ class Replies:
     partial = ""  # prefix of the name of a token that is a part of a character
     _content: Callable[
         [AnswerPiece, bool, bool], dict[str, Any]
-    ]  # arguments: piece, streamed, first piece of the answer
+    ]  # arguments: the piece, whether it is streamed, whether it is the first piece of its answer
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
     def __init__(self, request: CompletionRequest | ChatRequest, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
