@@ -1,17 +1,17 @@
-"""An Inferencer holds a copy of the parameters, and returns actions for timesteps.
+"""An Inferencer has a copy of the parameters, and returns actions for timesteps.
 
-Inline, in an actor's process: `Inferencer.inference(env_ids, timestep, state)` fetches newer parameters (`Refresher` of
-`rlframe.params`), and makes one jitted call of `Agent.actor_step`.
+An inline Inferencer runs in the actor's process: `Inferencer.inference(env_ids, timestep, state)` fetches newer
+parameters (`Refresher` of `rlframe.params`), and makes one jitted call of `Agent.actor_step`.
 
-As a service (`run()`), for actors in other processes of the machine:
+A service (`run()`) answers actors in other processes of the machine:
 
 1. The actor's `RemoteInferencer` (shared_calls.py) writes the rows to a slot of shared memory, and sends the slot's
    number.
 2. `Inferencer.shared_inference` reads the rows. `Batcher` (batching.py) joins simultaneous calls into a batch.
-3. One jitted call answers the batch. Each call writes its part of the answer to its slot, and returns the version that
-   acted.
+3. One jitted call answers the batch. Each call writes its part of the answer to its slot, and returns the version of
+   the parameters.
 
-A `Refresher` fetches the learner's parameters at the same time. base.py has the protocol that an actor needs.
+A `Refresher` fetches the learner's parameters at the same time. base.py defines the protocol that an actor uses.
 """
 
 from rlframe.inferencers.inferencer import Inferencer, InferencerConfig

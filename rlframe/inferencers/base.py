@@ -15,10 +15,10 @@ from rlframe.types import AgentOutput, AgentState, TimeStep
 
 
 class Inference(Protocol):
-    """Returns actions for timesteps: an Inferencer, a handle to one, or your own object.
+    """Returns actions for timesteps: an Inferencer, a handle to an Inferencer, or your own object.
 
-    The recurrent state is passed with each call. So any of several inferencers can answer for any environment, a call
-    can be repeated, and a restarted inferencer has lost nothing.
+    The recurrent state is passed with each call. So each of several inferencers can answer for any environment, a call
+    can be repeated, and a restart of an inferencer loses no state.
 
     Some callers need more methods. An Actor of an on-policy agent needs `wait_for_version`, as in `ParamSource`. An
     Actor whose replay is on another node needs `specs()`. An Evaluator needs `refresh()` before it begins.
@@ -65,15 +65,15 @@ class StatelessInference:
     """Adapts an object that only has `inference` to an `Inference` without recurrent state.
 
     Args:
-        target: the object, or a handle to such a node.
+        target: the object, or a handle to a node that has such an object.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a handle takes any number
+        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a handle takes any number of arguments
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """See `Inference`. The version is -1 if the object returns none."""
+        """See `Inference`. The version is -1 if the object returns no version."""
         answer = self._target.inference(env_ids, timestep, *([state] if self._takes_state else []))
         output = answer[0] if isinstance(answer, tuple) and not isinstance(answer, AgentOutput) else answer
         if not isinstance(output, AgentOutput):

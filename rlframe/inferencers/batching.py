@@ -28,22 +28,22 @@ from rlframe.types import AgentOutput, AgentState, TimeStep, specs
 
 Answer = tuple[AgentOutput, AgentState]
 
-# Seconds that a call waits for its batch; below the transport's timeout, so that the caller gets the reason.
+# Seconds that a call waits for its batch. Less than the transport's timeout, so that the caller gets our error message.
 TIMEOUT = CALL_TIMEOUT - 1.0
-_SMALLEST_BUCKET = 8  # rows
-_MAX_CONCURRENT_CALLS = 2  # with one call at a time, cores would be idle before and after its jitted call.
+_SMALLEST_BUCKET = 8  # smallest padded size, in rows
+_MAX_CONCURRENT_CALLS = 2  # with only one call, cores would be idle before and after the jitted call
 
 
 class Batcher:
-    """Answers concurrent calls with one call of `act(env_ids, timestep, state)` on all their rows.
+    """Answers concurrent calls with one call of `act(env_ids, timestep, state)` on the rows of all calls.
 
-    Rows are padded to a few sizes, so that `act` is compiled for few shapes. The padding holds rows of earlier calls.
-    This does not change any answer if the agent acts on each row alone.
+    Batches are padded to a few sizes, so that `act` is compiled for few shapes. The padding contains rows of earlier
+    calls. The padding does not change any answer if the agent acts on each row independently.
 
     Args:
         agent: the agent whose specs the requests must match.
         act: returns (output, state) as numpy arrays of [rows, ...]. Two threads may call it at the same time.
-        max_rows: the most rows of one call of `act`. A single larger request is still answered.
+        max_rows: maximum number of rows in one call of `act`. A single larger request is still answered.
         max_wait: seconds to wait for more requests; 0 means that a batch does not wait.
         timeout: seconds after which a waiting call is refused.
     """
@@ -64,9 +64,9 @@ class Batcher:
         self._leaf_specs = [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaf_specs]
         self._changed = threading.Condition()  # guards all attributes below
         self._waiting_batches: collections.deque[_Batch] = collections.deque()  # oldest first
-        self._running_batches: list[_Batch] = []  # those that run now
+        self._running_batches: list[_Batch] = []  # batches for which `act` runs now
         self._free_arrays: list[list[np.ndarray]] = []  # arrays of finished batches
-        self._stopped = ""  # the reason; empty while it is not stopped
+        self._stopped = ""  # reason why the Batcher was stopped; empty while it is not stopped
         self.counts = {"requests": 0, "calls": 0, "rows": 0, "padding_rows": 0}
 
     def __call__(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Answer:
@@ -83,7 +83,7 @@ class Batcher:
             batch = self._batch_with_room(rows)
             leads, start = not batch.requests, batch.join(rows)
             if not leads and len(self._waiting_batches) == 1:
-                self._changed.notify_all()  # the batch may be large enough to run now
+                self._changed.notify_all()  # with this call, the batch may be large enough to run
         if leads:
             self._lead(batch, env_ids, leaves, rows)
         else:
@@ -92,7 +92,7 @@ class Batcher:
                 batch.unwritten -= 1
                 if not batch.unwritten:
                     self._changed.notify_all()
-            if not batch.done.wait(self._timeout):  # the running call may compile, which takes longer
+            if not batch.done.wait(self._timeout):  # the timeout can expire if the running call of `act` compiles
                 raise UnavailableError(self._timeout_message)
         if batch.error is not None:
             raise batch.error
@@ -105,7 +105,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that wait for their batch."""
+        """Number of calls whose batch does not run yet."""
         with self._changed:
             return sum(batch.requests for batch in self._waiting_batches)
 
@@ -138,7 +138,7 @@ class Batcher:
         return leaves, rows
 
     def _batch_with_room(self, rows: int) -> _Batch:
-        """Return the newest batch if it has room for so many rows, else a new batch."""
+        """Return the newest batch if it has room for this number of rows, else a new batch."""
         if self._waiting_batches and self._waiting_batches[-1].has_room(rows):
             return self._waiting_batches[-1]
         capacity = max(self._max_rows, bucket_of(rows, self._max_rows))
@@ -147,7 +147,7 @@ class Batcher:
         else:
             leaves = [np.zeros((capacity, *shape), dtype) for shape, dtype in self._leaf_specs]
         if self._waiting_batches:
-            self._changed.notify_all()  # the batch before is full, so it need not wait for more rows
+            self._changed.notify_all()  # the previous batch is full, so it need not wait for more rows
         self._waiting_batches.append(_Batch(leaves, self._max_rows))
         return self._waiting_batches[-1]
 
@@ -180,7 +180,7 @@ class Batcher:
             batch.done.set()
 
     def _take_turn(self, batch: _Batch) -> bool:
-        """Wait until the batch may run. Return False if it failed before that."""
+        """Wait until the batch may run. Return False if the batch failed before."""
         with self._changed:
             came = self._changed.wait_for(
                 lambda: batch.error is not None or self._is_ready_to_run(batch), self._timeout
@@ -195,15 +195,16 @@ class Batcher:
                 self._changed.wait_for(lambda: not batch.has_room(1) or len(self._waiting_batches) != 1, self._max_wait)
                 if batch.error is not None:  # the Batcher was stopped
                     return False
-            self._waiting_batches.popleft()  # from here on, no call joins the batch
+            self._waiting_batches.popleft()  # after this line, no call joins the batch
             self._running_batches.append(batch)
         return True
 
     def _is_ready_to_run(self, batch: _Batch) -> bool:
         """Return True if this is the oldest batch and may run now.
 
-        While another batch runs, this batch needs at least as many rows as that one, or another batch must wait behind
-        it. Reason: callers return together, and the first of them should not start without the others.
+        While another batch runs, this batch may start only if it has at least as many rows as the running batch, or if
+        a newer batch waits. Reason: the callers of a batch return together, and call again at almost the same time.
+        The first of them should not start a batch without the others.
         """
         if self._waiting_batches[0] is not batch or len(self._running_batches) >= _MAX_CONCURRENT_CALLS:
             return False
@@ -211,13 +212,13 @@ class Batcher:
 
 
 class _Batch:
-    """Calls that are answered together, and the memory for their rows.
+    """Calls that are answered by one call of `act`, and the memory for their rows.
 
     Attributes:
-        leaves: arrays of the request's leaves, [capacity, ...] each.
-        rows, requests: numbers of those that have joined.
-        unwritten: requests whose rows are not written yet, without the leader's request.
-        unread: requests that have not taken their answer yet.
+        leaves: one array [capacity, ...] for each leaf of a request.
+        rows, requests: number of rows and of requests that have joined.
+        unwritten: number of requests whose rows are not written yet, without the leader's request.
+        unread: number of requests whose answer was not taken yet.
     """
 
     __slots__ = (
@@ -245,7 +246,7 @@ class _Batch:
         return self.rows + rows <= self._max_rows
 
     def join(self, rows: int) -> int:
-        """Make room for a request. Return the index of its first row."""
+        """Add a request of this number of rows to the batch. Return the index of its first row."""
         start = self.rows
         self.rows += rows
         self.requests += 1
@@ -258,11 +259,11 @@ class _Batch:
             here[start : start + rows] = leaf
 
     def part(self, start: int, rows: int) -> Answer:
-        """Return the answer to `rows` rows, beginning at `start`."""
+        """Return the part of the answer for `rows` rows from row `start` on."""
         output, state = self.answer
         if self.requests == 1 and rows == len(jax.tree.leaves(output.action)[0]):
             return self.answer
-        # Copies, because `act` may return arrays of this batch's memory, which is reused.
+        # Copy, because `act` may return views of this batch's memory, which later batches overwrite.
         action, extras, state = jax.tree.map(
             lambda leaf: leaf[start : start + rows].copy(), (output.action, output.extras, state)
         )
@@ -279,6 +280,6 @@ def bucket_of(rows: int, max_rows: int) -> int:
     The size is at most `max_rows`, unless `rows` is larger.
     """
     power = max(_SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
-    between = power * 3 // 4  # with powers of two alone, a third of all rows was padding
+    between = power * 3 // 4  # with only powers of two, a third of all rows was padding
     bucket = between if rows <= between and power > _SMALLEST_BUCKET else power
     return max_rows if rows <= max_rows < bucket else bucket

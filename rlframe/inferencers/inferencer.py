@@ -34,11 +34,11 @@ class InferencerConfig:
     sync_interval: int = 1  # inference calls between two checks for newer parameters
     greedy: bool = False  # True: act with `agent.eval_step`, not `agent.actor_step`
     seed: int = 0
-    learner_deadline: float = handles.DEADLINE  # seconds that a learner in another process may be unreachable
-    # Only for a service (`run`):
+    learner_deadline: float = handles.DEADLINE  # seconds for which a remote learner may be unreachable
+    # Options of a service (`run`), which an inline Inferencer ignores:
     refresh_interval: float = 0.02  # seconds between two checks for newer parameters
-    max_batch: int = 256  # the most rows of one jitted call; a single larger request is still answered
-    max_wait: float = 0.0  # seconds to wait for more requests; 0 was the fastest
+    max_batch: int = 256  # maximum rows of a batch; a larger request forms its own batch
+    max_wait: float = 0.0  # seconds to wait for more requests; 0 was fastest in benchmarks
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "sync_interval", "max_batch")
@@ -49,10 +49,11 @@ class InferencerConfig:
 class Inferencer:
     """Returns an agent's actions for batches of timesteps, with the learner's newest parameters.
 
-    If one thread calls it, it is synchronous, and results repeat exactly. While `run()` runs, it is a service: one
-    jitted call answers simultaneous calls, and parameters are fetched at the same time.
+    An inline Inferencer, which one thread calls, is synchronous, and its results are reproducible. While `run()` is
+    active, the Inferencer is a service: one jitted call answers simultaneous calls, and another thread fetches
+    parameters.
 
-    One call, in the process of its Inferencer or from another process through a handle:
+    The methods of a call, in the process of the Inferencer or from another process through a handle:
 
             inference(env_ids, timestep, state)
               refresh                           # every `sync_interval` calls
@@ -61,18 +62,18 @@ class Inferencer:
                   Agent.actor_step
 
             answer_inference                    # from another process: `inference`; returns a refusal as a string
-            shared_inference                    # on the same machine: the same, with the arrays in the client's memory,
+            shared_inference                    # from the same machine: with the arrays in the client's memory,
               inference                         #   which `share_calls` maps (shared_calls.py)
                 Batcher                         # in a service: joins simultaneous calls
                   _act_for_batch                # stops the service if a batch fails, and logs compilations
                     _act
 
-    An Inferencer pickles as the arguments of its constructor. So it can be passed to an Actor in another process.
+    A pickled Inferencer contains only its constructor's arguments. So it can be passed to an Actor in another process.
 
     Args:
         cfg: see `InferencerConfig`.
         agent: the `Agent` that acts.
-        learner: a `ParamSource` (a Learner, a policy of a param store), or a handle to a node that is one. A handle is
+        learner: a `ParamSource` (a Learner, or a policy of a param store), or a handle to such a node. A handle is
             resolved at the first call.
 
     Attributes:
@@ -92,10 +93,10 @@ class Inferencer:
         # (version, packed parameters). A concurrent refresh replaces both at once.
         self._active_params: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
-        self._output_packings: dict[int, Packing] = {}  # by number of rows; tracing adds an entry
-        self._lock = threading.Lock()  # held by a call of an inline Inferencer
+        self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; tracing adds an entry
+        self._lock = threading.Lock()  # a call of an inline Inferencer acquires this lock
         self._counting = threading.Lock()  # guards `_calls`, so that no two calls draw the same random numbers
-        self._batcher: Batcher | None = None  # set once `run` was called
+        self._batcher: Batcher | None = None  # None until `run` is called
         self._failure: BaseException | None = None
         self._shared_calls = CallMemoryRegistry()
         self._has_params, self._stop = threading.Event(), threading.Event()
@@ -104,7 +105,7 @@ class Inferencer:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cfg, self.agent, self._learner_or_handle)
 
-    # Created at the first use, in the process that uses them.
+    # The cached properties are created at their first use, in the process that uses them.
 
     @functools.cached_property
     def _refresher(self) -> Refresher:
@@ -120,7 +121,7 @@ class Inferencer:
         def step(
             rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
         ) -> list[jax.Array]:
-            # Python runs this only while it is traced, once for each number of rows. So the checks are free afterwards.
+            # Python runs this function only when JAX traces it, once for each number of rows. Later calls do no checks.
             self.agent.check_observation(timestep.observation)
             act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
             assert self._params_packing is not None
@@ -143,7 +144,7 @@ class Inferencer:
 
     @property
     def params_version(self) -> int:
-        """The version that acted in the last call; -1 before the first call."""
+        """Version of the parameters in the last call; -1 before the first call."""
         return self._active_params[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
@@ -156,14 +157,14 @@ class Inferencer:
         """Act on a batch of timesteps. Any thread may call it, and any call may be repeated.
 
         Args:
-            env_ids: [B] int64, global environment ids. The rank of the first id selects the stream of random numbers.
+            env_ids: [B] int64, global environment ids. The rank in the first id selects the stream of random numbers.
             timestep: [B, ...], see `rlframe.types`.
             state: [B, ...], the recurrent state that the previous call returned for these environments. Agents without
                 recurrent state do not need it. Since each call passes the state, any inferencer can answer for any
                 environment.
 
         Returns:
-            (output, state), all numpy. `output.params_version` is the version that acted.
+            (output, state), all numpy. `output.params_version` is the version of the parameters that chose the actions.
 
         Raises:
             UsageError: an observation does not match the agent's spec. This is checked for each new shape.
@@ -180,7 +181,7 @@ class Inferencer:
             return self._act(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds (1 at most) for parameters. Return True if there are any."""
+        """Wait for parameters, for up to `timeout` seconds (at most 1). Return True if they exist."""
         return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
 
     def answer_inference(
@@ -200,11 +201,11 @@ class Inferencer:
         return self._shared_calls.share(name, capacity, request, answer)
 
     def shared_inference(self, token: int, slot: int, rows: int) -> int | str:
-        """Answer like `answer_inference`, but with the arguments and the answer in a slot of a client's memory.
+        """Do the same as `answer_inference`, but with the arguments and the answer in a slot of a client's memory.
 
         Returns:
-            The version that acted, or a string with the reason why there is no answer. After a restart of this process,
-            the client must call `share_calls` again.
+            The version of the parameters that chose the actions, or a string with the reason why there is no answer.
+            After a restart of this process, the client must call `share_calls` again.
         """
         try:
             call = self._shared_calls.slot(token, slot, rows)
@@ -217,7 +218,9 @@ class Inferencer:
         self._refresher.refresh()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """Return the version that acts once it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Wait until the version in use is above `known_version`, for up to `timeout` seconds (at most 1).
+
+        Return the version in use.
 
         Raises:
             PeerError: the learner is in another process, and did not answer for `learner_deadline`.
@@ -253,7 +256,7 @@ class Inferencer:
         finally:
             self.stop()
             self._batcher.stop("The inference service has stopped.")
-            self._has_params.set()  # for calls that wait for parameters: the Batcher refuses them
+            self._has_params.set()  # wakes calls that wait for parameters; then the Batcher refuses them
         if self._failure is not None:
             raise self._failure
 
@@ -274,7 +277,7 @@ class Inferencer:
     def get_state(self) -> dict[str, Any]:
         """Return the state from which a resumed Inferencer continues exactly (numpy arrays and ints)."""
         version, packed = self._active_params
-        # Between two syncs, it acts with parameters that the learner no longer has.
+        # Between two checks for newer parameters, the learner may no longer have the parameters that are in use.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
         params = packing.unpack_numpy(packed) if packing is not None else None
         return {"calls": self._calls, "version": version, "params": params}
@@ -298,7 +301,7 @@ class Inferencer:
         known, began = len(self._output_packings), time.perf_counter()
         try:
             answer = self._act(env_ids, timestep, state)
-        except BaseException as error:  # not the request's fault, since its shapes were checked, so `run` fails
+        except BaseException as error:  # the shapes were checked, so the request is not the cause, and `run` fails
             self._failure = error
             self.stop()
             raise

@@ -1,4 +1,4 @@
-"""Calls in shared memory: for a service on the same machine, requests and answers need not travel over the network.
+"""Calls in shared memory: requests to a service on the same machine, and its answers, are not sent over the network.
 
 Each client creates memory with one slot for each concurrent call. A slot has room for the request's rows and for the
 answer. The call itself still uses the transport, with its deadlines and retries, but its message contains only the
@@ -9,7 +9,7 @@ slot's name:
       Client.submit("shared_inference", 1234, 5, 8)
     service  Inferencer.shared_inference(1234, 5, 8)
       call = CallMemoryRegistry.slot(1234, 5, 8)          the same slot, mapped into the service's process
-      call.write(inference(*call.request()))              the answer; the call returns the version that acted
+      call.write(inference(*call.request()))              the answer; the call returns the parameters' version
     client   slot.read(version)                           copies the answer, and frees the slot
 """
 
@@ -33,7 +33,7 @@ from rlframe.types import AgentOutput, AgentState, Tree
 Answer = tuple[AgentOutput, AgentState]
 
 _LABEL = "rlframe-calls"
-_SLOTS = 64  # concurrent calls; further calls send their arrays. Unused slots take no memory
+_SLOTS = 64  # maximum number of concurrent calls in shared memory; other calls send their arrays
 
 
 class RemoteInferencer(Remote):
@@ -61,8 +61,8 @@ class _InferencerClient:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._can_share = SUPPORTED
-        self._method = ""  # for requests whose arrays are sent; unknown before the first call
-        self._answer: Tree = None  # an answer with zero rows; None before the first answer
+        self._method = ""  # method to call if the arrays are sent; empty before the first call
+        self._answer: Tree = None  # an answer with zero rows, which shows the shapes; None before the first answer
         self._memory: CallMemory | None = None
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class _InferencerClient:
             return self._client.submit(method, *args)
         try:
             slot = self._write(args)
-        except Exception as error:  # no call was made, so the future raises the error
+        except Exception as error:  # the call was not sent; return a future that raises the error
             failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
             failed.set_exception(error)
             return failed
@@ -93,7 +93,7 @@ class _InferencerClient:
         """Return the answer to a request. `result` waits for the result of its call."""
         try:
             returned = result()
-            if isinstance(returned, str):  # a refusal: see `Inferencer.answer_inference`
+            if isinstance(returned, str):  # the message of a refusal: see `Inferencer.answer_inference`
                 raise UnavailableError(returned)
             return self._record_shapes(returned) if slot is None else slot.read(returned)
         except Exception:
@@ -110,7 +110,7 @@ class _InferencerClient:
                 raise UnavailableError("The inference service has no parameters yet: its learner has not answered.")
             self._method = "answer_inference"
         except NoMethodError:
-            self._method = "inference"  # another object with an `inference` method
+            self._method = "inference"  # not an Inferencer, but an object with an `inference` method
 
     def _write(self, request: Any) -> _Slot | None:
         """Wait for parameters, and write the request to a slot. Return the slot; None if the arrays must be sent."""
@@ -122,7 +122,7 @@ class _InferencerClient:
         memory = self._memory
         if memory is None or not memory.fits(leaves, treedef, rows):
             if not all(isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows for leaf in leaves):
-                return None  # wrong arrays, for which the inferencer raises an error
+                return None  # send the wrong arrays, so that the inferencer raises its error
             memory = CallMemory(None, rows, treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer)
             self._can_share = self._client.call(
                 "share_calls", memory.name, memory.capacity, memory.request, memory.answer
@@ -133,7 +133,7 @@ class _InferencerClient:
         return memory.write(leaves, rows)
 
     def _record_shapes(self, answer: Answer) -> Answer:
-        """Return the answer. Record its shapes, from which the next call makes room for its answer."""
+        """Return the answer. Record its shapes, so that the next call can create memory for an answer."""
         if self._answer is None and self._method != "inference":
             output, state = answer
             self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
@@ -141,7 +141,7 @@ class _InferencerClient:
 
 
 class CallMemoryRegistry:
-    """The service's table of its clients' memory."""
+    """The memory of all clients of a service, by the client's token."""
 
     def __init__(self) -> None:
         self._memories: dict[int, CallMemory] = {}
@@ -157,7 +157,7 @@ class CallMemoryRegistry:
                 del self._memories[token]
             try:
                 self._memories[name.token] = CallMemory(name, capacity, request, answer)
-            except OSError:  # the memory is on another machine, or of another user
+            except OSError:  # the memory is on another machine, or belongs to another user
                 return False
         return True
 
@@ -174,7 +174,7 @@ class CallMemory:
 
     Args:
         name: the memory's name; None creates it.
-        capacity: rows of a slot.
+        capacity: maximum number of rows of a slot.
         request, answer: trees of arrays with zero rows, [0, ...].
 
     Raises:
@@ -192,11 +192,11 @@ class CallMemory:
         assert self._shared.name is not None
         self.name = self._shared.name
         self._leaves = list(self._shared.arrays.values())
-        self.free = collections.deque(range(_SLOTS))  # slots; used by the client only
+        self.free = collections.deque(range(_SLOTS))  # numbers of free slots; only the client uses this attribute
 
     @property
     def is_gone(self) -> bool:
-        """True if the client has closed the memory, or died."""
+        """True if the client has closed the memory or has died."""
         return self._shared.closed or not self._shared.creator_is_alive
 
     def fits(self, leaves: list[Any], treedef: Any, rows: int) -> bool:
@@ -221,7 +221,7 @@ class CallMemory:
         return slot
 
     def arrays(self, number: int, rows: int) -> list[np.ndarray]:
-        """Return the arrays of a slot: the leaves of the request, then those of the answer."""
+        """Return the arrays of a slot: first the leaves of the request, then the leaves of the answer."""
         return [leaf[number, :rows] for leaf in self._leaves]
 
 
@@ -230,7 +230,7 @@ class _Slot:
 
     Attributes:
         name: (token of the memory, number of the slot, rows).
-        arrays: the leaves of the request, then those of the answer.
+        arrays: first the leaves of the request, then the leaves of the answer.
     """
 
     def __init__(self, memory: CallMemory, number: int, rows: int) -> None:
@@ -242,7 +242,7 @@ class _Slot:
         return treedef.unflatten(self.arrays[: treedef.num_leaves])
 
     def write(self, answer: Answer) -> int:
-        """Write the answer. Return the version that acted, which the call returns to the client."""
+        """Write the answer. Return the parameters' version, which the call returns to the client."""
         output, state = answer
         leaves = jax.tree.leaves((output._replace(params_version=None), state))
         for array, leaf in zip(self._answer, leaves, strict=True):

@@ -82,8 +82,8 @@ __all__ = [
     "tokenize_for_trainer",
 ]
 
-# The subpackage of each name that is not in `environments`. Names are imported on first use, since servers and
-# environments need packages that may not be installed.
+# Name -> the subpackage that defines it. Names that are missing here are defined in `environments`. Each name is
+# imported at its first use, since servers and environments need packages that may not be installed.
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
     **dict.fromkeys(("Answer", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"),

@@ -43,8 +43,8 @@ def warm_up(
 
     Args:
         agent: Agent with the model, the optimizer and the `supervised_*` settings.
-        demonstrate: `f(source, count)` returns `count` new pairs of a prompt and a correct answer, drawn with the
-            `random.Random` `source`. For example `BaseEnv.demonstrations`.
+        demonstrate: A function, for example `BaseEnv.demonstrations`. `demonstrate(source, count)` returns `count` new
+            pairs of a prompt and a correct answer. `source` is the `random.Random` that draws the pairs.
         tokenizer: Tokenizer of the model. Its eos token is appended to each answer.
         seed: Seed of the initial parameters and of the demonstrations.
         logger: Any object with `write(step, values)`; receives `supervised_loss`. None logs nothing.

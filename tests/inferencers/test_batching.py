@@ -1,4 +1,4 @@
-"""Batching: many callers share few calls, and each caller gets its own answer."""
+"""Batching: a few calls answer many callers, and each caller gets the answer to its own request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE = 30.0
 
 
 def request(rows, first=0.0):
-    """Return a request whose observations are (first + row, 0), so that each row can be identified."""
+    """Return a request of `rows` rows. The observation of row i is (first + i, 0), so each row can be identified."""
     observation = np.zeros((rows, 2), np.float32)
     observation[:, 0] = first + np.arange(rows)
     ones = np.ones(rows, np.float32)
@@ -57,7 +57,7 @@ class Gate:
 
 
 def call_in_threads(call, requests):
-    """Return (what each call returned or raised, in order; the threads)."""
+    """Return (the result or error of each call, in order; the threads)."""
     results = [None] * len(requests)
 
     def run(i):
@@ -85,7 +85,8 @@ def test_simultaneous_callers_share_one_call_and_get_their_own_rows():
         calls.append(len(args[1].step_type))
         return echo(*args)
 
-    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)  # waits for all 32 rows
+    # A batch waits for all 32 rows.
+    batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)
     results, threads = call_in_threads(batcher, [request(4, first=100.0 * i) for i in range(8)])
     join(threads)
     assert calls == [32]
@@ -102,13 +103,13 @@ def test_requests_during_a_call_are_answered_by_the_next_call():
     wait_until(lambda: batcher.waiting == 5)
     gate.opened.set()
     join([*leader, *others])
-    assert sorted(gate.sizes[2:]) == [12, 16]  # a batch of three requests with 5 rows, and one of two
+    assert sorted(gate.sizes[2:]) == [12, 16]  # batches of two and of three requests, each with 5 rows, padded
     assert batcher.counts == {"requests": 7, "calls": 4, "rows": 57, "padding_rows": 3}
     for i in range(5):
         np.testing.assert_array_equal(rest[i][0].action, 10 * i + np.arange(5))
 
 
-def test_second_call_starts_beside_the_first_once_it_is_as_large():
+def test_second_batch_starts_during_the_first_if_it_has_as_many_rows():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=32, max_wait=0.0, timeout=DEADLINE)
     first, leader = call_in_threads(batcher, [request(10)])
@@ -149,7 +150,7 @@ def test_stop_refuses_waiting_calls_and_answers_running_calls():
         batcher(*request(2))
 
 
-def test_call_that_waits_too_long_is_refused_and_blocks_no_other_call():
+def test_call_that_waits_too_long_is_refused_without_blocking_other_calls():
     gate = Gate()
     batcher = Batcher(counting_agent(), gate, max_rows=8, max_wait=0.0, timeout=0.05)
     first, leader = gate.occupy(batcher, 8)
@@ -162,7 +163,7 @@ def test_call_that_waits_too_long_is_refused_and_blocks_no_other_call():
     assert all(isinstance(answer, tuple) for [answer] in first) and batcher.counts["requests"] == 3
 
 
-def test_request_that_does_not_match_the_specs_fails_alone():
+def test_request_that_does_not_match_the_specs_does_not_affect_other_requests():
     batcher = Batcher(counting_agent(), echo, max_rows=16, max_wait=0.0)
     env_ids, timestep, state = request(4)
     with pytest.raises(UsageError, match=r"observation should be \[B, 2\] float32, got \[4, 3\]"):
@@ -175,7 +176,7 @@ def test_request_that_does_not_match_the_specs_fails_alone():
     batcher(env_ids, timestep, state)
 
 
-def test_error_in_a_call_reaches_all_its_callers_and_later_calls_work():
+def test_error_in_a_batch_is_raised_for_all_its_callers_and_later_batches_work():
     gate = Gate()
 
     def act(*args):
@@ -198,9 +199,9 @@ def test_error_in_a_call_reaches_all_its_callers_and_later_calls_work():
     ("rows", "max_rows", "bucket"),
     [(1, 64, 8), (9, 64, 12), (13, 64, 16), (33, 64, 48), (49, 64, 64), (30, 30, 30), (3, 4, 4), (65, 64, 96)],
 )
-def test_rows_are_padded_to_the_next_bucket_or_the_largest_batch(rows, max_rows, bucket):
+def test_batches_are_padded_to_the_next_bucket_or_to_max_rows(rows, max_rows, bucket):
     assert bucket_of(rows, max_rows) == bucket
 
 
-def test_there_are_few_buckets_for_all_numbers_of_rows():
+def test_number_of_buckets_is_small():
     assert {bucket_of(rows, 256) for rows in range(1, 257)} == {8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256}

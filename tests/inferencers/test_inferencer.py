@@ -24,14 +24,14 @@ def make(learner=None, **config) -> Inferencer:
     return Inferencer(InferencerConfig(**config), counting_agent(), learner or FixedParams({"w": np.float32(0.5)}))
 
 
-def test_outputs_are_writable_numpy_with_the_version_that_acted():
+def test_outputs_are_writable_numpy_arrays_with_the_parameters_version():
     output, _ = make().inference(np.arange(3), timestep(3), {"seen": np.zeros(3, np.float32)})
     assert output.params_version == 1
     assert output.action.dtype == np.int32 and output.action.flags.writeable
     np.testing.assert_array_equal(output.extras["w"], np.full(3, 0.5, np.float32))
 
 
-def test_caller_passes_the_state_from_call_to_call():
+def test_returned_state_can_be_passed_to_the_next_call():
     inferencer = make()
     state = inferencer.initial_state(2)
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_newer_parameters_are_fetched_only_at_the_sync_interval():
     assert learner.asked == 2
 
 
-def test_batch_sizes_can_alternate():
+def test_batch_size_can_change_between_calls():
     inferencer = make()
     for size in (2, 5, 2):
         output, state = inferencer.inference(np.arange(size), timestep(size), inferencer.initial_state(size))
@@ -79,7 +79,7 @@ def ppo_actions(calls: int, resume_at: int | None = None, **config) -> list:
 
 
 @pytest.mark.system
-def test_equal_seeds_give_equal_actions_and_another_seed_does_not():
+def test_equal_seeds_give_equal_actions_and_different_seeds_different_actions():
     assert ppo_actions(4, seed=1) == ppo_actions(4, seed=1)
     assert ppo_actions(4, seed=1) != ppo_actions(4, seed=2)
     assert len({str(actions) for actions in ppo_actions(4, seed=1)}) > 1

@@ -1,4 +1,4 @@
-"""The Inferencer as a service: many callers get the answers of an inline Inferencer, although the learner may die."""
+"""The Inferencer as a service: many callers get the same answers as from an inline Inferencer. The learner may die."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
 
     with running(service):
         _wait_until_run(service)
-        for rows in {bucket_of(rows, 64) for rows in range(1, 65)}:  # calls that wait for a compilation may be refused
+        for rows in {
+            bucket_of(rows, 64) for rows in range(1, 65)
+        }:  # compile now, since calls that wait for a compilation may be refused
             service.inference(np.arange(rows), random_timestep(rows, 0), ())
         before = service.stats()
         threads = [threading.Thread(target=caller, args=(caller_index,)) for caller_index in range(8)]
@@ -84,14 +86,14 @@ def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
         np.testing.assert_allclose(answered_extras, expected.extras[name], rtol=1e-5, atol=1e-5)
 
 
-def test_padding_changes_no_answer():
+def test_padding_does_not_change_answers():
     agent = ppo()
     service = Inferencer(InferencerConfig(greedy=True), agent, ppo_learner(agent))
     with running(service):
         _wait_until_run(service)
         timestep = random_timestep(5, seed=1)
         first, _ = service.inference(np.arange(5), timestep, ())
-        for seed in range(3):  # leaves the rows of other calls in the batch's memory
+        for seed in range(3):  # the batch's memory then contains rows of other calls
             service.inference(np.arange(8), random_timestep(8, seed), ())
             service.inference(np.arange(7), random_timestep(7, seed), ())
         again, _ = service.inference(np.arange(5), timestep, ())
@@ -100,7 +102,7 @@ def test_padding_changes_no_answer():
         np.testing.assert_array_equal(first.extras[name], again.extras[name])
 
 
-def test_ranks_draw_different_random_numbers_from_one_seed():
+def test_ranks_with_the_same_seed_draw_different_random_numbers():
     agent = ppo()
     inferencer = Inferencer(InferencerConfig(seed=3), agent, ppo_learner(agent))
     first = inferencer.get_state()
@@ -129,7 +131,7 @@ def courier_client():
 
 
 @pytest.mark.parametrize("make", [launchpad_handle, courier_client])
-def test_unused_inferencer_pickles_with_its_handle(make):
+def test_unused_inferencer_with_a_handle_can_be_pickled(make):
     handle, address = make()
     inferencer = pickle.loads(pickle.dumps(Inferencer(InferencerConfig(seed=5), counting_agent(), handle)))
     with serving(FixedParams({"w": np.float32(0.25)}), address):
@@ -178,7 +180,7 @@ class Broken(type(counting_agent())):
         raise ZeroDivisionError("a bug of the agent")
 
 
-def test_error_in_the_agent_fails_the_callers_and_the_service():
+def test_error_of_the_agent_is_raised_for_the_callers_and_ends_the_service():
     agent = Broken(counting_agent().cfg, OBSERVATION_SPEC, ACTION_SPEC)
     service = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
     caught = []
@@ -203,7 +205,8 @@ def test_client_gets_numpy_arrays_once_the_learner_has_started():
     service = Inferencer(InferencerConfig(), counting_agent(), client(learner_address))
     with serving(service, address), running(service):
         remote = resolve(client(address), "inferencer", deadline=DEADLINE)
-        call = AsyncCall(remote, "inference", _request(3))  # refused and repeated until there are parameters
+        # The call is refused and repeated until there are parameters.
+        call = AsyncCall(remote, "inference", _request(3))
         with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
             output, state = call.result()
             wait_until(lambda: service.params_version == 1)
@@ -219,7 +222,7 @@ def _request(rows):
 
 
 def _answer_of_version(service, version):
-    """Return the first answer with this version.
+    """Repeat a call until its answer has this version. Return the answer.
 
     Before `run` has begun, calls are inline, which does not matter here.
     """

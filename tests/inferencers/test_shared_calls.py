@@ -1,4 +1,4 @@
-"""Calls in shared memory return the same answers as Courier, even if the service or a client restarts or dies."""
+"""Calls in shared memory get the same answers as calls over Courier, even if the service or a client dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(rows, seed=0, state=None):
 
 
 class CountedInferencer(Inferencer):
-    """An Inferencer that counts all calls, and those in shared memory."""
+    """An Inferencer that counts all calls, and the calls in shared memory."""
 
     def __init__(self, agent=None, learner=None, finds=True):
         super().__init__(
@@ -49,7 +49,7 @@ class CountedInferencer(Inferencer):
         self._finds = finds
 
     def share_calls(self, name, capacity, request, answer):
-        # On another machine, the creator's process number belongs to another process.
+        # If not `_finds`, simulate a client on another machine: its memory has a token that does not exist here.
         return super().share_calls(name if self._finds else name._replace(token=0), capacity, request, answer)
 
     def inference(self, env_ids, timestep, state):
@@ -61,7 +61,7 @@ class CountedInferencer(Inferencer):
         return super().shared_inference(token, slot, rows)
 
 
-def test_shared_answers_equal_those_of_courier():
+def test_answers_in_shared_memory_equal_answers_over_courier():
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     address, service = free_address(), CountedInferencer(agent, Learner(LearnerConfig(), agent, RecordingBuffer()))
     with serving(service, address), running(service):
@@ -69,7 +69,7 @@ def test_shared_answers_equal_those_of_courier():
         for number, rows in enumerate([8, 8, 8, 5, 8, 3]):
             env_ids, timestep, _ = request(rows, number)
             output, state = remote.inference(env_ids, timestep, ())
-            assert service.shared >= number  # higher if a call was repeated
+            assert service.shared >= number  # the count is higher if a call was repeated
             expected, _ = plain.inference(env_ids, timestep, ())
             assert state == () and output.params_version == expected.params_version == 1
             jax.tree.map(np.testing.assert_array_equal, output, expected)
@@ -96,7 +96,7 @@ def test_concurrent_calls_use_separate_slots():
             for seed, call in calls:
                 assert call.result()[1]["seen"].tolist() == [seed + 1.0] * 2
                 assert call.done()
-        # The memory has 64 slots, so other calls went by Courier. On a busy machine, calls are repeated.
+        # The memory has 64 slots, so the other calls were sent over Courier. On a busy machine, calls are repeated.
         assert 64 <= service.shared <= service.all - 2 and service.all >= 161
 
 
@@ -160,7 +160,7 @@ def test_call_after_a_wrong_request_uses_shared_memory_again():
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.system)])
-def test_client_uses_another_service_after_a_kill_and_finds_a_restarted_service(asynchronous):
+def test_client_uses_another_service_after_a_kill_and_later_the_restarted_service(asynchronous):
     addresses = [free_address() for _ in range(2)]
 
     def ask(remote):
@@ -190,7 +190,7 @@ def test_client_uses_another_service_after_a_kill_and_finds_a_restarted_service(
 
 
 def test_late_answer_does_not_change_a_later_call():
-    """If a service answers a call too late, it writes to memory that is no longer used."""
+    """A service that answers a call too late writes to memory that the client no longer uses."""
     address, service = free_address(), CountedInferencer()
     with serving(service, address), running(service):
         remote = connect(address)
@@ -198,7 +198,7 @@ def test_late_answer_does_not_change_a_later_call():
         remote.inference(*request(2))
         connection = remote._clients[address]
         late = connection._write(request(2, 40))
-        connection._memory = None  # as after a call that timed out
+        connection._memory = None  # the client does the same after a call that timed out
         assert remote.inference(*request(2, 50))[1]["seen"].tolist() == [51.0, 51.0]
         call = connection._write(request(2, 60))
         service.shared_inference(*late.name)
@@ -214,7 +214,7 @@ def call_forever(address, connection):
 
 
 @pytest.mark.system
-def test_killed_client_blocks_no_other_client_and_its_memory_is_released():
+def test_memory_of_a_killed_client_is_released_and_other_clients_continue():
     address, service = free_address(), CountedInferencer()
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=call_forever, args=(address, there))

@@ -1,4 +1,4 @@
-"""Train tokenizers in the published format: GPT-2's byte-level BPE, and Llama's characters with a byte fallback."""
+"""Train tokenizers in the format of Hugging Face: a byte-level BPE as in GPT-2, and characters or bytes as in Llama."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def byte_level(folder: Path, **config: Any) -> Path:
 
 
 def byte_fallback(folder: Path, **config: Any) -> Path:
-    """Write a tokenizer of characters. Other characters become single bytes. Texts begin with a space."""
+    """Write a tokenizer of known characters. Other characters become single bytes. Texts get a space in front."""
     single = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = ["▁", "▁▁", "▁w", "中", *sorted(set(TEXTS[0]) - set(" “”’…"))]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *single, *characters])}

@@ -1,4 +1,4 @@
-"""The supervised warm-up: its batches, its result and its errors."""
+"""The supervised warm-up: batches, parameters and errors."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
         Slots.fill                      # slots.py: the model reads the prompt (prefill); the first token is sampled
       DecodeEngine._decode              # repeated, for all slots together
         Slots.decode -> sampling.decode # sampling.py: several steps of the model, each of which samples a token
-    handle.result()                     # an `Answer`: tokens, their log-probabilities, the parameters' versions
+    handle.result()                     # an `Answer`: tokens, each with log-probability and version
 
 `sampling.py` also computes top tokens and the scores of prompts.
 """

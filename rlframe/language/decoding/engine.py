@@ -1,11 +1,11 @@
 """The decode engine, which answers requests by continuous batching (Yu et al. 2022, Orca).
 
-The engine has a fixed number of slots, each with a part of the cache. In a loop, it fills free slots from a bounded
-queue, in the queue's order; decodes all slots for a few steps in one jitted call; and delivers the sampled tokens.
+The engine has a fixed number of slots, each with a part of the cache. It repeats three steps: fill free slots from a
+bounded queue, in the queue's order; decode all slots for a few steps in one jitted call; deliver the sampled tokens.
 
 New parameters are used from the next call on, and no request is dropped. So one answer may contain tokens of several
-versions; it lists the version of each token. Cached keys and values are not recomputed, as in PipelineRL (Piché et al.
-2025).
+versions. Every answer lists the version of each token. Cached keys and values are not recomputed, as in PipelineRL
+(Piché et al. 2025).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CLOSE_TIMEOUT = 60.0  # seconds
 
 
 class DecodeEngine(Closeable):
-    """A thread that decodes requests of any number of threads. A context manager; `close` ends it.
+    """A thread that decodes the requests of any number of other threads. A context manager; `close` ends the thread.
 
     If the engine fails, it sets the error on all pending futures and closes.
 
@@ -76,7 +76,7 @@ class DecodeEngine(Closeable):
         self._changed = threading.Condition()  # guards the attributes below
         self._waiting: collections.deque[Handle] = collections.deque()
         self.closed = ""
-        self._running: dict[int, Handle] = {}  # slot -> handle
+        self._running: dict[int, Handle] = {}  # number of the slot -> request in this slot
         self._counts = {"requests": 0, "tokens": 0, "prompt_tokens": 0, "calls": 0}
         self._thread = threading.Thread(target=self._run, name="decode engine", daemon=True)
         self._thread.start()
@@ -108,9 +108,9 @@ class DecodeEngine(Closeable):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         on_tokens: Sequence[OnTokens] | None = None,
     ) -> list[Handle]:
-        """Submit several requests, all or none. See `submit`. Equal prompts are prefilled once.
+        """Submit several requests, or none if one of them cannot be accepted. See `submit`.
 
-        Request i samples from stream i of the seed. `submit` uses stream 0.
+        Equal prompts are prefilled once. Request i samples from stream i of the seed. `submit` uses stream 0.
         """
         if len(sampling.stop_tokens) > self.config.max_stop_tokens:
             raise UsageError(
@@ -180,7 +180,7 @@ class DecodeEngine(Closeable):
         """
         self._fail(UnavailableError("The decode engine was closed."))
         if threading.current_thread() is self._thread:
-            return  # called by `on_tokens`
+            return  # `on_tokens` called `close`; a thread cannot join itself
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise PeerError(f"The decode engine's thread did not end within {timeout:g} s.")
@@ -219,7 +219,10 @@ class DecodeEngine(Closeable):
             self._deliver(group, sampled, version)
 
     def _groups(self, taken: list[tuple[int, Handle]]) -> Iterator[list[tuple[int, Handle]]]:
-        """Yield the requests of each prefill call: prompts of one bucket, at most `Slots.batch` different prompts."""
+        """Yield one list of requests for each prefill call.
+
+        The prompts of a list are in one bucket. There are at most `Slots.batch` different prompts.
+        """
         buckets = collections.defaultdict(list)
         for slot, handle in taken:
             buckets[self._slots.bucket(handle.request.prompt)].append((slot, handle))
@@ -244,7 +247,7 @@ class DecodeEngine(Closeable):
         self._deliver(running, sampled, version)
 
     def _deliver(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
-        """Give each handle its column of `sampled`, and free the slots of completed requests."""
+        """Append each column of `sampled` to its handle, and free the slots of completed requests."""
         counts = (sampled.tokens >= 0).sum(axis=0)
         self._counts["calls"] += 1
         self._counts["tokens"] += int(counts.sum())
@@ -263,11 +266,11 @@ class DecodeEngine(Closeable):
             with (
                 self._changed,
                 contextlib.suppress(ValueError),
-            ):  # a running request is not in the queue; `_fill` frees its slot
+            ):  # if the request runs, it is not in the queue, and `_fill` frees its slot
                 self._waiting.remove(handle)
 
     def _fail(self, error: RlframeError) -> None:
-        """Close the engine with an error, which all pending requests get."""
+        """Close the engine, and fail all pending requests with this error."""
         with self._changed:
             self.closed = self.closed or str(error)
             left = [*self._waiting, *self._running.values()]

@@ -17,14 +17,14 @@ RESULT_TIMEOUT = 600.0  # seconds
 
 
 class Answer(NamedTuple):
-    """A complete completion, or a piece of one that is streamed."""
+    """A complete completion, or a piece of a streamed completion."""
 
-    tokens: list[int]  # including the stop token that ended the answer, if any
+    tokens: list[int]  # includes the stop token that ended the answer, if there is one
     log_probs: list[float]  # log-probability of each token at temperature 1; see `rlframe.language.decoding.sampling`
     versions: list[int]  # version of the parameters for each token
     finish_reason: str | None  # "stop" or "length"; None if more pieces follow
     top_tokens: list[dict[int, float]]  # for each token: log-probabilities of the top tokens; empty if not requested
-    prompt_scores: PromptScores | None  # only in the first piece, if requested
+    prompt_scores: PromptScores | None  # None if not requested, and in all pieces except the first
 
 
 OnTokens = Callable[[Answer], None]
@@ -50,8 +50,9 @@ class Handle:
         self.request = request
         self.future: Future[Answer] = Future()
         self._on_tokens = on_tokens
-        self._sampled = Answer([], [], [], finish_reason=None, top_tokens=[], prompt_scores=None)  # its lists grow
-        self.prompt_scores: PromptScores | None = None  # set by the engine
+        # Sampled tokens are appended to these lists.
+        self._sampled = Answer([], [], [], finish_reason=None, top_tokens=[], prompt_scores=None)
+        self.prompt_scores: PromptScores | None = None  # the engine sets this attribute
 
     def result(self, timeout: float = RESULT_TIMEOUT) -> Answer:
         """Wait for the complete answer.
@@ -98,13 +99,13 @@ class Handle:
             except Exception as error:  # an error of the callback fails only this request
                 self.fail(error)
         if reason is not None:
-            with contextlib.suppress(InvalidStateError):  # the request failed or was cancelled
+            with contextlib.suppress(InvalidStateError):  # the request has already failed or was cancelled
                 self.future.set_result(self._answer(0, reason))
         return self.done
 
     def fail(self, error: Exception) -> None:
         """Fail the request; called by the engine."""
-        with contextlib.suppress(InvalidStateError):  # the request is done or was cancelled
+        with contextlib.suppress(InvalidStateError):  # the request is already done or was cancelled
             self.future.set_exception(error)
 
     @property

@@ -1,11 +1,11 @@
 """Sampling of tokens, log-probabilities and ranks: pure functions on logits.
 
 **All log-probabilities are those of the model**, at temperature 1 and without top_p and top_k: log
-softmax(logits)[token]. `transformer.token_log_probs` computes the same values from the same parameters, and the ratio
-of a policy gradient (its importance weight) is made of them. With temperature 1, top_p 1 and top_k 0, tokens are
-sampled from exactly this distribution. With other options, tokens are sampled from a different distribution, but the
-log-probabilities are still those of the model. To train without this bias, sample with temperature 1, top_p 1 and top_k
-0.
+softmax(logits)[token]. `transformer.token_log_probs` computes the same values from the same parameters. The
+importance weight of a policy gradient is the ratio of two such probabilities. With temperature 1, top_p 1 and top_k 0,
+tokens are sampled from exactly the model's distribution. With other options, tokens are sampled from a different
+distribution, but the log-probabilities are still those of the model. To train without this bias, sample with
+temperature 1, top_p 1 and top_k 0.
 
 The noise of a row depends only on its key and on its number of sampled tokens. Other rows of the batch do not affect
 it.
@@ -28,8 +28,8 @@ from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
 Array = Any  # a numpy or JAX array
-MAX_TOP_TOKENS = 20  # at each position; OpenAI's limit
-_CHUNK = 64  # positions of a prompt whose logits are in memory at once
+MAX_TOP_TOKENS = 20  # maximum number of top tokens at each position, as in OpenAI's API
+_CHUNK = 64  # number of prompt positions whose logits are in memory at the same time
 _FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
 
 
@@ -38,13 +38,13 @@ class SamplingParams:
     """Sampling options of one request, checked: length, temperature, top_p, top_k, stop tokens and seed."""
 
     max_tokens: int | None = (
-        None  # most tokens of the answer; None: up to the engine's length; 0: only score the prompt
+        None  # maximum tokens of the answer; None: up to the engine's length; 0: only score the prompt
     )
     temperature: float = 1.0  # 0 always samples the most likely token
     top_p: float = 1.0  # in (0, 1]: sample from the top tokens with this total probability (Holtzman et al. 2020)
     top_k: int = 0  # sample from this number of top tokens; 0: from all tokens
-    stop_tokens: tuple[int, ...] = ()  # tokens that end the answer; the last token of the answer is then one of them
-    seed: int | None = None  # any integer; None: the engine draws one
+    stop_tokens: tuple[int, ...] = ()  # tokens that end the answer, and are included in it
+    seed: int | None = None  # any integer; None: the engine draws a seed
     top_tokens: int = 0  # number of top tokens to return for each sampled token
     score_prompt: int | None = None  # number of top tokens to return for each prompt token; None: no prompt scores
 
@@ -54,7 +54,7 @@ class SamplingParams:
                 f"max_tokens must be at least 1, got {self.max_tokens}. 0 is allowed only if the prompt is scored: set "
                 "echo or prompt_logprobs in a request, or score_prompt in SamplingParams."
             )
-        if not 0.0 <= self.temperature < float("inf"):  # refuses NaN, too
+        if not 0.0 <= self.temperature < float("inf"):  # this comparison also refuses NaN
             raise UsageError(f"temperature must be at least 0, got {self.temperature}.")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"top_p must be above 0 and at most 1, got {self.top_p}.")
@@ -78,9 +78,9 @@ class SamplingRows(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Sampled tokens of several steps `[steps, B]`, or of one step `[B]`."""
+    """The result of sampling: arrays `[steps, B]` for several steps, or `[B]` for one step."""
 
-    tokens: Array  # int32; -1 for rows that have ended
+    tokens: Array  # int32; -1 if the row had ended before
     log_probs: Array  # float32
     ranked: TopTokens  # [..., K]
 
@@ -100,7 +100,8 @@ def make_rows(
     return SamplingRows(
         np.asarray(keys, np.uint32),
         np.array([one.temperature for one in sampling]).clip(max=_FLOAT32.max).astype(np.float32),
-        np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),  # 0 would exclude all tokens
+        # A top_p of 0 would exclude all tokens.
+        np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),
         np.array([min(one.top_k, _INT32.max) for one in sampling], np.int32),
         stop,
     )
@@ -172,7 +173,7 @@ def decode(
         params, config, cache: See `rlframe.language.model.transformer.apply_cached`.
         rows: Sampling options of the rows.
         progress: Progress of the rows.
-        steps: Static. Most tokens for each row.
+        steps: Static. Maximum number of tokens for each row.
         span: Static. Number of cache positions in use afterwards; see `apply_cached`.
         top_tokens: Static. Number of top tokens to return for each sampled token.
 
@@ -210,8 +211,8 @@ def sample_first(
     Args:
         rows: Sampling options of the rows.
         logits: `[B, V]`, at the last token of each prompt.
-        lengths: `[B]` int32: tokens of each prompt.
-        max_tokens: `[B]` int32: most tokens that each row may sample.
+        lengths: `[B]` int32: number of tokens of each prompt.
+        max_tokens: `[B]` int32: maximum number of tokens that each row may sample.
         top_tokens: Static. Number of top tokens to return for each sampled token.
 
     Returns:
@@ -240,7 +241,7 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length
     """Raise `UsageError` if the prompt is empty, has an unknown token, or is too long.
 
     Args:
-        length: Most tokens of the prompt and `max_tokens` together.
+        length: Maximum of the prompt's length plus `max_tokens`.
     """
     if not len(prompt):
         raise UsageError("The prompt is empty. A model needs at least one token, such as bos.")
@@ -255,11 +256,11 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `count` and `least`."""
+    """Return the smallest power of two that is at least `count` and at least `least`."""
     return max(1 << max(count - 1, 0).bit_length(), least)
 
 
-# --- top tokens, and scores of prompts
+# --- Top tokens at each position, and scores of prompts.
 
 
 class TopTokens(NamedTuple):
@@ -278,9 +279,9 @@ class PromptScores(NamedTuple):
     """Scores of a prompt's tokens, from the second token on."""
 
     log_probs: list[float]
-    ranks: list[int]  # 1 for the most likely token at its position
-    top_tokens: list[dict[int, float]]  # for each position: token -> log-probability, as many as requested
-    version: int = -1  # version of the parameters; set by the engine
+    ranks: list[int]  # rank of each token: 1 for the most likely token at its position
+    top_tokens: list[dict[int, float]]  # for each position: top token -> log-probability
+    version: int = -1  # version of the parameters, which the engine sets
 
     def positions(self, prompt: Sequence[int], count: int) -> list[dict[int, tuple[float, int]] | None]:
         """Return a dict of token to (log-probability, rank) for each position of the prompt.
@@ -304,7 +305,7 @@ def rank(logits: jax.Array, count: int) -> TopTokens:
 
 
 def score_prompt(params: Any, config: Any, x: jax.Array, prompt: tuple[int, ...], count: int) -> PromptScores:
-    """Score the tokens of a prompt.
+    """Return the scores of a prompt's tokens.
 
     Args:
         params, config: The model.

@@ -1,7 +1,7 @@
 """The device side of the decode engine: a cache and a batch of rows, one for each slot.
 
-Few different shapes occur, to keep compilations few: prompts are padded to powers of two, a prefill call has 1, 4, 16,
-... prompts, and a decode step attends to a power of two of positions.
+Each new shape costs a compilation, so few shapes are used: prompts are padded to powers of two, a prefill call has 1,
+4, 16, ... prompts, and the number of positions to which a decode step attends is a power of two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
-_SHORTEST_PROMPT = 16  # tokens; shorter prompts are padded to this length
+_SHORTEST_PROMPT = 16  # minimum length in tokens; shorter prompts are padded to this length
 _SHORTEST_SPAN = 64  # positions
 
 
@@ -42,11 +42,11 @@ class EngineConfig:
     """Sizes of the decode engine."""
 
     slots: int = 32  # requests decoded at the same time
-    length: int | None = None  # most tokens of a prompt and its answer; None: the model's max_position_embeddings
+    length: int | None = None  # maximum tokens of prompt and answer; None: the model's limit
     steps: int = 8  # tokens sampled per call; waiting requests get free slots between two calls
-    prefill_tokens: int = 1024  # prompt tokens, with padding, in one prefill call
-    max_waiting: int = 1024  # most requests that wait for a slot; more are refused
-    max_stop_tokens: int = 8  # most stop tokens of one request
+    prefill_tokens: int = 1024  # maximum prompt tokens, with padding, in a prefill call
+    max_waiting: int = 1024  # maximum number of waiting requests; more are refused
+    max_stop_tokens: int = 8  # maximum number of stop tokens of one request
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *(field.name for field in dataclasses.fields(self)))
@@ -58,7 +58,7 @@ class Slots:
     Args:
         config: Architecture of the model.
         engine_config: Number of slots and other sizes.
-        length: Most tokens of a prompt and its answer.
+        length: Maximum number of tokens of a prompt and its answer together.
     """
 
     def __init__(self, config: ModelConfig, engine_config: EngineConfig, length: int) -> None:
@@ -83,7 +83,7 @@ class Slots:
     ) -> tuple[Sampled, list[PromptScores | None]]:
         """Put requests of one bucket into free slots and sample their first tokens.
 
-        Requests with the same prompt share its prefill.
+        Equal prompts are prefilled once.
 
         Returns:
             (sampled tokens `[1, requests]`, the scores of each prompt or None).
@@ -126,7 +126,7 @@ class Slots:
         """Sample up to `steps` tokens for each slot of `running`. Return arrays `[steps, running]`.
 
         Args:
-            longest: Tokens of the longest prompt with its answer so far.
+            longest: Largest number of tokens that a prompt and its answer have so far.
         """
         slots = list(running)
         live = np.zeros(self._slots, bool)
@@ -142,7 +142,7 @@ class Slots:
 
 
 def _top_token_count(requests: Sequence[DecodeRequest]) -> int:
-    """Return 0 or MAX_TOP_TOKENS, so that only two programs are compiled."""
+    """Return MAX_TOP_TOKENS if a request needs top tokens, otherwise 0. So only two programs are compiled."""
     return MAX_TOP_TOKENS if any(request.sampling.top_tokens for request in requests) else 0
 
 

@@ -106,10 +106,10 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if streams.silence_broken_pipe(sys.stdout):  # `my_env.py serve --help | head`
+        if streams.silence_broken_pipe(sys.stdout):  # for example after `my_env.py serve --help | head`
             return 0
         raise
-    except KeyboardInterrupt:  # before the signal handlers were installed
+    except KeyboardInterrupt:  # Ctrl-C before the signal handlers were installed
         return 128 + signal.SIGINT
     finally:
         streams.flush()
@@ -211,7 +211,7 @@ def _options(env_cls: type[BaseEnv], command: str) -> list[str]:
 
 
 def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Servers]:
-    """Return the class's environment options, adapted to the command, and its model servers."""
+    """Return the default options of the environment class, adapted to the command, and its default model servers."""
     env, servers = env_cls.config_init()
     update: dict[str, Any] = {}
     if env.wandb_name is None and env_cls.name is not None:
@@ -226,13 +226,13 @@ def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Serv
 
 
 def _single_server(servers: Servers) -> APIServerConfig:
-    """Return the config that the --openai.* flags change: the class's only server, or the defaults."""
+    """Return the config that the --openai.* flags change: the class's server if there is only one, or the defaults."""
     server = servers if isinstance(servers, ServerBaseline) else servers[0] if len(servers) == 1 else ServerBaseline()
     return server if isinstance(server, APIServerConfig) else APIServerConfig(**server.model_dump())
 
 
 def _flags(defaults: CommandConfig) -> dict[str, tuple[FieldInfo, Any]]:
-    """Map each flag, without its dashes, to its field and default value."""
+    """Return a dict from each flag, without its dashes, to the flag's field and default value."""
     models = {_ENV: defaults.env, _SERVER: _single_server(defaults.openai), "": defaults}
     return {
         f"{space}.{name}".removeprefix("."): (field, getattr(model, name))
@@ -297,7 +297,7 @@ def read_yaml(path: str | None) -> dict[str, Any]:
 
 
 def override(default: Model, file_values: Any, given: Mapping[str, Any], prefix: str) -> Model:
-    """Return a validated copy of the default in which the file's and the command line's values are replaced.
+    """Return a validated copy of the default, with the values of the file and of the command line.
 
     Raises:
         UsageError: A name is unknown, or a value is invalid. `prefix` follows `--` in the option names of the message.
@@ -317,7 +317,7 @@ def _describe(error: Any, prefix: str) -> str:
 
 
 def _parse_value(name: str, field: FieldInfo, values: list[str]) -> Any:
-    """Parse the words after a flag. A bool flag without words is true. Several words are a list."""
+    """Parse the words after a flag. No words mean true for a bool flag. Several words mean a list."""
     import yaml
 
     annotation: Any = field.annotation
@@ -340,7 +340,7 @@ def _parse_value(name: str, field: FieldInfo, values: list[str]) -> Any:
                 return candidate
     if len(values) > 1:
         raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
-    return values[0]  # the validation of the whole config reports the error
+    return values[0]  # if the value is invalid, the validation of the whole config reports the error
 
 
 def _configure_logging() -> None:

@@ -23,7 +23,7 @@ from rlframe.language.environments.metrics import CollectStatistics, open_wandb
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
-ATTEMPTS = 3  # attempts for one item
+ATTEMPTS = 3  # maximum number of attempts for one item
 FAILURES_IN_A_ROW = 32  # collecting ends after this number of failed attempts in a row
 MAX_ITEMS_WITHOUT_GROUP = 100  # this number of items in a row without a group causes a warning or an error
 NO_GROUP_REASON = (
@@ -34,7 +34,8 @@ _pauses = functools.partial(retry.backoff, 0.1, 1.0, jitter=0.5)
 
 logger = logging.getLogger(__name__)
 
-_UNREACHABLE = (PeerError, RemoteError, UnavailableError)  # the service or a model did not answer before its deadline
+# Errors that mean that the service or a model did not answer before its deadline.
+_UNREACHABLE = (PeerError, RemoteError, UnavailableError)
 
 T = TypeVar("T")
 NextItem = Callable[[], Awaitable[Any]]
@@ -44,7 +45,8 @@ HandleItem = Callable[[Any], Awaitable[bool]]
 class Gate:
     """A gate that pauses collecting.
 
-    While the gate is closed, an attempt runs until its next request to a model, and waits before this request.
+    While the gate is closed, an attempt continues up to its next request to a model. It sends this request after the
+    gate has opened.
     """
 
     def __init__(self) -> None:
@@ -81,8 +83,8 @@ class CollectAttempt:
     item: Any
     gate: Gate
     attempt: int = 1
-    policy_version: int | None = None  # oldest version of the parameters that gave an answer
-    newest_version: int | None = None  # newest version of the parameters that gave an answer
+    policy_version: int | None = None  # oldest version of the parameters in the model's answers
+    newest_version: int | None = None  # newest version of the parameters in the model's answers
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class CollectAttempt:
         return self.gate.clock - self._started
 
     def record_version(self, policy_version: int | None) -> None:
-        """Record the parameters' version of an answer for this attempt."""
+        """Record the version of the parameters that gave an answer to this attempt."""
         if policy_version is not None:
             known = self.policy_version
             self.policy_version = policy_version if known is None else min(known, policy_version)
@@ -109,7 +111,7 @@ current_attempt: contextvars.ContextVar[CollectAttempt | None] = contextvars.Con
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results.
 
-    If one raises, cancel the others and wait for their end before raising.
+    If a coroutine raises, cancel the other coroutines, wait until they have ended, and raise its error.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -129,7 +131,7 @@ class Collector:
 
     Args:
         next_item: Returns an item, or None if there is no item now.
-        handle: Collects a group for an item and sends it. Returns whether there was a group.
+        handle: Collects a group for an item and sends the group. Returns whether there was a group.
         statistics: Records the duration of attempts.
         timeout: Seconds for one attempt, without pauses. 0 or less means no limit.
 
@@ -142,7 +144,7 @@ class Collector:
     def __init__(self, next_item: NextItem, handle: HandleItem, statistics: CollectStatistics, timeout: float) -> None:
         self.gate = Gate()
         self.under_way: set[CollectAttempt] = set()
-        self.failed: BaseException | None = None  # error that ends collecting
+        self.failed: BaseException | None = None  # the error because of which collecting ends
         self._next_item, self._handle = next_item, handle
         self._statistics = statistics
         self._timeout = timeout
@@ -152,7 +154,7 @@ class Collector:
         self._changed = asyncio.Event()
 
     async def fill(self, limit: int) -> bool:
-        """Start attempts until `limit` are running. Return False if there were not enough items."""
+        """Start attempts until `limit` attempts are running. Return False if there were not enough items."""
         while len(self.under_way) < limit:
             if self._retries:
                 earlier = self._retries.pop()

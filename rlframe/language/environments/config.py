@@ -1,4 +1,4 @@
-"""Options of environments and of their model servers. Names and defaults are the published ones, except where noted."""
+"""Options of environments and of their model servers. Names and defaults are `atroposlib`'s, except where noted."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class StrictModel(BaseModel):
                     )
             for name, value in values.items():
                 if isinstance(value, bool) and not takes_bool(cls.model_fields[name].annotation):
-                    raise ValueError(f"{name} cannot be {value}.")  # pydantic would convert it to a number
+                    raise ValueError(f"{name} cannot be {value}.")  # pydantic would convert the bool to a number
         return values
 
 
 def takes_bool(annotation: Any) -> bool:
-    """Return True if a field of this type takes true and false as bools, not as numbers."""
+    """Return True if bools are valid values of a field of this type."""
     return annotation in (bool, Any) or any(map(takes_bool, get_args(annotation)))
 
 
@@ -60,7 +60,7 @@ class BaseEnvConfig(StrictModel):
     max_eval_workers: int = Field(default=16, ge=1, description="tasks of `gather_eval` that run concurrently")
     steps_per_eval: int = Field(default=100, description="training steps between evaluations; 0: no evaluations")
     max_token_length: int = Field(
-        default=2048, ge=1, description="most tokens of a sequence, including the prompt and all turns"
+        default=2048, ge=1, description="maximum tokens of a sequence, including the prompt and all turns"
     )
     eval_handling: EvalHandlingEnum = Field(
         default=EvalHandlingEnum.STOP_TRAIN, description="effect of an evaluation on collecting"
@@ -108,7 +108,7 @@ class BaseEnvConfig(StrictModel):
         default=None, description="effort of reasoning; implies thinking_mode"
     )
     max_reasoning_tokens: int | None = Field(
-        default=None, ge=1024, le=32000, description="most tokens for reasoning; implies thinking_mode"
+        default=None, ge=1024, le=32000, description="maximum tokens of the reasoning; implies thinking_mode"
     )
     # `atroposlib` does not have the options below.
     service_timeout: float = Field(
@@ -125,7 +125,7 @@ class ServerBaseline(StrictModel):
     """Options of requests to the model servers of this machine.
 
     The servers are `rlframe serve policy` at port 8001 if that port is open; otherwise ports 9004 to 9007, as
-    published.
+    in `atroposlib`.
     """
 
     timeout: int = Field(default=1200, gt=0, description="seconds for an answer, including all retries")
@@ -159,16 +159,16 @@ class APIServerConfig(ServerBaseline):
     )
 
 
-OpenaiConfig = APIServerConfig  # name in older environments
+OpenaiConfig = APIServerConfig  # the name that older environments import
 
 
 class ServerManagerConfig(StrictModel):
     """Options that apply to all model servers."""
 
     slurm: bool = Field(default=False, description="use the nodes of the Slurm job as model servers")
-    testing: bool = Field(default=False, description="not supported; the published option for made-up answers")
+    testing: bool = Field(default=False, description="not supported; `atroposlib`'s option for made-up answers")
     max_n_completions: int = Field(
-        default=8, ge=1, description="most completions in one request; larger requests are split"
+        default=8, ge=1, description="maximum completions in one request; larger requests are split"
     )
 
 

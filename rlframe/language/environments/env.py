@@ -34,7 +34,7 @@ class BaseEnv(abc.ABC):
     """An environment that requests completions from a model, scores them, and sends groups to the trajectory service.
 
     A subclass implements `setup`, `get_next_item`, `evaluate`, and either `collect_trajectory` or
-    `collect_trajectories`. `MyEnv.cli()` runs its command line. Names and behavior are those of `atroposlib`.
+    `collect_trajectories`. `MyEnv.cli()` runs the command line. Names and behavior are those of `atroposlib`.
 
     Args:
         config: Options, an instance of the class's `env_config_cls`.
@@ -46,8 +46,8 @@ class BaseEnv(abc.ABC):
         server: The model servers, a `ServerManager`.
         tokenizer: The tokenizer that the config names.
         curr_step: The trainer's step: the number of batches it has received.
-        max_token_len: Most tokens of a sequence, set by the trainer. -1 before registration.
-        workers, eval_workers: Running attempts to collect groups; running tasks of an evaluation.
+        max_token_len: Maximum number of tokens of a sequence, set by the trainer. -1 before registration.
+        workers, eval_workers: Running attempts to collect groups, and running tasks of an evaluation.
         status_dict: Last response to `/status-env`.
         backlog: Items that are collected before new items are requested.
         process_mode: Whether groups are collected for a file, without trainer and service.
@@ -82,7 +82,7 @@ class BaseEnv(abc.ABC):
         self.rollouts_for_wandb: list[Any] = []
         self.completion_lengths: list[int] = []
         self.collected = GroupStatistics()
-        self._logged_reasons: set[str] = set()  # reasons why groups were not sent
+        self._logged_reasons: set[str] = set()  # logged reasons why groups were not sent
         self.statistics = CollectStatistics()
         self.tracker: Tracker | None = None
         self.membership: Membership | None = None
@@ -120,11 +120,11 @@ class BaseEnv(abc.ABC):
         """Return the item for the next group, or None if there is no item now."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | Any | None, list[Item]]:
-        """Return one sequence for an item (or None), and further items for the backlog."""
+        """Return (one sequence for an item or None, further items for the backlog)."""
         raise NotImplementedError(f"{type(self).__name__} must implement collect_trajectory or collect_trajectories.")
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
-        """Return a group, several groups or None for an item, and further items for the backlog.
+        """Return (groups for an item, further items for the backlog). The groups are a group, several groups or None.
 
         The default calls `collect_trajectory` `group_size` times concurrently and drops None results. If all results
         are `ScoredDataItem`, they become one group. Otherwise `postprocess_histories` gets the list of results.
@@ -135,7 +135,7 @@ class BaseEnv(abc.ABC):
         if not sequences or not all(isinstance(one, Mapping) and "tokens" in one for one in sequences):
             return sequences, backlog
         group = groups.group_from_items(sequences)
-        if len(sequences) < self.config.group_size:  # otherwise the group would not be sent
+        if len(sequences) < self.config.group_size:  # without this override, the small group would not be sent
             group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(sequences)}
         return group, backlog
 
@@ -193,7 +193,7 @@ class BaseEnv(abc.ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences of a batch that this environment may fill, without the minimums of others; -1 if unknown."""
+        """Number of sequences in a batch that are not reserved for other environments; -1 if unknown."""
         size = self.config.batch_size
         if size == -1 or not self.status_dict:
             return size
@@ -210,7 +210,7 @@ class BaseEnv(abc.ABC):
             logger.info("Saved %s.", path)
 
     def load_checkpoint(self) -> None:
-        """Load the newest checkpoint up to `curr_step`, if there is one, and set the attributes in this checkpoint."""
+        """Load the newest checkpoint up to `curr_step`, if there is one, and set the attributes that it contains."""
         for name, value in files.load_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", self.curr_step).items():
             setattr(self, name, value)
 
@@ -263,7 +263,7 @@ class BaseEnv(abc.ABC):
             self.tracker.write(self.curr_step, self._with_prefix({"train/paused": int(paused)}))
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add the performance of collecting since the last call."""
+        """Add metrics of the time and success of collecting since the last call."""
         return self.statistics.report(metrics_dict)
 
     async def evaluate_log(
@@ -351,7 +351,7 @@ class BaseEnv(abc.ABC):
         """Check groups, record them as configured, and send them if `do_send_to_api`.
 
         Returns:
-            Whether the service accepted a group or, without sending, whether a group is valid.
+            Whether the service accepted a group. If groups are not sent: whether a group is valid.
 
         Raises:
             UsageError: Rows of a group do not have matching lengths.
@@ -366,7 +366,7 @@ class BaseEnv(abc.ABC):
                     "a ScoredDataItem from collect_trajectory, or convert the results in postprocess_histories."
                 )
             if why := groups.rejection_reason(self, group, abort_on_any_max_length_exceeded):
-                if why not in self._logged_reasons:  # log each reason only once, since it may be frequent
+                if why not in self._logged_reasons:  # many groups may have the same reason
                     self._logged_reasons.add(why)
                     logger.info("A group is not sent: %s. (train/items_rejected counts these groups.)", why)
                 continue

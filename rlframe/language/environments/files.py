@@ -158,7 +158,7 @@ def _sequence(messages: Any) -> str:
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message or of its parts. For a part without text, return its type."""
+    """Return the text of a message or of its parts. A part without text is replaced by the part's type."""
     if isinstance(content, list):
         return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
     return "" if content is None else str(content)

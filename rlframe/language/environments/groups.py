@@ -17,7 +17,7 @@ _ROWS = (
     *("distill_token_ids", "distill_logprobs"),
 )
 
-Item = Any  # a task for a group, as returned by `get_next_item`
+Item = Any  # the task that a group answers, as returned by `get_next_item`
 number = Union[int, float]
 
 
@@ -37,14 +37,14 @@ class ScoredDataGroup(TypedDict, total=False):
 
     tokens: list[list[int]]
     masks: list[list[int]]
-    scores: list[float]  # booleans become 1 and 0
+    scores: list[float]  # booleans are converted to 1 and 0
     advantages: list[list[float]] | None
     ref_logprobs: list[list[float]] | None
     inference_logprobs: list[list[float]] | None
     messages: list[list[Message]] | None
     generation_params: dict[str, Any] | None
     group_overrides: dict[str, Any] | None
-    overrides: list[dict[str, Any]] | None  # for each sequence {} or, for example, {"set_advantage_to_zero": True}
+    overrides: list[dict[str, Any]] | None  # for each sequence a dict, such as {"set_advantage_to_zero": True} or {}
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
@@ -86,7 +86,7 @@ def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
 
 
 def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
-    """Return why the group is not sent, or None if it is sent."""
+    """Return the reason why the group is not sent, or None if it is sent."""
     config = env.config
     tokens: Any = () if group.get("tokens") is None else group["tokens"]  # a list of rows, or an array
     wanted = (group.get("group_overrides") or {}).get("group_size", config.group_size)
@@ -102,7 +102,7 @@ def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -
 
 
 def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
-    """Return the group with messages, decoded from the tokens if there are none."""
+    """Return the group with messages. If it has no messages, decode them from the tokens."""
     if group.get("messages"):
         return group
     messages = [[{"role": "user", "content": tokenizer.decode(list(row))}] for row in group["tokens"]]
@@ -124,7 +124,7 @@ def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_versi
     return Group.from_item({**group, **empty, **messages, **metadata})
 
 
-_PLACEHOLDERS = ("a", "b")  # every other content differs from at least one of them in its first and in its last token
+_PLACEHOLDERS = ("a", "b")  # the first token of a content differs from "a" or from "b", and so does the last token
 
 
 def tokenize_for_trainer(
@@ -136,8 +136,8 @@ def tokenize_for_trainer(
 ) -> dict[str, Any]:
     """Convert a chat to `tokens` and `masks`. Masks are -100 except in the last turn, or in all turns of the assistant.
 
-    In these turns, the mask includes the content and the token that ends the turn. The other tokens of the chat
-    template were not sampled by the model, so their mask is -100.
+    In these turns, the content and the token that ends the turn are trained on. The other tokens of the chat template
+    were not sampled by the model, so their mask is -100.
 
     The content is encoded from text, so the tokens may differ from the sampled tokens. New environments should use the
     tokens and log-probabilities of `self.server.managed_server()`.
@@ -192,7 +192,7 @@ def _turn(
         added = tokenizer.decode(tokens[len(prompt) : start]).strip()
         if not isinstance(content, str) or content.lstrip().startswith(added):
             start = len(prompt)
-    if content == "":  # an empty content may merge the line ends around it into other tokens
+    if content == "":  # without content between them, line ends may be merged into other tokens
         start = content_end
     if not isinstance(content, str):
         content_end = next((i for i in range(start, len(tokens)) if tokens[i] in stops), content_end)

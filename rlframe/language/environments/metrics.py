@@ -1,4 +1,4 @@
-"""Metrics of an environment, with the published names."""
+"""Metrics of an environment, with the names of `atroposlib`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tracker(Logger, Protocol):
     """A logger of an environment's metrics, for example `WandbLogger`."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """Return a table of text as one value of a row."""
+        """Return a table of text in a form that can be one value of a logged row."""
 
 
 class CollectStatistics:
@@ -89,12 +89,12 @@ def summary(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def length_metrics(lengths: list[int], longest: int) -> dict[str, float]:
-    """Return `train/completion_lengths...`, or {} without lengths. `longest` is the most tokens of a sequence."""
+    """Return `train/completion_lengths...`, or {} without lengths. `longest` is the maximum length of a sequence."""
     name = "train/completion_lengths"
     metrics = summary(name, lengths)
     if metrics:
         metrics[name] = metrics.pop(f"{name}_mean")
-        # Despite its published name this is not a percentile, but the fraction of sequences that are almost too long.
+        # Not a percentile, despite the name from `atroposlib`: this is the fraction of almost too long sequences.
         metrics[f"{name}_p95"] = sum(one > 0.95 * longest for one in lengths) / len(lengths)
     return metrics
 

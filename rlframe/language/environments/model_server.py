@@ -24,7 +24,7 @@ from rlframe.language.environments.config import APIServerConfig, ReasoningConfi
 
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # first and longest backoff before a retry, in seconds
 _PROBE_TIMEOUT = 5.0  # seconds for a request that checks whether the server answers
-_AVOIDED = 10.0  # seconds after a failure in which new requests use other servers
+_AVOIDED = 10.0  # after a failure, new requests use other servers for this number of seconds
 _TOKEN_ID = "token_id:"  # prefix of vLLM's token names with return_tokens_as_token_ids
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class APIServer:
     """A client of one model server. Failed requests are retried until the config's `timeout`.
 
-    Requests of an attempt to collect a group first wait at the attempt's gate. So collecting can pause without losing
-    progress.
+    A request that belongs to an attempt to collect a group first waits until the attempt's gate is open. So collecting
+    can pause without losing progress.
 
     Raises (every call):
         PeerError: The server did not answer in time.
@@ -54,7 +54,7 @@ class APIServer:
             api_key="none" if config.api_key == "" else config.api_key,
             base_url=config.base_url,
             timeout=config.timeout,
-            max_retries=0,  # retries are done in `_ask`, which excludes pauses from the timeout
+            max_retries=0,  # `_ask` retries, because it excludes pauses from the timeout
         )
         self.sem = anyio.CapacityLimiter(config.num_max_requests_at_once)
         self.eval_sem = anyio.CapacityLimiter(config.num_requests_for_eval)
@@ -84,7 +84,7 @@ class APIServer:
         kwargs["model"] = self.config.model_name
         if not kwargs.pop("skip_reasoning", False) and (body := self._reasoning.extra_body(self.config.base_url)):
             kwargs["extra_body"] = {**(kwargs.get("extra_body") or {}), **body}
-            if "reasoning_effort" in body:  # OpenAI's models do not accept temperature and max_tokens with it
+            if "reasoning_effort" in body:  # with it, OpenAI's models refuse max_tokens and temperatures except 1
                 kwargs["temperature"] = 1.0
                 if "max_tokens" in kwargs:
                     kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
@@ -99,7 +99,7 @@ class APIServer:
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Sample completions and return the sampled token ids, never re-encoded text.
+        """Sample completions and return the sampled token ids. Text is never encoded again.
 
         Args:
             prompt or input_ids: Text, or token ids.
@@ -120,7 +120,7 @@ class APIServer:
         return parts[0].prompt_tokens, tokens, logprobs, reasons
 
     async def update_weight(self, weight: float) -> None:
-        """Limit the concurrent requests of this environment to a fraction from 0 to 1. At least one remains."""
+        """Limit the concurrent requests to a fraction (0 to 1) of the configured limit, but at least 1."""
         part = min(1.0, max(0.0, weight))
         self.sem.total_tokens = max(1, int(self.config.num_max_requests_at_once * part))
         self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))
@@ -204,7 +204,7 @@ class APIServer:
             async with self.eval_sem if evaluating else self.sem:
                 attempts += 1
                 began = time.monotonic()
-                end += began - wait_start  # pauses and the wait for a free slot do not count
+                end += began - wait_start  # exclude pauses and the wait for a free slot from the timeout
                 try:
                     answer = await ask(max(1.0, end - began))
                 except self._retryable as error:
@@ -226,7 +226,7 @@ class APIServer:
             await self.openai.models.list(timeout=_PROBE_TIMEOUT)
         except self._retryable:
             return False
-        except self._status_error:  # the server answers but does not have this path
+        except self._status_error:  # the server answers, but it cannot list models
             return True
         self._set_healthy(True)
         return True
@@ -286,7 +286,8 @@ class APIServer:
         body = {"input_ids": list(input_ids), "sampling_params": options, "return_logprob": True}
         answers: Any = await root.post("/generate", cast_to=object, body=body)
         infos = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
-        sampled = [info["output_token_logprobs"] for info in infos]  # for each token: (log-probability, id, text)
+        # For each answer and each token: (log-probability, id, text).
+        sampled = [info["output_token_logprobs"] for info in infos]
         reasons = [info.get("finish_reason") or "stop" for info in infos]
         return Samples(
             prompt_tokens=list(input_ids),
@@ -319,11 +320,11 @@ class Samples:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
-    policy_version: int | None  # oldest version that sampled a token
+    policy_version: int | None  # oldest version of the parameters that sampled one of the tokens
 
 
 def merge_answers(answers: list[Any]) -> Any:
-    """Merge the answers to parts of one request: the first answer with the choices of all, numbered consecutively."""
+    """Merge the answers to the parts of one request: return the first answer with the choices of all, renumbered."""
     first, *others = answers
     for other in others:
         first.choices.extend(other.choices)
@@ -339,7 +340,7 @@ def check_one_prompt(prompt: Any) -> None:
 
 
 def options_with_derived_seed(options: dict[str, Any], start: int) -> dict[str, Any]:
-    """Return the options of a part of a split request: the part that begins with completion number `start`.
+    """Return the options of one part of a split request. The part begins with completion number `start`.
 
     A server returns the same completions for the same seed, so each part needs a different seed. The derived seed is
     far from the given seed, because vLLM uses consecutive seeds for the completions of one request.

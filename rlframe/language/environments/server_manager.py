@@ -27,10 +27,10 @@ from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
 
 _POLICY_PORT, _POLICY_MODEL = 8001, "policy"  # default port and model name of `rlframe serve policy`
-_LOCAL_PORTS = range(9004, 9008)  # published ports for ServerBaseline
-_SLURM_PORT = 9000  # published first port on each node of a Slurm job
+_LOCAL_PORTS = range(9004, 9008)  # `atroposlib`'s ports for ServerBaseline
+_SLURM_PORT = 9000  # `atroposlib`'s first port on each node of a Slurm job
 _GPUS_PER_NODE = 8
-_NO_LOGPROB = 1.0  # published placeholder for tokens that were not sampled
+_NO_LOGPROB = 1.0  # `atroposlib`'s placeholder for tokens that were not sampled
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class SequenceNode:
     """A prompt with its completion, or all turns of a chat. The token lists have equal lengths.
 
     Attributes:
-        full_text: Text of all tokens; for a completion without the special token that ended it.
+        full_text: Text of all tokens. For a completion, the special token that ended it is omitted.
         tokens: Token ids of the model.
         masked_tokens: The token ids, with -100 for tokens that the model did not sample.
         logprobs: Log-probabilities, with 1.0 for tokens that the model did not sample.
@@ -59,8 +59,8 @@ class ManagedServer:
 
     `get_state()["nodes"]` returns the sequences in the order of the choices.
 
-    A prompt that begins with the text of a node, or messages that begin with the messages of a node, continue this
-    node: the node's tokens are sent unchanged, only the new text is encoded, and the new node replaces the old one.
+    A prompt that begins with the text of a node continues this node, and so do messages that begin with the node's
+    messages: the node's tokens are sent unchanged, only the new text is encoded, and a new node replaces the old node.
     """
 
     def __init__(self, server: APIServer, tokenizer: Any) -> None:
@@ -138,7 +138,7 @@ class ManagedServer:
         return [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs], nodes
 
     def _next_turn(self, messages: list[Any]) -> tuple[SequenceNode | None, list[int]]:
-        """Return the node that a chat continues and the tokens to append; or None and the tokens of the whole chat."""
+        """Return (the node that a chat continues, the tokens to append) or (None, the tokens of the whole chat)."""
         template, answered = self.tokenizer.apply_chat_template, bool(messages) and messages[-1]["role"] == "assistant"
         whole = list(template(messages, add_generation_prompt=not answered))
         earlier = _longest(node for node in self._nodes if _continues(messages, node.messages))
@@ -152,11 +152,11 @@ class ManagedServer:
         ends = [position for position in range(opened, len(so_far)) if so_far[position] in self._stops]
         closing = so_far[ends[-1] :] if ends else []
         if earlier.tokens[-1] in self._stops:
-            closing = closing[1:]  # the model has sampled the end of its turn
+            closing = closing[1:]  # `earlier` already contains the first closing token, since the model sampled it
         return earlier, closing + whole[len(so_far) :]
 
     def _replace(self, earlier: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        """Replace the continued node by its continuations. If it was already replaced, append them."""
+        """Replace the continued node by the new nodes. If that node was already replaced, append the new nodes."""
         indices = [index for index, node in enumerate(self._nodes) if node is earlier]
         at = indices[0] if indices else len(self._nodes)
         self._nodes[at : at + len(indices)] = nodes
@@ -197,7 +197,7 @@ def _plain(content: Any) -> Any:
 
 
 class ServerManager:
-    """All model servers as one: each request goes to the healthy server with the most free slots.
+    """A client of all model servers, which sends each request to the healthy server with the most free slots.
 
     Args:
         configs: Configs of the servers. A ServerBaseline means the servers of this machine.
@@ -205,7 +205,7 @@ class ServerManager:
         testing: Not supported: there are no made-up answers.
         server_class: APIServer, or a subclass.
         reasoning_config: Options that request reasoning.
-        max_n_completions: Most completions in one request. Requests with a larger n are split.
+        max_n_completions: Maximum number of completions in one request. Requests with a larger n are split.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class ServerManager:
 
     @contextlib.asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
-        """Yield one server for all turns of a trajectory, so that its cache contains the earlier turns."""
+        """Yield one server for all turns of a trajectory, so that the server's cache contains the earlier turns."""
         yield self._choose_server("train")
 
     @contextlib.asynccontextmanager
@@ -268,7 +268,7 @@ class ServerManager:
         return max(self.servers, key=fitness)
 
     async def _split_request(self, method: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Return the answers of the requests into which n completions are split."""
+        """Split a request for n completions into smaller requests, and return their answers."""
         n, split = kwargs.pop("n", None) or 1, kwargs.get("split", "train")
         full, rest = divmod(n, self.max_n_completions)
         counts = [self.max_n_completions] * full + [rest] * (rest > 0)
@@ -285,7 +285,7 @@ def resolve_servers(configs: ServerBaseline | Sequence[APIServerConfig], slurm: 
     """Return one config for each server.
 
     In a Slurm job with several nodes, the model servers are on the nodes after the first NUM_TRAINING_NODES, one for
-    each INFER_TP of 8 GPUs, at ports from 9000 on, as published.
+    each INFER_TP of 8 GPUs, at ports from 9000 on, as in `atroposlib`.
     """
     listed: list[Any] = [configs] if isinstance(configs, ServerBaseline) else list(configs)
     if not listed:

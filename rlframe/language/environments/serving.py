@@ -26,8 +26,8 @@ from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
-_POLL_INTERVAL = 0.1  # seconds between two status requests to the service, if no attempt ends in between
-_LEAVE_TIMEOUT = 5.0  # seconds for the request to disconnect
+_POLL_INTERVAL = 0.1  # seconds between two status requests to the service, unless an attempt ends earlier
+_LEAVE_TIMEOUT = 5.0  # timeout in seconds of the request that disconnects from the service
 _PAUSE = 1.0  # seconds of pause after the service has refused groups for `service_timeout` seconds
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ServeLoop:
         env.collector, env.workers = self._collector, self._collector.under_way
 
     async def run(self) -> None:
-        """Run until the trainer's last step. In any case leave the service and close the environment."""
+        """Run until the trainer's last step. Then, or after an error, leave the service and close the environment."""
         env = self._env
         try:
             await env.setup()
@@ -140,7 +140,7 @@ class ServeLoop:
         return evaluation
 
     async def evaluate(self) -> None:
-        """Evaluate after registration and after the running evaluation. Collecting pauses or continues as configured.
+        """Wait for registration and for any earlier evaluation, then evaluate. Collecting may pause, as configured.
 
         Raises:
             Exception: Any exception of the environment's `evaluate`.
@@ -158,12 +158,12 @@ class ServeLoop:
 
     def _finished(self, status: EnvStatus) -> bool:
         """Return whether the trainer has all the groups it needs, counting those in the queue."""
-        # With `hold`, the service reports too long a queue, so that environments pause.
+        # If `hold` is set, the reported queue is longer than the real queue, so that environments pause.
         queued = 0 if status.hold else status.queue_size * self._config.group_size // self._config.batch_size
         return status.current_step >= self._total_steps or status.current_step + queued > self._total_steps
 
     async def _collect(self, status: EnvStatus, unseen: int) -> None:
-        """Start attempts, or pause. `unseen` is the number of groups sent since the status was requested."""
+        """Start attempts, or pause. `unseen`: number of groups sent after the request for the status."""
         env, config = self._env, self._config
         workers = env.max_num_workers
         handling = config.eval_handling if self._evaluation is not None else EvalHandlingEnum.NONE
@@ -193,7 +193,7 @@ class ServeLoop:
 
 
 def _crosses_interval(before: int, now: int, interval: int) -> bool:
-    """Return whether there is a multiple of the interval after `before` and up to `now`."""
+    """Return True if a multiple of the interval is above `before` and at most `now`."""
     return interval > 0 and now // interval > before // interval
 
 
@@ -255,7 +255,7 @@ class Membership:
         """Send groups in one request. Return the number of accepted groups, which survive a crash of the service.
 
         Groups that are too old for the trainer are dropped. While the service refuses groups, for example because it is
-        full, the call waits, and so do all attempts.
+        full, this call waits, and all attempts pause.
         """
         key, kept = new_key(), 0
         while True:

@@ -1,7 +1,7 @@
-"""The transformer, its published weights, and tokenizers. From a conversation to logits:
+"""The transformer, its weights in the format of Hugging Face, and tokenizers. From a conversation to logits:
 
-    config = ModelConfig(...)                           # config.py: sizes, named as in a published config.json
-    config, params = weights.load("runs/qwen")          # weights.py: published safetensors as a tree of arrays
+    config = ModelConfig(...)                           # config.py: sizes, named as in config.json
+    config, params = weights.load("runs/qwen")          # weights.py: safetensors as a tree of arrays
     tokenizer = load_tokenizer("runs/qwen")             # tokenizers.py: bytes; published_tokenizer.py: tokenizer.json
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)    # chat_messages.py: messages
     logits = transformer.apply(params, config, tokens)  # transformer.py: pure functions

@@ -1,4 +1,4 @@
-"""Architecture of a decoder-only transformer of the Llama family, with the field names of a published `config.json`."""
+"""Architecture of a decoder-only transformer of the Llama family. Field names are those of `config.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
 DTYPES = ("float32", "bfloat16")
-ARCHITECTURES = {  # model_type -> architecture
+ARCHITECTURES = {  # model_type -> name of the architecture in `config.json`
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -42,21 +42,21 @@ class ModelConfig:
     Hashable, so a ModelConfig may be a static argument of a jitted function.
     """
 
-    vocab_size: int = 264  # `rlframe.language.model.tokenizers.ByteTokenizer` has 263
+    vocab_size: int = 264  # `rlframe.language.model.tokenizers.ByteTokenizer` has 263 tokens
     hidden_size: int = 128
     intermediate_size: int = 384
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2  # each serves num_attention_heads / num_key_value_heads queries (Ainslie et al. 2023)
+    num_key_value_heads: int = 2  # groups of query heads that share keys and values (Ainslie et al. 2023)
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True  # the head is the embedding's transpose
-    attention_bias: bool = False  # bias of queries, keys and values; also of the output unless model_type is qwen2
+    tie_word_embeddings: bool = True  # whether the head is the transpose of the embedding
+    attention_bias: bool = False  # biases of queries, keys and values; also of the output unless model_type is qwen2
     max_position_embeddings: int = 2048  # tokens
-    model_type: str = "llama"  # or qwen2, qwen3
-    dtype: str = "float32"  # or bfloat16; norms, softmax and logits are always computed in float32
+    model_type: str = "llama"  # llama, qwen2 or qwen3
+    dtype: str = "float32"  # float32 or bfloat16; norms, softmax and logits are always computed in float32
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def array_dtype(self) -> Any:
-        """`dtype` for arrays. By name, numpy would choose TensorFlow's bfloat16 if TensorFlow is imported."""
+        """`dtype` as a type. If TensorFlow is imported, numpy would convert the name to TensorFlow's bfloat16."""
         return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
 
     @property
@@ -138,12 +138,12 @@ class ModelConfig:
         if model_type == "qwen3":
             known.setdefault("head_dim", 128)  # transformers' default
         if known.get("head_dim", 0) * known["num_attention_heads"] == known["hidden_size"]:
-            del known["head_dim"]  # same as the default
+            del known["head_dim"]  # the default of `ModelConfig` has the same value
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
         known.setdefault("tie_word_embeddings", False)  # transformers' default
         known.setdefault("attention_bias", model_type == "qwen2")
         if model_type == "qwen2":
-            known["attention_bias"] = True  # always true, but not in the file
+            known["attention_bias"] = True  # always true for qwen2, although config.json omits it
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
@@ -198,4 +198,4 @@ def _rope_fields(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _read_dtype(fields: dict[str, Any]) -> str:
     published = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    return "bfloat16" if published == "float16" else published  # float16 has a smaller range and may overflow
+    return "bfloat16" if published == "float16" else published  # the range of float16 is smaller, so it may overflow

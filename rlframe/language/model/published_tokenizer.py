@@ -1,4 +1,4 @@
-"""Published tokenizers: `tokenizer.json`, with special tokens and a chat template in other files."""
+"""Tokenizers in the format of Hugging Face: `tokenizer.json`, and files of special tokens and a chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.language.model.chat_messages import join_text_parts, plain_messages
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 
-# GPT-2's alphabet: visible bytes map to themselves, other bytes to characters from 256 on.
+# GPT-2's alphabet: each visible byte is mapped to its own character, other bytes to characters from 256 on.
 BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
@@ -33,7 +33,7 @@ class TokenBytes:
         self._byte_level = b'"ByteLevel"' in decoder
         ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         falls_back = b'"ByteFallback"' in decoder and None not in ids
-        self._ids = ids if falls_back else []  # token ids of single bytes
+        self._ids = ids if falls_back else []  # token id of each single byte
         self._single = {token: byte for byte, token in enumerate(self._ids)}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token for token, content in added.items() if content.special}
@@ -42,8 +42,8 @@ class TokenBytes:
     def repair_bytes(self, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
         """Replace malformed bytes in runs of single-byte tokens by U+FFFD.
 
-        The decoder of the `tokenizers` package replaces every byte of a malformed run, also valid characters. Without
-        this repair, text that was already streamed would change later.
+        If a run is malformed, the decoder of the `tokenizers` package replaces all of its bytes, even those of valid
+        characters. Without this repair, text that was already streamed would change later.
         """
         if self._single.keys().isdisjoint(tokens):
             return list(tokens)
@@ -52,7 +52,7 @@ class TokenBytes:
         return [token for run in self._runs(tokens) for token in self._repair_run(run)]
 
     def _runs(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Split `tokens` into runs of single-byte tokens and single other tokens."""
+        """Split `tokens` into parts: runs of single-byte tokens, and every other token alone."""
         run: list[int] = []
         for token in tokens:
             if token in self._single:
@@ -101,7 +101,7 @@ class PublishedTokenizer:
     def __init__(self, folder: Path) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the package raises bare Exceptions
+        except Exception as error:  # the `tokenizers` package raises no specific type
             raise UsageError(f"The file {folder / 'tokenizer.json'} cannot be read: {error}.") from error
         self._tokenizer.no_truncation()  # transformers also ignores truncation and padding in the file
         self._tokenizer.no_padding()
@@ -111,7 +111,7 @@ class PublishedTokenizer:
         named = {name: config[name] for name in SPECIAL if config.get(name)}
         self._special = {name: one["content"] if isinstance(one, dict) else one for name, one in named.items()}
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = 1 + max(ids, default=-1)  # ids may have gaps
+        self.vocab_size = 1 + max(ids, default=-1)  # some ids may be unused
         self.bos_token_id, self.eos_token_id, self.pad_token_id = map(self._id, ("bos_token", "eos_token", "pad_token"))
         more = _read(folder / "generation_config.json").get("eos_token_id")
         ends = (self.eos_token_id, *(more if isinstance(more, list) else [more]))
@@ -153,7 +153,7 @@ class PublishedTokenizer:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,  # templates compare them with None
+                tools=None,  # templates compare `tools` and `documents` with None
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
@@ -186,7 +186,7 @@ def _hint(fields: Collection[str]) -> str:
 
 
 def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields that are not plain text, by name."""
+    """Return a dict from name to value of the fields that are not plain text."""
     fields = {}
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -197,7 +197,7 @@ def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _omitted_fields(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any], str]) -> list[str]:
-    """Return the fields that are not text and that `text` omits, or contains as Python objects (`None`)."""
+    """Return the non-text fields that `text` omits, or contains in Python's format (for example `None`)."""
     fields = _not_text(messages)
     if not fields:
         return []
@@ -225,7 +225,7 @@ def _compile(text: str | None, folder: Path) -> jinja2.Template | None:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, **options: Any) -> str:  # jinja2's version escapes for HTML
+    def tojson(value: Any, **options: Any) -> str:  # jinja2's `tojson` escapes characters for HTML
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -244,7 +244,7 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = config.get("chat_template")
-    if isinstance(found, list):  # several templates, by name
+    if isinstance(found, list):  # several templates with names
         return {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
 
@@ -259,7 +259,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
-    """Write a tokenizer of the 256 bytes, followed by the tokens `marks`. `special` has the names of special tokens."""
+    """Write a tokenizer whose tokens are the 256 bytes, then `marks`. `special`: the names of special tokens."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTE_LEVEL, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

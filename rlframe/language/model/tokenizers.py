@@ -1,4 +1,4 @@
-"""Convert text to token ids: by bytes, or by a published `tokenizer.json`."""
+"""Convert text to token ids: one token per byte, or with a `tokenizer.json` of Hugging Face."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Highest token id plus one. The model's vocabulary may be larger."""
+        """Highest token id plus 1. The model's vocab_size may be larger."""
 
     @property
     def bos_token_id(self) -> int | None:
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         """Decode tokens. Unknown ids are dropped. Malformed bytes become U+FFFD."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text; they may be a part of a character."""
+        """Return the UTF-8 bytes that a token adds to a text. The bytes may be only a part of a character."""
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
 
 ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("<|pad|>", "<|bos|>", "<|eos|>", *(f"<|{role}|>" for role in ROLES))
-_BYTES = [*(bytes([byte]) for byte in range(256)), *(mark.encode() for mark in _MARKS)]  # of each token
+_BYTES = [*(bytes([byte]) for byte in range(256)), *(mark.encode() for mark in _MARKS)]  # the bytes of each token
 _MARK = re.compile("(" + "|".join(map(re.escape, _MARKS)) + ")")
 _TEMPLATE = (
     "{% for message in messages %}{% if message.role not in " + str(ROLES) + " %}"
@@ -76,7 +76,7 @@ _TEMPLATE = (
 
 
 class ByteTokenizer:
-    """A tokenizer of UTF-8 bytes and special tokens. A message is its role's token, its text, and `<|eos|>`.
+    """A tokenizer of UTF-8 bytes and special tokens. Encodes a message as the role's token, the text, and `<|eos|>`.
 
     `encode` adds no special tokens. `<|bos|>` exists for callers that need a first token.
     """
@@ -123,7 +123,7 @@ class ByteTokenizer:
         return self.encode(text) if tokenize else text
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write this tokenizer in the published format, for example next to a model's weights."""
+        """Write this tokenizer in the format of Hugging Face, for example next to a model's weights."""
         from rlframe.language.model.published_tokenizer import save_bytes
 
         special = dict(pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>")
@@ -131,7 +131,7 @@ class ByteTokenizer:
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer `byte`, or the tokenizer of a published `tokenizer.json` (the file or its folder).
+    """Return the tokenizer `byte`, or the tokenizer of a `tokenizer.json` (the path of the file or of its folder).
 
     Raises:
         UsageError: The tokenizer does not exist or cannot be read, or the packages tokenizers or jinja2 are missing.

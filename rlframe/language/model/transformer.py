@@ -1,11 +1,11 @@
 """A decoder-only transformer of the Llama family, as pure functions on a tree of parameters.
 
 Llama (Touvron et al. 2023, arXiv:2302.13971), Qwen2 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388). RMSNorm before
-each part (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021; in halves, as in the published weights),
+each attention and MLP (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021; pairs i and i + head / 2),
 grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
 
-The parameters, with D the hidden size, H the number of query heads, K the number of key-value heads, and matrices `[in,
-out]`:
+The parameters. D is the hidden size, H the number of query heads, K the number of key-value heads. Matrices are `[in,
+out]`.
 
     embed_tokens [V, D]    norm [D]    lm_head [D, V], unless it is tied to embed_tokens
     layers: a tuple of dicts: input_layernorm, post_attention_layernorm [D]
@@ -41,7 +41,7 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     """Return random parameters for training a small model from scratch.
 
     Normal with variance 1 / fan-in. Projections into the residual stream are scaled down by the square root of their
-    number (Radford et al. 2019). Embeddings have the published standard deviation of 0.02.
+    number (Radford et al. 2019). Embeddings have a standard deviation of 0.02, the default of transformers.
     """
     D, F, head = config.hidden_size, config.intermediate_size, config.head_size
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -304,14 +304,14 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax
     K = k.shape[1]
     q = q.reshape(B, K, H // K, T, head)
     scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head)
-    scores = jnp.where(visible[:, None, None], scores, -1e30)  # finite, so that rows of padding are not NaN
+    scores = jnp.where(visible[:, None, None], scores, -1e30)  # not -inf, so that rows of padding are not NaN
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     attended = jnp.einsum("bkgts,bksd->bkgtd", weights, v).reshape(B, H, T, head)
     return jnp.swapaxes(attended, 1, 2).reshape(B, T, H * head)
 
 
 def _finish(config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, attended: jax.Array) -> jax.Array:
-    """Compute the rest of a layer: add the attention's output, then the SwiGLU."""
+    """Compute the end of a layer: add the attention's output, then the output of the SwiGLU."""
     x = x + _linear(layer, "o_proj", attended)
     h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
     return x + (jax.nn.silu(h @ layer["gate_proj"]) * (h @ layer["up_proj"])) @ layer["down_proj"]

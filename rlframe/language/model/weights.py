@@ -1,4 +1,4 @@
-"""Weights in the published format: a folder with `config.json`, and `model.safetensors` or shards and their index."""
+"""Weights in the format of Hugging Face: a folder with `config.json`, and `model.safetensors` or its shards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_NAMED = 5  # most tensors that a message lists
+_NAMED = 5  # maximum number of tensors that a message lists
 
 
 def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[ModelConfig, Params]:
-    """Load a published model.
+    """Load a model in the format of Hugging Face.
 
     Args:
         folder: Folder with `config.json` and the weights.
@@ -72,26 +72,26 @@ def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) ->
     fields = json.dumps(config.to_json(), indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as new:
-        save_file(published(config, params), new, metadata={"format": "pt"})  # required by transformers
-    (folder / INDEX).unlink(missing_ok=True)  # index of a previous model's shards
+        save_file(published(config, params), new, metadata={"format": "pt"})  # transformers requires this metadata
+    (folder / INDEX).unlink(missing_ok=True)  # delete the index of an earlier model's shards
     write_atomically(folder / CONFIG, fields)
 
 
 def published(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Return the parameters as numpy arrays under their published names. Published matrices are `[out, in]`."""
+    """Return the parameters as numpy arrays, with Hugging Face's names. Matrices are `[out, in]`."""
     expected, treedef = _expected(config)
     if jax.tree.structure(params) != treedef:
         raise UsageError(f"The parameters do not match the configuration. Expected: {treedef}.")
     tensors = {}
     for name, leaf in zip(expected, jax.tree.leaves(params)):
         array = np.asarray(leaf)
-        # safetensors writes memory in its layout, so a transposed view would silently be saved wrongly.
+        # safetensors ignores strides, so a transposed view would silently be saved wrongly.
         tensors[name] = np.ascontiguousarray(array.T if _is_transposed(name) else array)
     return tensors
 
 
 def _expected(config: ModelConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """Return (dict of published name to array shape, in the tree's order; the tree's structure)."""
+    """Return (dict from Hugging Face's name to array shape, in the order of the tree; structure of the tree)."""
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     return {_published_name(path): leaf for path, leaf in leaves}, treedef
@@ -125,7 +125,7 @@ def _convert(name: str, tensor: np.ndarray, expected: jax.ShapeDtypeStruct, fold
         raise CheckpointError(
             f"The model in {folder}: {name} has the shape {list(tensor.shape)}; its {CONFIG} requires {list(shape)}."
         )
-    if tensor.dtype.name == "bfloat16":  # if TensorFlow is imported, this is its bfloat16, which JAX refuses
+    if tensor.dtype.name == "bfloat16":  # if TensorFlow is imported, this is TensorFlow's bfloat16, which JAX refuses
         tensor = tensor.view(np.uint16).view(jnp.bfloat16)
     array = jnp.asarray(tensor, expected.dtype)  # convert before transposing, on the device
     return array.T if _is_transposed(name) else array

@@ -28,8 +28,8 @@ from rlframe.language.server.requests import ChatRequest, CompletionRequest, Par
 if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
 
-_IN_THREAD = 16 << 10  # bytes; larger requests are encoded in a thread, since 1 MB may take seconds
-_LINE_ENDS = "\x85\u2028\u2029"  # Unicode line ends, escaped in events: some clients split lines at them
+_IN_THREAD = 16 << 10  # size in bytes; larger requests are encoded in a thread, since 1 MB may take seconds
+_LINE_ENDS = "\x85\u2028\u2029"  # Unicode line ends, at which some clients split events; so they are escaped
 _DESCRIPTION = """A language model in training, with the OpenAI API.
 
 Every response has a `policy_version`: the version of the parameters that sampled its last token."""
@@ -110,7 +110,7 @@ def make_app(server: PolicyServer) -> FastAPI:
 
     @app.get("/v1/policy", tags=["server"])
     async def policy() -> Response:
-        """Return the parameters' version and its distance to the learner's version. `problem`: why updates stopped."""
+        """Return the parameters' version and the number of newer versions. `problem`: reason why updates stopped."""
         return answer({"model": cfg.model_name, **server.stats()})
 
     @app.post("/v1/completions", tags=["OpenAI"])
@@ -157,7 +157,7 @@ async def _start_generation(
 
 
 def _client_closed_request() -> Response:
-    return Response(status_code=499)  # nginx's status for logs; the client does not receive it
+    return Response(status_code=499)  # nginx's status for a closed connection; no client receives it
 
 
 async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
@@ -175,7 +175,7 @@ async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]
         working.cancel()
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
-            await working  # frees its slots
+            await working  # wait until the cancelled work has freed its slots
 
 
 async def _events(generation: Generation, replies: Replies) -> AsyncIterator[bytes]:

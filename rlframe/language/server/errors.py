@@ -19,7 +19,7 @@ _TYPES = {
     504: "timeout_error",
 }
 RETRY = {"Retry-After": "1"}  # header of errors after which the client may retry the request
-_NO_FIELDS = ("body", "vllm", "sglang")  # pydantic's names for parts of the body, which are not field names
+_NO_FIELDS = ("body", "vllm", "sglang")  # parts of pydantic's error locations that are not field names
 
 
 class RefusedError(RlframeError):

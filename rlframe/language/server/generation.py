@@ -18,12 +18,12 @@ from rlframe.language.server.errors import RETRY, RefusedError
 from rlframe.language.server.requests import ParsedRequest
 
 _UNKNOWN = "\ufffd"  # decoded text of an incomplete character
-_WINDOW = 16  # most tokens to decode again with each new token; more while a character is incomplete
-_DISTINCT = 3  # a window with more characters begins at a character's start, since a character has at most 4 bytes
+_WINDOW = 16  # maximum number of tokens to decode again with each new token, unless a character is incomplete
+_DISTINCT = 3  # minimum of final characters in a shortened window, so that it begins at the start of a character
 
 
 class TextDecoder:
-    """An incremental decoder of one answer. For every split of the tokens, the joined pieces are the complete text.
+    """An incremental decoder of one answer. However the tokens are split, the joined pieces equal the complete text.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -52,9 +52,9 @@ class TextDecoder:
         # several tokens. So decode each token together with the tokens before it.
         self._window: list[int] = []
         self._text = ""  # text of the window
-        self._certain = 0  # characters of `_text` that later tokens cannot change; they were passed on
-        self._before = 0  # characters of the text before the window
-        self._held = ""  # text that was not returned yet, since it may begin a stop string
+        self._certain = 0  # number of characters of `_text` that are final: later tokens cannot change them
+        self._before = 0  # number of characters before the window
+        self._held = ""  # text that was not returned yet, since it may be the beginning of a stop string
 
     @property
     def length(self) -> int:
@@ -69,8 +69,8 @@ class TextDecoder:
             last: Whether these are the last tokens.
 
         Returns:
-            (text that later tokens cannot change, number of the tokens that belong to the answer: all, or those up to
-            the end of a stop string).
+            (text that later tokens cannot change, number of these tokens that belong to the answer). Tokens after a
+            stop string do not belong to the answer.
         """
         if not (last and not self._stops and self._take_all(tokens)):
             for count, token in enumerate(tokens, start=1):
@@ -87,7 +87,7 @@ class TextDecoder:
         return text, len(tokens)
 
     def _take_all(self, tokens: Sequence[int]) -> bool:
-        """Decode the rest of an answer at once. Return False if this does not give the offsets."""
+        """Decode the rest of an answer at once. Return False if the offsets cannot be computed this way."""
         text = self._decode([*self._window, *tokens])
         if self._with_offsets:
             parts = [self._decode([token]) for token in tokens]
@@ -105,7 +105,7 @@ class TextDecoder:
         if self._with_offsets:
             self.offsets.append(self.length - self._continues(token, text))
         if text == before and not self._decode([token, token]):
-            return ""  # for example a special token, which later tokens do not need
+            return ""  # for example a special token, which does not affect the text of later tokens
         self._window.append(token)
         certain, self._text = self._certain, text
         # An incomplete character is decoded as U+FFFD, and so are invalid bytes.
@@ -123,7 +123,7 @@ class TextDecoder:
         return len(text) < len(self._text) + max(1, len(self._decode([token])))
 
     def _shorten(self) -> None:
-        """Drop about half of the window, up to the end of a character."""
+        """Drop about the first half of the window. Do not split a character."""
         for start in range(len(self._window) // 2, 0, -1):
             text = self._decode(self._window[start:])
             dropped = len(self._text) - len(text)
@@ -157,11 +157,11 @@ class TextDecoder:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPiece:
-    """The next piece of one of a request's answers, or a complete answer."""
+    """A piece of an answer, or a complete answer."""
 
     index: int  # index of the answer
     text: str
-    tokens: list[int]  # including a stop token, which has no text
+    tokens: list[int]  # includes a stop token, which has no text
     offsets: list[int]  # start of each token in the answer's text; empty if not requested
     log_probs: list[float]
     versions: list[int]
@@ -213,7 +213,7 @@ class Generation:
             TextDecoder(tokenizer, parsed.fields.stops, parsed.fields.skip_special_tokens, parsed.offsets)
             for _ in prompts
         ]
-        # A queue of pieces, only if pieces are needed: it wakes the event loop for each piece, not once per answer.
+        # Create a queue only if pieces are needed, since each piece wakes the event loop.
         self._queue: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or parsed.fields.stops else None
         self._loop = asyncio.get_running_loop()
         on_tokens = None
@@ -262,12 +262,12 @@ class Generation:
                 index, answer = await self._queue.get()
                 if isinstance(answer, Exception):
                     raise answer
-                if index not in pending:  # decoded before the answer was cancelled
+                if index not in pending:  # this piece was decoded before the answer was cancelled
                     continue
                 piece = self._piece(index, answer)
                 if piece.finish_reason is not None:
                     pending.remove(index)
-                    self._handles[index].cancel()  # frees the slot if a stop string ended the answer
+                    self._handles[index].cancel()  # free the slot if a stop string ended the answer
                 yield piece
         finally:
             timer.cancel()

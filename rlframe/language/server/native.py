@@ -29,7 +29,7 @@ class VllmRequest(SamplingFields):
     """The body of `/generate` in vLLM's format: one prompt, and the fields of vLLM's `SamplingParams`."""
 
     prompt: Union[str, VllmPrompt]
-    max_tokens: int = Field(default=16, description="most tokens of each answer")
+    max_tokens: int = Field(default=16, description="maximum tokens of each answer")
     stream: Literal[False] = False
     logprobs: int | None = Field(
         default=None,
@@ -76,14 +76,14 @@ class VllmRequest(SamplingFields):
 
 
 def _listed(token: int, log_prob: float, top_tokens: dict[int, float]) -> list[dict[str, float]]:
-    """Return vLLM's entry for one position: log-probabilities by token id, with the sampled token first."""
+    """Return vLLM's entry for one position: a dict from token id to log-probability. The sampled token is first."""
     return [{str(one): value for one, value in {token: log_prob, **top_tokens}.items()}]
 
 
 class SglangSampling(SamplingFields):
     """The field `sampling_params` of SGLang's `/generate`."""
 
-    max_new_tokens: int = Field(default=128, description="most tokens of each answer")
+    max_new_tokens: int = Field(default=128, description="maximum tokens of each answer")
 
 
 class SglangRequest(StrictRequest):

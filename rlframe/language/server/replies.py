@@ -15,23 +15,23 @@ from rlframe.language.server.requests import ChatRequest, CompletionRequest, Par
 class Replies:
     """The response to one request, complete or as events.
 
-    Additional fields: `policy_version` of the last token, in each choice and, as the newest of all choices, at the top;
-    `policy_versions` of each token in a choice, if there are several; `stop_reason`; and, if requested, `token_ids` and
-    `prompt_token_ids`.
+    Additional fields of a choice: `policy_version` of the last token; `policy_versions` of all tokens, if they differ;
+    `stop_reason`; and, if requested, `token_ids` and `prompt_token_ids`. The response itself also has a
+    `policy_version`: the newest of all choices.
     """
 
-    prefix = ""  # prefix of the id
-    kinds = ("", "")  # `object` of a complete response and of an event
+    prefix = ""  # prefix of the response's id
+    kinds = ("", "")  # values of the field `object` in a complete response and in an event
     partial = ""  # prefix of the name of a token that is a part of a character
     _content: Callable[
         [AnswerPiece, bool, bool], dict[str, Any]
-    ]  # arguments: piece, streamed, first piece of the answer
+    ]  # arguments: the piece, whether it is streamed, whether it is the first piece of its answer
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
     def __init__(self, request: CompletionRequest | ChatRequest, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
         self._request, self._parsed, self._tokenizer = request, parsed, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
-        self._begun: set[int] = set()  # indices of answers that have had a piece
+        self._begun: set[int] = set()  # indices of answers of which a piece was sent
         self._sampled, self._version = 0, -1
 
     def whole(self, pieces: list[AnswerPiece]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Replies:
         return choice
 
     def _prompt_log_probs(self, piece: AnswerPiece) -> list[Any]:
-        """Return vLLM's prompt_logprobs: by token id; None for the first token."""
+        """Return vLLM's prompt_logprobs: for each token a dict with token ids as keys. None for the first token."""
         assert piece.prompt_scores is not None
         prompt = self._parsed.prompts[piece.index // self._parsed.fields.n]
         positions = piece.prompt_scores.positions(prompt, self._request.prompt_logprobs or 0)
@@ -149,8 +149,8 @@ class CompletionReplies(Replies):
         }
 
     def _offsets(self, prompt: list[int], text: str) -> list[int]:
-        """Return the start of each token of a prompt in its text."""
-        for skips in (False, True):  # special tokens may be in the text, or added by the tokenizer
+        """Return the position in the prompt's text at which each token starts."""
+        for skips in (False, True):  # the text may contain special tokens, or the tokenizer added them
             decoder = TextDecoder(self._tokenizer, skip_special_tokens=skips, with_offsets=True)
             if decoder.add(prompt, last=True)[0] == text:
                 break

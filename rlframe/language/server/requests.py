@@ -14,9 +14,9 @@ from rlframe.language.decoding.sampling import MAX_TOP_TOKENS, SamplingParams
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RefusedError
 
-_MAX_STOPS = 16  # most stop strings
+_MAX_STOPS = 16  # maximum number of stop strings
 
-# Unsupported fields -> their values that have no effect, which are accepted.
+# Unsupported field -> values that are accepted because they have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "detokenize": (True,),
@@ -82,10 +82,10 @@ class ParsedRequest(NamedTuple):
 
     prompts: list[list[int]]
     sampling: SamplingParams
-    fields: SamplingFields  # fields of the request
-    texts: list[str]  # prefix of the answers to each prompt: its text with echo, otherwise ""
+    fields: SamplingFields  # the request's body
+    texts: list[str]  # for each prompt, the prefix of its answers: the prompt's text with echo, otherwise ""
     log_probs: bool  # whether log-probabilities are requested
-    offsets: bool = False  # whether the starts of tokens in the text are requested
+    offsets: bool = False  # whether the positions of tokens in the text are requested
 
 
 class StrictRequest(BaseModel):
@@ -192,7 +192,7 @@ class CompletionRequest(_Request):
         description="a text, a list of texts, a list of token ids, or a list of such lists"
     )
     max_tokens: int = Field(
-        default=16, description="most tokens of each answer; 0 with echo or prompt_logprobs: only score the prompt"
+        default=16, description="maximum tokens of each answer; 0 with echo or prompt_logprobs: only score the prompt"
     )
     logprobs: int | None = Field(
         default=None,
@@ -223,7 +223,7 @@ class CompletionRequest(_Request):
     @property
     def _prompt_top_tokens(self) -> int | None:
         echoed = self.top_tokens if self.echo and self.logprobs is not None else None
-        alone = 0 if self.echo and self.max_tokens == 0 else None  # nothing is sampled
+        alone = 0 if self.echo and self.max_tokens == 0 else None  # no token is sampled, so only the prompt is scored
         wanted = [count for count in (self.prompt_logprobs, echoed, alone) if count is not None]
         return max(wanted, default=None)
 
@@ -290,7 +290,7 @@ class ChatMessage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty_fields(cls, fields: Any) -> Any:
-        # Clients send answers back as messages, with null and empty fields.
+        # Clients send earlier answers as messages. These messages contain null and empty fields.
         if isinstance(fields, dict):
             filled = {name: value for name, value in fields.items() if value is not None and value != []}
             return {**filled, "content": fields["content"]} if fields.get("content") == [] else filled
@@ -309,7 +309,7 @@ class ChatRequest(_Request):
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_check_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(
-        default=None, description="most tokens of each answer; default: up to the server's maximum length"
+        default=None, description="maximum tokens of each answer; default: up to the server's maximum length"
     )
     max_completion_tokens: int | None = Field(default=None, description="same as max_tokens; takes precedence")
     logprobs: bool = Field(default=False, description="return log-probabilities of the sampled tokens")

@@ -46,7 +46,7 @@ class PolicyServerConfig(ServiceConfig):
 
 
 class PolicyServer:
-    """A server of completions over HTTP with a learner's newest parameters. `run()` serves until `stop()`.
+    """An HTTP server of completions that are sampled with a learner's newest parameters. `run()` serves until `stop()`.
 
     The policy server gets parameters in the same way as an Inferencer. New parameters do not interrupt requests. If the
     learner dies, the server continues with its last parameters.
@@ -108,8 +108,8 @@ class PolicyServer:
         try:
             if self._params is not None:
                 self._set_params(0, self._params)
-                self._params = None  # the engine has a copy
-                self._learner_version = -1  # the learner's version 0 may have other parameters
+                self._params = None  # release the parameters, since the engine has a copy
+                self._learner_version = -1  # the learner's parameters of version 0 may differ from `params`
             cfg, app = self.cfg, make_app(self)
             with (
                 ServerThread(app, cfg.host, cfg.port, cfg.max_connections, ended=self.stop) as serving,
@@ -143,17 +143,17 @@ class PolicyServer:
 
     def live_engine(self) -> DecodeEngine:
         """Return the engine. Raise `UnavailableError` if there are no parameters yet, or if the engine failed."""
-        # Not a property: serving this object reads its properties, and would raise before there are parameters.
+        # Not a property: the transport reads all properties of a served object, and this one raises at first.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
         if self._engine.closed:
             error = UnavailableError(self._engine.closed)
-            self._fail(error)  # ends the process, so that its supervisor can restart it
+            self._fail(error)  # ends this process, so that a supervisor can restart it
             raise error
         return self._engine
 
     def stats(self) -> dict[str, Any]:
-        """Return the engine's counts and the distance to the learner's version.
+        """Return the engine's counts and how the parameters compare with the learner's.
 
         In addition to `DecodeEngine.stats`: learner_version (-1 if unknown), versions_behind, refreshes, since_refresh
         (seconds since the last update of the parameters; None if never), since_learner (seconds since the learner's

@@ -1,4 +1,4 @@
-"""A small model, and the log-probabilities that a learner computes for its answers."""
+"""A small model, and a learner's log-probabilities of the model's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode engine: its answers, and failures that reach all pending requests."""
+"""The decode engine: answers, and failures after which all pending requests raise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Gate:
 
 
 @pytest.mark.system
-def test_log_probs_equal_those_of_a_learner(engine):
+def test_log_probs_equal_the_log_probs_of_a_learner(engine):
     handles = {n: engine.submit(list(range(n)), SamplingParams(max_tokens=64 - n, seed=n)) for n in (1, 5, 16, 17, 40)}
     for n, handle in handles.items():
         answer = handle.result(TIMEOUT)
@@ -79,7 +79,7 @@ def test_answer_with_a_seed_is_independent_of_other_requests(engine):
     assert all(len(handle.result(TIMEOUT).tokens) == 13 for handle in others)
 
 
-def test_answers_to_one_prompt_differ_and_are_reproducible(engine):
+def test_answers_to_the_same_prompt_differ_and_are_reproducible(engine):
     sampling = SamplingParams(max_tokens=12, seed=3)
     groups = []
     for _ in range(2):
@@ -107,13 +107,8 @@ def test_stop_token_is_the_last_token_of_an_answer(engine):
 def test_streamed_pieces_add_up_to_the_answer(engine):
     pieces: list = []
     answer = engine.submit([1], SamplingParams(max_tokens=8, seed=1), pieces.append).result(TIMEOUT)
-    assert [len(piece.tokens) for piece in pieces] == [
-        1,
-        2,
-        2,
-        2,
-        1,
-    ]  # one token from the prefill, then `steps` tokens per call
+    # The prefill samples 1 token, and each later call samples up to `steps` tokens.
+    assert [len(piece.tokens) for piece in pieces] == [1, 2, 2, 2, 1]
     assert [piece.finish_reason for piece in pieces] == [None] * 4 + ["length"]
     for name in ("tokens", "log_probs", "versions"):
         assert [value for piece in pieces for value in getattr(piece, name)] == getattr(answer, name)
@@ -137,7 +132,7 @@ def test_running_request_continues_with_new_parameters(engine):
     gate = Gate()
     handle = engine.submit([1], SamplingParams(max_tokens=7, seed=1), gate)
     for version in (0, 0, 5):
-        gate.wait()  # after tokens 1, 3 and 5
+        gate.wait()  # the engine pauses after tokens 1, 3 and 5
         assert engine.version == version - 5 * (version == 5)
         if len(gate.pieces) == 3:
             engine.set_params(5, jax.tree.map(np.asarray, weights(1)))
@@ -207,7 +202,7 @@ def test_cancelled_request_frees_its_slot_or_queue_position():
         assert len(gate.pieces) == 1
 
 
-def test_error_in_on_tokens_fails_only_its_request(engine):
+def test_error_in_the_callback_on_tokens_fails_only_that_request(engine):
     def fail(_):
         raise ValueError("mine")
 
@@ -226,7 +221,7 @@ def test_close_fails_all_pending_requests():
         handles[0].result(timeout=0.01)
     with pytest.raises(PeerError, match="thread did not end within 0.01 s"):
         engine.close(timeout=0.01)
-    for handle in handles:  # although the engine's thread is still blocked
+    for handle in handles:  # the requests fail although the engine's thread is still blocked
         with pytest.raises(UnavailableError, match="closed"):
             handle.result(TIMEOUT)
     gate.release_all()
@@ -249,7 +244,7 @@ def test_device_failure_fails_running_and_later_requests(engine, monkeypatch):
         engine.submit([1])
 
 
-def test_requests_of_many_threads_get_their_own_answers(engine):
+def test_concurrent_threads_get_the_answers_to_their_own_requests(engine):
     def ask(n: int) -> list[int]:
         sampling = SamplingParams(max_tokens=1 + n % 7, seed=n)
         return engine.submit([n] * (1 + n % 5), sampling).result(TIMEOUT).tokens

@@ -1,4 +1,4 @@
-"""A fake model server with the OpenAI API. Tests control its answers, which have token ids as vLLM's do."""
+"""A fake model server with the OpenAI API. Tests control the answers, which contain token ids like vLLM's answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Reply = Callable[[list[int], int], list[int]]  # (tokens of the prompt, the request's number) -> sampled tokens
+# A function of (tokens of the prompt, number of the answer) that returns sampled tokens.
+Reply = Callable[[list[int], int], list[int]]
 
 
 @dataclasses.dataclass
@@ -21,12 +22,12 @@ class Model:
     Attributes:
         reply: Returns the sampled tokens for a prompt.
         say: Returns the text of a chat's answer.
-        open: While cleared, requests wait.
-        failures: Number of next requests that get a 503 response.
-        ids: Whether completions have token ids. Otherwise `tokens` names them, as in older vLLM.
-        policy_version: Version in the answers; None omits it.
+        open: Requests wait while this event is cleared.
+        failures: The next requests, this many, get a 503 response.
+        ids: Whether completions have token ids. Otherwise the field `tokens` has the ids, as in older vLLM.
+        policy_version: Version in the answers. None omits the version.
         n_ignored: Whether the server always returns one completion.
-        requests: Received requests, with their path.
+        requests: Received requests, each with the path.
     """
 
     reply: Reply = lambda prompt, number: [65 + number % 26]
@@ -45,7 +46,7 @@ class Model:
         self.open.set()
 
     def logprob(self, token: int) -> float:
-        """Return the log-probability of a token, which is the same everywhere."""
+        """Return the log-probability of a token, which does not depend on the position."""
         return -(token + 1) / 64
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_process_writes_groups_and_a_page_without_a_service(tmp_path, model):
     assert (tmp_path / "out/groups_1.jsonl").exists() and (tmp_path / "out/groups_1.html").exists()
 
 
-def test_process_ends_if_items_give_no_group(tmp_path, model):
+def test_process_fails_if_many_items_give_no_group(tmp_path, model):
     printed = finish(start(model, tmp_path, "process", "--env.total_steps", "1", "--env.gives_no_group", "true"), 1)
     assert f"EnvError: {MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group" in printed
     assert "0 of 1 groups" not in printed and not (tmp_path / "data").exists()
@@ -102,7 +102,7 @@ def test_environment_disconnects_from_the_service_after_a_signal(service, tmp_pa
     with trainer(url) as client:
         process = start(model, tmp_path, "serve", "--env.rollout_server_url", url, "--env.use_wandb", "false")
         pull(client)
-        model.open.clear()  # the signal comes during a request
+        model.open.clear()  # the signal arrives during a request
         process.send_signal(number)
         finish(process, code)
         with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:

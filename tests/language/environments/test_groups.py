@@ -19,7 +19,7 @@ CHAT = [
     {"role": "assistant", "content": "中 two"},
 ]
 END = "<|im_end|>"
-# Templates that write contents unchanged. They differ in the tokens around the contents.
+# Templates that write contents unchanged. Each template writes different tokens around the contents.
 TEMPLATES = {
     "ChatML": published.CHATML,
     "no line end after a turn": published.CHATML.replace("<|im_end|>\n", "<|im_end|>"),
@@ -77,13 +77,13 @@ def test_mask_is_the_content_and_the_end_of_the_turn(tokenizer, reason):
 
 
 @pytest.mark.parametrize("content", ["a", "b", "ab", "ba", "a\n", "<think>why</think>so", "c "])
-def test_any_content_is_trained_on(tokenizer, content):
+def test_mask_includes_any_content(tokenizer, content):
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     assert trained(tokenizer, chat, finish_reason="length")[0] == content
     assert trained(tokenizer, chat)[0] == content + END
 
 
-def test_thoughts_that_the_template_removes_are_not_trained_on(tmp_path):
+def test_mask_excludes_thoughts_that_the_template_removes(tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=TEMPLATES["Qwen3"]))
     answers = [{"role": "assistant", "content": content} for content in ("<think>a</think>b", "c", "<think>d</think>e")]
     chat = [message for answer in answers for message in (CHAT[0], answer)]
@@ -94,7 +94,7 @@ def test_thoughts_that_the_template_removes_are_not_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize("family", STRIPPING)
-def test_stripped_content_is_trained_on_as_written(family, tmp_path):
+def test_mask_includes_the_content_that_a_stripping_template_keeps(family, tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=STRIPPING[family]))
     answers = [{"role": "assistant", "content": content} for content in ("  a \n", " \n", "", "b")]
     chat = [message for answer in answers for message in (CHAT[0], answer)]
@@ -102,14 +102,14 @@ def test_stripped_content_is_trained_on_as_written(family, tmp_path):
     assert trained(tokenizer, chat[:4], finish_reason="length")[0] == ""
 
 
-def test_only_the_end_of_an_empty_answer_is_trained_on(tokenizer):
+def test_mask_of_an_empty_answer_is_only_the_end_of_the_turn(tokenizer):
     chat = [CHAT[0], {"role": "assistant", "content": ""}]
     assert trained(tokenizer, [*chat, *chat], train_on_all_assistant_turns=True)[0] == END + END
     assert trained(tokenizer, chat)[0] == END
     assert trained(tokenizer, chat, finish_reason="length")[0] == ""
 
 
-def test_tool_calls_are_trained_on_up_to_the_end_of_the_turn(tmp_path):
+def test_mask_includes_tool_calls_and_the_end_of_the_turn(tmp_path):
     template = published.CHATML.replace(
         "message.content", "(message.content or '') + (message.tool_calls | tojson if message.tool_calls else '')"
     )
@@ -122,13 +122,13 @@ def test_tool_calls_are_trained_on_up_to_the_end_of_the_turn(tmp_path):
     assert every[0] == 2 * (json.dumps(calls) + END)
 
 
-def test_turns_of_the_byte_tokenizer_are_trained_on_with_their_end():
+def test_mask_includes_the_end_token_of_the_byte_tokenizer():
     tokenizer = ByteTokenizer()
     assert trained(tokenizer, CHAT) == ("中 two<|eos|>", True)
     assert trained(tokenizer, CHAT, finish_reason="length") == ("中 two", True)
 
 
-def test_unknown_end_of_turn_is_trained_on(tmp_path):
+def test_mask_includes_everything_after_the_content_without_a_known_end_token(tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, eos_token=None))
     assert trained(tokenizer, CHAT, train_on_all_assistant_turns=True)[0] == f"one, “eins”{END}\n中 two{END}\n"
     assert trained(tokenizer, CHAT, finish_reason="length")[0] == "中 two"

@@ -82,7 +82,7 @@ def test_reverse_example(model):
     assert metrics == {"train/exact_match": 0.5, "eval/exact_match": 1.0}
 
 
-def test_reverse_scores_parts():
+def test_reverse_scores_partly_correct_answers():
     Reverse = load_example("reverse").Reverse
     assert [Reverse.score("abc", text) for text in ("cba", "cb", "cbx", "cbaa", "")] == [
         *(1.0, pytest.approx(1 / 3), pytest.approx(1 / 3), pytest.approx(3 / 8), 0.0)
@@ -145,13 +145,13 @@ def test_guess_example(model):
         return node, score, found, exam, repeated[1:], group
 
     node, score, found, exam, repeated, group = with_env(load_example("guess").Guess, model, use)
-    # 8 is too small, 12 is too large, 10 is correct. Each turn of the model has its end token and is not re-encoded.
+    # 8 is too small, 12 is too large, 10 is correct. Each sampled turn has an end token and is not encoded again.
     turns = [encoded("8"), encoded("12"), encoded("10")]
     hints = [TOKENIZER.encode("1-15:"), list(b">"), list(b"<")]
     pairs = list(zip(hints, turns))
     assert node.tokens == [token for hint, turn in pairs for token in [*hint, *turn]]
     assert node.masked_tokens == [token for hint, turn in pairs for token in [*[-100] * len(hint), *turn]]
-    # excluded numbers: 8 of 15 after turn 1, 12 after turn 2, all after each of the other four turns
+    # mean over 6 turns of the excluded fraction of 15 numbers: 8 after turn 1, 12 after turn 2, then all
     assert found and score == pytest.approx((8 / 15 + 12 / 15 + 4) / 6)
     assert exam["eval/found"] == 1.0 and 0.85 < exam["eval/score"] < 1
     assert repeated == (pytest.approx(1 / 15), False)
@@ -167,7 +167,7 @@ def test_demonstrations_of_guess_are_valid_games():
         turns = re.findall(r"(\d+)<\|eos\|>(.)", game)
         assert all(1 <= int(number) <= 15 for number, _ in [*turns, (guess, "")])
         low, high = [int(number) for number, hint in turns if hint == ">"], [int(n) for n, hint in turns if hint == "<"]
-        assert max(low, default=0) + 1 < min(high, default=17)  # at least one number remains
+        assert max(low, default=0) + 1 < min(high, default=17)  # at least one number is still possible
     assert max(game.count("|eos|") for game in games) == 5 and {guess for _, guess in demonstrations} == {
         str(number) for number in range(1, 16)
     }
@@ -203,7 +203,7 @@ def test_calculator_example(model):
     assert wrong == (0.0, 0) and endless == (pytest.approx(0.1), 3)
 
 
-def test_environment_in_the_docs_repeats_its_words(tmp_path, monkeypatch, model):
+def test_example_environment_of_the_docs_runs(tmp_path, monkeypatch, model):
     (tmp_path / "words.txt").write_text("one\ntwo\n")
     text = (ROOT / "docs/llm.md").read_text()
     (source,) = re.findall(r"```python\n((?:(?!```).)*class Shout.*?)```", text, re.DOTALL)

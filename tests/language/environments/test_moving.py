@@ -1,4 +1,4 @@
-"""Environments written for `atroposlib` run after only their imports are changed."""
+"""Environments written for `atroposlib` run if only their imports are changed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_small_environment_runs(service, tmp_path, name):
 @pytest.mark.skipif(
     CHECKOUT is None, reason="RLFRAME_ATROPOS_CHECKOUT is not set to a checkout of the published environments"
 )
-def test_published_environment_runs(service, tmp_path):
+def test_environment_of_atroposlib_runs(service, tmp_path):
     file = copy_with_new_imports(
         pathlib.Path(CHECKOUT, "environments/community/regex_generation/regex_env.py"), tmp_path
     )

@@ -1,4 +1,4 @@
-"""The small parts of an environment."""
+"""Functions and classes that environments use: `gather_or_cancel`, attempts, groups, metrics, files and options."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_fields_that_some_sequences_lack_are_dropped():
     }
 
 
-def test_overrides_of_some_sequences_are_kept():
+def test_overrides_are_kept_even_if_some_sequences_lack_them():
     zero = {"set_advantage_to_zero": True}
     items = [
         {"tokens": [1], "masks": [1], "scores": True},
@@ -106,7 +106,7 @@ def test_report_resets_the_statistics():
     assert statistics.report({}) == {}
 
 
-def test_completion_lengths_are_summarized():
+def test_metrics_of_completion_lengths():
     assert length_metrics([], 10) == {}
     assert length_metrics([2, 4, 9, 10], 10) == {
         "train/completion_lengths": 6.25,

@@ -70,8 +70,9 @@ def test_completions_with_a_seed_differ_and_are_reproducible(server, method, ser
     config = APIServerConfig(base_url=server.url(), model_name="policy", server_type=server_type)
     answers = ask([config], method, seed=3)
     assert len(set(answers)) == 16
-    assert ask([config, config], method, seed=3) == answers  # two servers share the requests
-    assert not set(answers) & set(ask([config], method, seed=11))  # 11 = 3 + 8
+    assert ask([config, config], method, seed=3) == answers  # two servers each get a part of the requests
+    # 11 = 3 + 8 must not be the seed of the request's second part, which begins with completion 8.
+    assert not set(answers) & set(ask([config], method, seed=11))
     assert not set(answers) & set(ask([config], method))
 
 
@@ -88,7 +89,7 @@ def test_parts_of_a_request_have_different_seeds(method, ignored):
         assert len(set(streams)) == len(streams) and min(sent)[0] == 3
 
 
-def test_requests_without_a_seed_stay_without_a_seed():
+def test_no_seed_is_added_to_requests_without_a_seed():
     assert options_with_derived_seed({"n": 4}, 8) == {"n": 4}
     assert options_with_derived_seed({"seed": None, "extra_body": {"top_k": 1}}, 8) == {
         "seed": None,

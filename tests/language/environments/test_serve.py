@@ -65,7 +65,7 @@ def envs_of(url: str) -> dict[str, dict]:
     return {env["wandb_name"]: env for env in report_of(url)["envs"]}
 
 
-def test_trainer_receives_groups_as_sampled(url, model):
+def test_trainer_receives_the_sampled_tokens(url, model):
     model.reply, model.policy_version = lambda prompt, number: [65 + number % 2], 7
     with trainer(url, num_steps=2) as client, serving_env(lambda: make_env(Letters, model, url=url)) as running:
         groups = [pull(client)[0] for _ in range(2)]
@@ -83,7 +83,7 @@ def test_trainer_receives_groups_as_sampled(url, model):
 
 
 class Turns(Letters):
-    """An environment with two turns per sequence, which counts completed first turns."""
+    """An environment with two turns per sequence. It counts completed first turns."""
 
     async def setup(self):
         await super().setup()
@@ -135,7 +135,7 @@ def test_paused_trajectories_continue_where_they_stopped(url, model):
             assert between and first[-1].isalpha() and len(second) == 1
 
 
-def test_group_has_the_oldest_version_of_its_turns(url, model):
+def test_version_of_a_group_is_the_oldest_version_of_its_turns(url, model):
     model.policy_version = 3
     versions = iter([5, 4, 9, 9])
     answer = model.answer
@@ -218,7 +218,7 @@ def test_evaluation_pauses_or_limits_collecting(url, model, handling):
     assert len([request for request in model.requests if request["prompt"] == "exam"]) == 3
 
 
-def test_failed_evaluation_leaves_no_unawaited_task(model):
+def test_failed_evaluation_causes_no_warning_about_unawaited_tasks(model):
     async def task(number):
         await asyncio.sleep(0)
         assert number, "the first fails"
@@ -412,7 +412,8 @@ def test_environment_ends_after_many_failures_in_a_row(url, model):
     ):
         running.join()
     times = int(re.findall(r"failed (\d+) times", str(error.value))[0])
-    assert FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16  # more attempts fail before the error is raised
+    # A few more attempts may fail before the error is raised.
+    assert FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16
     assert envs_of(url)["letters_0"]["connected"] is False
 
 
@@ -513,7 +514,7 @@ def test_refused_group_is_sent_again_until_accepted(url, model):
         model.open.clear()
         with serving_env(make) as running:
             wait_until(lambda: model.requests, "a group is being collected")
-            client.post(other)  # an earlier batch: after it, the environment's group would be too old
+            client.post(other)  # after this earlier batch, the environment's group would be too old
             model.open.set()
             wait_until(lambda: report_of(url)["refused"] >= 4, "the group is refused for longer than service_timeout")
             pull(client)

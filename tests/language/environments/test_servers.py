@@ -94,7 +94,7 @@ def test_version_of_an_answer_is_the_version_of_its_oldest_token(model, versions
     assert attempt.policy_version == 7
 
 
-def test_requests_to_sglang_have_the_format_of_sglang(model):
+def test_requests_to_an_sglang_server_have_its_format(model):
     async def use(manager):
         return await manager.tokens_and_logprobs_completion(input_ids=[1], n=2, max_tokens=4, temperature=0.5)
 
@@ -178,7 +178,7 @@ def test_requests_succeed_after_the_server_starts(caplog):
         assert answer.choices[0].text == "A" and healthy and attempts[0] >= 2
         messages = [record.getMessage() for record in caplog.records if "model server" in record.getMessage()]
         assert ["does not answer yet" in messages[0], messages[1]] == [True, f"The model server {model.url} answers."]
-        assert len(messages) == 2  # one message per change, not per request
+        assert len(messages) == 2  # one log message for each change, not for each request
 
 
 def test_failed_requests_are_retried_until_the_timeout(model):
@@ -276,11 +276,11 @@ def test_weight_limits_concurrent_requests():
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
-def test_sampled_turns_are_never_re_encoded(model, ended):
+def test_text_of_sampled_turns_is_never_encoded_again(model, ended):
     tokenizer = load_tokenizer("byte")
     chat = [{"role": "user", "content": "hi"}]
     end = tokenizer.apply_chat_template(chat)[-1]  # the token that the template writes after a message
-    # Encoding the text of these tokens gives other tokens.
+    # If the text of these tokens is encoded, the result is different tokens.
     first = [0xFF, *b"ok ", *([end] if ended else [])]
     model.reply = lambda prompt, number: first if number == 0 else [*b"bye"]
 
@@ -306,7 +306,7 @@ def test_sampled_turns_are_never_re_encoded(model, ended):
     assert node.logprobs == [1.0 if mask == -100 else model.logprob(mask) for mask in masks]
 
 
-def test_message_of_an_answer_can_be_sent_back(model):
+def test_message_of_an_answer_can_be_sent_in_the_next_request(model):
     tokenizer = load_tokenizer("byte")
 
     async def use(manager):
@@ -359,7 +359,7 @@ def test_unrelated_chat_becomes_a_new_sequence(model):
     assert model.requests[1]["prompt"] == tokenizer.apply_chat_template([*other, other[0]], add_generation_prompt=True)
 
 
-def test_nodes_are_in_the_order_of_the_choices(model):
+def test_nodes_have_the_same_order_as_the_choices(model):
     async def use(manager):
         async with manager.managed_server(tokenizer=load_tokenizer("byte")) as managed:
             answer = await managed.completion(prompt="ab", n=3, max_tokens=1)

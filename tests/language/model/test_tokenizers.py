@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and published folders that the tests write."""
+"""Tokenizers: bytes, and folders in the format of Hugging Face that the tests write."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_saved_byte_tokenizer_encodes_the_same_tokens(tmp_path):
         loaded.apply_chat_template([{"role": "god", "content": ""}])
 
 
-def test_published_tokenizer_has_its_special_tokens(folder):
+def test_special_tokens_are_read_from_the_folder(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("hello there you") == [1, 3, 4, 0]
     assert tokenizer.encode("hello</s>", add_special_tokens=False) == [3, 2]
@@ -126,7 +126,7 @@ def test_chat_templates_render_as_in_transformers(folder, case):
     assert text == case["text"]
 
 
-def test_template_gets_none_for_tools_and_documents(folder):
+def test_tools_and_documents_are_none_in_templates(folder):
     write_config(folder, chat_template="{{ tools is none }} {{ documents is none }}")
     assert load_tokenizer(folder).apply_chat_template([], tokenize=False) == "True True"
 
@@ -194,7 +194,7 @@ def test_template_may_render_tool_calls_and_parts(folder):
         render([{"role": "user", "content": [{"type": "image", "url": "x"}]}])
 
 
-def test_errors_of_tokenizers_are_clear(folder, tmp_path):
+def test_unusable_tokenizers_and_templates_are_refused_with_a_message(folder, tmp_path):
     with pytest.raises(UsageError, match="no chat template, so it accepts only plain text"):
         load_tokenizer(folder).apply_chat_template(CHAT)
     write_config(folder, chat_template="{{ raise_exception('roles must alternate') }}")

@@ -1,4 +1,4 @@
-"""The transformer, compared with the logits of transformers (`golden/make.py`) and with itself."""
+"""The transformer, compared with logits of the package `transformers` (`golden/make.py`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def some_tokens(rows: int, length: int, vocab_size: int = SMALL.vocab_size) -> j
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_those_of_transformers_with_padding(name, tmp_path):
+def test_logits_with_padding_equal_the_logits_of_transformers(name, tmp_path):
     write_published(name, tmp_path)
     config, params = weights.load(tmp_path)
     arrays = golden(name)
@@ -61,7 +61,7 @@ def test_logits_equal_those_of_transformers_with_padding(name, tmp_path):
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", MODELS)
-def test_cached_logits_equal_those_of_transformers(name, tmp_path):
+def test_cached_logits_equal_the_logits_of_transformers(name, tmp_path):
     write_published(name, tmp_path)
     config, params = weights.load(tmp_path)
     tokens, expected = golden(name)["tokens"], golden(name)["logits"]
@@ -82,7 +82,7 @@ def test_cached_logits_equal_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.system
-def test_tokens_beyond_the_cache_do_not_change_it():
+def test_full_cache_drops_further_tokens():
     cache = transformer.init_cache(SMALL, 1, 4)
     _, full = transformer.apply_cached(small(), SMALL, some_tokens(1, 4), cache, jnp.zeros(1, jnp.int32))
     _, after = transformer.apply_cached(small(), SMALL, some_tokens(1, 1), full, jnp.full(1, 4))
@@ -188,7 +188,7 @@ def test_unsupported_config_json_fields_are_refused_by_name(changed, message):
         ModelConfig(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), head_dim=64, attention_bias=True),
     ],
 )
-def test_config_is_equal_after_a_json_round_trip(config):
+def test_config_is_unchanged_after_to_json_and_from_json(config):
     assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 

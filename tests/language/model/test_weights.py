@@ -1,4 +1,4 @@
-"""Models in folders in the published format."""
+"""Models in folders in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_saved_model_is_loaded_unchanged(config, tmp_path):
     assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_matrices_are_saved_as_out_by_in(folder):
+def test_matrices_are_saved_with_shape_out_in(folder):
     params = weights.load(folder)[1]
     tensors = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in tensors  # tied
@@ -61,7 +61,7 @@ def test_load_converts_to_another_dtype(folder):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_shards_are_loaded_and_save_replaces_them(folder):
+def test_shards_are_loaded_and_deleted_by_save(folder):
     params = weights.load(folder)[1]
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -81,7 +81,7 @@ def test_shards_are_loaded_and_save_replaces_them(folder):
         weights.load(folder)
 
 
-def test_superfluous_tensors_of_published_files_are_ignored(folder):
+def test_known_superfluous_tensors_in_files_are_ignored(folder):
     params = weights.load(folder)[1]
 
     def change(tensors):

@@ -1,4 +1,4 @@
-"""A GRPO learner for a process of a test, which updates on the same batch repeatedly."""
+"""A GRPO learner that repeatedly updates on the same batch. A test runs it in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.agents.token_batches import token_batch
 from tests.language.server.serving import TINY
 
 _PAUSE = 0.05  # seconds between two updates
-_SAVE_INTERVAL = 5  # updates between two checkpoints
+_SAVE_INTERVAL = 5  # number of updates between two checkpoints
 
 
 class BusyLearner(Learner):

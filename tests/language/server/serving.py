@@ -17,7 +17,7 @@ from rlframe.language.model import transformer
 from rlframe.language.server import PolicyServer, PolicyServerConfig
 from tests.waiting import wait_until
 
-DEADLINE = 120.0  # seconds; long enough for a busy machine
+DEADLINE = 120.0  # seconds, enough for a busy machine
 TINY = ModelConfig(
     hidden_size=16,
     intermediate_size=32,
@@ -26,7 +26,7 @@ TINY = ModelConfig(
     num_key_value_heads=1,
     max_position_embeddings=512,
 )
-LONG = dataclasses.replace(TINY, max_position_embeddings=1 << 15)  # with long answers that take seconds
+LONG = dataclasses.replace(TINY, max_position_embeddings=1 << 15)  # a model for long answers, which take seconds
 ENGINE = EngineConfig(slots=4, steps=2, length=512, max_waiting=64)
 
 
@@ -36,7 +36,7 @@ def params_of(seed: int) -> Any:
 
 
 class Learner:
-    """A fake learner, whose published parameters a test sets."""
+    """A fake learner. The test sets the parameters that this learner publishes."""
 
     def __init__(self, version: int = 1) -> None:
         self.published = version, params_of(version)

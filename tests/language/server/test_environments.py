@@ -33,7 +33,7 @@ def with_env(server, cls, use, **options):
 
 
 def check_group(group, params):
-    """Check that the log-probabilities are the model's, for the tokens that it sampled."""
+    """Check that the log-probabilities of the sampled tokens are those of the model."""
     rows = list(zip(group["tokens"], group["masks"], group["inference_logprobs"]))
     assert len(rows) == len(group["scores"]) == 4
     for tokens, masks, log_probs in rows:

@@ -1,4 +1,4 @@
-"""TextDecoder: text of tokens that arrive in pieces."""
+"""`TextDecoder`: decodes tokens that arrive in pieces to text."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_streamed_text_with_malformed_bytes_is_complete(tokenizer, size):
     partial = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token)[:1] >= b"\x80"]
     for i in range(60):
         tokens = tokenizer.encode("".join(published.TEXTS), add_special_tokens=False)[: source.randrange(60)]
-        for _ in range(8):  # includes special tokens
+        for _ in range(8):  # these random tokens include special tokens
             tokens.insert(source.randrange(len(tokens) + 1), source.randrange(tokenizer.vocab_size))
         tokens += source.choices(partial, k=source.randrange(60))
         for skip in (True, False):
@@ -116,23 +116,19 @@ def test_offset_is_the_position_of_the_first_character(tokenizer):
 
 def test_incomplete_character_is_returned_at_the_end():
     assert decode_parts("", [b"ab", b"\xf0\x9f"])[0] == ["ab", "\ufffd"]
-    assert decode_parts("", [b"\xf0"] * 4)[0] == [
-        "",
-        "\ufffd",
-        "\ufffd",
-        "\ufffd\ufffd",
-    ]  # the next byte shows that the first is invalid
+    # The second byte shows that the first byte is invalid.
+    assert decode_parts("", [b"\xf0"] * 4)[0] == ["", "\ufffd", "\ufffd", "\ufffd\ufffd"]
 
 
 @pytest.mark.parametrize("token", [258, 0xF0, 0x80], ids=["special token", "first byte", "continuation byte"])
-def test_time_per_token_is_independent_of_the_text(token):
+def test_time_per_token_is_independent_of_the_length_of_the_text(token):
     def seconds(count):
         decoder, start = TextDecoder(TOKENIZER, stops=["x"]), time.process_time()
         decoder.add([token] * count, last=False)
         return time.process_time() - start
 
     few, many = min(seconds(2000) for _ in range(3)), seconds(20_000)
-    assert many < 40 * few  # the factor would be 100 if each token decoded the whole text
+    assert many < 40 * few  # if each new token decoded the whole text again, the factor would be 100
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
@@ -143,19 +139,19 @@ def test_text_ends_before_a_stop_string_for_every_split(size):
     assert ("".join(out), stopped_by, taken) == ("one two ", "STOP", len("one two STOP"))
 
 
-def test_beginning_of_a_stop_string_is_held_back():
+def test_beginning_of_a_stop_string_is_not_returned_at_once():
     assert decode_parts("", [b"a S", b"TO", b"P"], stops=["STOP"])[0] == ["a ", "", ""]
     assert decode_parts("", [b"a S", b"TO", b"RE"], stops=["STOP"])[0] == ["a ", "", "STORE"]
     assert decode_parts("", [b"a S", b"TO"], stops=["STOP"])[0] == ["a ", "STO"]
 
 
 def test_long_stop_string_takes_little_time_and_memory():
-    stop = "x" * (1 << 20) + "y"  # all its prefixes together have half a terabyte
+    stop = "x" * (1 << 20) + "y"  # a list of all its prefixes would take half a terabyte
     out, taken, stopped_by = decode_parts("", [b"x" * 8] * 8, stops=[stop])
     assert ("".join(out), taken, stopped_by) == ("x" * 64, 64, None)
 
 
-def test_first_stop_string_in_the_text_ends_it():
+def test_text_ends_at_its_first_stop_string():
     assert decode_parts("", [b"abcd"], stops=["cd", "bc"]) == (["a"], 3, "bc")
 
 

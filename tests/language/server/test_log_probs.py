@@ -32,7 +32,7 @@ def ask(client, **options):
     return choice
 
 
-def test_top_logprobs_equal_those_of_the_forward_pass(client):
+def test_top_logprobs_equal_the_values_of_the_forward_pass(client):
     choice = ask(client, logprobs=4)
     rows = forward(PROMPT + choice.token_ids)[len(PROMPT) - 1 :]
     assert choice.logprobs.token_logprobs == pytest.approx([row[i] for row, i in zip(rows, choice.token_ids)], abs=1e-4)
@@ -43,7 +43,7 @@ def test_top_logprobs_equal_those_of_the_forward_pass(client):
             assert value == pytest.approx(row[int(name.removeprefix("token_id:"))], abs=1e-4)
 
 
-def test_streamed_top_logprobs_are_the_same(client):
+def test_streamed_and_complete_top_logprobs_are_equal(client):
     body = {**AS_IDS}
     options = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "seed": 3, "logprobs": 3, "extra_body": body}
     events = [event.choices[0].logprobs for event in client.completions.create(**options, stream=True)]
@@ -129,7 +129,7 @@ def check_prompt(positions, prompt, count):
         assert position[str(token)]["decoded_token"] == ByteTokenizer().decode([token], skip_special_tokens=False)
 
 
-def test_prompt_logprobs_equal_those_of_the_forward_pass(client):
+def test_prompt_logprobs_equal_the_values_of_the_forward_pass(client):
     check_prompt(ask(client, extra_body={"prompt_logprobs": 3}).prompt_logprobs, PROMPT, 3)
     check_prompt(ask(client, extra_body={"prompt_logprobs": 0}).prompt_logprobs, PROMPT, 0)
     long = [(7 * i) % 256 for i in range(150)]

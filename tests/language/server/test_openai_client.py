@@ -1,4 +1,4 @@
-"""The `openai` package with a policy server."""
+"""Requests of the `openai` package to a policy server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_ids(**options):
 
 
 @pytest.mark.system
-def test_greedy_completion_equals_that_of_generate(client):
+def test_greedy_completion_equals_the_answer_of_generate(client):
     answer = ask(client, temperature=0, **with_ids())
     (choice,) = answer.choices
     expected = greedy(PROMPT, 8)
@@ -44,13 +44,13 @@ def test_greedy_completion_equals_that_of_generate(client):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 8, 11)
 
 
-def test_log_probs_equal_those_of_a_learner(client):
+def test_log_probs_equal_the_log_probs_of_a_learner(client):
     (choice,) = ask(client, seed=5, **with_ids()).choices
     computed = transformer.token_log_probs(params_of(0), TINY, np.array([PROMPT + choice.token_ids]))
     assert choice.logprobs.token_logprobs == pytest.approx(computed[0, len(PROMPT) - 1 :].tolist(), abs=1e-4)
 
 
-def test_logprobs_name_tokens_by_text_or_id(client):
+def test_tokens_in_logprobs_are_named_by_text_or_id(client):
     (choice,) = ask(client, seed=5, max_tokens=40, **with_ids()).choices
     ids, found = choice.token_ids, choice.logprobs
     assert found.tokens == [name_of(token, "bytes:") for token in ids]
@@ -86,7 +86,7 @@ def as_sampled():
     return {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
 
 
-def test_prompts_may_be_text_or_tokens_or_lists(client):
+def test_prompt_may_be_text_or_token_ids_or_a_list(client):
     text, tokens = "ab", [97, 98]
     answers = [
         [choice.text for choice in ask(client, prompt=prompt, temperature=0, max_tokens=4).choices]
@@ -275,7 +275,8 @@ def test_too_many_answers_are_refused_with_little_memory(client):
     try:
         with pytest.raises(openai.BadRequestError, match="The request has 100000 answers"):
             ask(client, n=100_000)
-        assert tracemalloc.get_traced_memory()[1] < 10 << 20  # bytes; the server is a thread of this process
+        # Less than 10 MiB are in use. The server runs in a thread of this process.
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
 

@@ -32,7 +32,7 @@ DEADLINE = 120.0
 
 @pytest.fixture()
 def folder(tmp_path):
-    """A published model with random weights."""
+    """A model with random weights, in the format of Hugging Face."""
     weights.save(tmp_path / "model", TINY, params_of(0))
     ByteTokenizer().save(tmp_path / "model")
     return tmp_path / "model"

@@ -132,7 +132,7 @@ def test_learner_version_0_replaces_the_initial_parameters():
         assert (answer.policy_version, answer.choices[0].token_ids) == (0, expected)
 
 
-def test_restarted_learner_is_followed_when_its_version_is_newer(caplog):
+def test_parameters_of_a_restarted_learner_are_used_once_their_version_is_newer(caplog):
     learner = Learner(version=5)
     with serving_policy(learner) as server, client_of(server) as client:
         learner.publish(1)
@@ -143,7 +143,7 @@ def test_restarted_learner_is_followed_when_its_version_is_newer(caplog):
     assert caplog.text.count("The learner restarted") == 1
 
 
-def test_server_answers_without_its_learner_and_follows_the_next():
+def test_server_answers_without_its_learner_and_follows_the_next_learner():
     needs("launchpad")
     from tests import serving
 
@@ -211,10 +211,10 @@ def test_disconnected_client_frees_its_slot(streams, caplog):
         assert 0 < server.stats()["tokens"] < 29_000
         assert ask(client).choices[0].finish_reason == "length"
     gc.collect()
-    assert caplog.text == ""  # for example, no warning from asyncio
+    assert caplog.text == ""  # no log messages, for example no warning from asyncio
 
 
-def test_full_queue_refuses_new_requests_only():
+def test_full_queue_refuses_only_new_requests():
     with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
         streams = [long_stream(client) for _ in range(2)]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

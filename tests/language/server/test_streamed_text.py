@@ -1,4 +1,4 @@
-"""A server streams text in pieces that end within characters."""
+"""A server streams tokens in pieces that end in the middle of a character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlframe.language import EngineConfig, ModelConfig
 from rlframe.language.model import transformer
 from tests.language.server.serving import TINY, Learner, client_of, serving_policy
 
-TEXT = "中é😀Я"  # 11 different bytes
+TEXT = "中é😀Я"  # 4 characters with 11 different bytes in UTF-8
 
 
 def model_that_repeats(text: str) -> tuple[ModelConfig, Any]:
@@ -31,7 +31,7 @@ def test_stream_with_split_characters_is_the_complete_text():
     learner, engine = Learner(), EngineConfig(slots=1, length=128)
     model, params = model_that_repeats(TEXT)
     learner.published = 1, params
-    assert engine.steps == 8  # the default, so that pieces end at every position of the text
+    assert engine.steps == 8  # 8 and 11 have no common divisor, so pieces end after every byte of the text
     with serving_policy(learner, engine, model) as server, client_of(server) as client:
         for stop in (None, ["never said"]):
             options = {"model": "policy", "prompt": list(TEXT.encode()), "max_tokens": 88, "stop": stop}

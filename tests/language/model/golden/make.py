@@ -68,7 +68,7 @@ CHATML = (
     "        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}\n    {%- endif %}\n"
     "{%- endfor %}\n{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}\n"
 )
-# Needs trim_blocks, lstrip_blocks, a tojson without ASCII escapes, break, and special tokens.
+# This template needs trim_blocks, lstrip_blocks, a `tojson` without ASCII escapes, `break`, and special tokens.
 STRICT = """{{ bos_token }}{% for message in messages %}
     {% if message.role not in ['user', 'assistant'] %}
         {{ raise_exception('no role ' + message.role) }}
@@ -104,7 +104,7 @@ def make_model(name, kind, config):
     logits = model(tokens, attention_mask=mask, position_ids=positions).logits
     state = {f"tensor:{key}": value.numpy() for key, value in model.state_dict().items()}
     if config.tie_word_embeddings:
-        del state["tensor:lm_head.weight"]  # as save_pretrained does
+        del state["tensor:lm_head.weight"]  # save_pretrained also omits it
     arrays = dict(tokens=tokens.numpy().astype(np.int32), mask=mask.numpy() > 0, logits=logits.numpy())
     fields = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     fields["architectures"] = [kind.__name__]
