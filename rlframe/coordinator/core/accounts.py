@@ -9,7 +9,7 @@ from typing import Any
 from rlframe.coordinator.messages import Learned
 from rlframe.metrics.rows import ActorCounts
 
-_SPAN = 5.0  # seconds; the time window of rates
+_SPAN = 5.0  # length in seconds of the time window of the rates
 
 
 @dataclasses.dataclass
@@ -36,9 +36,9 @@ class Accounts(ActorCounts):
     learns: int = 0
     discarded: int = 0
     evaluated_at: int = 0
-    stale: int = 0  # replies to calls that are no longer pending
-    retries: int = 0  # retries of tasks
-    restarts: int = 0  # replaced workers
+    stale: int = 0  # number of replies to calls that are no longer pending
+    retries: int = 0  # number of retries of tasks
+    restarts: int = 0  # number of replaced workers
     coordinator_restarts: int = 0
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
     returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each row
@@ -65,7 +65,7 @@ class Accounts(ActorCounts):
 
 
 class Rates:
-    """Rates of several counts per second, over the last seconds.
+    """Rates per second of several counts, over the last few seconds.
 
     Args:
         size: Number of counts.
@@ -82,7 +82,7 @@ class Rates:
             self._points.popleft()
 
     def per_second(self, now: float) -> tuple[float, ...]:
-        """Return the rate of each count; 0 without recent records."""
+        """Return the rate of each count, or 0 if there are no recent records."""
         recent = [point for point in self._points if point[0] >= now - _SPAN]
         if not recent or recent[0][0] >= now:
             return (0.0,) * self._size

@@ -70,7 +70,7 @@ def _pin(job: TrainingJob, task: Task) -> None:
 
 
 def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
-    """Set the version of an evaluation to the pinned version. Queue calls of the evaluator and the learner."""
+    """Set the version of an evaluation to the pinned version. Queue the evaluators and learners."""
     task = job.tasks.get(event.task_id)
     if task is None or task.is_over:
         if event.params_version >= 0:
