@@ -20,7 +20,7 @@ class Limits:
     lost_after_starting: float = 60.0  # the same while a task starts, because compilation may block replies
     starting_deadline: float = 300.0  # time for a worker to appear and to reply to its first ping
     progress_deadline: float = 120.0  # time for a save before an evaluation, and before failed draws end the job
-    close_deadline: float = 60.0  # time to close all tasks at the job's end, with the last checkpoint
+    close_deadline: float = 60.0  # time to close all tasks at the job's end, including the last checkpoint
     evaluation_deadline: float = 1800.0  # time for the last evaluation
     healthy_after: float = 60.0  # time of successful work that resets a task's failure count
     max_failures: int = 3  # maximum consecutive failures of a task, and of a worker's starts

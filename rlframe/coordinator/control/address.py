@@ -59,7 +59,7 @@ def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def make_token_file(run_dir: str | os.PathLike) -> str:
-    """Return the path of the run's token file. If the file is missing, create it with a new token."""
+    """Return the path of the run's token file. If it is missing, create it with a new token for this user only."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
         write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)

@@ -46,7 +46,7 @@ class TaskWorker:
     - Call 6 (a late call) gets `CallRefused` and changes nothing. So does a call for another worker, task or attempt.
 
     A call whose work takes longer gets `NotReady` with the reason. `close_task`, and `start_task` of another task or
-    attempt, interrupt the current work if it waits.
+    attempt, interrupt the current work if the work is waiting.
 
     A subclass adds the calls of its role, each through `_call`. The work of a call is a private method: `_start_task`
     for `start_task`, `_learn` for `learn`, and so on. These methods run in the worker's thread, may take long, and may
@@ -66,7 +66,7 @@ class TaskWorker:
         self._lock = threading.Condition()
         self._work: _Work | None = None  # the newest accepted work
         self._task: _Task | None = None  # the newest task
-        self._stop = threading.Event()  # stops the work of the task
+        self._stop = threading.Event()  # set to stop the work of the task
         self._phase: TaskPhase = "idle"
         self._waits_for: WaitsFor | None = None  # see `_waiting_for`
         self._closed = False

@@ -92,10 +92,10 @@ def test_next_evaluation_reuses_the_compiled_code(evaluator):
     assert inferencer.stats()["compilations"] == 1
 
 
-def test_repeated_requests_evaluate_once(evaluator):
+def test_repeated_request_does_not_repeat_the_evaluation(evaluator):
     evaluator.until_done("start_task", evaluate(1))
     first = evaluator.until_done("get_data", GetData())
-    evaluator.worker._evaluator.evaluate = None  # a call would fail
+    evaluator.worker._evaluator.evaluate = None  # another call of `evaluate` would fail
     assert evaluator.until_done("get_data", GetData()) == first
 
 
