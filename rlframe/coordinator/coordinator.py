@@ -43,7 +43,7 @@ _TICK = 0.05  # seconds between two ticks
 _JOURNAL_EVERY = 0.1  # seconds between two writes of the journal, unless a note must be written
 _JSON_SCALARS = (str, int, float, bool, type(None))  # types of the note fields that the journal keeps
 _HANDLING = Phase("handling events", 300.0)
-_JOURNAL_WITHIN = 1.0  # seconds that a request waits until it is in the journal
+_JOURNAL_WITHIN = 1.0  # maximum seconds that a request waits for the journal
 _CLOSE_WITHIN = 14.0  # additional seconds that `close` waits for the operator
 
 
@@ -350,7 +350,7 @@ class Coordinator:
             self._carry_out[type(effect)](effect)
 
     def _write_journal(self, effects: list[Any]) -> None:
-        """Write the journal before the effects are carried out, so that it contains them even if this process dies."""
+        """Write the journal before the effects are carried out, so that the journal contains them."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
             fields = {name: value for name, value in note.fields.items() if isinstance(value, _JSON_SCALARS)}

@@ -43,7 +43,7 @@ class Journal:
         self.state: dict[str, Any] | None = None
         self.notes: list[dict[str, Any]] = []
         self._file: Any = None
-        self._is_behind = False  # the file lacks lines that are in memory
+        self._is_behind = False  # True if some lines are in memory but not in the file
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
@@ -88,7 +88,7 @@ class Journal:
 
     def _read(self) -> None:
         lines = self._path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], 1):  # the text after the last line end is empty or incomplete
+        for number, line in enumerate(lines[:-1], 1):  # ignore the text after the last line end
             try:
                 record = json.loads(line)
                 self.state = record.get("state", self.state)

@@ -17,7 +17,7 @@ from rlframe.errors import UsageError, suggest
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
-WaitsFor = Literal["data", "params"]  # "data" means batches for a learner, or room in the buffer for a collector
+WaitsFor = Literal["data", "params"]  # "data": a learner waits for batches, or a collector for room
 TaskPhase = Literal["idle", "starting", "running", "closing"]  # "idle" means that the worker has no task
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")

@@ -39,7 +39,7 @@ class TaskState(_State):
     ASSIGNED = "ASSIGNED"  # the worker is starting the task
     RUNNING = "RUNNING"
     CLOSING = "CLOSING"  # the worker must close the task; an evaluation already has a result
-    RETRYING = "RETRYING"  # the worker was lost or failed; PENDING follows at once
+    RETRYING = "RETRYING"  # the worker was lost or failed; the next state is PENDING
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"

@@ -24,7 +24,7 @@ FIRST = 300  # number of past events in a stream whose reader sends no last even
 HEARTBEAT = 5.0  # seconds without an event before a stream sends a comment
 _POLL = 1.0  # seconds that one call of `events` waits for a new event
 _EVENTS_DEADLINE = 8.0  # seconds for a call of `events`: longer than one attempt of a remote call
-_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator did not wait, or cannot be reached
+_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator replied too early or is unreachable
 
 
 class CoordinatorCalls:

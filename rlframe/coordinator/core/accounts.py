@@ -22,9 +22,9 @@ class Accounts(ActorCounts):
         learned: Granted batches that learners learned from.
         dropped: Granted batches that learners dropped.
         lost: Granted batches that were lost with a learner or a coordinator.
-        learns: Replies of learners to a grant.
+        learns: Number of replies of learners to a grant.
         evaluated_at: Environment steps at the start of the newest evaluation.
-        discarded: Open fragments of lost collectors, one for each environment.
+        discarded: Unfinished fragments that were lost with a collector, one for each of its environments.
     """
 
     learner_steps: int = 0
@@ -61,7 +61,7 @@ class Accounts(ActorCounts):
         """Return the keyword arguments that recreate the object, for the journal."""
         saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copies = {name: value.copy() for name, value in saved.items() if isinstance(value, (dict, list))}
-        return {**saved, **copies}  # shallow copies suffice: nested values are replaced, never changed in place
+        return {**saved, **copies}  # shallow copies suffice, because nested values are never changed in place
 
 
 class Rates:

@@ -42,7 +42,7 @@ class JobEnding:
 
     @property
     def needs_learner(self) -> bool:
-        """True if a learner must still save, so that a lost learner is replaced."""
+        """True if a learner must still save. Until then, a lost learner is replaced."""
         return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
     def replaces(self, role: Role) -> bool:
@@ -94,7 +94,7 @@ class LearnerActivity:
     Attributes:
         has_started: True once any learner has started. Collectors start after that, because the buffer exists then.
         waits_for: "data", "learner" (no learner runs), or None while the learner learns.
-        draws_fail_since: Time since which each draw from the replay buffer has raised; None if the last draw worked.
+        draws_fail_since: Time since which every draw from the replay buffer has failed; None if the last draw worked.
     """
 
     def __init__(self, now: float) -> None:

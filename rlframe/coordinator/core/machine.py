@@ -171,7 +171,7 @@ def _resume_evaluations(job: TrainingJob) -> None:
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             tasks.finish(job, task, TaskState.SUCCEEDED)
-        elif not evaluations.has_version(task):  # a version may be pinned, but the journal does not name it
+        elif not evaluations.has_version(task):  # a version may be pinned, but is not in the journal
             evaluations.choose_version(job, task)
 
 

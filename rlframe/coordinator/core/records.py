@@ -78,7 +78,8 @@ class Roster:
     """The newest incarnation of each worker.
 
     Attributes:
-        missing_since: For each required role, the last time at which a worker was present or the operator was away.
+        missing_since: For each required role, the last time at which a worker was present, or at
+            which the operator was unreachable.
     """
 
     def __init__(self) -> None:

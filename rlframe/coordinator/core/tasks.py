@@ -19,7 +19,7 @@ from rlframe.coordinator.states import TaskState
 
 
 def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
-    """End a task. Unpin the version of an evaluation, and pin a version for evaluations that wait for a learner."""
+    """End a task. Unpin an evaluation's version. Pin a version for evaluations that wait for a learner."""
     task.become(state)
     evaluations.unpin(job, task)
     if task.kind == "learn" and job.ending is None:  # the learner has saved, or will never save again

@@ -47,7 +47,7 @@ TICK, JOURNAL_EVERY, LIST_EVERY = 0.25, 0.1, 0.25  # seconds
 
 
 class Store:
-    """The newest version of a policy, and its pinned versions."""
+    """The newest version of a policy, and the pinned versions."""
 
     def __init__(self) -> None:
         self.newest, self.pins = -1, list[int]()
@@ -468,7 +468,7 @@ class Simulation:
         self.later(seconds, again)
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass until `until` is true, for at most `seconds`. Return True if it became true."""
+        """Let time pass until `until()` is true, but at most `seconds`. Return True if `until()` became true."""
         end = self.now + seconds
         while not until():
             if self._queue[0][0] > end:

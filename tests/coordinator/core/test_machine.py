@@ -108,7 +108,7 @@ def test_calls_have_the_documented_order() -> None:
     assert set(methods(sim, "collector")[1:-1]) == {"get_data"}
     assert methods(sim, "evaluator") == ["start_task", "get_data", "close_task"]
     first = next(send for send in sim.sent if send.header is not None and send.worker_id == "collector/0")
-    # `Simulation` checks that a learner had started before.
+    # `Simulation` checks that a learner started before the first collector.
     assert (first.method, sim.sent[0].method) == (
         "start_task",
         "ping",
@@ -116,7 +116,7 @@ def test_calls_have_the_documented_order() -> None:
 
 
 def methods(sim: Simulation, role: str) -> list[str]:
-    """Return the method of each call to the workers of a role, without repeated calls."""
+    """Return the method names of the calls to the workers of a role. Leave out repeated calls."""
     found, seqs = [], set()
     for send in sim.sent:
         if send.header is not None and send.worker_id.startswith(role) and send.header.seq not in seqs:

@@ -33,7 +33,7 @@ MAKERS = {"learner": workers.make_idle_worker, "collector": workers.make_idle_wo
 
 
 class LocalFixture:
-    """A local operator, its output, and a driver that calls it through a handle, like a coordinator."""
+    """A local operator and its output. A driver calls the operator through a handle, as a coordinator does."""
 
     def __init__(self, makers=MAKERS, backoff=FAST_BACKOFF, **options) -> None:
         self.output = io.StringIO()

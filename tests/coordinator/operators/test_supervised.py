@@ -93,7 +93,7 @@ class ManualOperator(SupervisedOperator):
         super().close()
 
     def _run(self) -> None:
-        """Do nothing: `round` makes the steps."""
+        """Do nothing, because the test calls `round`."""
 
     def round(self, after: float = 0.0) -> None:
         self.time.now += after

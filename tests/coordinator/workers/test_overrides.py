@@ -1,4 +1,4 @@
-"""Tests of a task's overrides: valid ones are applied, and invalid ones are refused by name."""
+"""Tests of a task's overrides: valid overrides are applied, and invalid overrides are refused by name."""
 
 from __future__ import annotations
 
