@@ -35,7 +35,7 @@ def test_collector_is_removed_if_collectors_wait_or_data_is_too_old():
     assert after(Scaling(1, 8, cores=8, mean_staleness=2.0), window(3, staleness=3.0)) == [2]
 
 
-def test_added_collector_is_kept_if_steps_increase_even_if_the_learner_still_waits():
+def test_added_collector_is_kept_if_it_adds_steps_although_the_learner_still_waits():
     scaling = Scaling(1, 3, cores=8)
     slow = [window(1, waited=0.98, steps=100), window(2, waited=0.98), window(2, waited=0.96, steps=200)]
     assert after(scaling, *slow) == [2, 2, 3]

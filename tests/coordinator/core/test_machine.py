@@ -140,7 +140,7 @@ def test_collectors_are_scaled_up_and_down_during_training() -> None:
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_dead_or_hanging_worker_is_replaced_at_its_index(role: str, how: str) -> None:
+def test_replacement_of_a_dead_or_hanging_worker_gets_the_same_index(role: str, how: str) -> None:
     sim = running(2)
     worker = sim.live(role)[0]
     getattr(sim, how)(worker)

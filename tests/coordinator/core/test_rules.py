@@ -145,7 +145,7 @@ def test_unreported_batches_are_dropped_if_drawn_and_taken_back_if_granted(by_ke
     assert accounts.granted - now.granted == (0 if by_key else granted - 1)
 
 
-def test_collector_gets_the_task_of_its_index() -> None:
+def test_collector_gets_the_task_with_the_same_index() -> None:
     sim = running(3)
     for _ in range(4):
         for worker in sim.live("collector"):
@@ -252,7 +252,7 @@ def test_workers_are_pinged_periodically() -> None:
     assert 9 <= len(pings) <= 11
 
 
-def test_worker_that_never_replies_at_its_address_is_replaced() -> None:
+def test_worker_with_an_address_that_never_replies_is_replaced() -> None:
     sim = running(1)
     sim.deliver(ev.ScaleRequested("collector", 2))
     assert sim.run(10.0, lambda: len(sim.live("collector")) == 2)
@@ -415,7 +415,7 @@ def test_failed_last_evaluation_does_not_fail_the_job(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("by", ["steps", "callback"])
-def test_job_without_evaluations_ends_after_its_learner(by: str) -> None:
+def test_job_without_evaluations_ends_when_the_learner_ends(by: str) -> None:
     sim = running(1, commander=TrainOne(env_steps=400))
     sim.job.evaluates = False
     if by == "callback":
