@@ -17,7 +17,7 @@ class View:
     env_steps: int
     learner_steps: int
     params_version: int
-    seconds: float  # since the job began
+    seconds: float  # seconds since the job began
     eval_return: float | None = None  # mean return of the newest evaluation
     evaluated_at: int = 0  # environment steps at the start of the newest evaluation
 
@@ -26,7 +26,7 @@ class Commander(Protocol):
     """Chooses the workers' tasks. The coordinator calls it after each reply of a worker, and for each idle worker."""
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
-        """Return the task of worker `index` of a role, or None if it has nothing to do. Not called for evaluators.
+        """Return the task of worker `index` of a role, or None if the worker gets no task. Not called for evaluators.
 
         If the task differs from the worker's current task, the worker closes the current task and starts the new one.
         A start is slow, so change tasks rarely. A learner saves a checkpoint when it closes a task, and continues from
@@ -37,7 +37,7 @@ class Commander(Protocol):
         """Return the policy whose newest version must be evaluated now, or None if no evaluation is due."""
 
     def stop(self, view: View) -> StopReason | None:
-        """Return the reason to end the job, or None to continue. Not called again after it has returned a reason."""
+        """Return the reason to end the job, or None to continue. Not called again once a reason was returned."""
 
     def final_policy(self) -> str:
         """Return the policy to evaluate at the end of the job."""
@@ -45,7 +45,7 @@ class Commander(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainOne(StopConditions):
-    """A commander that trains one policy until one of its limits is reached. See `StopConditions`.
+    """A commander that trains one policy until a limit is reached. See `StopConditions`.
 
     Attributes:
         policy_id: The policy's id in the param store.

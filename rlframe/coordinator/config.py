@@ -12,18 +12,18 @@ from rlframe.metrics.rows import ActorCounts
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Deadlines and intervals of a job. In seconds, unless the comment names another unit."""
+    """Deadlines and intervals of a job, in seconds unless the comment names another unit."""
 
     ping_every: float = 3.0
     suspect_after: float = 9.0  # silence after which a worker is SUSPECT
     lost_after: float = 17.0  # silence after which a worker is LOST
-    lost_after_starting: float = 60.0  # the same while its task starts: a compilation may block the replies
-    starting_deadline: float = 300.0  # for a worker to appear and to reply to its first ping
-    progress_deadline: float = 120.0  # for the save before an evaluation, and for failed draws before the job fails
-    close_deadline: float = 60.0  # for closing all tasks at the end of the job, including the last checkpoint
-    evaluation_deadline: float = 1800.0  # for the last evaluation
+    lost_after_starting: float = 60.0  # the same while a task starts, because compilation may block replies
+    starting_deadline: float = 300.0  # time for a worker to appear and to reply to its first ping
+    progress_deadline: float = 120.0  # time for a save before an evaluation, and before failed draws end the job
+    close_deadline: float = 60.0  # time to close all tasks at the job's end, including the last checkpoint
+    evaluation_deadline: float = 1800.0  # time for the last evaluation
     healthy_after: float = 60.0  # time of successful work that resets a task's failure count
-    max_failures: int = 3  # consecutive failures of a task, and of a worker's starts
+    max_failures: int = 3  # maximum consecutive failures of a task, and of a worker's starts
     retry_after: float = 0.2  # delay before a call without a reply is repeated
     grant: int = 32  # maximum number of batches in one call of a learner
     slice: float = 0.1  # collecting time of one call of a collector
@@ -44,13 +44,13 @@ class CoordinatorConfig:
     """Configuration of a coordinator and its job."""
 
     path: str  # directory of the journal
-    job_id: str = ""  # only a journal of the same job is continued
+    job_id: str = ""  # id of the job; the journal of another job is not continued
     counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # counts of earlier sessions of the run
     min_collectors: int = 1
     max_collectors: int = 8
-    collectors: int = 0  # number at the start; 0 means `min_collectors`
+    collectors: int = 0  # number of collectors at the start; 0 means `min_collectors`
     cores: int | None = None  # upper bound of automatic scaling; None means this machine's number of cores
-    mean_staleness: float | None = None  # in versions; scaling removes collectors above it; None means no bound
+    mean_staleness: float | None = None  # maximum in versions before scaling removes collectors
     stop_within: float = 6.0  # seconds for tasks to close when the program ends
     evaluates: bool = True  # evaluate the last version at the end of the job
     run_info: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir and until, for the status
@@ -82,7 +82,7 @@ class JobRecorder(Protocol):
     """A writer of a run's metrics. The coordinator's thread calls it."""
 
     def begin(self, counts: ActorCounts) -> None:
-        """Start at these counts, in a new job or a resumed one. Drop rows of later steps."""
+        """Start a new or resumed job at these counts. Drop the rows of later steps."""
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
         """Write a row and the counts of the collectors."""

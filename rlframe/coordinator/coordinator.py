@@ -43,12 +43,12 @@ _TICK = 0.05  # seconds between two ticks
 _JOURNAL_EVERY = 0.1  # seconds between two writes of the journal, unless a note must be written
 _JSON_SCALARS = (str, int, float, bool, type(None))  # types of the note fields that the journal keeps
 _HANDLING = Phase("handling events", 300.0)
-_JOURNAL_WITHIN = 1.0  # seconds that a request waits until it is in the journal
+_JOURNAL_WITHIN = 1.0  # maximum seconds that a request waits for the journal
 _CLOSE_WITHIN = 14.0  # additional seconds that `close` waits for the operator
 
 
 class _JournaledMarker(threading.Event):
-    """A marker in the event queue. The loop sets it when all earlier events are in the journal."""
+    """A marker in the event queue. The loop sets the marker when all earlier events are in the journal."""
 
 
 class Coordinator:
@@ -95,7 +95,7 @@ class Coordinator:
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
         newest = self._journal.state
         saved = newest if newest is not None and newest["job_id"] == cfg.job_id else None
-        newest_before = -1  # newest version of another job whose journal is in the same directory
+        newest_before = -1  # newest version of an earlier job whose journal is in the same directory
         if newest is not None and saved is None:
             newest_before = max(newest["accounts"]["params_version"], newest["min_version"])
         self._clock = SuspendAwareClock()
@@ -125,7 +125,7 @@ class Coordinator:
             ev.Disconnect: lambda effect: self._calls.disconnect(effect.key),
             **dict.fromkeys((ev.ScaleRole, ev.Replace, ev.Release, ev.EndWorkers), self._operator.put),
             **dict.fromkeys((ev.DrawBatches, ev.FinishBatches, ev.SaveReplay, ev.Pin, ev.Unpin), self._replay.put),
-            ev.Note: lambda note: None,  # `_write_journal` has written it
+            ev.Note: lambda note: None,  # `_write_journal` has already written the note
             ev.Row: self._write_row,
             ev.Over: self._write_result,
         }
@@ -158,7 +158,7 @@ class Coordinator:
             self._thread.start()
 
     def run(self) -> None:
-        """Run the job to its end. If this is a node of a program, the end of the program cancels the job.
+        """Run the job to its end. If the coordinator is a node of a program, the end of the program cancels the job.
 
         Raises:
             JobFailedError: The job failed.
@@ -166,7 +166,7 @@ class Coordinator:
         end = ev.EndRequested(StopReason("interrupt", "the program was stopped"), within=self._cfg.stop_within)
         with handles.stop_with_program(lambda: self._request(end)):
             if not is_over(self._job.state):
-                # Imported objects never become garbage. Without the freeze, each full collection takes up to 0.1 s.
+                # Imported objects never become garbage. Without `freeze`, each full collection takes up to 0.1 s.
                 gc.collect()
                 gc.freeze()
                 self.submit()
@@ -350,7 +350,7 @@ class Coordinator:
             self._carry_out[type(effect)](effect)
 
     def _write_journal(self, effects: list[Any]) -> None:
-        """Write the journal before the effects, so that it covers each effect of a killed coordinator."""
+        """Write the journal before the effects are carried out, so that the journal contains them."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
             fields = {name: value for name, value in note.fields.items() if isinstance(value, _JSON_SCALARS)}
@@ -388,7 +388,7 @@ class Coordinator:
         path = pathlib.Path(self._cfg.path) / "status.json"
         try:
             write_atomically(path, json.dumps(status, indent=1), "\n")
-        except OSError as error:  # continue: the recorder's result below is more important
+        except OSError as error:  # continue, because the recorder must still write the result
             _log.warning("Cannot write %s: %s.", path, error.strerror)
         if self._recorder is not None:
             ending = self._job.ending

@@ -43,7 +43,7 @@ class Journal:
         self.state: dict[str, Any] | None = None
         self.notes: list[dict[str, Any]] = []
         self._file: Any = None
-        self._is_behind = False  # the file lacks lines that are in memory
+        self._is_behind = False  # True if some lines are in memory but not in the file
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
@@ -83,12 +83,12 @@ class Journal:
 
     def _write_line(self, line: bytes) -> None:
         self._size += len(line)
-        while line:  # a nearly full disk may accept only a part of the line
+        while line:  # a nearly full disk may write only the start of the line
             line = line[self._file.write(line) :]
 
     def _read(self) -> None:
         lines = self._path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], 1):  # the last item has no line end: it is empty or incomplete
+        for number, line in enumerate(lines[:-1], 1):  # ignore the text after the last line end
             try:
                 record = json.loads(line)
                 self.state = record.get("state", self.state)
@@ -112,7 +112,7 @@ class Journal:
             self._file.close()
         self._file = file
         self._size = self._path.stat().st_size
-        if self._size > _COMPACT_AT // 2:  # still large after compaction: do not compact again with every line
+        if self._size > _COMPACT_AT // 2:  # if the file is still large, do not compact it again with every line
             self._size = 0
 
     def _unwritable(self, error: OSError) -> str:

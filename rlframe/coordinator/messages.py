@@ -17,7 +17,7 @@ from rlframe.errors import UsageError, suggest
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
-WaitsFor = Literal["data", "params"]  # "data" means batches for a learner, or room in the buffer for a collector
+WaitsFor = Literal["data", "params"]  # "data": a learner waits for batches, or a collector for room
 TaskPhase = Literal["idle", "starting", "running", "closing"]  # "idle" means that the worker has no task
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
@@ -38,10 +38,10 @@ class WorkerInfo:
 
     role: Role
     index: int
-    incarnation: int  # counted from 0 for each index; never falls
+    incarnation: int  # number of the incarnation, counted from 0 for each index; never falls
     address: str | None = None  # address for the operator's transport; None until the worker serves
     host: str = ""
-    pid: int | None = None  # process on that host; None if unknown
+    pid: int | None = None  # process id on that host; None if unknown
     is_live: bool = True  # True if the worker starts or runs, and was not released
     problem: str = ""  # reason that the worker does not start or has ended, if known
 
@@ -63,12 +63,12 @@ def worker_id_of(role: str, index: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The task, attempt, worker and number of a call. A worker refuses calls of older attempts than its current one."""
+    """The task, attempt, worker and number of a call. A worker refuses calls for older attempts."""
 
     task_id: str
-    attempt: int  # attempt at the task, from 0
+    attempt: int  # number of the attempt at the task, counted from 0
     worker_id: str  # role and index, such as "collector/1"
-    incarnation: int  # incarnation of the worker, from 0
+    incarnation: int  # incarnation of the worker, counted from 0
     seq: int  # number of the call; rises with each new call to a worker, and stays the same for a repeated call
 
 
@@ -110,7 +110,7 @@ class StartTask:
                 )
             if not isinstance(values, dict):
                 raise UsageError(f"The overrides {name!r} of a task must be a dict of values by name, got {values!r}.")
-        try:  # convert to the form of the journal, so that a restarted coordinator finds the same task
+        try:  # convert the values as the journal does, so that a restarted coordinator finds the same task
             plain = json.loads(json.dumps(self.overrides, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UsageError(
@@ -133,17 +133,17 @@ class Learn:
     """A request to learn, either from given batches or from a number of batches that the learner draws (a grant)."""
 
     count: int  # maximum number of updates; 0 only saves
-    batches: tuple[BatchMeta, ...] | None = None  # `count` batches; None means a grant
+    batches: tuple[BatchMeta, ...] | None = None  # the `count` given batches; None means a grant
     seconds: float = 0.25  # time after which the learner starts no further update of a grant
-    save: bool = False  # write a checkpoint too
+    save: bool = False  # also write a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class GetData:
     """A request to collect, or to evaluate. A collector steps its environments and then reports."""
 
-    steps: int = 0  # stop early once this many environment steps were taken; 0 means no early stop
-    seconds: float = 0.25  # collecting time; an evaluation ignores both fields
+    steps: int = 0  # stop after this many environment steps; 0 means no limit of steps
+    seconds: float = 0.25  # maximum collecting time; an evaluation ignores both fields
 
 
 # --- replies
@@ -163,7 +163,7 @@ class NotReady(WorkerReply):
 
 @dataclasses.dataclass(frozen=True)
 class CallRefused(WorkerReply):
-    """The call is for a different attempt, incarnation or call number of the worker. The call changed nothing."""
+    """The call has the wrong attempt, incarnation or call number, and changed nothing."""
 
     why: str = ""
     is_misdirected: bool = False  # the call is for another worker or incarnation
@@ -236,9 +236,9 @@ class Collected(WorkerReply):
     """The counters of a collector, and the number of steps of this call."""
 
     stats: dict[str, Any]  # `Actor.stats()`: counters since the start of the task, rank and incarnation
-    params_version: int  # version of the last actions
+    params_version: int  # version of the parameters that chose the last actions
     waits: bool = False  # the collector waits for newer parameters, or for room in the buffer
-    length: int = 0  # environment steps of this call
+    length: int = 0  # number of environment steps in this call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from rlframe.retry import backoff
 _log = logging.getLogger(__name__)
 
 _BACKOFF = 0.25, 5.0  # shortest and longest pause in seconds between two attempts to reach the operator
-_PATIENCE = 5.0  # seconds, in addition to the operator's grace, for workers to end
-_JOIN = 10.0  # seconds for the thread to end: longer than any call to an operator
+_PATIENCE = 5.0  # seconds for workers to end after the operator's grace period
+_JOIN = 10.0  # seconds for the thread to end; any call to an operator is shorter
 
 
 class OperatorThread:
@@ -70,7 +70,7 @@ class OperatorThread:
             self._operator.close()
 
     def problems(self) -> dict[str, str]:
-        """Return a sentence about each current problem, by worker_id; the key "" stands for the operator."""
+        """Return the current problems by worker_id, each as a sentence. The key "" is for a problem of the operator."""
         outage = {"": self._outage} if self._outage else {}
         return {**outage, **self._problems}
 

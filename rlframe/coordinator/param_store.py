@@ -47,7 +47,7 @@ class StoredParams(NamedTuple):
 class Attempt(NamedTuple):
     """The attempt of a learner that puts versions of a policy. A greater attempt fences off smaller ones."""
 
-    epoch: int  # start of its task in milliseconds of Unix time; each task counts its attempts from 0
+    epoch: int  # start time of the task in Unix milliseconds; each task counts its attempts from 0
     number: int  # number of the attempt at the task
 
 
@@ -55,9 +55,9 @@ class Attempt(NamedTuple):
 class _Policy:
     attempt: Attempt | None = None  # the newest attempt that opened the policy
     put_by: Attempt | None = None  # the attempt that put the newest version
-    versions: dict[int, StoredParams] = dataclasses.field(default_factory=dict)  # in ascending order
-    pinned: list[int] = dataclasses.field(default_factory=list)  # oldest pin first
-    publication: Publication | None = None  # the newest version; None before the first
+    versions: dict[int, StoredParams] = dataclasses.field(default_factory=dict)  # versions in ascending order
+    pinned: list[int] = dataclasses.field(default_factory=list)  # pinned versions, oldest pin first
+    publication: Publication | None = None  # publication of the newest version; None before the first version
 
 
 class ParamStore:
@@ -162,7 +162,7 @@ class ParamStore:
                 policy.publication.publish(version, packed)
             policy.versions[version] = StoredParams(version, packed, hparams)
             policy.put_by = attempt
-            policy.attempt = attempt or policy.attempt  # a restarted store has lost the attempt
+            policy.attempt = attempt or policy.attempt  # a restarted store no longer has the attempt
             self._drop_old(policy)
             self._changed.notify_all()
 
@@ -234,7 +234,7 @@ class ParamStore:
             if version not in newest and version not in policy.pinned:
                 del policy.versions[version]
 
-    # --- as a node
+    # --- methods of a program's node
 
     def run(self) -> None:
         """Serve until `finish`, or until `at_end` seconds after the end of the program."""
@@ -243,7 +243,7 @@ class ParamStore:
             self._finished.wait(self._at_end)
 
     def stop(self) -> None:
-        """End `run` like the end of the program does. Any thread may call it."""
+        """End `run` as the end of the program does. Any thread may call this method."""
         self._is_stopping.set()
 
     def finish(self) -> None:
@@ -265,7 +265,7 @@ class ParamStore:
 
 
 def _check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
-    """Raise `FencedError` if `attempt` is older than the attempt that opened the policy. None is the oldest."""
+    """Raise `FencedError` if `attempt` is older than the attempt that opened the policy. None is the oldest attempt."""
     if opened is None or (attempt is not None and attempt >= opened):
         return
     whose = f"attempt {opened.number} of epoch {opened.epoch}"
@@ -288,7 +288,7 @@ def _check_hparams(policy_id: str, hparams: dict[str, Any] | None) -> None:
 
 
 def _difference(expected: Tree, came: Tree) -> str:
-    """Describe how a tree differs from that of earlier versions."""
+    """Describe how a tree differs from the trees of earlier versions."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(expected)
     others, given = jax.tree.flatten(came)
     if given != treedef:

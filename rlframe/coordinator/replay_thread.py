@@ -105,7 +105,7 @@ class ReplayThread:
     def _try(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # keep the thread alive: the job waits for its events
+        except Exception as error:  # keep the thread alive, because the job waits for events from it
             _log.warning("Replay thread of the coordinator: %s", error, exc_info=not isinstance(error, RlframeError))
 
     def _read_stats(self) -> None:

@@ -37,7 +37,7 @@ class Scaling:
     - Remove a collector if the data is older than `mean_staleness`, or if collectors waited for more than `IDLE` of
       their time and the learner waited for less than `STARVED`.
     - Skip one window after a change, because a new collector compiles first.
-    - Remove an added collector if it did not help: there are no more steps, and the learner does not wait less. Then
+    - Remove an added collector if it did not help: the steps did not increase and the learner waits as long. Then
       pause. Each pause is twice as long as the last. On busy cores, or with a slow game, more collectors do not help.
 
     Args:
@@ -47,19 +47,19 @@ class Scaling:
     """
 
     STARVED, IDLE = 0.2, 0.5
-    _FIRST_PAUSE = 4  # windows
+    _FIRST_PAUSE = 4  # number of windows
     _WINDOW_SECONDS = 5.0
 
     def __init__(self, least: int, most: int, cores: int, mean_staleness: float | None = None) -> None:
         self.least, self.most = least, max(least, min(most, cores))
         self._mean_staleness = mean_staleness
         self._windows_to_skip = 0
-        self._load_before: Load | None = None  # load before the last window, in which a collector was added
+        self._load_before: Load | None = None  # load in the window before the last collector was added
         self._pause_windows = self._FIRST_PAUSE
         self._window: tuple[float, float, int, float, float] | None = None  # counters at the start of the window
 
     def wanted(self, job: TrainingJob, now: float) -> int | None:
-        """Return the new number of collectors, or None to keep the number. Changes come at the end of a window.
+        """Return the new number of collectors, or None to keep the number. It changes only at the end of a window.
 
         The number does not change if a person chose it, while the job does not run, or while collectors start.
         """

@@ -9,12 +9,12 @@ from rlframe.errors import RlframeError
 
 
 class TransitionError(RlframeError):
-    """A transition that is not allowed, which is a bug of this package and never of a worker."""
+    """A transition that is not allowed. The cause is a bug in this package, never in a worker."""
 
 
 class _State(enum.Enum):
-    # Each message looks up transitions by state. Members are singletons, so the identity hash is valid, and faster
-    # than Enum's hash of the name.
+    # Each message looks up transitions by state. Members are singletons, so they can be hashed by identity, which
+    # is faster than Enum's hash of the name.
     __hash__ = object.__hash__
 
 
@@ -39,7 +39,7 @@ class TaskState(_State):
     ASSIGNED = "ASSIGNED"  # the worker is starting the task
     RUNNING = "RUNNING"
     CLOSING = "CLOSING"  # the worker must close the task; an evaluation already has a result
-    RETRYING = "RETRYING"  # the worker was lost or failed; PENDING follows at once
+    RETRYING = "RETRYING"  # the worker was lost or failed; the next state is PENDING
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
@@ -60,7 +60,7 @@ class WorkerState(_State):
 
 
 class EndingStep(_State):
-    """The steps of a job's ending, in order. A step starts when the previous step is done or too late."""
+    """The steps of a job's ending, in order. A step starts when the previous step is done or its deadline is over."""
 
     COLLECTORS = "collectors"  # collectors close their tasks
     LEARNER = "learner"  # the learner saves and closes its task

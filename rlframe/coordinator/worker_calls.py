@@ -14,11 +14,11 @@ from rlframe.coordinator.messages import Failed, WorkerKey, WorkerReply
 from rlframe.errors import UnavailableError
 from rlframe.transport import Client, Transport
 
-_MAX_CALLS = 1000  # concurrent calls; each ends within `CALL_TIMEOUT`
+_MAX_CALLS = 1000  # maximum number of concurrent calls; each ends within `CALL_TIMEOUT`
 
 
 class WorkerCalls:
-    """The connections to workers, by (worker_id, incarnation), and the calls to them. Not thread-safe.
+    """The connections to workers, keyed by (worker_id, incarnation), and the calls to workers. Not thread-safe.
 
     Args:
         transport: The workers' transport.

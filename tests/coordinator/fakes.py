@@ -34,7 +34,7 @@ from rlframe.coordinator.operators import OperatorError
 from rlframe.errors import UnavailableError
 from tests.in_process import InProcess
 
-WITHIN = 60.0  # seconds; the limit of any wait
+WITHIN = 60.0  # maximum seconds of any wait
 
 
 CALLS = ("ping", "resources", "start_task", "data_demand", "learn", "get_data", "close_task")
@@ -119,7 +119,7 @@ class FakeWorker:
         self.is_dead = False
         self.may_continue = threading.Event()
         self.may_continue.set()
-        self.scripts: dict[str, Callable[[], WorkerReply]] = {}  # method -> function that returns its next reply
+        self.scripts: dict[str, Callable[[], WorkerReply]] = {}  # method -> function that returns a reply
         self._lock = threading.Lock()
         self._last: tuple[int, WorkerReply] | None = None
         self._task: tuple[str, int] | None = None
@@ -232,7 +232,7 @@ class FakeOperator:
 
     def __init__(self, cluster: FakeCluster) -> None:
         self._cluster, self._lock = cluster, threading.Lock()
-        self.is_out, self.held = False, set[str]()  # held: roles whose workers do not start yet
+        self.is_out, self.held = False, set[str]()  # `held`: roles whose workers do not start yet
         self.wanted: dict[str, int] = {}
         self.workers: dict[str, FakeWorker] = {}
         self.made: list[tuple[str, int]] = []

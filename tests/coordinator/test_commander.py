@@ -61,7 +61,7 @@ def test_evaluations_are_due_at_multiples_of_their_period() -> None:
     due = [(99, 0), (100, 0), (150, 100), (199, 150), (200, 150), (1000, 100)]
     found = [commander.evaluation(view(env_steps=steps, evaluated_at=at)) for steps, at in due]
     assert found == [None, "mine", None, None, "mine", "mine"]
-    assert TrainOne(env_steps=10**6).evaluation(view(env_steps=10**5)) is None  # only the last version
+    assert TrainOne(env_steps=10**6).evaluation(view(env_steps=10**5)) is None  # only the last version is evaluated
 
 
 @pytest.mark.parametrize("name", ["env_steps", "learner_steps", "seconds"])
@@ -70,7 +70,7 @@ def test_limits_must_be_above_0(name: str) -> None:
         TrainOne(**{name: 0})  # type: ignore[arg-type]
 
 
-def test_missing_limit_and_negative_eval_every_are_refused() -> None:
+def test_missing_limit_and_negative_evaluation_period_are_refused() -> None:
     with pytest.raises(UsageError, match="TrainOne needs a limit: env_steps, learner_steps, seconds or eval_return"):
         TrainOne()
     with pytest.raises(UsageError, match="TrainOne.eval_every must be at least 0, got -1"):

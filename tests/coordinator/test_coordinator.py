@@ -282,7 +282,7 @@ def test_evaluation_uses_the_saved_version_and_adds_nothing_to_the_buffer(coordi
         job(coordinator)["evaluated_version"]
         == coordinators.cluster.worker("evaluator/0").start.options["params_version"]
     )
-    assert job(coordinator)["evaluated_version"] == coordinators.cluster.saved  # the learner saved this version before
+    assert job(coordinator)["evaluated_version"] == coordinators.cluster.saved  # the learner had saved this version
     assert set(coordinators.cluster.replay.writers) == {"collector/0"}
     wait_until(lambda: not coordinators.cluster.store.pins, "the end of the pin")
 
@@ -300,7 +300,7 @@ def test_counters_do_not_fall_when_the_coordinator_restarts(coordinators: Coordi
     assert after["coordinator_restarts"] == 1 and after["evaluated_version"] == before["evaluated_version"]
     wait_until(lambda: job(second)["learner_steps"] > before["learner_steps"] + 10, "training")
     assert all(second.status()["accounts"][name] >= value for name, value in accounts.items())
-    # The workers continued.
+    # The workers continued during the restart.
     assert {worker.incarnation for worker in coordinators.cluster.operator.workers.values()} == {0}
     assert second.status()["wanted"]["collector"] == 2
     assert second.events(numbers[-1])[0]["number"] == numbers[-1] + 1

@@ -1,4 +1,4 @@
-"""Tests of a Coordinator that is killed, is ending, or fails itself."""
+"""Tests of a Coordinator that is killed, is ending, or raises an exception."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make(
     return cls(TrainOne(**until), cluster.operator, cluster.replay, cluster.store, cfg, results)
 
 
-def test_next_coordinator_writes_the_result_of_a_killed_one(
+def test_next_coordinator_writes_the_result_of_a_killed_coordinator(
     tmp_path: pathlib.Path,
 ) -> None:
     cluster, results = FakeCluster(), Results()

@@ -13,7 +13,7 @@ from rlframe.coordinator import journal as journals
 from rlframe.coordinator.journal import Journal
 from rlframe.errors import CheckpointError
 
-# A program that simulates a full disk with a limit of the file size.
+# A program that simulates a full disk: it limits the size of its files.
 FULL = """
 import resource, signal, sys
 from rlframe.coordinator.journal import Journal
@@ -106,7 +106,7 @@ def test_compaction_keeps_the_newest_state_and_notes(path: pathlib.Path, monkeyp
     journal.close()
     again = Journal(path)
     assert again.state == {"counts": {"env_steps": 199}} and numbers(again) == [195, 196, 197, 198, 199]
-    assert len(path.read_bytes().splitlines()) == 6  # 5 notes and the newest state
+    assert len(path.read_bytes().splitlines()) == 6  # the file contains 5 notes and the newest state
 
 
 def test_large_state_is_not_compacted_with_every_line(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_large_state_is_not_compacted_with_every_line(path: pathlib.Path, monkey
     journal.write(large)
     node = path.stat().st_ino
     journal.note(note(1))
-    assert path.stat().st_ino == node  # not compacted: the file is the same
+    assert path.stat().st_ino == node  # the file was not compacted, because compaction creates a new file
     journal.write(large)
     journal.close()
     assert Journal(path).state == large

@@ -65,7 +65,7 @@ def test_get_returns_the_parameters_that_were_put(make: Make) -> None:
         assert numbers_in(found.params) == {5}
         for leaf, put in zip(found.params["layers"], params(5)["layers"]):
             assert (leaf.shape, leaf.dtype) == (put.shape, put.dtype)
-    store.put("main", 1, {**params(6), "bias": jnp.full(7, 6, jnp.int32)})  # a device array
+    store.put("main", 1, {**params(6), "bias": jnp.full(7, 6, jnp.int32)})  # `bias` is a JAX array on a device
     assert store.get("main").hparams is None
     assert numbers_in(store.get("main").params) == {6}
 
@@ -126,7 +126,7 @@ def test_version_that_does_not_rise_is_refused(make: Make, version: int) -> None
 def test_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
     store, attempt = make(), Attempt(1, 0)
     store.open_policy("main", attempt)
-    for _ in range(2):  # a call whose reply was lost is repeated
+    for _ in range(2):  # as if the first reply was lost and the call was repeated
         store.put("main", 4, params(4), attempt=attempt)
     assert store.versions("main") == [4]
     store.open_policy("main", Attempt(1, 1))
@@ -134,7 +134,7 @@ def test_repeated_put_of_the_same_attempt_changes_nothing(make: Make) -> None:
         store.put("main", 4, params(9), attempt=Attempt(1, 1))
 
 
-def test_older_attempt_is_fenced_off_by_a_newer_one(make: Make) -> None:
+def test_older_attempt_is_fenced_off_by_a_newer_attempt(make: Make) -> None:
     store = make()
     old, new = Attempt(1, 0), Attempt(1, 1)
     store.open_policy("main", old)
@@ -142,7 +142,7 @@ def test_older_attempt_is_fenced_off_by_a_newer_one(make: Make) -> None:
     other = as_elsewhere(store)
     other.open_policy("main", new)
     other.open_policy("main", new)  # a repeated call
-    for version in (6, 5):  # fencing is checked before the version
+    for version in (6, 5):  # the store checks the attempt before the version
         with pytest.raises(FencedError, match="Attempt 0 of epoch 1 is fenced off: policy 'main' was"):
             store.put("main", version, params(6), attempt=old)
     for refused in (store.check_not_fenced, store.open_policy, other.check_not_fenced):
@@ -179,7 +179,7 @@ def test_only_an_opened_policy_requires_an_attempt(make: Make) -> None:
     assert store.versions("main") == []
 
 
-def test_restarted_store_fences_attempts_older_than_the_first_to_put(make: Make) -> None:
+def test_restarted_store_refuses_attempts_older_than_its_first_writer(make: Make) -> None:
     restarted = make()
     restarted.put("main", 8, params(8), attempt=Attempt(1, 1))
     with pytest.raises(FencedError):
@@ -234,7 +234,7 @@ def test_wait_returns_as_soon_as_a_new_version_arrives(
     store.put("main", 1, params(1))
     began = time.monotonic()
     assert store.wait_for_version("main", 1, 100.0) == 1
-    assert 0.9 < time.monotonic() - began < DEADLINE  # a wait is limited to LONGEST_WAIT
+    assert 0.9 < time.monotonic() - began < DEADLINE  # one wait is limited to LONGEST_WAIT seconds
     monkeypatch.setattr(param_store, "LONGEST_WAIT", 2 * DEADLINE)
     writer = process(processes.write, store, 2, 2)
     began = time.monotonic()

@@ -141,7 +141,7 @@ def test_finished_batches_set_priorities(threads: ReplayThreads) -> None:
     thread.put(ev.FinishBatches(batches, updates, 1))
     known = {tuple(key) for batch in batches for key in batch.keys}
     batch = threads.draw(thread).batches[0]
-    assert {tuple(key) for key in batch.keys} <= known  # 80 draws of about 20 items have drawn each item
+    assert {tuple(key) for key in batch.keys} <= known  # all items are known after 80 draws from about 20 items
     wanted = batch.keys[:, 2] % 3 + 1.0
     np.testing.assert_allclose(batch.probabilities / batch.probabilities[0], wanted / wanted[0], rtol=1e-5)
 

@@ -35,7 +35,7 @@ def test_collector_is_removed_if_collectors_wait_or_data_is_too_old():
     assert after(Scaling(1, 8, cores=8, mean_staleness=2.0), window(3, staleness=3.0)) == [2]
 
 
-def test_added_collector_that_brings_steps_is_kept_even_if_the_learner_still_waits():
+def test_added_collector_is_kept_if_it_adds_steps_although_the_learner_still_waits():
     scaling = Scaling(1, 3, cores=8)
     slow = [window(1, waited=0.98, steps=100), window(2, waited=0.98), window(2, waited=0.96, steps=200)]
     assert after(scaling, *slow) == [2, 2, 3]
@@ -50,7 +50,7 @@ def test_added_collector_that_does_not_help_is_removed():
 def test_pause_doubles_after_each_collector_that_does_not_help():
     scaling, busy = Scaling(1, 8, cores=8), window(1, waited=0.5)
     tries = [index for index, count in enumerate(after(scaling, *[busy] * 40)) if count == 2]
-    assert list(np.diff(tries)) == [7, 11, 19]  # pauses of 4, 8 and 16 windows, and 3 windows for each attempt
+    assert list(np.diff(tries)) == [7, 11, 19]  # pauses of 4, 8 and 16 windows, plus 3 windows per attempt
 
 
 def test_collector_is_removed_if_data_is_too_old_even_if_the_learner_waits():
@@ -107,7 +107,7 @@ def test_load_covers_exactly_one_window(sim: Simulation):
     assert load.learner_waiting_seconds == pytest.approx(sim.job.learner.seconds_without_data(sim.now) - waited)
     assert load.waiting_share == pytest.approx(5.0 / (sim.job.collectors.seconds - seconds))
     scaling.count = 2
-    assert wanted_after(sim, scaling, 5.1) is None  # the number would not change
+    assert wanted_after(sim, scaling, 5.1) is None  # the rule returned the current number
 
 
 def test_no_automatic_scaling_after_a_manual_request(sim: Simulation):

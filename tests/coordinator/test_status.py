@@ -29,8 +29,8 @@ def test_rates_cover_the_last_seconds() -> None:
     rates.add(102.0, 1200, 14)
     assert rates.per_second(102.0) == (100.0, 2.0)
     rates.add(106.0, 1600, 14)
-    assert rates.per_second(106.0) == (100.0, 0.0)  # over the last 4 s: the first record is older than 5 s
-    assert rates.per_second(107.0) == (80.0, 0.0) and rates.per_second(111.5) == (0.0, 0.0)  # no new record
+    assert rates.per_second(106.0) == (100.0, 0.0)  # rate of the last 4 s, because the first record is older than 5 s
+    assert rates.per_second(107.0) == (80.0, 0.0) and rates.per_second(111.5) == (0.0, 0.0)  # no new records
     rates.add(120.0, 9999, 99)
     assert rates.per_second(120.0) == (0.0, 0.0)
 
@@ -138,7 +138,7 @@ def test_job_that_has_not_started_has_a_status() -> None:
 def test_status_has_all_keys_of_the_page_and_the_metrics(sim: Simulation) -> None:
     found, page = status(sim), PAGE.read_text()
     of_all = set(re.findall(r"\blive\??\.(\w+)", page))
-    assert of_all and of_all - {"commands"} <= set(found)  # only a run without a coordinator has `commands`
+    assert of_all and of_all - {"commands"} <= set(found)  # only runs without a coordinator have `commands`
     of_job = set(re.findall(r"\bjob\??\.(\w+)", page))
     assert {"state", "env_steps", "waits_for"} <= of_job <= {"unit", *found["job"]}
     gauges = {key for _, _, key in (*endpoints._GAUGES, *endpoints._COUNTERS)}

@@ -18,7 +18,7 @@ HERE = Alive("collector/0", 2, "idle")
 
 
 class Answering:
-    """A worker with scripted replies. `does` contains functions for the next calls."""
+    """A worker with scripted replies. `does` contains one function for each of the next calls."""
 
     def __init__(self) -> None:
         self.does: list[Callable[[], Any]] = []
@@ -66,7 +66,7 @@ def test_exception_becomes_a_failed_reply(worker: Answering, ping: Callable[[], 
     reply = ping()
     assert isinstance(reply, Failed) and "ping raised: " in reply.message and "boom" in reply.message
     assert not reply.is_permanent
-    assert ping() == HERE  # the next call works
+    assert ping() == HERE  # the next call returns a normal reply
 
 
 def test_reply_of_a_wrong_type_becomes_a_failed_reply(worker: Answering, ping: Callable[[], WorkerReply]) -> None:

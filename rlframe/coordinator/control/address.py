@@ -44,7 +44,7 @@ def final_status_file(run_dir: str | os.PathLike) -> pathlib.Path:
 def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
     """Return the final status of a run that is over.
 
-    Return None if the file is missing or damaged, or if `control.json` is newer, because the run may have resumed.
+    Return None if the file is missing or damaged, or if `control.json` is newer, because the run may have been resumed.
     """
     try:
         status = json.loads(final_status_file(run_dir).read_text())
@@ -59,7 +59,7 @@ def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def make_token_file(run_dir: str | os.PathLike) -> str:
-    """Return the path of the run's token file. Create it with a new token, for this user only, if it is missing."""
+    """Return the path of the run's token file. If it is missing, create it with a new token for this user only."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
         write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)

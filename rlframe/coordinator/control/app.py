@@ -1,4 +1,4 @@
-"""The control API of a coordinator, or of a run without one: the FastAPI application, and a thread that serves it."""
+"""The control API of a run with or without a coordinator: the FastAPI application, and a thread that serves it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from rlframe.http.serving import ServerThread
 PAGE = pathlib.Path(__file__).with_name("page.html")  # reads /status and /events/stream
 _MAX_BODY = 1 << 20
 _MAX_CONNECTIONS = 256
-_CALL_DEADLINE = 2.0  # seconds of retries of a remote call; short, because `CoordinatorCalls` has deadlines too
+_CALL_DEADLINE = 2.0  # seconds for retries of a remote call; short, because `CoordinatorCalls` has deadlines too
 _WITHOUT_TOKEN = ("/healthz",)
-_RETRY_AFTER = 1  # seconds, in the header of a 503
+_RETRY_AFTER = 1  # seconds; sent in the header of a 503 response
 _TYPES = {
     400: "bad_request",
     401: "unauthorized",
@@ -56,7 +56,7 @@ COORDINATOR = ControlKind(
     "rlframe_coordinator_",
     ("cancel", "pause", "unpause", "scale", "evaluate_now", "checkpoint", "restore"),
 )
-RUN = ControlKind("rlframe run", "rlframe_run_", ("cancel",))  # without a coordinator
+RUN = ControlKind("rlframe run", "rlframe_run_", ("cancel",))  # for runs without a coordinator
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def _refused(error: RlframeError) -> Response:
 
 
 def _invalid(error: RequestValidationError) -> Response:
-    """Return the response for an invalid request. Leave out its content, which may be long or invalid JSON."""
+    """Return the response for an invalid request. Leave out the request's content, which may be long."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _refusal("The body is not valid JSON.", 422)

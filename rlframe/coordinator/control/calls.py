@@ -1,4 +1,4 @@
-"""Calls to a coordinator that may be slow or unreachable, each with a thread and a deadline; and its event log."""
+"""Calls to a coordinator, each in a thread and with a deadline, and the event log of the coordinator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rlframe.http.bodies import encoded
 STATUS_MAX_AGE = 0.2  # seconds for which a cached status is served
 STATUS_DEADLINE = 3.0  # seconds for a call of `status`
 DEADLINE = 10.0  # seconds for any other call
-MAX_CALLS = 32  # concurrent calls
-KEPT = 10_000  # events kept for slow streams: more than a coordinator keeps
-FIRST = 300  # events at the start of a stream whose reader sends no last event number
+MAX_CALLS = 32  # maximum number of concurrent calls
+KEPT = 10_000  # number of events to keep for slow streams; a coordinator keeps fewer
+FIRST = 300  # number of past events in a stream whose reader sends no last event number
 HEARTBEAT = 5.0  # seconds without an event before a stream sends a comment
-_POLL = 1.0  # seconds that one call waits for an event in the coordinator
+_POLL = 1.0  # seconds that one call of `events` waits for a new event
 _EVENTS_DEADLINE = 8.0  # seconds for a call of `events`: longer than one attempt of a remote call
-_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator did not wait, or cannot be reached
+_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator replied too early or is unreachable
 
 
 class CoordinatorCalls:
@@ -102,7 +102,7 @@ class EventLog:
         self._calls = calls
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._changed = asyncio.Event()
-        self._has_followed = asyncio.Event()  # set by the first reply
+        self._has_followed = asyncio.Event()  # set after the first reply of the coordinator
         self._closing = False
 
     async def follow(self) -> None:

@@ -1,4 +1,4 @@
-"""Endpoints of the control API, each with one call to the coordinator; and the job's metrics for Prometheus."""
+"""Endpoints of the control API, each of which calls the coordinator once, and the job's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlframe.errors import FieldError, RlframeError
 from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
 
-MAX_EVENTS = 1000  # in one response
+MAX_EVENTS = 1000  # maximum number of events in one response
 Number = Annotated[int, Field(ge=0, le=2**53)]  # JavaScript numbers are exact up to 2**53
 Text = Annotated[str, Field(max_length=1000)]
 
@@ -74,13 +74,13 @@ _DESCRIPTIONS = {
     422: "A field is invalid; `error.field` names it.",
     503: "The coordinator does not respond. Try again after Retry-After seconds.",
 }
-REFUSED = _described(400, 401, 403, 408, 413, 415)  # refusals before an endpoint is called
+REFUSED = _described(400, 401, 403, 408, 413, 415)  # refusals before an endpoint receives the request
 READS = _described(503)
 WRITES = _described(409, 422, 503)
 
 
 def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
-    """Return the endpoints that only read."""
+    """Return the endpoints that do not change the job."""
     router = APIRouter()
     stream = {
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
@@ -116,7 +116,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
             Number | None, Header(description="Same as `since`. Sent by browsers that reconnect.")
         ] = None,
     ) -> Response:
-        """Stream server-sent events as they happen. An id is an event's number. A comment follows 5 s of silence."""
+        """Stream server-sent events. Each id is an event's number. After 5 s without an event, send a comment."""
         known = last_event_id if last_event_id is not None else since
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(await log.stream(known), headers=headers, media_type="text/event-stream")
@@ -135,7 +135,7 @@ _PLAIN_COMMANDS = {
 
 
 def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRouter:
-    """Return the endpoints that change the job. `commands` names the methods of the target to offer."""
+    """Return the endpoints that change the job. `commands`: names of the target's methods to offer."""
     router = APIRouter(tags=["commands"])
 
     async def call(method: str, *args: Any) -> Response:
@@ -221,7 +221,7 @@ async def read_families(calls: CoordinatorCalls, prefix: str) -> Iterator[Metric
 
 
 def families(prefix: str, status: dict[str, Any] | None) -> Iterator[Metric]:
-    """Yield the metrics of a status; None means that the coordinator does not respond."""
+    """Yield the metrics of a status. A status of None means that the coordinator does not respond."""
     yield GaugeMetricFamily(prefix + "up", "1 if the coordinator responds.", status is not None)
     if status is None:
         return

@@ -6,7 +6,7 @@ now)` handles one event (`events.py` defines all events and effects):
 1. The event's handler changes the job. `job.emit` adds an effect; `job.queue_call` adds a worker whose next call must
    be chosen. There are two tables of handlers: `machine._HANDLERS` by type of event, and `answers._HANDLERS` by type of
    a worker's reply.
-2. The job's ending starts if it is due, or advances.
+2. If the job's ending is due, it starts. If it has started, it advances.
 3. `next_calls.call_next` chooses the next call of each queued worker. A call is an effect too.
 4. The job's state is derived, and the effects are returned. The coordinator carries them out.
 
@@ -46,5 +46,5 @@ The states in the example (`rlframe.coordinator.states` has all transitions):
 
     worker   REQUESTED -> CONNECTING -> IDLE <-> BUSY -> CLOSING -> IDLE     (silent: SUSPECT; at last: LOST or GONE)
     task     PENDING -> ASSIGNED -> RUNNING -> CLOSING -> SUCCEEDED          (worker lost: RETRYING -> PENDING)
-    job      INIT -> CONNECTING -> WAITING -> RUNNING -> DRAINING -> CLOSED  (no learner: DEGRADED; asked to: PAUSED)
+    job      INIT -> CONNECTING -> WAITING -> RUNNING -> DRAINING -> CLOSED  (no learner: DEGRADED; on request: PAUSED)
 """

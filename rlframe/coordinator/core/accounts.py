@@ -9,7 +9,7 @@ from typing import Any
 from rlframe.coordinator.messages import Learned
 from rlframe.metrics.rows import ActorCounts
 
-_SPAN = 5.0  # seconds; the time window of rates
+_SPAN = 5.0  # length in seconds of the time window of the rates
 
 
 @dataclasses.dataclass
@@ -22,9 +22,9 @@ class Accounts(ActorCounts):
         learned: Granted batches that learners learned from.
         dropped: Granted batches that learners dropped.
         lost: Granted batches that were lost with a learner or a coordinator.
-        learns: Replies of learners to a grant.
+        learns: Number of replies of learners to a grant.
         evaluated_at: Environment steps at the start of the newest evaluation.
-        discarded: Open fragments of lost collectors, one for each environment.
+        discarded: Unfinished fragments that were lost with a collector, one for each of its environments.
     """
 
     learner_steps: int = 0
@@ -36,9 +36,9 @@ class Accounts(ActorCounts):
     learns: int = 0
     discarded: int = 0
     evaluated_at: int = 0
-    stale: int = 0  # replies to calls that are no longer pending
-    retries: int = 0  # retries of tasks
-    restarts: int = 0  # replaced workers
+    stale: int = 0  # number of replies to calls that are no longer pending
+    retries: int = 0  # number of retries of tasks
+    restarts: int = 0  # number of replaced workers
     coordinator_restarts: int = 0
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
     returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each row
@@ -61,11 +61,11 @@ class Accounts(ActorCounts):
         """Return the keyword arguments that recreate the object, for the journal."""
         saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copies = {name: value.copy() for name, value in saved.items() if isinstance(value, (dict, list))}
-        return {**saved, **copies}  # shallow copies suffice: nested values are replaced, never changed in place
+        return {**saved, **copies}  # shallow copies suffice, because nested values are never changed in place
 
 
 class Rates:
-    """Rates of several counts per second, over the last seconds.
+    """Rates per second of several counts, over the last few seconds.
 
     Args:
         size: Number of counts.
@@ -82,7 +82,7 @@ class Rates:
             self._points.popleft()
 
     def per_second(self, now: float) -> tuple[float, ...]:
-        """Return the rate of each count; 0 without recent records."""
+        """Return the rate of each count, or 0 if there are no recent records."""
         recent = [point for point in self._points if point[0] >= now - _SPAN]
         if not recent or recent[0][0] >= now:
             return (0.0,) * self._size

@@ -1,6 +1,6 @@
 """Handle the replies of workers: tasks start and close, batches are learned, versions are evaluated.
 
-Each granted batch is counted once: it is pending at its learner, learned, dropped or lost. Each evaluation is of one
+Each granted batch is counted once: it is pending at its learner, learned, dropped or lost. Each evaluation uses one
 version, which stays pinned until the evaluation ends.
 """
 
@@ -39,7 +39,7 @@ _DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the repla
 
 
 def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
-    """Repeat a call without a reply, with the same number. The next ping is made by `worker_tracking.check_all`."""
+    """Repeat an unanswered call with the same number. Pings are repeated by `worker_tracking.check_all` instead."""
     worker = job.roster.get(event.worker_id, event.incarnation)
     if worker is None:
         return
@@ -99,7 +99,7 @@ def _on_not_ready(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.S
 
 
 def _is_preempted(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
-    """Return True if a call that waits for data must make way for a more urgent call."""
+    """Return True if a call that waits for data must not be repeated, because another call is more urgent."""
     if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
         return True
     return call.method in ("learn", "get_data") and job.must_close(worker, task)
@@ -163,7 +163,7 @@ def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Col
 
 
 def _record_waiting(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
-    """Record the duration of a collector's call, as waiting time if the collector waits."""
+    """Record the duration of a collector's call. Count it as waiting time if the collector waits."""
     seconds, worker.progress.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collectors.seconds += seconds
     job.collectors.seconds_waited += seconds * waits
@@ -207,7 +207,7 @@ def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
 
 
 def _check_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """End the job if each draw from the replay buffer has raised for `Limits.progress_deadline`."""
+    """End the job if each draw from the replay buffer has failed for `Limits.progress_deadline` seconds."""
     deadline = job.limits.progress_deadline
     if not event.why:
         job.learner.draws_fail_since = None
@@ -238,7 +238,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
     reported = len(reply.updates) + reply.dropped
     if task.batches:
         job.emit(ev.FinishBatches(task.batches, reply.updates, reply.params_version))
-        accounts.dropped += task.granted - reported  # a drawn batch is not drawn again
+        accounts.dropped += task.granted - reported  # a dropped batch is not drawn again
     else:
         accounts.granted -= task.granted - reported
     task.granted, task.batches = 0, ()
@@ -248,7 +248,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
 
 
 def _on_evaluated(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Evaluated) -> None:
-    """Record the result of an evaluation. A result of another version than the pinned one is a failure."""
+    """Record the result of an evaluation. A result for a different version counts as a failure."""
     version, wanted = reply.params_version, task.start.options["params_version"]
     if version != wanted:
         _on_failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))

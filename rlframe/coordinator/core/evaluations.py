@@ -1,7 +1,7 @@
 """Choose the version of each evaluation: the learner saves, and the saved version is pinned until the evaluation ends.
 
-So a checkpoint holds each evaluated policy before the row of the evaluation is written. Between the save and the pin
-the learner is not called, so that it publishes no other version.
+So each evaluated policy is in a checkpoint before the result of the evaluation is written. Between the save and the
+pin, the learner is not called, so the learner publishes no other version.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def blocks_learner(job: TrainingJob, learn: Task) -> bool:
 
 
 def pin_saved_version(job: TrainingJob, policy_id: str) -> None:
-    """Pin the newest version, which the learner has saved, for the waiting evaluations."""
+    """Pin the newest version for the waiting evaluations. The learner has saved this version."""
     for task in _without_version(job, policy_id):
         if task.save_deadline is not None:
             _pin(job, task)
 
 
 def end_overdue_saves(job: TrainingJob) -> None:
-    """Evaluate the newest version without a save if the learner has exceeded the deadline: it may be dead or slow."""
+    """Evaluate the newest version without a save if the learner, dead or slow, has exceeded the deadline."""
     for task in job.tasks.open("evaluate"):
         if task.save_deadline is not None and job.now > task.save_deadline:
             text = f"no learner saved {task.start.policy_id} within {job.limits.progress_deadline:g} s"
@@ -70,7 +70,7 @@ def _pin(job: TrainingJob, task: Task) -> None:
 
 
 def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
-    """Set the version of an evaluation to the pinned version. Queue calls of the evaluator and the learner."""
+    """Set the version of an evaluation to the pinned version. Queue the evaluators and learners."""
     task = job.tasks.get(event.task_id)
     if task is None or task.is_over:
         if event.params_version >= 0:

@@ -62,7 +62,7 @@ class Unanswered(_WorkerKeyed):
 
 @dataclasses.dataclass(frozen=True)
 class BatchesDrawn:
-    """The result of `DrawBatches`. There are no batches if the buffer has too little data, or if it raised."""
+    """The result of `DrawBatches`. There are no batches if the buffer has too little data or raised an exception."""
 
     header: Header
     batches: tuple[BatchMeta, ...]
@@ -89,7 +89,7 @@ class ScaleRequested:
 
 @dataclasses.dataclass(frozen=True)
 class PauseRequested:
-    """A person requested a pause of collecting and learning, or its end."""
+    """A person requested a pause of collecting and learning, or the end of the pause."""
 
     paused: bool
 
@@ -99,7 +99,7 @@ class EndRequested:
     """A person, a callback or the program requested the end of the job."""
 
     reason: StopReason
-    evaluates: bool = False  # evaluate the last version
+    evaluates: bool = False  # if True, evaluate the last version
     within: float | None = None  # seconds for tasks to close; None means `Limits.close_deadline`
 
 

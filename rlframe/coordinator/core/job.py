@@ -19,7 +19,7 @@ from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point
 from rlframe.stop_conditions import StopReason
 
-_CALLS_PER_START = 2**32  # range of call numbers of one start of a coordinator
+_CALLS_PER_START = 2**32  # number of call numbers that each start of a coordinator may use
 
 
 @dataclasses.dataclass
@@ -37,12 +37,12 @@ class JobEnding:
     evaluation_error: str | None = None  # reason that the last evaluation failed
 
     def add_problem(self, problem: str) -> None:
-        """Add a problem to the reason."""
+        """Add a problem to the reason of the ending."""
         self.reason = self.reason._replace(text=f"{self.reason.text}; but {problem}")
 
     @property
     def needs_learner(self) -> bool:
-        """True if a learner must still save, so that a lost learner is replaced."""
+        """True if a learner must still save. Until then, a lost learner is replaced."""
         return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
     def replaces(self, role: Role) -> bool:
@@ -94,7 +94,7 @@ class LearnerActivity:
     Attributes:
         has_started: True once any learner has started. Collectors start after that, because the buffer exists then.
         waits_for: "data", "learner" (no learner runs), or None while the learner learns.
-        draws_fail_since: Time since which each draw from the replay buffer has raised; None if the last draw worked.
+        draws_fail_since: Time since which every draw from the replay buffer has failed; None if the last draw worked.
     """
 
     def __init__(self, now: float) -> None:
@@ -115,10 +115,10 @@ class LearnerActivity:
 
 @dataclasses.dataclass
 class CollectorActivity:
-    """Times of all collectors together."""
+    """Total times of all collectors."""
 
-    seconds: float = 0.0  # duration of all calls
-    seconds_waited: float = 0.0  # waiting time in `seconds`, for newer parameters or room in the buffer
+    seconds: float = 0.0  # total duration of all calls in seconds
+    seconds_waited: float = 0.0  # part of `seconds` spent waiting for newer parameters or buffer space
 
 
 class TrainingJob:
@@ -207,7 +207,7 @@ class TrainingJob:
         self.rows = Rows(step, total, logged, self.now)
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
-        for role, index, incarnation in saved["workers"]:  # the operator's list shows later which have ended
+        for role, index, incarnation in saved["workers"]:  # the operator's list shows later which workers have ended
             self.roster.add(WorkerInfo(role, index, incarnation), self.now).has_answered = True
         for each in saved["tasks"]:
             task = Task.from_json(each)
@@ -251,7 +251,7 @@ class TrainingJob:
 
     def request_workers(self, role: Role, count: int) -> None:
         """Request a number of workers of a role."""
-        self.requests.wanted = {**self.requests.wanted, role: count}  # a new dict: the journal may hold the old one
+        self.requests.wanted = {**self.requests.wanted, role: count}  # a new dict: the journal may use the old dict
         if self.operator.has_answered:
             self.emit(ev.ScaleRole(role, count))
 
@@ -272,7 +272,7 @@ class TrainingJob:
 
     def call_again(self, worker: WorkerRecord, call: ev.Send, delay: float) -> None:
         """Repeat a call with the same number, after `delay` seconds."""
-        if self.now >= worker.called_at:  # else a duplicate reply arrived, and the repeated call is already scheduled
+        if self.now >= worker.called_at:  # otherwise the repeated call is already scheduled
             worker.called_at = self.now + delay
             self.emit(dataclasses.replace(call, delay=delay))
 
@@ -307,7 +307,7 @@ class TrainingJob:
         return worker.is_leaving or (task.kind != "evaluate" and not self._is_still_assigned(worker.role, task))
 
     def _is_still_assigned(self, role: Role, task: Task) -> bool:
-        """Return True if the commander still returns the same task for its worker."""
+        """Return True if the commander still returns the same task for the task's worker."""
         now, then = self.commander.task(role, task.index, self.view), task.start
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 

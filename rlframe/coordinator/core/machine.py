@@ -37,7 +37,7 @@ def advance(job: TrainingJob, event: Any, now: float) -> list[Any]:
 
 
 def _check_stop(job: TrainingJob) -> None:
-    """Start the ending or an evaluation, as the commander decides."""
+    """Start the ending or an evaluation if the commander requests it."""
     view = job.view
     reason = job.commander.stop(view)
     if reason is not None:
@@ -71,7 +71,7 @@ def _derive_state(job: TrainingJob) -> None:
 
 
 def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
-    """Start the next steps of the ending, as far as the earlier steps are done."""
+    """Start each step of the ending whose earlier steps are done."""
     if job.state is JobState.CONNECTING:  # the coordinator was restarted during the ending
         job.become(JobState.DRAINING)
         _begin_step(job, ending)
@@ -89,7 +89,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     """Start a step of the ending. In the first two steps, `next_calls` closes the tasks."""
     is_evaluated = ending.evaluates and not ending.failed and job.accounts.params_version >= 0
     if ending.step is EndingStep.EVALUATION:
-        job.write_row()  # now, so that the last row's rates exclude the time of the evaluation
+        job.write_row()  # before the evaluation, so that the rates exclude the evaluation's time
         if is_evaluated and job.tasks.get(ending.task_id) is None:
             ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
     elif ending.step is EndingStep.WORKERS:
@@ -101,7 +101,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
 
 
 def _is_step_done(job: TrainingJob, ending: JobEnding) -> bool:
-    """Return True if the step is done, or if it has exceeded its deadline. In that case, cancel its tasks."""
+    """Return True if the step is done or has exceeded its deadline. After the deadline, cancel the step's tasks."""
     waited = job.now - ending.since
     if ending.step is EndingStep.EVALUATION:
         return _is_evaluated(job, ending, waited)
@@ -171,13 +171,13 @@ def _resume_evaluations(job: TrainingJob) -> None:
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             tasks.finish(job, task, TaskState.SUCCEEDED)
-        elif not evaluations.has_version(task):  # a version may be pinned, but the journal does not name it
+        elif not evaluations.has_version(task):  # a version may be pinned, but is not in the journal
             evaluations.choose_version(job, task)
 
 
 def _on_operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
     if job.ending is not None and job.ending.step is EndingStep.WORKERS:
-        return  # the operator lists workers that it has not ended yet
+        return  # ignore the list: its workers are being ended
     if job.operator.is_away:
         if job.operator.problem:
             job.note("operator", "The operator answers again.")
@@ -231,7 +231,7 @@ def _on_pause_requested(job: TrainingJob, event: ev.PauseRequested) -> None:
 def _on_end_requested(job: TrainingJob, event: ev.EndRequested) -> None:
     job.begin_ending(event.reason, evaluates=event.evaluates and job.evaluates)
     if job.ending is not None:
-        if job.ending.evaluates and not event.evaluates:  # skip the last evaluation of an earlier request
+        if job.ending.evaluates and not event.evaluates:  # skip the last evaluation that an earlier request asked for
             job.ending.evaluates, job.ending.reason = False, job.ending.reason._replace(by=event.reason.by)
         job.ending.close_within = event.within or job.ending.close_within
 

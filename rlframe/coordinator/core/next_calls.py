@@ -60,12 +60,12 @@ def _must_wait(job: TrainingJob, task: Task) -> bool:
 def _close_task(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     if not worker.is_leaving:
         worker.become(WorkerState.CLOSING)
-    # The learner of the next task continues from the checkpoint of this one.
+    # The learner of the next task continues from the checkpoint of this task.
     job.call(worker, task, "close_task", job.ending is not None or task.kind == "learn")
 
 
 def _assign(job: TrainingJob, worker: WorkerRecord) -> Task | None:
-    """Assign a task to a worker, if there is one."""
+    """Assign a task to a worker, if a task is available."""
     task = _task_for(job, worker)
     if task is not None:
         task.become(TaskState.ASSIGNED)
@@ -73,7 +73,7 @@ def _assign(job: TrainingJob, worker: WorkerRecord) -> Task | None:
         task.worker_id, task.incarnation = worker.worker_id, worker.incarnation
         worker.task_id = task.task_id
         worker.become(WorkerState.BUSY)
-        # This note makes the coordinator write the journal before the call. So an attempt's number is never used twice.
+        # This note makes the coordinator write the journal before the call. So no attempt number is used twice.
         items = [f"{name} {value}" for values in task.start.overrides.values() for name, value in values.items()]
         by = f" with {', '.join(items)}" if items else ""
         job.note("assigned", f"{worker.worker_id} is assigned {task.task_id}, attempt {task.attempt}{by}.")
@@ -119,7 +119,7 @@ def _new_task(job: TrainingJob, worker: WorkerRecord) -> Task | None:
 
 
 def _next_epoch(job: TrainingJob) -> int:
-    """Return a learner's epoch that is above all earlier epochs, even of earlier sessions with the same param store.
+    """Return a learner's epoch above all earlier epochs, including those of earlier sessions with the same param store.
 
     A higher epoch fences off earlier learners. See `rlframe.coordinator.param_store.Attempt`.
     """

@@ -17,7 +17,7 @@ class Ping:
     """The newest ping to a worker."""
 
     sent_at: float = 0.0
-    is_out: bool = False  # no reply yet
+    is_out: bool = False  # the ping has no reply yet
 
 
 @dataclasses.dataclass
@@ -27,9 +27,9 @@ class CollectorProgress:
     num_envs: int = 0
     env_steps: int = 0  # environment steps of this incarnation
     rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # rate of `env_steps`
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # counters since the start of its task
-    params_version: int | None = None  # version of the last actions
-    is_waiting: bool = False  # waits for newer parameters, or for room in the buffer
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)  # counters since the start of the current task
+    params_version: int | None = None  # version of the parameters that chose the last actions
+    is_waiting: bool = False  # the collector waits for newer parameters, or for room in the buffer
 
 
 @dataclasses.dataclass
@@ -40,16 +40,16 @@ class WorkerRecord(Stateful):
     role: Role
     index: int
     incarnation: int
-    listed_at: float  # time at which the operator listed it first
-    failed_starts: int = 0  # consecutive incarnations that never replied
-    has_answered: bool = False  # it has replied to a ping, of this coordinator or an earlier one
+    listed_at: float  # time at which the operator first listed the worker
+    failed_starts: int = 0  # number of consecutive incarnations that never replied
+    has_answered: bool = False  # the worker has replied to a ping of any coordinator
     state: WorkerState = WorkerState.REQUESTED
     host: str = ""
     pid: int | None = None
-    last_reply_at: float = 0.0  # time of its last sign of life
+    last_reply_at: float = 0.0  # time of the worker's last sign of life
     ping: Ping = dataclasses.field(default_factory=Ping)
     task_id: str | None = None
-    call: ev.Send | None = None  # the pending call
+    call: ev.Send | None = None  # the worker's pending call
     called_at: float = 0.0  # time at which the call was or will be sent
     progress: CollectorProgress = dataclasses.field(default_factory=CollectorProgress)
 
@@ -78,7 +78,8 @@ class Roster:
     """The newest incarnation of each worker.
 
     Attributes:
-        missing_since: For each required role, the last time at which a worker was present or the operator was away.
+        missing_since: For each required role, the last time at which a worker was present, or at
+            which the operator was unreachable.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class Roster:
         return iter(list(self._workers.values()))
 
     def get(self, worker_id: str | None, incarnation: int | None = None) -> WorkerRecord | None:
-        """Return the worker unless it is lost or gone, or has another incarnation. None matches any incarnation."""
+        """Return the worker unless it is lost or gone, or has another incarnation. None means any incarnation."""
         worker = self._workers.get(worker_id) if worker_id is not None else None
         if worker is None or is_over(worker.state):
             return None
@@ -125,9 +126,9 @@ class Task(Stateful):
     attempt: int = -1
     worker_id: str | None = None
     incarnation: int = -1
-    failures: int = 0  # consecutive failures
+    failures: int = 0  # number of consecutive failures
     started_at: float = 0.0
-    granted: int = 0  # batches in the pending call of the learner
+    granted: int = 0  # number of batches in the learner's pending call
     batches: tuple[BatchMeta, ...] = ()  # keys of these batches, if the coordinator has drawn them
     drawing: Header | None = None  # header of the pending draw for the learner
     has_result: bool = False  # the evaluation has its result, and its worker must still close the task

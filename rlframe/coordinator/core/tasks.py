@@ -19,10 +19,10 @@ from rlframe.coordinator.states import TaskState
 
 
 def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
-    """End a task. Unpin the version of an evaluation, and pin a version for evaluations that wait for a learner."""
+    """End a task. Unpin an evaluation's version. Pin a version for evaluations that wait for a learner."""
     task.become(state)
     evaluations.unpin(job, task)
-    if task.kind == "learn" and job.ending is None:  # the learner has saved, or will never save
+    if task.kind == "learn" and job.ending is None:  # the learner has saved, or will never save again
         evaluations.pin_saved_version(job, task.start.policy_id)
 
 
@@ -39,7 +39,7 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, is_permanent:
     lose_grant(job, task)
     if task.kind == "learn":
         job.learner.wait_for("learner", job.now)
-    if task.has_result:  # only the close was missing
+    if task.has_result:  # the evaluation is done, and only the close was missing
         finish(job, task, TaskState.SUCCEEDED)
         return
     is_surplus = task.index >= job.requests.wanted["collector"]

@@ -18,8 +18,8 @@ from rlframe.coordinator.core.tasks import retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
-_REQUIRED_ROLES: tuple[Role, ...] = ("learner", "collector")  # without them there is no progress
-REPLACED = "its process was replaced"  # reason of a loss if another worker has its address or index
+_REQUIRED_ROLES: tuple[Role, ...] = ("learner", "collector")  # without these roles there is no progress
+REPLACED = "its process was replaced"  # reason of the loss if another worker has the address or index
 _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
 # --- new workers
@@ -29,7 +29,7 @@ def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
     """Apply the operator's list: add new workers, connect to those with an address, mark missing ones as lost."""
     for info in listed:
         worker = _current_record(job, info)
-        is_same = worker.incarnation == info.incarnation  # else the list has an old incarnation
+        is_same = worker.incarnation == info.incarnation  # if False, the list contains an old incarnation
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.last_reply_at = job.now
             worker.become(WorkerState.CONNECTING)
@@ -104,8 +104,8 @@ def _adopt(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
 def missing_worker_reason(job: TrainingJob) -> str:
     """Return the reason to fail the job because a required role has had no worker for too long; empty if none.
 
-    The deadline is `Limits.starting_deadline`. An outage of the operator does not count, unless no learner has started
-    before it.
+    The deadline is `Limits.starting_deadline`. The time of an operator outage counts only while no learner has
+    ever started.
     """
     deadline = job.limits.starting_deadline
     for role in _REQUIRED_ROLES:
@@ -141,7 +141,7 @@ def check_all(job: TrainingJob) -> None:
 
 
 def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
-    """Return the reason that the worker is lost; empty if it is not. `starts`: its task starts and may compile."""
+    """Return the reason that the worker is lost, or an empty string. `starts`: the worker's task is starting."""
     limits, silent = job.limits, job.now - worker.last_reply_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
         waited = job.now - worker.listed_at
@@ -217,7 +217,7 @@ def disconnect_all(job: TrainingJob) -> None:
 
 
 def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
-    """Mark a worker as lost. Another worker takes its index, and its task is retried."""
+    """Mark a worker as lost. A replacement gets the same index, and the task is retried."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
     job.emit(ev.Disconnect(*worker.key))
@@ -232,7 +232,7 @@ def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
     task, worker.task_id, worker.call = job.tasks.get(worker.task_id), None, None
     if task is not None and not task.is_over:
         job.accounts.discarded += worker.progress.num_envs
-        # The loss of a running collector is no failure of its task, because the other collectors continue.
+        # The loss of a running collector does not count as a failure, because the other collectors continue.
         counts = task.state is TaskState.ASSIGNED or task.kind != "collect"
         retry(job, task, why, counts=counts)
     if not worker.has_answered and is_replaced:

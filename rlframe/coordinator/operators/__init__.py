@@ -44,7 +44,7 @@ class Operator(Protocol):
         """Return all workers: those that run, and dead ones whose next incarnation starts soon."""
 
     def scale(self, role: Role, n: int) -> None:
-        """Keep `n` workers of this role running. If more are running, they continue: see `release`.
+        """Keep `n` workers of this role running. If more workers are running, they continue until `release`.
 
         Raises:
             UsageError: The operator cannot start workers of this role.
@@ -56,7 +56,8 @@ class Operator(Protocol):
     def release(self, key: WorkerKey) -> None:
         """End this incarnation. It has `grace` seconds to end before it is killed.
 
-        If fewer workers than requested remain, the operator starts others. So `scale` down first.
+        If fewer workers than requested remain, the operator starts others.
+        To prevent this, call `scale` with the smaller number first.
         """
 
     def close(self) -> None:

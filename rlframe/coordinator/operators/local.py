@@ -57,7 +57,7 @@ class LocalOperator(SupervisedOperator):
     ) -> None:
         rules = {role: GroupRules(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
         for role, make in makers.items():
-            pickle_node(role, make)  # raise now if a maker cannot be pickled
+            pickle_node(role, make)  # raises now if a maker cannot be pickled
         self._sockets = SocketDirectory()
         super().__init__(
             {role: functools.partial(self._node, role, make, rules[role]) for role, make in makers.items()},

@@ -32,7 +32,7 @@ class RayOperator(SupervisedOperator):
         logs: pathlib.Path | None = None,
         hang_timeout: float = 0.0,
     ) -> None:
-        self._remove = current_sockets().open(current_sockets().socket(_ADDRESS))  # even if this process is killed
+        self._remove = current_sockets().open(current_sockets().socket(_ADDRESS))  # removed even after a SIGKILL
         super().__init__(nodes, RayTransport(), _ADDRESS, logs=NodeLogs(logs, output), hang_timeout=hang_timeout)
 
     def close(self) -> None:

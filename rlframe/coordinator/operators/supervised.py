@@ -20,7 +20,7 @@ from rlframe.errors import UsageError
 from rlframe.handles import Remote
 from rlframe.transport import Transport
 
-MakeNode = Callable[[int, int], StartableNode]  # (index, incarnation) -> the node of a worker
+MakeNode = Callable[[int, int], StartableNode]  # function of (index, incarnation) that returns a worker's node
 
 BACKOFF = Backoff(healthy=30.0)
 _EVERY, _GRACE = 0.1, 7.0
@@ -111,7 +111,7 @@ class SupervisedOperator(Supervisor):
             self.step()
 
     def _adjust_slots(self, role: Role) -> None:
-        """Add or remove slots until their number is as requested. Never remove a slot with a running worker."""
+        """Add or remove slots until there are as many as requested. Never remove a slot with a running worker."""
         slots = [
             slot for slot in self.slots.values() if _role_of(slot) == role and slot.state not in ("ENDING", "ENDED")
         ]
@@ -139,7 +139,7 @@ class SupervisedOperator(Supervisor):
         """Start the next incarnation of a worker. If that fails, try again later."""
         try:
             super().start(slot)
-        except Exception as error:  # such as no memory, or an error of Ray; the other workers need this thread
+        except Exception as error:  # for example out of memory; the other workers need this thread
             slot.deaths += 1
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self.restart_later(slot)

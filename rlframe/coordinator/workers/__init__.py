@@ -5,7 +5,7 @@ replies of a collector (`collector_worker.py`):
 
     ping()                                           -> Alive("idle")
     start_task(header 1, StartTask("collect", ...))  -> NotReady, later Started: the Actor exists
-    get_data(header 2, GetData(...))                 -> Collected: the Actor has stepped and added to the replay buffer
+    get_data(header 2, GetData(...))                 -> Collected: the Actor has added steps to the replay buffer
     close_task(header 3, final=True)                 -> Closed: the Actor's last counters
 
 For an evaluator (`evaluator_worker.py`), `get_data` is a whole evaluation, and the reply is Evaluated. A learner

@@ -32,7 +32,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import waiting_for
 from rlframe.params.reader import ParamReader
 
-_POLL = 0.2  # seconds of one wait for the param store
+_POLL = 0.2  # maximum seconds of one wait for the param store
 
 
 class CollectorWorker(TaskWorker):
@@ -67,7 +67,7 @@ class CollectorWorker(TaskWorker):
         self._make_actor, self._agent, self._seed = make_actor, agent, seed
         self._store = handles.resolve(param_store, "param store")
         self._actor: Actor | None = None
-        self._began = time.monotonic()  # time after the Actor's warm-up
+        self._began = time.monotonic()  # time at which the Actor's warm-up ended
         self._inferencer: Inferencer | None = None
         super().__init__(worker_id, index, incarnation)
 

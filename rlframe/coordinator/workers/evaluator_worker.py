@@ -26,13 +26,13 @@ class VersionEvaluator(Protocol):
 
     @property
     def steps(self) -> int:
-        """Environment steps so far. They rise during an evaluation."""
+        """Number of environment steps so far. The number rises during an evaluation."""
 
     def evaluate(self) -> Logs:
         """See `Evaluator.evaluate`."""
 
     def stop(self) -> None:
-        """End the current evaluation, and each later one, with StoppedError. Any thread may call it."""
+        """Make the current evaluation and all later evaluations raise StoppedError. Any thread may call it."""
 
 
 class EvaluatorWorker(TaskWorker):
@@ -60,10 +60,10 @@ class EvaluatorWorker(TaskWorker):
     ) -> None:
         self._make_evaluator, self._agent = make_evaluator, agent
         self._store = handles.resolve(param_store, "param store")
-        self._version = LocalParams()  # the evaluator's learner, with the parameters of the task's version
-        self._evaluator: VersionEvaluator | None = None  # kept for the next task
+        self._version = LocalParams()  # source of the evaluator's parameters, which have the task's version
+        self._evaluator: VersionEvaluator | None = None  # the evaluator, kept for the next task
         self._policy: dict[str, Any] = {}  # the evaluator's policy overrides
-        self._running_evaluator: VersionEvaluator | None = None  # the evaluator, during a task
+        self._running_evaluator: VersionEvaluator | None = None  # evaluator of the current task; None without a task
         self._result: Evaluated | None = None  # result of the task
         super().__init__(worker_id, index, incarnation)
 

@@ -31,7 +31,7 @@ from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import Batch, Step
 
 _PUBLISH_EVERY = 0.005  # minimum seconds between two published versions
-# Fields of LearnerConfig that a task may override. The others belong to the run, or only `Learner.run()` reads them.
+# Fields of LearnerConfig that a task may override. The other fields belong to the run or to `Learner.run()`.
 _OVERRIDES = ("seed", "max_learner_steps", "checkpoint_every", "checkpoint_seconds", "checkpoints_kept")
 
 
@@ -54,8 +54,8 @@ class LearnerWorker(TaskWorker):
         replay_buffer: A buffer that this process can sample or fetch from by key, or a `reverb.Client`.
         param_store: A `ParamStore`, or a handle to one.
         worker_id, index, incarnation: See `TaskWorker`.
-        batches: Maximum number of batches in one grant. With a bound of staleness, the worker requests no more batches
-            than it can use before the next version.
+        batches: Maximum number of batches in one grant. If the staleness is bounded, the worker requests no more
+            batches than it can use before the next version.
     """
 
     kind = "learn"
@@ -95,7 +95,7 @@ class LearnerWorker(TaskWorker):
         self._cfg = replaced(self._base_cfg, "learner", task.overrides.get("learner", {}), _OVERRIDES)
         assert self._task is not None
         self._fence = fence = Attempt(task.options.get("epoch", 0), self._task.attempt)
-        # Fence off earlier learners before anything is read: they can write no checkpoint or version after this line.
+        # Fence off earlier learners before anything is read. After this, they can write no checkpoint or version.
         self._store.open_policy(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._replay_source, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
@@ -131,7 +131,7 @@ class LearnerWorker(TaskWorker):
             learner.saver.save_if_due(now=True)
         updates = self._recording_buffer.take_updates()
         if not updates and self._store.newest_version(self._policy_id) < self._published:
-            self._published = -1  # publish again: the store was restarted without this version
+            self._published = -1  # publish again, because the store was restarted and lost this version
         self._publish(learner)
         if request.count and not updates and not dropped:
             return NotReady("data")
@@ -154,7 +154,7 @@ class LearnerWorker(TaskWorker):
         """Learn from one batch. Return True if the batch was dropped because it was too old."""
         if learner.step(batch) is None:
             return True
-        # With a bound of staleness, the collectors wait for this version.
+        # If the staleness is bounded, the collectors wait for this version.
         if self._max_staleness is not None or time.monotonic() > self._published_at + _PUBLISH_EVERY:
             self._publish(learner)
         if learner.saver is not None:
@@ -162,7 +162,7 @@ class LearnerWorker(TaskWorker):
         return False
 
     def _draw(self, until: float) -> Batch | None:
-        """Return the next batch, or None if there is none until the time `until`, or if the task ends."""
+        """Return the next batch. Return None if no batch arrives before the time `until`, or if the task ends."""
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
             batch = self._buffer.wait_for_batch(min(left, 0.1))
             if batch is not None:
@@ -170,7 +170,7 @@ class LearnerWorker(TaskWorker):
         return None
 
     def _publish(self, learner: Learner) -> None:
-        """Put the newest version into the store. Before that, raise if the loss of its update is not finite."""
+        """Put the newest version into the store. Raise instead if the loss of the last update is not finite."""
         learner.wait_for_update()
         version, packed = learner.get_packed(self._published)
         if packed is not None:
@@ -232,7 +232,7 @@ class RecordingReplayBuffer(BaseReplayBuffer):
         updates, self.updates = self.updates, []
         return tuple(updates)
 
-    # --- methods that record
+    # --- methods that record keys and priorities
 
     def note_update(self, keys: Any, version: int) -> None:
         if len(keys):

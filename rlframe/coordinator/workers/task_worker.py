@@ -46,7 +46,7 @@ class TaskWorker:
     - Call 6 (a late call) gets `CallRefused` and changes nothing. So does a call for another worker, task or attempt.
 
     A call whose work takes longer gets `NotReady` with the reason. `close_task`, and `start_task` of another task or
-    attempt, interrupt the current work if it waits.
+    attempt, interrupt the current work if the work is waiting.
 
     A subclass adds the calls of its role, each through `_call`. The work of a call is a private method: `_start_task`
     for `start_task`, `_learn` for `learn`, and so on. These methods run in the worker's thread, may take long, and may
@@ -66,7 +66,7 @@ class TaskWorker:
         self._lock = threading.Condition()
         self._work: _Work | None = None  # the newest accepted work
         self._task: _Task | None = None  # the newest task
-        self._stop = threading.Event()  # stops the work of the task
+        self._stop = threading.Event()  # set to stop the work of the task
         self._phase: TaskPhase = "idle"
         self._waits_for: WaitsFor | None = None  # see `_waiting_for`
         self._closed = False
@@ -125,7 +125,7 @@ class TaskWorker:
         return self._waits_for
 
     def _progress_count(self) -> int:
-        """Return a count that rises during long work."""
+        """Return a count that rises while long work makes progress."""
         return 0
 
     # --- handling of calls
@@ -176,7 +176,7 @@ class TaskWorker:
         return ""
 
     def _accept(self, header: Header, name: str, do: Callable[[], WorkerReply]) -> _Work:
-        """Return the work that the call must wait for: unfinished earlier work, or the work of the call."""
+        """Return the work for which the call must wait: unfinished earlier work, or the work of this call."""
         work = self._work
         if work is not None and not work.is_done.is_set():
             if header.seq != work.seq and (name == "close_task" or (name == "start_task" and self._is_other(header))):
@@ -231,7 +231,7 @@ class TaskWorker:
             )
 
     def _progress_marker(self) -> Any:
-        """Return a value that changes while the work makes progress or waits. Used to detect hung work."""
+        """Return a value that changes while the work makes progress or waits. The value is used to detect hung work."""
         return time.monotonic() if self._waiting_for() is not None else self._progress_count()
 
     def _begin_task(self, header: Header, request: StartTask) -> WorkerReply:

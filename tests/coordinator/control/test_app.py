@@ -39,7 +39,7 @@ def server(coordinator: ScriptedCoordinator) -> Iterator[ServerThread]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[ScriptedCoordinator, httpx.Client]]:
-    """Yield a shared server for tests whose requests are all refused, so they change nothing."""
+    """Yield a shared server for tests in which the server refuses every request."""
     coordinator = ScriptedCoordinator()
     with serve_control(coordinator, port=0) as server, httpx.Client(base_url=server.url, timeout=DEADLINE) as client:
         yield coordinator, client
@@ -88,7 +88,7 @@ def test_concurrent_status_requests_share_one_call(coordinator, http, monkeypatc
     for thread in threads:
         thread.join(DEADLINE)
     assert answers == [200] * 20
-    assert coordinator.asked <= 2 + (time.monotonic() - began) / STATUS_MAX_AGE  # 20 without the cache
+    assert coordinator.asked <= 2 + (time.monotonic() - began) / STATUS_MAX_AGE  # 20 calls without the cache
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_number_of_hanging_calls_is_limited(coordinator, http):
     threads = [threading.Thread(target=lambda: answers.put(http.post("/evaluate"))) for _ in range(MAX_CALLS + 1)]
     for thread in threads:
         thread.start()
-    refused = answers.get(timeout=DEADLINE)  # the other calls hang
+    refused = answers.get(timeout=DEADLINE)  # the other calls still wait for the coordinator
     assert "already wait for the coordinator" in error_of(refused, 503)["message"]
     coordinator.gate.set()
     for thread in threads:
@@ -325,7 +325,7 @@ def test_requests_from_other_origins_are_refused(shared, headers):
     assert coordinator.calls == []
 
 
-def test_requests_from_the_own_page_are_accepted(server, coordinator, http):
+def test_requests_from_the_page_of_the_service_are_accepted(server, coordinator, http):
     assert http.post("/pause", headers={"Origin": server.url}).status_code == 200
     assert coordinator.calls == [("pause",)]
 

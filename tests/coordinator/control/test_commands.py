@@ -169,7 +169,7 @@ def test_command_after_the_end_of_the_job_prints_that_the_job_is_over(coordinato
 
 def test_status_of_an_unused_port_is_refused(capsys):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, but not listening
+        taken.bind(("127.0.0.1", 0))  # the port is bound, but nothing listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert refused(capsys, "status", "--url", url, code=1).startswith(f"Nothing listens at {url}.")
 
@@ -201,7 +201,7 @@ def test_commands_find_the_control_url_and_token_in_the_run_directory(coordinato
     assert coordinator.calls == [("scale", "collector", 3), ("pause",)]
 
 
-def test_control_file_is_removed_at_the_end_of_its_session(tmp_path, capsys):
+def test_control_file_is_removed_when_the_session_ends(tmp_path, capsys):
     with serve_run_control(tmp_path, ControlAddress(), "localhost:1"):
         assert read_control(tmp_path).pid == os.getpid()
     capsys.readouterr()
@@ -235,7 +235,7 @@ def test_final_status_is_read_if_it_is_newer_than_a_leftover_control_file(coordi
     final_status_file(tmp_path).write_text(json.dumps(coordinator.status()))
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == coordinator.status()
-    os.utime(final_status_file(tmp_path), (0, 0))  # as if from an earlier session
+    os.utime(final_status_file(tmp_path), (0, 0))  # the file is older, as if an earlier session had written it
     assert refused(capsys, "status", str(tmp_path)).startswith("There is no run in")
 
 
@@ -291,7 +291,7 @@ def test_loopback_url_of_a_run_on_another_host_is_not_called(coordinator, direct
         told = refused(capsys, "pause", str(directory.path))
         assert told.startswith(f"The control API of the run in {directory.path} is at {server.url} on another host")
     assert (coordinator.asked, coordinator.calls) == (0, [])
-    write_control(directory.path, "http://192.0.2.1:8765", None)  # a public address is the same from any host
+    write_control(directory.path, "http://192.0.2.1:8765", None)  # this address may be called from another host
     assert has_reachable_coordinator(str(directory.path))
 
 
@@ -299,7 +299,7 @@ def test_loopback_url_of_a_run_on_another_host_is_not_called(coordinator, direct
 def test_control_url_of_a_killed_run_is_not_called(coordinator, directory, capsys, command):
     append = directory.path / "metrics.jsonl"
     append.write_text(json.dumps({"step": 1234, "episode_return": 20.0}) + "\n")
-    with serve_control(coordinator, port=0) as server:  # another run now has the port
+    with serve_control(coordinator, port=0) as server:  # another run now uses the port
         write_control(directory.path, server.url, None)
         told = refused(capsys, command[0], str(directory.path), *command[1:])
     assert (coordinator.asked, coordinator.calls) == (0, [])

@@ -1,4 +1,4 @@
-"""Fuzz tests: schemathesis makes valid and invalid requests, and each response must match the OpenAPI document."""
+"""Fuzz tests: schemathesis sends valid and invalid requests, and each response must match the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     curve = page.locator("#plot polyline.curve").first
     points = [tuple(map(float, point.split(","))) for point in (curve.get_attribute("points") or "").split()]
     (x1, y1), (x2, y2), (x3, y3) = points
-    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2  # the axes are linear, and larger values are higher
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2  # linear axis; larger values are further right
     assert (y1 - y2) / (y3 - y2) == pytest.approx(30.0 / 14.5, rel=0.02) and y2 < y3 < y1
     assert page.locator("#plot circle.mark").count() == 1
     assert {"0", "1K", "2K", "3K", "20", "40"} <= set(page.locator("#plot text").all_text_contents())
@@ -106,7 +106,7 @@ def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     expect(page.locator("#plot")).to_have_attribute("aria-label", f"{told} Use the arrow keys to read single points.")
 
 
-def test_message_of_a_refused_evaluation_is_shown(coordinator, server, open_page):
+def test_message_of_a_refused_evaluation_request_is_shown(coordinator, server, open_page):
     coordinator.evaluates = True
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
@@ -159,7 +159,7 @@ def test_stop_button_requires_confirmation(coordinator, server, open_page):
     expect(page.get_by_role("button", name="Pause")).to_be_disabled()
 
 
-def test_message_of_a_refused_checkpoint_is_shown(coordinator, server, open_page):
+def test_message_of_a_refused_checkpoint_request_is_shown(coordinator, server, open_page):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
     coordinator.checkpoint = lambda: coordinator.unpause()

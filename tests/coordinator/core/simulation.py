@@ -47,7 +47,7 @@ TICK, JOURNAL_EVERY, LIST_EVERY = 0.25, 0.1, 0.25  # seconds
 
 
 class Store:
-    """The newest version of a policy, and its pinned versions."""
+    """The newest version of a policy, and the pinned versions."""
 
     def __init__(self) -> None:
         self.newest, self.pins = -1, list[int]()
@@ -88,7 +88,7 @@ class Buffer:
         self.check()
 
     def take(self) -> np.ndarray | None:
-        """Draw a batch, for the learner or the coordinator. Its key is its number."""
+        """Draw a batch, for the learner or the coordinator. The batch's number is its key."""
         if len(self.items) < self.BATCH:
             return None
         del self.items[: self.BATCH]
@@ -126,20 +126,20 @@ class Work:
 
     header: Header
     method: str
-    do: Callable[[], WorkerReply | None]  # returns None if it waits for data
+    do: Callable[[], WorkerReply | None]  # function that returns the reply, or None if the work waits for data
     done_at: float
     reply: WorkerReply | None = None
-    found_nothing: bool = False  # it waits for data, and runs again when the call is repeated
+    found_nothing: bool = False  # the work waits for data, and runs again when the call is repeated
 
 
 class SimWorker:
-    """A simulated worker process. Its work advances when it is called."""
+    """A simulated worker process. The work advances when the worker is called."""
 
     def __init__(self, sim: Simulation, worker_id: str, role: str, index: int, incarnation: int) -> None:
         self.sim, self.worker_id, self.role, self.index, self.incarnation = sim, worker_id, role, index, incarnation
         self.address: str | None = None
         self.is_dead = self.is_stopped = self.is_doomed = False
-        self.heard: list[Callable[[], None]] = []  # calls that arrived while it was stopped
+        self.heard: list[Callable[[], None]] = []  # calls that arrived while the process was stopped
         self.work: Work | None = None
         self.task: tuple[str, int] | None = None
         self.start: StartTask | None = None
@@ -150,7 +150,7 @@ class SimWorker:
         self.steps = self.version = 0  # learner only
         self.counts = dict.fromkeys(("env_steps", "episodes", "return_sum", "length_sum"), 0.0)
         self.rank_incarnation = 0
-        self.fails: Failed | None = None  # reply of the next work
+        self.fails: Failed | None = None  # failure with which the next work ends
         self.max_seq = -1
 
     @property
@@ -340,7 +340,7 @@ class SimOperator:
         self.is_out = False
         self.is_over = False
         self.never_comes: set[str] = set()  # roles whose workers never have an address
-        self.never_starts: set[str] = set()  # roles without processes
+        self.never_starts: set[str] = set()  # roles whose processes never start
 
     def list_workers(self) -> tuple[WorkerInfo, ...]:
         workers = [worker for worker in self.slots.values() if worker is not None and not worker.is_dead]
@@ -397,7 +397,7 @@ class SimOperator:
             if self.is_over or worker_id not in self.slots or self.incarnations[worker_id] != incarnation:
                 return
             alive = [slot for slot, one in self.slots.items() if slot.startswith(role) and one is not None]
-            if len(alive) >= self.wanted.get(role, 0):  # no longer requested
+            if len(alive) >= self.wanted.get(role, 0):  # this worker is no longer requested
                 del self.slots[worker_id]
                 return
             worker = SimWorker(self.sim, worker_id, role, index, incarnation)
@@ -410,7 +410,7 @@ class SimOperator:
 
 
 class Simulation:
-    """The simulated surroundings of a job, and checks of its invariants after each event."""
+    """A simulation of all processes around a job. It checks the job's invariants after each event."""
 
     def __init__(
         self,
@@ -428,7 +428,7 @@ class Simulation:
         self.store, self.buffer, self.operator = Store(), Buffer(), SimOperator(self)
         self.all_workers: list[SimWorker] = []
         self.checkpoint = (0, 0)
-        self.saved: set[int] = set()  # versions in checkpoints
+        self.saved: set[int] = set()  # versions that were saved in checkpoints
         self.claims = itertools.count()
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -439,17 +439,17 @@ class Simulation:
         self.over: list[ev.Over] = []
         self.old_answers: list[ev.Replied] = []  # replies that tests deliver a second time
         self.learner_started = False
-        self.opened: dict[str, tuple[int, int]] = {}  # policy -> (epoch, attempt) of its newest learner
+        self.opened: dict[str, tuple[int, int]] = {}  # policy -> (epoch, attempt) of the policy's newest learner
         self.journal: dict[str, Any] | None = None
         self.journaled_at = -1e9
         self.maybe_job: TrainingJob | None = None
         self.life = 0
-        self.loses_effects = False  # kill the coordinator between the journal and the effects of the next event
+        self.loses_effects = False  # if True, kill the coordinator before the effects of the next event
         self._seen_states: dict[Any, Any] = {}
         self._floor: dict[str, float] = {}
         self._seqs: dict[tuple[str, int], int] = {}
         self.pinned = self.unpinned = self.lost_pins = 0
-        self.updates = 0  # updates in finished batches
+        self.updates = 0  # number of updates in finished batches
         self.evaluated: dict[str, int] = {}
         self.start_coordinator()
         self._every(LIST_EVERY, self._operator_round)
@@ -468,7 +468,7 @@ class Simulation:
         self.later(seconds, again)
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass until `until` is true, for at most `seconds`. Return True if it became true."""
+        """Let time pass until `until()` is true, but at most `seconds`. Return True if `until()` became true."""
         end = self.now + seconds
         while not until():
             if self._queue[0][0] > end:
@@ -509,7 +509,7 @@ class Simulation:
         self.life += 1
 
     def deliver(self, event: Any) -> None:
-        """Pass an event to the coordinator, if it runs."""
+        """Pass an event to the coordinator if the coordinator runs."""
         job = self.maybe_job
         if job is None:
             return
@@ -668,7 +668,7 @@ class Simulation:
     # --- invariants
 
     def check_one_live_attempt(self, worker: SimWorker) -> None:
-        """Check that no other worker has started the same attempt or a later one."""
+        """Check that no other worker has started the same attempt or a later attempt."""
         assert worker.task is not None
         for other in self.all_workers:
             if other is not worker and other.task is not None and other.task[0] == worker.task[0]:
@@ -732,7 +732,7 @@ class Simulation:
 
 
 def _reachable(state: Any) -> set[Any]:
-    """Return the states that are reachable in any number of transitions: one event can cause several."""
+    """Return the states that are reachable in zero or more transitions. One event can cause several transitions."""
     found, rest = {state}, [state]
     while rest:
         for after in TRANSITIONS[rest.pop()]:

@@ -108,7 +108,7 @@ def test_calls_have_the_documented_order() -> None:
     assert set(methods(sim, "collector")[1:-1]) == {"get_data"}
     assert methods(sim, "evaluator") == ["start_task", "get_data", "close_task"]
     first = next(send for send in sim.sent if send.header is not None and send.worker_id == "collector/0")
-    # `Simulation` checks that a learner had started before.
+    # `Simulation` checks that a learner started before the first collector.
     assert (first.method, sim.sent[0].method) == (
         "start_task",
         "ping",
@@ -116,7 +116,7 @@ def test_calls_have_the_documented_order() -> None:
 
 
 def methods(sim: Simulation, role: str) -> list[str]:
-    """Return the method of each call to the workers of a role, without repeated calls."""
+    """Return the method names of the calls to the workers of a role. Leave out repeated calls."""
     found, seqs = [], set()
     for send in sim.sent:
         if send.header is not None and send.worker_id.startswith(role) and send.header.seq not in seqs:
@@ -140,7 +140,7 @@ def test_collectors_are_scaled_up_and_down_during_training() -> None:
 
 @pytest.mark.parametrize("role", ["learner", "collector"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_dead_or_hanging_worker_is_replaced_at_its_index(role: str, how: str) -> None:
+def test_replacement_of_a_dead_or_hanging_worker_gets_the_same_index(role: str, how: str) -> None:
     sim = running(2)
     worker = sim.live(role)[0]
     getattr(sim, how)(worker)
@@ -151,7 +151,7 @@ def test_dead_or_hanging_worker_is_replaced_at_its_index(role: str, how: str) ->
     new = sim.job.roster.newest(worker.worker_id)
     assert new.incarnation == worker.incarnation + 1 and new.state is WorkerState.BUSY
     assert sim.job.accounts.restarts == 1
-    sim.resume(worker)  # the old process has no effect
+    sim.resume(worker)  # replies of the old process have no effect
     sim.run(5.0)
     assert sim.job.roster.newest(worker.worker_id) is new
 
@@ -218,7 +218,7 @@ def test_pause_stops_collecting_and_learning() -> None:
     sim.run(3.0)
     accounts = sim.job.accounts
     before = accounts.env_steps
-    sim.run(200.0)  # longer than the deadline on progress
+    sim.run(200.0)  # longer than `progress_deadline`
     assert (sim.job.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
     sim.deliver(ev.PauseRequested(False))
     sim.run(3.0)
@@ -283,7 +283,7 @@ def test_workers_that_end_without_a_coordinator_are_counted_as_restarts(is_repla
     sim.kill_coordinator()
     sim.start_coordinator()
     sim.run(5.0)
-    assert sim.job.accounts.restarts == 2  # each is counted once
+    assert sim.job.accounts.restarts == 2  # each replaced worker is counted once
 
 
 def test_ended_workers_are_counted_after_two_restarts_and_an_operator_outage() -> None:
@@ -442,7 +442,7 @@ def test_time_limit_ends_a_job_without_workers() -> None:
     assert sim.over == [ev.Over(False, "20 of 20 s have passed")]
 
 
-def test_restored_learner_publishes_above_earlier_versions() -> None:
+def test_restored_learner_publishes_higher_versions_than_before() -> None:
     sim = running(1)
     newest = sim.store.newest
     sim.deliver(ev.RestoreRequested())
@@ -460,7 +460,7 @@ def test_lost_batches_are_counted() -> None:
     assert sim.job.accounts.lost == granted and not sim.buffer.out
 
 
-def test_infinite_lost_after_marks_no_worker_as_lost() -> None:
+def test_no_worker_is_lost_if_the_allowed_silence_is_infinite() -> None:
     limits = dataclasses.replace(LIMITS, lost_after=math.inf, lost_after_starting=math.inf)
     sim = running(1, limits=limits)
     sim.stop(sim.live("collector")[0])
@@ -492,7 +492,7 @@ def test_tasks_change_only_when_the_commander_changes_them() -> None:
     first, second = (task for task in sim.job.tasks if task.kind == "learn")
     assert first.state is TaskState.SUCCEEDED and second.state is TaskState.RUNNING
     assert second.start.overrides == {"policy": {"learning_rate": 0.05}}
-    assert sim.checkpoint[0] > 0  # the first task saved for the second
+    assert sim.checkpoint[0] > 0  # the first task saved a checkpoint for the second task
     assert sim.run(60.0, lambda: sim.job.accounts.env_steps > 4200)
     assert [task.index for task in sim.job.tasks.open("collect")] == [0]
 

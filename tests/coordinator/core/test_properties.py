@@ -118,7 +118,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 def check_that_it_recovers(sim: Simulation, *, endless: bool, cancelled: bool) -> None:
-    """Check that without failures the job runs and ends."""
+    """Check that the job runs and ends if there are no more failures."""
     sim.operator.is_out, sim.trouble, sim.loses_effects = False, 0.0, False
     resumed = [worker for worker in sim.all_workers if worker.is_stopped]
     for worker in resumed:

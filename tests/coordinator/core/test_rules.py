@@ -1,4 +1,4 @@
-"""Tests of single rules of the state machine."""
+"""Tests of individual rules of the state machine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_batches_drawn_for_a_lost_learner_are_finished() -> None:
     assert sim.run(20.0, lambda: task.drawing is not None and len(sim.buffer.items) >= enough)
     header, lost = task.drawing, sim.job.accounts.lost
     sim.kill(learner(sim))
-    # The list lacks the learner, and the batches arrive later.
+    # The learner is missing in the operator's list, and the drawn batches arrive later.
     worker_tracking.update_from_list(sim.job, sim.operator.list_workers())
     batch = sim.buffer.draw()
     assert batch is not None and header is not None
@@ -77,7 +77,7 @@ def test_batches_drawn_for_a_lost_learner_are_finished() -> None:
     assert sim.job.accounts.lost == lost + 1 and int(batch.keys[0, 0]) not in sim.buffer.out
 
 
-def test_duplicate_not_ready_reply_repeats_the_call_once() -> None:
+def test_call_is_repeated_once_after_a_duplicate_not_ready_reply() -> None:
     sim = running(1)
     worker = sim.job.roster.get("collector/0")
     assert worker is not None
@@ -145,7 +145,7 @@ def test_unreported_batches_are_dropped_if_drawn_and_taken_back_if_granted(by_ke
     assert accounts.granted - now.granted == (0 if by_key else granted - 1)
 
 
-def test_collector_gets_the_task_of_its_index() -> None:
+def test_collector_gets_the_task_with_the_same_index() -> None:
     sim = running(3)
     for _ in range(4):
         for worker in sim.live("collector"):
@@ -225,7 +225,7 @@ def test_only_one_learner_per_policy_gets_a_task() -> None:
 
 def test_surplus_worker_is_released() -> None:
     sim = running(1)
-    sim.operator.wanted["collector"] = 2  # as if an earlier coordinator had requested it
+    sim.operator.wanted["collector"] = 2  # as if an earlier coordinator had requested two collectors
     assert sim.run(20.0, lambda: sim.job.roster.newest("collector/1") is not None)
     sim.run(5.0)
     assert state(sim, "collector/1") is WorkerState.GONE and not calls(sim, "collector/1")
@@ -252,7 +252,7 @@ def test_workers_are_pinged_periodically() -> None:
     assert 9 <= len(pings) <= 11
 
 
-def test_worker_that_never_replies_at_its_address_is_replaced() -> None:
+def test_worker_with_an_address_that_never_replies_is_replaced() -> None:
     sim = running(1)
     sim.deliver(ev.ScaleRequested("collector", 2))
     assert sim.run(10.0, lambda: len(sim.live("collector")) == 2)
@@ -280,7 +280,7 @@ def test_successful_start_resets_the_count_of_failed_starts() -> None:
         sim.operator.never_comes.add("collector")
         sim.kill(sim.live("collector")[0])
         lost = sim.job.accounts.restarts
-        # The killed one, and one failed start.
+        # The killed worker, and one failed start.
         assert sim.run(30.0, lambda lost=lost: sim.job.accounts.restarts >= lost + 2)
         sim.operator.never_comes.clear()
         assert sim.run(30.0, lambda: at_work(sim) == 1)
@@ -324,7 +324,7 @@ def test_learner_that_always_hangs_fails_the_job() -> None:
     for _ in range(2):
         assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
         sim.run(100.0)  # longer than `healthy_after`
-        sim.kill(learner(sim))  # like its supervisor
+        sim.kill(learner(sim))  # as the learner's supervisor would do
         sim.run(1.0)
     assert sim.run(60.0, lambda: sim.is_over)
     assert sim.over == [ev.Over(True, "learn/1 failed 2 times: its process has ended")]
@@ -415,7 +415,7 @@ def test_failed_last_evaluation_does_not_fail_the_job(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("by", ["steps", "callback"])
-def test_job_without_evaluations_ends_after_its_learner(by: str) -> None:
+def test_job_without_evaluations_ends_when_the_learner_ends(by: str) -> None:
     sim = running(1, commander=TrainOne(env_steps=400))
     sim.job.evaluates = False
     if by == "callback":
@@ -458,11 +458,11 @@ def test_training_row_covers_the_time_since_the_last_row() -> None:
     assert [row.env_steps for row in rows] == [100, 200, 300, 400, sim.job.accounts.env_steps]
     assert [row.values["episodes"] for row in rows] == [10, 10, 10, 10, sim.job.accounts.env_steps // 10 - 40]
     assert {(row.values["episode_return"], row.values["episode_length"]) for row in rows} == {(5.0, 10.0)}
-    assert {row.values["env/speed"] for row in rows} == {3.0}  # logged by the environments
-    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # 10 steps take 0.25 s
+    assert {row.values["env/speed"] for row in rows} == {3.0}  # a value that the environments log
+    assert all(20.0 < row.values["steps_per_second"] < 60.0 for row in rows[1:])  # it is about 10 / 0.25
 
 
-def test_first_row_of_a_resumed_run_covers_its_session_only() -> None:
+def test_first_row_of_a_resumed_run_covers_only_the_new_session() -> None:
     before = ActorCounts({"before": [100.0, 10.0, 500.0, 100.0]})
     job = TrainingJob(TrainOne(env_steps=1000), LIMITS, {"learner": 1}, by_key=False, now=0.0, counts_before=before)
     job.write_row()
@@ -483,7 +483,7 @@ def test_reply_without_logs_keeps_the_last_logs() -> None:
     accounts.learn(Learned(3, 5, (), 2, {"loss": 0.5}))
     accounts.learn(Learned(2, 6, (), 1))
     assert accounts.logs == {"loss": 0.5} and accounts.dropped == 3
-    assert (accounts.params_version, accounts.learner_steps) == (3, 6)  # a version never falls
+    assert (accounts.params_version, accounts.learner_steps) == (3, 6)  # version numbers never fall
 
 
 def test_long_curves_are_thinned_but_keep_their_span() -> None:
@@ -509,7 +509,7 @@ def test_only_the_newest_finished_tasks_are_kept() -> None:
 # --- operator and requests
 
 
-def test_permanent_operator_error_fails_the_job_and_is_named() -> None:
+def test_permanent_operator_error_fails_the_job_and_is_shown() -> None:
     sim = running(1)
     sim.deliver(ev.OperatorFailed("AttributeError: no such thing", is_permanent=True))
     assert sim.run(100.0, lambda: sim.is_over)
@@ -533,7 +533,7 @@ def test_open_fragments_of_a_lost_collector_are_counted() -> None:
     assert sim.job.accounts.discarded == 8
 
 
-def test_learner_publishes_above_the_versions_of_the_previous_job() -> None:
+def test_learner_publishes_higher_versions_than_the_previous_job() -> None:
     job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0, min_version=70)
     advance(job, ev.Submitted(), 0.0)
     advance(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)

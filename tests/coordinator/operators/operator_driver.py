@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 
 class OperatorDriver:
-    """A driver of an operator through `OperatorThread`, which collects its events."""
+    """Calls an operator through an `OperatorThread`, and collects the events of the thread."""
 
     def __init__(self, operator: Operator) -> None:
         self.events: list[Any] = []

@@ -33,7 +33,7 @@ MAKERS = {"learner": workers.make_idle_worker, "collector": workers.make_idle_wo
 
 
 class LocalFixture:
-    """A local operator, its output, and a driver that calls it through a handle, like a coordinator."""
+    """A local operator and its output. A driver calls the operator through a handle, as a coordinator does."""
 
     def __init__(self, makers=MAKERS, backoff=FAST_BACKOFF, **options) -> None:
         self.output = io.StringIO()
@@ -42,7 +42,7 @@ class LocalFixture:
         self.operator = OperatorDriver(pickle.loads(self.handle))
 
     def up(self, role: str, n: int, but: tuple[WorkerInfo, ...] = ()) -> list[WorkerInfo]:
-        """Wait until `n` workers of the role serve, not counting those in `but`. Return them."""
+        """Wait until `n` workers of the role serve, in addition to the workers in `but`. Return the new workers."""
 
         def serving() -> list[WorkerInfo]:
             infos = [info for info in self.operator.list_workers() if info.role == role and info.key not in gone]
@@ -88,7 +88,7 @@ def environ(info: WorkerInfo) -> dict[str, str]:
     return handles.Remote([info.address], info.worker_id, transport=SocketTransport()).resources()
 
 
-def test_workers_start_serve_and_end_with_the_operator(local):
+def test_workers_run_until_the_operator_ends(local):
     one = local()
     one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
@@ -114,7 +114,7 @@ def test_killed_worker_and_reported_worker_are_replaced_once(local):
     os.kill(first.pid, signal.SIGKILL)
     replaced, other = one.up("collector", 2, but=(first,))
     assert replaced.key == ("collector/0", 1) and other == second
-    wait_until(lambda: are_gone(processes))  # including its child
+    wait_until(lambda: are_gone(processes))  # the worker and its child
     assert "was killed by SIGKILL" in one.output.getvalue()
 
     processes = family(second.pid)
@@ -124,29 +124,29 @@ def test_killed_worker_and_reported_worker_are_replaced_once(local):
     assert second.key not in [info.key for info in one.operator.list_workers()]
     both = one.up("collector", 2, but=(first, second))
     assert [info.key for info in both] == [("collector/0", 1), ("collector/1", 1)]
-    one.operator.replace_workers([second.key])  # a late report of a replaced worker
+    one.operator.replace_workers([second.key])  # a late request to replace a worker that was already replaced
     assert [ping(info).incarnation for info in both] == [1, 1]
     assert one.operator.list_workers() == both
     wait_until(lambda: are_gone(processes))
 
 
-def test_released_worker_is_not_replaced_and_its_incarnations_continue_later(local):
+def test_released_worker_is_not_replaced_and_its_incarnation_number_continues_later(local):
     one = local()
     one.operator.scale("collector", 2)
     first, second = one.up("collector", 2)
     one.operator.scale("collector", 1)
     one.operator.scale("collector", 1)
-    assert one.operator.list_workers() == [first, second]  # a lower request ends no worker
+    assert one.operator.list_workers() == [first, second]  # requesting fewer workers ends no worker
     processes = family(second.pid)
     one.operator.release([second.key])
     assert one.operator.list_workers() == [first]
     wait_until(lambda: are_gone(processes))
-    wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # it had time to close
+    wait_until(lambda: "[collector/1] closed" in one.output.getvalue())  # the worker had time to close
     one.operator.scale("collector", 2)
     assert [info.key for info in one.up("collector", 2)] == [first.key, ("collector/1", 1)]
 
 
-def test_workers_survive_a_killed_coordinator_and_the_next_one_finds_them(local, tmp_path):
+def test_workers_survive_a_killed_coordinator_and_are_found_by_the_next_coordinator(local, tmp_path):
     one = local()
     (tmp_path / "handle").write_bytes(one.handle)
     coordinator = subprocess.Popen(
@@ -224,7 +224,7 @@ def test_worker_that_does_not_close_is_killed(local):
     assert time.monotonic() - began < 10.0
 
 
-def test_only_the_learner_has_accelerators_and_threads_by_default(local, monkeypatch):
+def test_by_default_only_the_learner_has_accelerators_and_several_threads(local, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("HIDDEN", "1")
     monkeypatch.delenv("NPROC", raising=False)

@@ -85,7 +85,7 @@ def is_gone(pid: int) -> bool:
 
 def test_workers_are_replaced_adopted_and_ended(operator):
     owned, output = operator
-    handle = pickle.dumps(owned)  # a coordinator's process has a handle
+    handle = pickle.dumps(owned)  # the process of a coordinator would receive this handle
     operator = OperatorDriver(pickle.loads(handle))
     assert operator.connect() == []
     operator.scale("collector", 2)
@@ -95,7 +95,7 @@ def test_workers_are_replaced_adopted_and_ended(operator):
     child = psutil.Process(first.pid).children()[0]
     os.kill(first.pid, signal.SIGKILL)
     serving(operator, ("collector/0", 1), ("collector/1", 0))
-    wait_until(lambda: is_gone(child.pid))  # its child ends too
+    wait_until(lambda: is_gone(child.pid))  # the worker's child ends too
     assert "[collector/0] (incarnation 0) was killed by SIGKILL." in output.getvalue()
     os.kill(second.pid, signal.SIGSTOP)
     operator.replace_workers([second.key])

@@ -93,7 +93,7 @@ class ManualOperator(SupervisedOperator):
         super().close()
 
     def _run(self) -> None:
-        """Do nothing: `round` makes the steps."""
+        """Do nothing, because the test calls `round`."""
 
     def round(self, after: float = 0.0) -> None:
         self.time.now += after
@@ -160,7 +160,7 @@ def test_backoff_doubles_after_early_deaths_and_resets_after_a_long_life(operato
     assert operator.live() == [("collector/0", 6)]
 
 
-def test_repeated_replace_calls_kill_and_replace_once(operator: ManualOperator):
+def test_repeated_replace_calls_replace_a_worker_once(operator: ManualOperator):
     start_workers(operator, 2)
     for _ in range(3):
         operator.replace(("collector/1", 0))
@@ -172,7 +172,7 @@ def test_repeated_replace_calls_kill_and_replace_once(operator: ManualOperator):
     assert operator.live() == [("collector/0", 0), ("collector/1", 1)]
 
 
-def test_lower_request_ends_no_worker_but_the_next_dead_worker_is_not_replaced(operator: ManualOperator):
+def test_workers_continue_after_a_lower_request_but_dead_workers_are_not_replaced(operator: ManualOperator):
     start_workers(operator, 3)
     operator.scale("collector", 2)
     operator.round()
@@ -256,7 +256,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Check that without further events at least the requested number of workers runs, and none starts."""
+        """Check that after the last event enough workers run, and that no more workers start."""
         self.operator.start_error = None
         for _ in range(6):
             self.operator.round(GRACE + 1.0)

@@ -27,7 +27,7 @@ class Caller:
         return getattr(self.worker, call)(self.header(), *args)
 
     def until_done(self, call: str, *args: Any, later: Any = None) -> Any:
-        """Make the next call until the reply is not NotReady. Run `later()` after the first time."""
+        """Make the next call until the reply is not NotReady. Call `later()` after the first of these calls."""
         header = self.header()
         if later is not None:
             getattr(self.worker, call)(header, *args)

@@ -96,7 +96,7 @@ def test_collector_acts_with_the_version_in_the_store_and_uses_its_index_as_rank
     assert step.agent_output.extras["w"][0] == 0.5
 
 
-def test_counters_add_up_over_the_task_and_are_its_result(make):
+def test_counters_add_up_during_a_task_and_are_the_result_of_the_task(make):
     call = collector(make)
     call.until_done("start_task", COLLECT)
     call.until_done("get_data", GetData(steps=6, seconds=60.0))
@@ -139,13 +139,13 @@ def test_task_that_waits_for_the_first_version_can_be_closed(make):
     assert call.worker.ping().phase == "idle"
 
 
-def test_collector_that_waits_for_room_reports_it_and_can_be_closed(make):
+def test_collector_that_waits_for_room_reports_the_wait_and_can_be_closed(make):
     buffer = FullBuffer()
 
     def make_actor(inferencer, rank):
         actor = counting_actor(buffer, inferencer, rank)
         stop = actor.stop
-        actor.stop = lambda: (stop(), setattr(buffer, "is_stopped", True))  # like `end_waits` of a shared buffer
+        actor.stop = lambda: (stop(), setattr(buffer, "is_stopped", True))  # as `end_waits` of a shared buffer does
         return actor
 
     call = make(make_actor)

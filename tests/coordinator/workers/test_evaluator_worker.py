@@ -24,7 +24,7 @@ POLICY = "main"
 
 
 def always(action: int, params):
-    """Return DQN parameters with which the greedy action is always `action`."""
+    """Return DQN parameters for which `action` is always the greedy action."""
     last_bias = np.eye(2, dtype=np.float32)[action]
     return jax.tree.map(lambda leaf: last_bias if leaf.shape == (2,) else np.zeros_like(leaf), params)
 
@@ -50,7 +50,7 @@ def make():
 
 @pytest.fixture
 def evaluator(make):
-    """Return a caller of a worker whose store has two different versions of a policy."""
+    """Return a caller of a worker. The param store contains two different versions of a policy."""
     store = ParamStore()
     params, agent = cartpole_params(DQN, DQNConfig())
     for version in (1, 2):
@@ -92,10 +92,10 @@ def test_next_evaluation_reuses_the_compiled_code(evaluator):
     assert inferencer.stats()["compilations"] == 1
 
 
-def test_repeated_requests_evaluate_once(evaluator):
+def test_repeated_request_does_not_repeat_the_evaluation(evaluator):
     evaluator.until_done("start_task", evaluate(1))
     first = evaluator.until_done("get_data", GetData())
-    evaluator.worker._evaluator.evaluate = None  # a call would fail
+    evaluator.worker._evaluator.evaluate = None  # another call of `evaluate` would fail
     assert evaluator.until_done("get_data", GetData()) == first
 
 

@@ -128,7 +128,9 @@ def test_start_publishes_the_first_version(make, store):
 
 
 @pytest.mark.parametrize(("in_store", "min_version"), [(7, -1), (-1, 7), (5, 7), (7, 5)])
-def test_learner_without_a_checkpoint_publishes_above_all_known_versions(make, store, in_store, min_version):
+def test_learner_without_a_checkpoint_publishes_a_higher_version_than_all_known_versions(
+    make, store, in_store, min_version
+):
     if in_store >= 0:
         store.put(POLICY, in_store, {"w": np.float32(9.0)})
     call = make(filled())
@@ -143,7 +145,7 @@ def test_replacement_of_a_lost_learner_continues_from_the_last_checkpoint(make, 
     start(first)
     first.until_done("learn", grant(5))
     published = store.newest_version(POLICY)
-    again = make(filled(), incarnation=1, attempt=1, **config)  # the first is lost, so its task was not closed
+    again = make(filled(), incarnation=1, attempt=1, **config)  # the first worker is lost, so its task was not closed
     started = start(again, min_version=published)
     assert (started.info["learner_steps"], started.info["resumed"]) == (4, True)
     assert started.info["params_version"] == store.newest_version(POLICY) > published
@@ -175,7 +177,7 @@ def test_newest_version_is_in_the_store_when_the_call_returns(make, store):
     assert store.versions(POLICY)[0] == 1 and store.newest_version(POLICY) == 6
 
 
-def test_each_batch_gives_one_set_of_priorities_even_the_last(make):
+def test_each_batch_gives_one_set_of_priorities_including_the_last_batch(make):
     buffer = filled(prioritized=True)
     written, write = [], buffer.update_priorities
     buffer.update_priorities = lambda keys, priorities: (written.append(keys), write(keys, priorities))
@@ -326,7 +328,7 @@ def test_non_finite_loss_fails_permanently_and_is_not_published(make, store):
     assert store.versions(POLICY) == [1]
 
 
-def test_newer_attempt_publishes_above_the_versions_of_the_older_attempt(make, store):
+def test_newer_attempt_publishes_higher_versions_than_the_older_attempt(make, store):
     call = make(filled())
     start(call)
     call.until_done("learn", grant(3))
@@ -336,7 +338,7 @@ def test_newer_attempt_publishes_above_the_versions_of_the_older_attempt(make, s
 
 
 class BlockingBuffer(LearnerSampledBuffer):
-    """A buffer whose `sample` blocks, like in a process that was stopped."""
+    """A buffer whose `sample` blocks, as in a process that was stopped by SIGSTOP."""
 
     def __init__(self, agent) -> None:
         super().__init__(agent)
@@ -353,7 +355,7 @@ def everything_in(path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # 0.0: the version comes first; 1e9: the checkpoint
+@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # 0.0: it publishes first; 1e9: it saves first
 def test_learner_that_wakes_up_after_its_replacement_started_writes_nothing(
     make, store, tmp_path, monkeypatch, publish_every
 ):
@@ -409,7 +411,7 @@ def test_fenced_learner_reserves_no_versions(make, store, tmp_path):
     assert everything_in(tmp_path) == files
 
 
-def test_learner_publishes_above_a_version_put_just_before_the_older_attempt_was_fenced(make, store):
+def test_learner_publishes_a_higher_version_than_the_last_version_of_a_fenced_attempt(make, store):
     old, open_ = Attempt(0, 0), store.open_policy
     store.open_policy(POLICY, old)
 
@@ -443,7 +445,7 @@ def test_process_that_resumes_after_its_replacement_started_writes_nothing(make,
             request_update(old)
             assert read_line(old)[0] == "Learned"
             os.kill(old.pid, signal.SIGSTOP)
-            request_update(old)  # the process reads it after SIGCONT
+            request_update(old)  # the process reads the request after SIGCONT
             config = {"checkpoint_dir": str(tmp_path / "checkpoints"), "resume": True, "checkpoint_every": 2}
             new = make(filled(), incarnation=1, attempt=1, **config)
             assert start(new).info["learner_steps"] == 1
@@ -542,7 +544,7 @@ def test_too_old_batch_is_dropped_and_counted(make, store, cartpole):
     collect(agent, buffer, store, 30).close()
     batch = buffer.draw()
     assert call.until_done("learn", by_key([batch])).dropped == 0
-    learned = call.until_done("learn", by_key([batch]))  # version 2 learns, and the data is of version 1
+    learned = call.until_done("learn", by_key([batch]))  # learner has version 2, data has version 1
     assert (learned.updates, learned.dropped, learned.params_version) == ((), 1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Tests of a task's overrides: valid ones are applied, and invalid ones are refused by name."""
+"""Tests of a task's overrides: valid overrides are applied, and invalid overrides are refused by name."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_learner_applies_its_overrides_and_stores_them_with_the_parameters(call,
     collector.until_done("start_task", collect())
     collector.until_done("get_data", GetData(steps=16, seconds=60.0))
     assert caller.until_done("learn", Learn(1, seconds=60.0)).learner_steps == 1
-    assert store.get(POLICY).params["w"] == 0.25  # a quarter of the way to the reward, which is 1
+    assert store.get(POLICY).params["w"] == 0.25  # one update with the rate 0.25 toward the reward 1
 
 
 def test_next_task_of_a_learner_continues_from_the_last_checkpoint(call, store):
@@ -193,7 +193,7 @@ def test_collector_applies_env_options_and_fixed_actor_parameters(call, store):
     collected = caller.until_done("get_data", GetData(steps=10, seconds=60.0))
     assert (collected.stats["episodes"], collected.stats["length_sum"], collected.length) == (2, 10.0, 10)
     assert {float(w) for _, step in buffer.steps for w in step.agent_output.extras["w"]} == {2.0}
-    assert caller.until_done("get_data", GetData(steps=3, seconds=60.0)).length == 4  # steps of this call only
+    assert caller.until_done("get_data", GetData(steps=3, seconds=60.0)).length == 4  # only the steps of this call
 
 
 def test_fixed_epsilon_controls_the_exploration():

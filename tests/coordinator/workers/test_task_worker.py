@@ -43,7 +43,7 @@ class BlockableWorker(TaskWorker):
         self.resume, self.log, self.options = threading.Event(), [], {}
         self.resume.set()
         self.raises: Exception | None = None
-        self.is_stuck = False  # the work ignores a stop, and waits for `resume`
+        self.is_stuck = False  # if True, the work ignores a stop and waits for `resume`
 
     def _start_task(self, task):
         self.log.append(f"start {task.options.get('name', '')}".strip())
@@ -150,9 +150,9 @@ def test_work_without_progress_is_overdue_after_two_minutes(worker, call):
     look = functools.partial(ThreadProgress().look, ident=worker._thread.ident)
     look(0.0)
     assert (look(119.0).phase.name, look(119.0).overdue, look(121.0).overdue) == ("get_data", -1.0, 1.0)
-    worker.steps = 5  # slow work makes progress
+    worker.steps = 5  # the work is slow, but makes progress
     assert look(130.0).seconds == 0.0
-    worker.waits_for = "data"  # waiting for another process does not count
+    worker.waits_for = "data"  # the time of waiting for another process does not count
     look(200.0)
     assert look(900.0).seconds == 0.0
     worker.resume.set()
@@ -204,7 +204,7 @@ def test_concurrent_calls_with_the_same_number_share_one_reply(worker, call):
     assert worker.log.count("collect") == 1
 
 
-def test_number_of_a_different_earlier_call_is_refused(worker, call):
+def test_different_call_with_the_same_number_is_refused(worker, call):
     call.until_done("start_task", COLLECT)
     header = call.header()
     call.repeat_until_done("get_data", GetData(), header)
@@ -280,7 +280,7 @@ def test_closing_a_closed_task_returns_the_same_result(worker, call):
 
 
 @pytest.mark.parametrize(("task_id", "attempt"), [("task", 1), ("other", 0)])
-def test_new_task_or_attempt_ends_the_current_one(worker, call, task_id, attempt):
+def test_new_task_or_attempt_ends_the_current_task(worker, call, task_id, attempt):
     start_blocked_work(worker, call)  # blocks until it is stopped
     other = Caller(worker, task_id, call.seq, attempt)
     header = other.header()
