@@ -96,7 +96,7 @@ class GymnasiumEnv:
         if "log" in info:
             self.log(info["log"])
         episode = info.get("episode")
-        if isinstance(episode, Mapping):  # any other value is not from RecordEpisodeStatistics
+        if isinstance(episode, Mapping):  # RecordEpisodeStatistics adds a dict; ignore values of other types
             self.log({name: episode[key] for key, name in _EPISODE_STATISTICS.items() if key in episode})
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ _OLD = "This looks like the API of Gym before 0.26."
 
 
 class EnvApiError(UsageError):
-    """An environment returned an invalid value. The pool puts the subject, such as "Environment 3", before the message."""
+    """An environment returned an invalid value. The pool puts the subject, "Environment 3", before it."""
 
 
 def number(name: str, value: Any) -> float:

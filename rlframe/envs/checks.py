@@ -21,7 +21,7 @@ _SMALL = 64  # number of values up to which a Python set is faster than a numpy 
 
 
 class ActionCheck:
-    """Checks batches of actions against a spec and casts them to the spec's dtype. This takes about 0.3 us for a valid batch.
+    """Checks batches of actions against a spec and casts them to the spec's dtype, in about 0.3 us per batch.
 
     The shape and dtype of every batch are checked. The values (range of integers, NaN and infinity) are checked in the
     first batch and in each batch that needs a cast. With `every_value` they are checked in every batch. A continuous
@@ -171,7 +171,7 @@ def check_distinct(envs: Iterable[Any], first_id: int) -> None:
 
 
 class EnvOwnership:
-    """Detects that two pools step the same environment. The owner of an environment is the pool that last reset the environment.
+    """Detects that two pools step the same environment. The owner is the pool with the latest reset.
 
     Pools may use the same object one after the other. If another pool resets the object, the previous owner raises at
     its next step.

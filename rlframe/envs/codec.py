@@ -1,4 +1,4 @@
-"""The codec: encode an environment's observations in the framework's dtypes, and decode actions to the environment's dtypes.
+"""The codec: encode observations in the framework's dtypes, and decode actions to the environment's dtypes.
 
 Every pool, `TrainedPolicy.act`, `evaluate`, `export` and `EnvServer` use a `Codec`. Each checkpoint of a run
 contains the codec.
@@ -52,7 +52,7 @@ class ObservationLeaf:
         self.wide_dtype = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
         self.accepted_dtypes = frozenset(filter(self._accepts, _DTYPES))
         self.first = np.asarray(start, np.int64)
-        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # number of categories; 0 for a plain array
+        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # categories; 0 for a plain array
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:
@@ -145,7 +145,7 @@ class ActionLeaf:
         self._limits: tuple[Any, ...] = ((),)  # (shape of the latest batch, low, high)
 
     def decode(self, actions: np.ndarray) -> np.ndarray:
-        """Return actions `[B, ...]` in the environment's dtype. The result is a copy, because an environment may keep it."""
+        """Return actions `[B, ...]` in the environment's dtype. The environment may keep the result, a copy."""
         decoded = actions.astype(self.dtype)
         if self._offset is not None:
             decoded += self._offset
@@ -229,8 +229,8 @@ class ObservationRows:
     """Encodes the observations of `num_envs` environments into arrays [num_envs, ...].
 
     `write` writes values that need no check to the final arrays. It writes categories, and values of a wider dtype
-    than the spec's dtype, to a wide array. `finish` checks and casts the whole wide array at once, which takes about as long
-    as a check of one row.
+    than the spec's dtype, to a wide array. `finish` checks and casts the whole wide array at once, which takes about
+    as long as a check of one row.
 
     Args:
       codec: the codec of the environments.
@@ -272,7 +272,7 @@ class ObservationRows:
             raise error.for_environment(self._env_ids[i]) from error
 
     def finish(self, targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
-        """Check the wide arrays and cast them into `arrays`, after all rows are written. Raise the same errors as `write`."""
+        """Check the wide arrays and cast them into `arrays`, after all rows are written. Errors: see `write`."""
         if targets is arrays:
             return
         for leaf, target, array in zip(self.leaves, targets, arrays, strict=True):

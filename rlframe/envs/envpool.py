@@ -55,7 +55,7 @@ class EnvPoolAdapter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ignore Gymnasium's warnings about bounds that lose precision in a cast
             codec = spaces.codec_of_spaces(self.pool.observation_space, self.pool.action_space)
-        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # not the dtype of the action space, which may differ
+        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # may differ in the space
         self.codec, self.layout = codec, codec.layout
         keys = list(self.pool._state_keys)
         self._done, self._trunc = keys.index("done"), keys.index("trunc")
@@ -76,7 +76,7 @@ class EnvPoolAdapter:
         return self._recv_all()
 
     def start(self) -> None:
-        self._running[:] = FIRST  # the next timestep of every environment
+        self._running[:] = FIRST  # the next timestep of every environment is FIRST
         self.pool._reset(self._env_ids)
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
@@ -133,7 +133,7 @@ class EnvPoolAdapter:
     def close(self) -> None:
         if self.pool is not None:
             # The destructor of EnvPool 0.8.4 can wait forever while it holds the GIL. This happened on a busy machine,
-            # when the destructor ran between a `Put` of the buffer thread and its check of `quit_`
+            # when the destructor ran after a `Put` of the buffer thread and before the thread checked `quit_`
             # (state_buffer_queue.h).
             time.sleep(_SETTLE_TIME)
             self.pool = None

@@ -1,8 +1,8 @@
 """`Layout` converts observation trees (dict, tuple) to lists of leaves and back. `BatchBuffer` holds one batch.
 
 The arrays that a pool returns belong to the caller while the caller refers to them. A view counts as a reference, and
-so does a JAX array, which may share numpy's memory. Allocating memory for the pixels of each step would take longer than
-copying them. So the pool reuses a buffer when the reference counts show that the buffer is free.
+so does a JAX array, which may share numpy's memory. Allocating memory for the pixels of each step would take longer
+than copying them. So the pool reuses a buffer when the reference counts show that the buffer is free.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """Return the error with the id of the environment that has the wrong value. The batch has the ids `env_ids` [B]."""
+        """Return the error with the id of the environment that has the wrong value, from the batch's ids [B]."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])
