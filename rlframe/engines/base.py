@@ -108,7 +108,7 @@ class Engine(Protocol):
         """The number of nodes in each group."""
 
     def own(self, resource: Any) -> Any:
-        """Close a resource by its `close()` when the program is over. Return the resource."""
+        """Call the `close()` of a resource when the program is over. Return the resource."""
 
     def address_of(self, group: str) -> str:
         """Return the address of the first node of a group, for callers outside the program."""

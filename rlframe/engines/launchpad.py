@@ -165,7 +165,7 @@ def run_launchpad_node(pickled: bytes) -> None:
         from launchpad.launch import worker_manager
 
         flags.FLAGS(sys.argv[:1])
-        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown; the supervisor has a countdown
+        flags.FLAGS["lp_termination_notice_secs"].value = -1  # turns off Launchpad's countdown
         worker_manager.WorkerManager(register_in_thread=True)  # makes SIGTERM set `lp.stop_event()`
         function = cloudpickle.loads(pickled)
     function()

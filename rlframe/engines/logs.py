@@ -81,7 +81,7 @@ class NodeLogs:
     def __init__(self, directory: pathlib.Path | None = None, output: TextIO | None = None) -> None:
         self._directory, self._output = directory, output if output is not None else sys.stderr
         self._files: dict[str, TextIO] = {}
-        self._lock, self._showing = threading.Lock(), threading.Lock()  # the output may block, so it has its own lock
+        self._lock, self._showing = threading.Lock(), threading.Lock()  # `_showing` is for the output, which may block
 
     def write(self, node: str, line: str) -> None:
         """Append a line of a node to its log file, and show the line with the node's name as a prefix."""

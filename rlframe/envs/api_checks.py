@@ -25,7 +25,7 @@ _OLD = "This looks like the API of Gym before 0.26."
 
 
 class EnvApiError(UsageError):
-    """An environment returned an invalid value. The pool puts the subject, "Environment 3", before it."""
+    """An environment returned an invalid value. The pool begins the message with "Environment 3"."""
 
 
 def number(name: str, value: Any) -> float:
@@ -178,7 +178,7 @@ def wrapper_chain(env: Any) -> Iterator[Any]:
 def _is_stepped(cls: type) -> bool:
     """Return True for a class with `reset` and `step(action)`.
 
-    An object whose `step` also takes a state, as in Brax, keeps no state itself. Several environments may share it.
+    An object whose `step` also takes a state, as in Brax, keeps no state, so several environments may share the object.
     """
     if not hasattr(cls, "reset") or not hasattr(cls, "step"):
         return False

@@ -52,7 +52,7 @@ class ObservationLeaf:
         self.wide_dtype = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
         self.accepted_dtypes = frozenset(filter(self._accepts, _DTYPES))
         self.first = np.asarray(start, np.int64)
-        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # categories; 0 for a plain array
+        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # number of categories, or 0
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:
@@ -145,7 +145,7 @@ class ActionLeaf:
         self._limits: tuple[Any, ...] = ((),)  # (shape of the latest batch, low, high)
 
     def decode(self, actions: np.ndarray) -> np.ndarray:
-        """Return actions `[B, ...]` in the environment's dtype. The environment may keep the result, a copy."""
+        """Return actions `[B, ...]` in the environment's dtype. The result is a copy."""
         decoded = actions.astype(self.dtype)
         if self._offset is not None:
             decoded += self._offset

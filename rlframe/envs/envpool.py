@@ -55,7 +55,7 @@ class EnvPoolAdapter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ignore Gymnasium's warnings about bounds that lose precision in a cast
             codec = spaces.codec_of_spaces(self.pool.observation_space, self.pool.action_space)
-        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # may differ in the space
+        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # the space may have another dtype
         self.codec, self.layout = codec, codec.layout
         keys = list(self.pool._state_keys)
         self._done, self._trunc = keys.index("done"), keys.index("trunc")

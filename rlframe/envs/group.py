@@ -96,7 +96,7 @@ class EnvGroup:
         i, call = 0, "step"
         last, current, observations = self._last, self.current, self._observations
         rewards: list[Any] = []
-        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount); not for MID with discount 1
+        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount), except for MID with 1.0
         targets = observations.begin(rows.leaves)
         is_leaf, leaf, target = observations.is_leaf, observations.leaves[0], targets[0]
         accepted, shape = leaf.accepted_dtypes, leaf.shape

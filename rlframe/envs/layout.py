@@ -123,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """Return the error with the id of the environment that has the wrong value, from the batch's ids [B]."""
+        """Return an error for the environment with the wrong value. `env_ids` [B] are the ids of the batch's rows."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])

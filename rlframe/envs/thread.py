@@ -114,7 +114,7 @@ class AsyncThreads:
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: Inbox[Any] = Inbox()
         self._ready: list[int] = []  # ids with a finished step that `recv` has not returned yet, in order
-        # For each thread: (id of the environment in its step, number of the thread's earlier steps), or None.
+        # For each thread: (id of the environment that steps, number of the thread's earlier steps), or None.
         self._steps: list[tuple[int, int] | None] = [None] * num_workers
         self._next_check = 0.0
         self._is_waiting = False

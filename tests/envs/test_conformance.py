@@ -87,7 +87,7 @@ def play(make, num_steps, action):
 
 
 def play_async(make, num_steps, action):
-    """Do the same as `play` for an async pool: return the steps of its environments in rows of equal step number."""
+    """Return the same values as `play`, for an async pool. Row t has step t of each environment."""
     with make() as pool:
         actions = np.full((pool.wait_num, *pool.action_spec.shape), action, pool.action_spec.dtype)
         streams = [[] for _ in range(pool.num_envs)]

@@ -36,7 +36,7 @@ class LoggingDm(ScriptedDmEnv):
 
 
 def play(kind, type, builder, num_steps=9):
-    """Return the sums of 4 environments. Nine steps have episodes of 3, 2 and 2 steps (the last unfinished), and 2 resets."""
+    """Return the sums of 4 environments. Nine steps: two episodes (3 and 2 steps), half an episode, and two resets."""
     if kind == "sync":
         with SyncEnv(builder, 4, type, num_workers=2) as pool:
             pool.reset()

@@ -153,7 +153,7 @@ class StartableProcess:
             run: module-level function that runs a node in its process, such as `node_main.run_served_node`.
             pickled: the argument of `run`.
             rules: rules of the node's group.
-            address: path of the socket at which the node accepts calls; None if the caller does not need it.
+            address: path of the socket at which the node accepts calls; None if no address is needed.
         """
         rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
         code = (

@@ -15,7 +15,7 @@ from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, Start
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
-STOP_SIGNAL = signal.SIGUSR1  # signal from a node to the launcher that ends the program, as for `lp.stop()`
+STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, as for `lp.stop()`
 
 
 class ProgramSupervisor(Supervisor):
@@ -112,7 +112,7 @@ class ProgramSupervisor(Supervisor):
     def _end_if_complete(self) -> None:
         """End the program if all nodes with the rule `ends_program` have ended with exit code 0.
 
-        If such a node fails, it waits for its restart, or the program has already ended.
+        A node that failed waits for its restart, or the program has already ended.
         """
         ending = [slot for slot in self.slots.values() if slot.rules.ends_program]
         if ending and all(slot.state == "ENDED" for slot in ending):
