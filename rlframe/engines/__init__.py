@@ -33,7 +33,7 @@ The other engines run nodes elsewhere:
   on the command line, because single-node topologies use it by default.
 
 The other files: `base.py` has the contract of engines, `group_rules.py` the rules for each group of nodes, `logs.py`
-the logs of nodes, `stopping.py` the handlers of signals that end a run. `reverb_server.py` and `reverb_node.py` are
+the logs of nodes, and `stopping.py` the handlers of signals that end a run. `reverb_server.py` and `reverb_node.py` are
 nodes with a Reverb server; the latter is for `launchpad`.
 
 In the topology elastic, workers start and end while the program runs. `SupervisedOperator` in

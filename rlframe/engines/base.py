@@ -33,7 +33,7 @@ class NodeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions(NodeOptions):
-    """Options of an engine. Of the `NodeOptions`, each engine only uses those that `Engine.options` lists."""
+    """Options of an engine. Each engine uses only the `NodeOptions` that `Engine.options` lists."""
 
     logs: pathlib.Path | None = None  # directory for the log files of nodes; None means no log files
     quiet: bool = False  # do not show the output of nodes
@@ -60,7 +60,7 @@ class NodeStatus:
     name: str  # "actor/0"
     state: NodeState = "RUNNING"
     incarnation: int = 0  # number of restarts
-    pid: int | None = None  # None if it is unknown
+    pid: int | None = None  # process id; None if it is unknown
     host: str = socket.gethostname()  # name of the machine with the process
     phase: str | None = None  # the phase in the latest heartbeat; None if the node has no heartbeat
     silent_for: int | None = None  # seconds since the latest heartbeat
@@ -108,7 +108,7 @@ class Engine(Protocol):
         """The number of nodes in each group."""
 
     def own(self, resource: Any) -> Any:
-        """Take ownership of a resource: call its `close()` when the program is over. Return the resource."""
+        """Call the `close()` of a resource when the program is over. Return the resource."""
 
     def address_of(self, group: str) -> str:
         """Return the address of the first node of a group, for callers outside the program."""
@@ -130,7 +130,7 @@ class Engine(Protocol):
         """
 
 
-MakeWorker = Callable[[str, int, int], Any]  # (name, index, incarnation) -> the worker object
+MakeWorker = Callable[[str, int, int], Any]  # function (name, index, incarnation) -> the worker object
 
 
 @runtime_checkable

@@ -25,12 +25,12 @@ class GroupTraits:
     """The traits of a group of nodes, in any program.
 
     Attributes:
-        may_end_program: the program ends with this group's single node, unless the program has an earlier group of
+        may_end_program: the program ends when this group's single node ends, unless the program has an earlier group of
             `TRAITS` with this trait.
         saves: the nodes save when they end. A stopped program counts as saved only if these nodes exit with code 0.
-        takes_idle_cores: the nodes use the cores that other groups leave idle, because more threads than cores would
-            slow each other. Several groups with this trait work in turns, so each uses all idle cores.
-        is_busy: the nodes work all the time. Under Ray, each node reserves a CPU if there are enough.
+        takes_idle_cores: the nodes use the cores that other groups leave idle, because too many threads would
+            slow each other. If several groups have this trait, they work in turns, and each group uses all idle cores.
+        is_busy: the nodes work all the time. Under Ray, each node reserves a CPU if there are enough CPUs.
         uses_one_arena: the processes use one arena of malloc (`rlframe.interprocess.malloc`).
     """
 
@@ -41,7 +41,7 @@ class GroupTraits:
     uses_one_arena: bool = False
 
 
-# Other groups have no traits.
+# Groups that are not listed have no traits.
 TRAITS: Mapping[str, GroupTraits] = {
     "coordinator": GroupTraits(may_end_program=True, saves=True),
     "monitor": GroupTraits(may_end_program=True),
@@ -58,7 +58,7 @@ NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # JAX and numerical libraries with one thread, on the CPU.
 ON_CPU = {
     **NO_ACCELERATOR,
-    "NPROC": "1",  # XLA's threads; XLA's flag for a single thread would also select slower kernels
+    "NPROC": "1",  # one thread for XLA; XLA's own flag for a single thread would also select slower kernels
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -75,8 +75,8 @@ class GroupRules:
     # program may not support restarts. The topologies of this package use `NodeOptions.max_restarts`.
     max_restarts: int = 0
     ends_program: bool = False  # the program ends successfully when the nodes of all such groups exit with code 0
-    must_save: bool = False  # if the program is stopped, these nodes save: it is an error if they do not exit with 0
-    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None removes one
+    must_save: bool = False  # these nodes save when the program is stopped; then another exit code than 0 is an error
+    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # variables; None removes a variable
 
 
 def traits_of(group: str) -> GroupTraits:

@@ -48,7 +48,7 @@ class LaunchpadEngine(ResourceEngine):
 
         super().__init__(options)
         self.program = lp.Program("rlframe")
-        self._ports: dict[str, int] = {}  # by group: the port of its first node, if it is fixed
+        self._ports: dict[str, int] = {}  # group -> port of the first node, if the port is fixed
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -123,8 +123,8 @@ def launch(
         program: a `launchpad.Program`.
         rules: rules for each group. A group without rules has no restarts and does not end the program.
         output: stream for the nodes' output; None means stderr.
-        ports: for each group, the port of its first node. The next nodes have the next ports. For groups without an
-            entry, free ports are used.
+        ports: for each group, the port of its first node. The following nodes have the following ports. For groups
+            without an entry, free ports are used.
         logs: directory for log files; None means no log files.
         hang_timeout: seconds without a heartbeat after which a node is killed. A node whose work makes no progress is
             also killed (docs/failures.md). Both count as deaths, so the node may restart. 0 means that hung nodes are
@@ -165,8 +165,8 @@ def run_launchpad_node(pickled: bytes) -> None:
         from launchpad.launch import worker_manager
 
         flags.FLAGS(sys.argv[:1])
-        flags.FLAGS["lp_termination_notice_secs"].value = -1  # no countdown: the supervisor has its own
-        worker_manager.WorkerManager(register_in_thread=True)  # SIGTERM becomes `lp.stop_event()`
+        flags.FLAGS["lp_termination_notice_secs"].value = -1  # turns off Launchpad's countdown
+        worker_manager.WorkerManager(register_in_thread=True)  # makes SIGTERM set `lp.stop_event()`
         function = cloudpickle.loads(pickled)
     function()
 

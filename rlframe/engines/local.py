@@ -1,8 +1,8 @@
 """The engine `local`: processes on this machine, without extra packages.
 
 Nodes call each other over Unix sockets that only their user can open. No port is opened. Large data (parameters,
-replay, inference) uses shared memory, as under every engine. Large arrays in calls are not pickled: they are copied
-only into and out of the kernel.
+replay, inference) uses shared memory, as under every engine. Large arrays in calls are not pickled, but
+copied into and out of the kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalEngine(ServedEngine):
         self._reverb: dict[str, ReverbAddress] = {}  # by group
 
     def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAddress:
-        """See `RunsReverb`. This node listens on a port, about which `run` prints a warning."""
+        """See `RunsReverb`. This node listens on a port, so `run` prints a warning."""
         extras.require("--replay reverb", "reverb")
         from rlframe.engines.reverb_server import ReverbServer
 
@@ -60,7 +60,7 @@ class LocalEngine(ServedEngine):
 
 
 class ReverbAddress:
-    """A handle to a Reverb server. It unpickles as a `reverb.Client`, so only the nodes import Reverb."""
+    """A handle to a Reverb server. A node unpickles the handle as a `reverb.Client`, so only nodes import Reverb."""
 
     def __init__(self, address: str) -> None:
         self.address = address

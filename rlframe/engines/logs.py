@@ -35,7 +35,7 @@ class NullStream(io.TextIOBase):
 
 @contextlib.contextmanager
 def silent(quiet: bool = True) -> Iterator[None]:
-    """Show no warnings in this process during a `with`. The caller's own `logging` handlers still receive them.
+    """Show no warnings in this process during a `with`. The caller's `logging` handlers still receive the warnings.
 
     Python's `warnings` go to the logger `py.warnings`.
 
@@ -46,7 +46,7 @@ def silent(quiet: bool = True) -> Iterator[None]:
         yield
         return
     level = os.environ.get(_NATIVE_LEVEL)
-    os.environ[_NATIVE_LEVEL] = "3"  # otherwise JAX sets 1 when it is imported
+    os.environ[_NATIVE_LEVEL] = "3"  # if the variable is not set, the import of JAX sets it to 1
     is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # the caller captures warnings already
     logging.captureWarnings(True)
     try:
@@ -81,7 +81,7 @@ class NodeLogs:
     def __init__(self, directory: pathlib.Path | None = None, output: TextIO | None = None) -> None:
         self._directory, self._output = directory, output if output is not None else sys.stderr
         self._files: dict[str, TextIO] = {}
-        self._lock, self._showing = threading.Lock(), threading.Lock()  # for the files; for the output, which may block
+        self._lock, self._showing = threading.Lock(), threading.Lock()  # `_showing` is for the output, which may block
 
     def write(self, node: str, line: str) -> None:
         """Append a line of a node to its log file, and show the line with the node's name as a prefix."""

@@ -1,4 +1,4 @@
-"""The engine `ray`: a Ray actor starts the process of each node, on a Ray cluster or on a Ray started on this machine.
+"""The engine `ray`: a Ray actor starts the process of each node, on a Ray cluster or on this machine.
 
 Ray places the actors. As under the engine `local`, the launcher restarts nodes, enforces deadlines, writes logs and
 ends the program. If the launcher dies, all nodes end, and a new session can resume from the checkpoints.
@@ -52,7 +52,7 @@ class RayEngine(ServedEngine):
         return {group: functools.partial(node, group, pickle_node(group, make)) for group, make in makers.items()}
 
     def own(self, resource: Any) -> Any:
-        """See `Engine`. Nodes that refer to the resource run on this process's Ray node, to share memory with it."""
+        """See `Engine`. Nodes that refer to the resource run on this process's Ray node, to share its memory."""
         self._owned.append(resource)
         return super().own(resource)
 

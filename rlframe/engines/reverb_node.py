@@ -1,4 +1,4 @@
-"""A Launchpad node with a Reverb server that saves checkpoints. `lp.ReverbNode` saves only on request of a client."""
+"""A Launchpad node with a Reverb server that saves checkpoints. `lp.ReverbNode` saves only if a client requests it."""
 
 from __future__ import annotations
 

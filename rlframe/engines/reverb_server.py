@@ -1,4 +1,4 @@
-"""A Reverb server that saves checkpoints, and restores the newest one after a restart."""
+"""A Reverb server that saves checkpoints, and restores the newest checkpoint after a restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReverbServer:
-    """A Reverb server with checkpoints. If it dies, it loses the items since its latest checkpoint.
+    """A Reverb server with checkpoints. If the server dies, the items since the latest checkpoint are lost.
 
     The server listens on all interfaces, without authentication.
 
@@ -32,7 +32,7 @@ class ReverbServer:
         tables: function that creates the tables, such as `ReverbReplayBuffer.tables(agent)`.
         directory: directory of the newest checkpoint on this machine. The server restores this checkpoint.
         port: port of the server.
-        seconds: seconds between checkpoints. The interval grows if a checkpoint takes more than 5 % of it.
+        seconds: seconds between checkpoints. If a checkpoint takes more than 5 % of the interval, the interval grows.
         at_end: seconds for the last checkpoint, when the program stops.
     """
 
@@ -48,7 +48,7 @@ class ReverbServer:
         self._stop = threading.Event()
         self._directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(self._directory)
-        self._native = NativePath(self._directory)  # must stay open while the server runs
+        self._native = NativePath(self._directory)  # this path must stay open while the server runs
         checkpointer = reverb.checkpointers.DefaultCheckpointer(self._native.path)
         self._server = reverb.Server(tables(), port, checkpointer)
 
@@ -68,7 +68,7 @@ def _save(client: Any, directory: pathlib.Path) -> None:
     try:
         with SAVING:
             client.checkpoint()
-    except RuntimeError as error:  # keep running: the items are still in memory
+    except RuntimeError as error:  # continue, because the items are still in memory
         _log.warning("The Reverb server could not write a checkpoint to %s: %s", directory, error)
         _remove_unfinished(directory)
 

@@ -1,8 +1,8 @@
 """The base of the engines `local` and `ray`, whose nodes call each other over a `Transport`.
 
 `ServedEngine.add` stores the constructor and the address of each node in a `ServedNode`. The node's process unpickles
-it. There, `node_main.run_served_node` calls the constructor, serves the object's public methods at the address, and
-calls its `run()`.
+the `ServedNode`. There, `node_main.run_served_node` calls the constructor, serves the object's public methods at
+the address, and calls the object's `run()`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def detach_from_closed_terminal() -> None:
 
 @contextlib.contextmanager
 def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle(number)` for signals during a `with`. In other threads than the main thread, do nothing.
+    """Call `handle(number)` for signals during a `with`. Outside the main thread, do nothing.
 
     Python allows signal handlers only in the main thread.
     """
@@ -58,14 +58,14 @@ def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> It
 class StopSignal:
     """A context in which the first stop signal sets `number`, and a second signal raises KeyboardInterrupt.
 
-    Within `with stop.interruptible():`, the first signal also raises. Use it for work that need not be finished.
+    Within `with stop.interruptible():`, the first signal also raises. Use this for work that need not be finished.
     Outside the main thread, where Python allows no signal handlers, this class does nothing.
 
     Args:
         quiet: do not print a message when a signal arrives.
 
     Attributes:
-        number: the number of the first signal; None before it.
+        number: the number of the first signal; None before the first signal.
         is_repeated: whether there was a second signal. A user's callback may have caught its KeyboardInterrupt.
     """
 

@@ -31,7 +31,7 @@ class ThreadsEngine(ResourceEngine):
     def __init__(self, options: EngineOptions | None = None) -> None:
         super().__init__(options or EngineOptions())
         self._nodes: list[tuple[str, Any]] = []
-        self._addresses: dict[str, str] = {}  # by group: the address of its Reverb server
+        self._addresses: dict[str, str] = {}  # group -> address of its Reverb server
         self._ended: Inbox[tuple[str, BaseException | None]] = Inbox()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class ThreadsEngine(ResourceEngine):
         """See `Engine`. Call `watch` once, with this process as the only node."""
         if watch is not None:
             watch(False, [NodeStatus("launcher", pid=os.getpid())])
-        # Daemon threads do not delay the end of the process: after a second Ctrl-C, some may still be working.
+        # After a second Ctrl-C, some threads may still be working. Daemon threads do not delay the end of the process.
         threads = [
             threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)
             for node in self._nodes
@@ -104,7 +104,7 @@ class ThreadsEngine(ResourceEngine):
         return None
 
     def _end_nodes(self, threads: list[threading.Thread], join_timeout: float) -> ProgramError | None:
-        """End and close all nodes. Return the error of a node that must save, if it failed.
+        """End and close all nodes. Return the error of a failed node that must save, or None.
 
         Args:
             threads: the threads of the nodes.

@@ -14,7 +14,7 @@ The calls of one step, in a pool of type "loop":
 
 Pools of the types "thread" (thread.py) and "process" (process.py, worker.py) have one `EnvGroup` in each thread or
 worker process. EnvPool's environments run in C++ (envpool.py). An `EnvServer` (server.py) holds a pool in another node,
-and `RemoteEnv` (remote.py) calls it. `as_pool` converts any environment or builder that a user passes to a pool.
+and `RemoteEnv` (remote.py) calls it. `as_pool` returns a pool for any environment or builder of a user.
 """
 
 from __future__ import annotations

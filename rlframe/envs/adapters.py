@@ -20,16 +20,16 @@ class SingleEnv(Protocol):
     """One environment. It never resets itself: its `EnvGroup` resets it, on the step after LAST."""
 
     env: Any  # the adapted environment
-    codec: Codec  # encodes observations, which `reset` and `step` return unencoded, and decodes actions
-    log: Callable[[Any], None]  # receives the values that the environment logs; its `EnvGroup` sets it
+    codec: Codec  # codec for the observations and actions; `reset` and `step` return observations before encoding
+    log: Callable[[Any], None]  # function that receives the values that the environment logs; the `EnvGroup` sets it
 
     def reset(self, seed: int | None) -> Any:
-        """Start an episode and return the first observation. The seed is None after the first reset."""
+        """Start an episode and return the first observation. Later resets have the seed None."""
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         """Return (observation, reward, discount, last). The discount is 0 if the environment terminated, else 1.
 
-        The reward is the environment's own value, unchecked.
+        The reward is not checked or converted.
         """
 
     def close(self) -> None: ...
@@ -43,7 +43,7 @@ def env_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
 
 
-_NUMPY_FALSE = np.False_  # a singleton, like Python's False: `is` compares faster than `==`
+_NUMPY_FALSE = np.False_  # numpy has one False object, so `is` works, and is faster than `==`
 
 # Keys of `info["episode"]` in Gymnasium's RecordEpisodeStatistics, and the names under which rlframe logs them.
 _EPISODE_STATISTICS = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
@@ -96,7 +96,7 @@ class GymnasiumEnv:
         if "log" in info:
             self.log(info["log"])
         episode = info.get("episode")
-        if isinstance(episode, Mapping):  # any other value is not from RecordEpisodeStatistics
+        if isinstance(episode, Mapping):  # RecordEpisodeStatistics adds a dict; ignore values of other types
             self.log({name: episode[key] for key, name in _EPISODE_STATISTICS.items() if key in episode})
 
     def close(self) -> None:
@@ -104,9 +104,9 @@ class GymnasiumEnv:
 
 
 class DmEnv:
-    """Adapts `dm_env.Environment`. The discount is the environment's own, and the builder seeds the environment.
+    """Adapts `dm_env.Environment`. The environment returns the discount, and the builder receives the seed.
 
-    After each step it logs the result of the environment's method `log_values()`, if the environment has this method.
+    After each step the adapter logs the result of the method `log_values()`, if the environment has this method.
     """
 
     log: Callable[[Any], None]
@@ -119,7 +119,7 @@ class DmEnv:
         api_checks.check_not_empty(self.codec.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
-        del seed  # dm_env's `reset` has no seed: the builder receives the seed instead
+        del seed  # dm_env's `reset` takes no seed, so the builder receives the seed
         result = self.env.reset()
         api_checks.check_dm_env_result("reset", result)
         return result.observation

@@ -1,4 +1,4 @@
-"""Check the values that one environment returns from `reset` and `step`: their number, rewards, flags and spaces.
+"""Check the values that one environment returns from `reset` and `step`: number of values, rewards, flags and spaces.
 
 Many environments still follow the API of Gym before 0.26, whose `reset` and `step` return other values. The error
 messages include the fix.
@@ -25,7 +25,7 @@ _OLD = "This looks like the API of Gym before 0.26."
 
 
 class EnvApiError(UsageError):
-    """An environment returned an invalid value. The pool prefixes the message with "Environment 3", its subject."""
+    """An environment returned an invalid value. The pool begins the message with "Environment 3"."""
 
 
 def number(name: str, value: Any) -> float:
@@ -39,7 +39,7 @@ def number(name: str, value: Any) -> float:
         if array.ndim or array.dtype.kind not in "biuf":
             raise EnvApiError(f"gave {value!r} as its {name}: expected one number.")
         real = array.item()
-    if abs(real) > FLOAT32_MAX and abs(real) != float("inf"):  # infinity and NaN: see `checks.FiniteCheck`
+    if abs(real) > FLOAT32_MAX and abs(real) != float("inf"):  # `checks.FiniteCheck` handles infinity and NaN
         raise EnvApiError(
             f"gave {reprlib.repr(value)} as its {name}: expected at most {FLOAT32_MAX:.3g}, the limit of float32."
         )
@@ -47,7 +47,7 @@ def number(name: str, value: Any) -> float:
 
 
 def as_numbers(values: list[Any]) -> np.ndarray | None:
-    """Return the values as an array [n], or None if `number` must check each value separately."""
+    """Return the values as an array [n], or None if the caller must check each value with `number`."""
     try:
         array = np.asarray(values)
     except Exception:  # the shapes differ, or the conversion of a user's object raised any exception
@@ -115,7 +115,7 @@ def check_takes_seed(env: Any, error: TypeError) -> None:
 
 
 def check_dm_env_result(call: str, result: Any) -> None:
-    """Raise EnvApiError unless `reset` or `step` returned a `dm_env.TimeStep`, and FIRST only from `reset`."""
+    """Raise EnvApiError unless `reset` or `step` returned a `dm_env.TimeStep`. Only `reset` may return FIRST."""
     if type(result) is not dm_env.TimeStep and not (
         isinstance(result, tuple) and len(result) == 4 and hasattr(result, "step_type")
     ):
@@ -161,9 +161,9 @@ def check_not_empty(spec: Any, path: str) -> None:
 
 
 def wrapper_chain(env: Any) -> Iterator[Any]:
-    """Yield an environment and the environments that it wraps, from the outside in.
+    """Yield an environment and the environments that it wraps, beginning with the outer environment.
 
-    Each attribute that holds an environment counts as a wrapped environment.
+    An environment in any attribute counts as wrapped.
     """
     found, seen = [env], set()
     for one in found:
@@ -178,7 +178,7 @@ def wrapper_chain(env: Any) -> Iterator[Any]:
 def _is_stepped(cls: type) -> bool:
     """Return True for a class with `reset` and `step(action)`.
 
-    An object whose `step` also takes a state, as in Brax, keeps no state itself. Several environments may share it.
+    An object whose `step` also takes a state, as in Brax, keeps no state, so several environments may share the object.
     """
     if not hasattr(cls, "reset") or not hasattr(cls, "step"):
         return False

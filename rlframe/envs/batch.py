@@ -100,7 +100,7 @@ class SyncEnv(PoolWrapper):
         return self._finish(self._pool.reset())
 
     def step(self, actions: Any) -> TimeStep:
-        """Step all environments with `actions` [B, ...]. An environment at LAST ignores its action and returns FIRST.
+        """Step all environments with `actions` [B, ...]. An environment at LAST ignores the action and returns FIRST.
 
         Raise UsageError before any environment steps if an action does not fit (see `rlframe.envs.checks`).
         """
@@ -120,7 +120,7 @@ class SyncEnv(PoolWrapper):
         return pickle.dumps(states if self._stack is None else (states, self._stack.get_state()))
 
     def set_state(self, state: bytes) -> None:
-        """Restore a state from `get_state`. The caller must save the matching timestep itself.
+        """Restore a state from `get_state`. The caller must save the newest timestep separately.
 
         The state is a pickle, which can run code: load only states that you saved.
         """
@@ -173,7 +173,7 @@ class AsyncEnv(PoolWrapper):
         self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
         self.wait_num = wait_num
         self._started = False
-        self._idle: set[int] = set()  # ids that were received and have no action yet: only these may be sent to
+        self._idle: set[int] = set()  # ids from `recv` that have no action yet; `send` accepts only these
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         """Wait for `wait_num` environments. Return (env_ids [wait_num] int32, timestep [wait_num, ...])."""
@@ -276,7 +276,7 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
 
 
 def pool_type(type: Any, types: tuple[str, ...]) -> str:
-    """Return the pool type for a type or an alias. Raise UsageError unless it is one of `types`."""
+    """Return the pool type for a type or an alias. Raise UsageError if the type is not in `types`."""
     aliases = {alias: name for alias, name in _ALIASES.items() if name in types}
     name = aliases.get(type.lower(), type) if isinstance(type, str) else type
     if name not in types:

@@ -21,7 +21,7 @@ _SMALL = 64  # number of values up to which a Python set is faster than a numpy 
 
 
 class ActionCheck:
-    """Checks batches of actions against a spec and casts them to its dtype. Takes about 0.3 us for a valid batch.
+    """Checks batches of actions against a spec and casts them to the spec's dtype, in about 0.3 us per batch.
 
     The shape and dtype of every batch are checked. The values (range of integers, NaN and infinity) are checked in the
     first batch and in each batch that needs a cast. With `every_value` they are checked in every batch. A continuous
@@ -37,7 +37,7 @@ class ActionCheck:
 
     def __init__(self, spec: Any, every_value: bool):
         self._spec, self._dtype = spec, spec.dtype
-        self._expected_shape = (0, *spec.shape)  # for the latest number of environments
+        self._expected_shape = (0, *spec.shape)  # shape of the latest batch
         self._every_value, self._checks_values = every_value, True
         few = isinstance(spec, specs.DiscreteArray) and spec.num_values <= _SMALL
         self._allowed = frozenset(range(spec.num_values)) if few else None
@@ -71,7 +71,7 @@ class ActionCheck:
                 f"{actions.shape}.{hint}"
             )
         if is_integer:
-            self._check_values(actions)  # before the cast, which may wrap large values
+            self._check_values(actions)  # check before the cast, because the cast may wrap large values
             return actions.astype(self._dtype)
         with np.errstate(over="ignore"):
             narrow = actions.astype(self._dtype)
@@ -107,7 +107,7 @@ class ActionCheck:
 class FiniteCheck:
     """Checks that the rewards, discounts and floating-point observations of timesteps are finite.
 
-    Takes 2 us, or 1 us if no observation is floating-point.
+    A check takes 2 us, or 1 us if no observation is floating-point.
 
     Args:
       observation_spec: a tree of `dm_env.specs`.
@@ -171,17 +171,17 @@ def check_distinct(envs: Iterable[Any], first_id: int) -> None:
 
 
 class EnvOwnership:
-    """Detects that two pools step the same environment. The pool that reset an environment last owns it.
+    """Detects that two pools step the same environment. The owner is the pool with the latest reset.
 
     Pools may use the same object one after the other. If another pool resets the object, the previous owner raises at
     its next step.
     """
 
     def __init__(self) -> None:
-        self.lost: str | None = None  # class name of an environment that another pool has reset since
+        self.lost: str | None = None  # class name of an environment that another pool has reset after this pool
 
     def take(self, env: Any) -> None:
-        """Own an environment that was just reset. Its wrappers may have created a new inner environment."""
+        """Record this pool as the owner of an environment after a reset, and of the inner environments."""
         for layer in wrapper_chain(env):
             key = id(layer)
             reference, owner = _owners.get(key, (_nothing, _nothing))
@@ -211,6 +211,6 @@ def _forget(key: int, reference: Any) -> None:
         del _owners[key]
 
 
-# By `id` of each environment: weak references to it and to its owner. After the environment is deleted, a new object
-# may get the same `id`.
+# The `id` of an environment -> weak references to the environment and to its owner. After the environment is deleted,
+# a new object may get the same `id`.
 _owners: dict[int, tuple[Any, Any]] = {}

@@ -1,11 +1,11 @@
-"""The codec: encode an environment's observations in the framework's dtypes, and decode actions to the environment's.
+"""The codec: encode observations in the framework's dtypes, and decode actions to the environment's dtypes.
 
-Every pool, `TrainedPolicy.act`, `evaluate`, `export` and `EnvServer` use a `Codec`. Each checkpoint of a run contains
-it.
+Every pool, `TrainedPolicy.act`, `evaluate`, `export` and `EnvServer` use a `Codec`. Each checkpoint of a run
+contains the codec.
 
 Observations: float64 becomes float32 and int64 becomes int32, JAX's default dtypes. Categories start at 0.
-Actions: the reverse conversion. Actions are also clipped to the environment's bounds.
-A value that does not fit raises an error with the name of its leaf.
+Actions are converted in the reverse direction, and clipped to the environment's bounds.
+For a value that does not fit, an error with the name of the leaf is raised.
 
 `ObservationRows` encodes the observations of many environments into the arrays of a batch.
 """
@@ -24,7 +24,7 @@ from rlframe.types import MultiDiscreteArray, Tree
 # number.
 FLOAT32_MAX_SQUARED = float(np.finfo(np.float32).max) ** 2
 
-# For each kind of dtype in a spec: the kinds of dtypes that are accepted, if each value fits. Integers reject floats.
+# The kind of a spec's dtype -> the kinds of dtypes whose values are accepted if they fit. Integers reject floats.
 _ACCEPTED_KINDS = {"b": "b", "i": "iub", "u": "iub", "f": "fiub"}
 
 _DTYPES = [np.dtype(char) for char in "?bhilqBHILQefd"]
@@ -42,7 +42,7 @@ class ObservationLeaf:
       is_plain: True unless the array holds categories. A plain array of the spec's shape and dtype needs no change.
       accepted_dtypes: dtypes whose values need no check, because all of them fit the spec's dtype. For categories,
         dtypes whose values fit int64.
-      wide_dtype: the dtype of the array in which values are collected before the batch is checked and cast.
+      wide_dtype: the dtype of the wide array, in which values are collected before the batch is checked and cast.
     """
 
     def __init__(self, spec: specs.Array, start: Any = 0):
@@ -52,7 +52,7 @@ class ObservationLeaf:
         self.wide_dtype = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
         self.accepted_dtypes = frozenset(filter(self._accepts, _DTYPES))
         self.first = np.asarray(start, np.int64)
-        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # number of categories
+        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # number of categories, or 0
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:
@@ -83,7 +83,7 @@ class ObservationLeaf:
 
     def _categories(self, array: np.ndarray) -> Any:
         if not array.shape and 0 <= (category := int(array) - self._first) < self._num_values:
-            return category  # four times as fast as an array
+            return category  # four times as fast as the check of an array
         categories = array.astype(np.int64)
         if self._first or self.first.ndim:
             categories = categories - self.first
@@ -145,7 +145,7 @@ class ActionLeaf:
         self._limits: tuple[Any, ...] = ((),)  # (shape of the latest batch, low, high)
 
     def decode(self, actions: np.ndarray) -> np.ndarray:
-        """Return actions `[B, ...]` in the environment's dtype. Always a copy, because an environment may keep it."""
+        """Return actions `[B, ...]` in the environment's dtype. The result is a copy."""
         decoded = actions.astype(self.dtype)
         if self._offset is not None:
             decoded += self._offset
@@ -186,7 +186,7 @@ class Codec:
 
     @classmethod
     def of_specs(cls, observation_spec: Tree, action_spec: specs.Array) -> Codec:
-        """Return a codec for values that already have the framework's dtypes. It only checks observations."""
+        """Return a codec for values that already have the framework's dtypes. The codec only checks observations."""
         layout = Layout(observation_spec)
         leaves = [ObservationLeaf(spec) for spec in layout.leaves]
         return cls(layout.unflatten(leaves), ActionLeaf(action_spec, action_spec.dtype))
@@ -228,9 +228,9 @@ _ARRAYS = frozenset([np.ndarray, *NUMBER_TYPES])
 class ObservationRows:
     """Encodes the observations of `num_envs` environments into arrays [num_envs, ...].
 
-    `write` writes values that need no check to their final array. It writes categories, and values of a wider dtype
-    than the spec's, to a wide array. `finish` checks and casts the whole wide array at once, which takes about as long
-    as a check of one row.
+    `write` writes values that need no check to the final arrays. It writes categories, and values of a wider dtype
+    than the spec's dtype, to a wide array. `finish` checks and casts the whole wide array at once, which takes about
+    as long as a check of one row.
 
     Args:
       codec: the codec of the environments.
@@ -272,7 +272,7 @@ class ObservationRows:
             raise error.for_environment(self._env_ids[i]) from error
 
     def finish(self, targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
-        """Check the wide arrays and cast them into `arrays`, after all rows are written. Raise as `write`."""
+        """Check the wide arrays and cast them into `arrays`, after all rows are written. Errors: see `write`."""
         if targets is arrays:
             return
         for leaf, target, array in zip(self.leaves, targets, arrays, strict=True):

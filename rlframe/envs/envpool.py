@@ -22,18 +22,18 @@ from rlframe.errors import UsageError
 from rlframe.metrics.rows import Sums
 from rlframe.types import FIRST, MID, TimeStep
 
-# Options that the adapter sets. Users may set all other options of EnvPool by `env_kwargs`.
+# Options that the adapter sets. Users may set all other options of EnvPool with `env_kwargs`.
 _RESERVED = ("num_envs", "batch_size", "seed", "env_type", "gym_reset_return_info")
 
 # Families whose steps take about a microsecond. On two cores, one thread was faster than two threads with 1 to 1024
 # environments.
 _LIGHT = ("envpool.classic_control", "envpool.toy_text")
 
-_SETTLE_TIME = 0.02  # seconds after which EnvPool's buffer thread has filled its queue and sleeps
+_SETTLE_TIME = 0.02  # seconds that EnvPool's buffer thread needs to fill its queue
 
 
 class EnvPoolAdapter:
-    """Adapts an EnvPool: it converts EnvPool's lists of arrays to batched timesteps.
+    """Converts EnvPool's lists of arrays to batched timesteps.
 
     Args:
       wait_num: number of environments in each result of `recv`, for `start`, `send` and `recv`. None means all
@@ -53,7 +53,7 @@ class EnvPoolAdapter:
         self._env_ids = np.arange(size, dtype=np.int32)
         self.pool = _make(name, size, wait_num or size, seed, num_workers, dict(env_kwargs or {}))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Gymnasium warns about bounds that lose precision in a cast
+            warnings.simplefilter("ignore")  # ignore Gymnasium's warnings about bounds that lose precision in a cast
             codec = spaces.codec_of_spaces(self.pool.observation_space, self.pool.action_space)
         codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # the space may have another dtype
         self.codec, self.layout = codec, codec.layout
@@ -62,7 +62,7 @@ class EnvPoolAdapter:
         self._reward, self._env_id = keys.index("reward"), keys.index("info:env_id")
         # A nested observation has keys such as "obs:position", in the order of its Dict space.
         leaves = [spec.name.replace("observation", "obs", 1).replace(".", ":") for spec in self.layout.leaves]
-        # The position of each leaf in EnvPool's lists.
+        # (position in EnvPool's lists, leaf) for each leaf.
         self._leaves = list(zip(map(keys.index, leaves), codec.leaves, strict=True))
         self._is_leaf = self.layout.is_leaf
         self._running = np.zeros(size, np.uint8)  # 0 if the environment's next timestep is FIRST, else 1
@@ -76,7 +76,7 @@ class EnvPoolAdapter:
         return self._recv_all()
 
     def start(self) -> None:
-        self._running[:] = FIRST  # the next timestep of every environment
+        self._running[:] = FIRST  # the next timestep of every environment is FIRST
         self.pool._reset(self._env_ids)
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
@@ -107,7 +107,7 @@ class EnvPoolAdapter:
         """
         done = state[self._done]
         alive = ~done
-        # 0 FIRST, 1 MID, 2 LAST
+        # 0 for FIRST, 1 for MID, 2 for LAST
         step_type = running + done.view(np.uint8)
         discount = (alive | state[self._trunc]).astype(np.float32)
         try:
@@ -133,7 +133,7 @@ class EnvPoolAdapter:
     def close(self) -> None:
         if self.pool is not None:
             # The destructor of EnvPool 0.8.4 can wait forever while it holds the GIL. This happened on a busy machine,
-            # when the destructor ran between a `Put` of the buffer thread and its check of `quit_`
+            # when the destructor ran after a `Put` of the buffer thread and before the thread checked `quit_`
             # (state_buffer_queue.h).
             time.sleep(_SETTLE_TIME)
             self.pool = None
@@ -157,7 +157,7 @@ def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | N
 def default_threads(task: str, size: int) -> int:
     """Return the number of threads for EnvPool: the number of cores, or 1 for light tasks.
 
-    A step of a light task takes less time than to wake a second thread.
+    A second thread does not help light tasks: waking it takes longer than a step.
     """
     from envpool.registration import registry
 

@@ -36,7 +36,7 @@ EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, s
 
 
 class RemoteTraceback(Exception):
-    """The cause of an EnvError: the environment's traceback as text."""
+    """The environment's traceback as text, which is the cause of an EnvError."""
 
     def __str__(self) -> str:
         return "\n" + "".join(str(arg) for arg in self.args)
@@ -63,7 +63,7 @@ class EnvGroup:
         self.codec = envs[0].codec
         self.layout = self.codec.layout
         self._seeds: list[int | None] = list(seeds)
-        self._last = [True] * len(envs)  # like dm_env, a step before the first reset is a reset
+        self._last = [True] * len(envs)  # as in dm_env, a step before the first reset is a reset
         self._action_repeat = action_repeat
         self._ownership = EnvOwnership()
         self._observations = ObservationRows(self.codec, first_id, len(envs))
@@ -96,7 +96,7 @@ class EnvGroup:
         i, call = 0, "step"
         last, current, observations = self._last, self.current, self._observations
         rewards: list[Any] = []
-        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount), except rows with MID and discount 1
+        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount), except for MID with 1.0
         targets = observations.begin(rows.leaves)
         is_leaf, leaf, target = observations.is_leaf, observations.leaves[0], targets[0]
         accepted, shape = leaf.accepted_dtypes, leaf.shape
@@ -163,7 +163,7 @@ class EnvGroup:
         return list(zip(pickled, self._last, self._seeds, strict=True))
 
     def set_state(self, states: list[EnvState]) -> None:
-        """Replace every environment by the saved one, which continues from its saved state."""
+        """Replace every environment by the saved environment."""
         envs = [wrap(pickle.loads(pickled)) for pickled, _, _ in states]
         self._check_specs(envs)
         self.close()
@@ -211,7 +211,7 @@ class EnvGroup:
 
 
 def env_error(sentence: str, traceback_text: str) -> EnvError:
-    """Return an EnvError with the environment's traceback as its cause and in its attribute `traceback_text`."""
+    """Return an EnvError. Its cause and its attribute `traceback_text` contain the environment's traceback."""
     error = EnvError(sentence)
     error.traceback_text = traceback_text  # type: ignore[attr-defined]
     error.__cause__ = RemoteTraceback(traceback_text)
@@ -234,7 +234,7 @@ class StepWatch:
     def __init__(self, answer_timeout: float):
         self._answer_timeout = answer_timeout
         self._clock = SuspendAwareClock()
-        self._seen: dict[int, tuple[Any, float]] = {}  # by worker: (its step, clock time when it was first seen)
+        self._seen: dict[int, tuple[Any, float]] = {}  # worker -> (step, time of the first check that saw the step)
 
     def begin(self) -> None:
         """Forget the previous steps: the pool has sent new commands to its workers."""
@@ -244,7 +244,7 @@ class StepWatch:
         """Raise EnvError if an environment hangs.
 
         Args:
-          steps: for each busy worker: (id of the environment that it steps, a value that differs for its next step).
+          steps: for each busy worker: (id of the environment that it steps, a value that changes with each step).
         """
         now = self._clock.tick()
         self._seen = {
@@ -377,7 +377,7 @@ class LoopPool(GroupPool):
 
 
 def concatenate_states(parts: list[list[EnvState] | None]) -> list[EnvState] | None:
-    """Return the states of all environments of a pool, or None if a part has none."""
+    """Return the states of all environments of a pool, or None if an environment cannot be saved."""
     states: list[EnvState] = []
     for part in parts:
         if part is None:

@@ -1,4 +1,4 @@
-"""Environments in Gymnasium's registry: Gymnasium's own, rlframe's, and the user's."""
+"""Environments in Gymnasium's registry, which Gymnasium, rlframe or the user registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RLFRAME_ENVS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:Position
 
 
 def gymnasium_ids() -> Collection[str]:
-    """Return the ids in Gymnasium's registry; none if Gymnasium is not installed."""
+    """Return the ids in Gymnasium's registry. Return no ids if Gymnasium is not installed."""
     if not extras.has("gymnasium"):
         return ()
     with extras.explain_import_error("An environment of Gymnasium", "gymnasium"):
@@ -36,8 +36,8 @@ def gymnasium_ids() -> Collection[str]:
 def user_spec(task: str) -> Any:
     """Return the `gymnasium.EnvSpec` of `Id` or `module:Id` if the user registered it, else None.
 
-    The ids of Gymnasium, of rlframe and of plugins that Gymnasium loads itself are not the user's, unless the user
-    registered them again with a change.
+    The ids of Gymnasium, of rlframe and of Gymnasium's plugins do not count as registered by the user, unless the
+    user registered them again with a change.
     """
     spec = spec_of(task)
     if spec is None or _fields(spec) == _default_fields(spec.id):
@@ -62,7 +62,7 @@ def restore(spec: Any) -> None:
     """Register an environment that was registered in another process.
 
     Args:
-        spec: the result of `names.registration` there; None has no effect.
+        spec: the result of `names.registration` in the other process; None has no effect.
     """
     if spec is not None:
         gymnasium_ids()
@@ -88,7 +88,7 @@ def _fields(spec: Any) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _default_fields(env_id: str) -> str | None:
-    """Return the fields with which Gymnasium or rlframe registers an id, or None for other ids."""
+    """Return the fields of an id that Gymnasium or rlframe registers. Return None for other ids."""
     if env_id not in _default_registrations():
         return None
     from gymnasium.envs.registration import EnvSpec
@@ -99,7 +99,7 @@ def _default_fields(env_id: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _default_registrations() -> dict[str, tuple[Any, Any]]:
-    """Return the arguments of Gymnasium's own `register` calls, and those of rlframe.
+    """Return the arguments with which Gymnasium and rlframe call `register`.
 
     The registry may have changed since Gymnasium was imported. Therefore this function runs Gymnasium's registration
     code again with a `register` that only records its arguments.
@@ -155,7 +155,7 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
     except gymnasium.error.UnregisteredEnv as error:
         raise UsageError(f"Unknown environment {task!r}: {error}{suggest(task, gymnasium_ids())}") from error
     except TypeError as error:
-        own = error.__cause__ if isinstance(error.__cause__, TypeError) else error  # Gymnasium raises a copy
+        own = error.__cause__ if isinstance(error.__cause__, TypeError) else error  # Gymnasium copies the error
         if _is_about_options(own, kwargs):
             raise UsageError(f"{task!r} cannot be created with the options {dict(kwargs)}: {own}") from error
         raise

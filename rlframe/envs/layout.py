@@ -1,8 +1,8 @@
 """`Layout` converts observation trees (dict, tuple) to lists of leaves and back. `BatchBuffer` holds one batch.
 
 The arrays that a pool returns belong to the caller while the caller refers to them. A view counts as a reference, and
-so does a JAX array, which may share numpy's memory. To allocate new pixels for each step would cost more than to copy
-them, so the pool reuses a buffer once its reference counts show that it is free.
+so does a JAX array, which may share numpy's memory. Allocating memory for the pixels of each step would take longer
+than copying them. So the pool reuses a buffer when the reference counts show that the buffer is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlframe.types import TimeStep
 
 
 class Layout:
-    """Converts trees of the structure of `spec` to lists of leaves in a fixed order, and back."""
+    """Converts trees with the structure of `spec` to lists of leaves in a fixed order, and back."""
 
     def __init__(self, spec: Any):
         self.spec = spec
@@ -100,7 +100,7 @@ class SpecMismatchError(UsageError):
 
     Args:
       name: the path of the leaf.
-      received: the wrong value, or its dtype, shape or structure if that is wrong.
+      received: the wrong value, dtype, shape or structure.
       expected: a description of the values that the space allows.
       place: the indices of the wrong value; None if the dtype, shape or structure is wrong.
     """
@@ -123,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """Return the error for the environment with the wrong value, of the batch's environments `env_ids` [B]."""
+        """Return an error for the environment with the wrong value. `env_ids` [B] are the ids of the batch's rows."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])
@@ -134,7 +134,7 @@ def _at(place: tuple[int, ...] | None) -> str:
     return f" at {place}" if place else ""
 
 
-_MAX_BUFFERS = 8  # buffers that a pool keeps for reuse; if the caller holds all of them, new ones are allocated
+_MAX_BUFFERS = 8  # number of buffers that a pool reuses; if the caller refers to all of them, a new buffer is allocated
 
 
 class BatchBuffer:
@@ -167,7 +167,7 @@ class BatchBuffer:
         return self._slices[start, stop]
 
     def mark_idle(self) -> None:
-        """Store the present reference counts. Call this method while only the pool refers to the arrays."""
+        """Store the current reference counts. Call this method while only the pool refers to the arrays."""
         self.idle_counts = [getrefcount(array) for array in self.arrays]
 
     def is_idle(self) -> bool:

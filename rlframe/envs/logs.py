@@ -33,11 +33,11 @@ class EnvLog:
         self._names = np.zeros(*shapes[0]) if names is None else names
         self._values = np.zeros(*shapes[1]) if values is None else values
         self._rows: dict[str, int] = {}  # the row of each name
-        self._refused: set[str] = set()  # names with a warning; each name gets one warning
-        self._lock = threading.Lock()  # threads may share a group
+        self._refused: set[str] = set()  # names for which a warning was logged, since each name gets only one warning
+        self._lock = threading.Lock()  # lock for threads that share a group
 
     def add(self, env_id: int, logged: Any) -> None:
-        """Add the numbers that environment `env_id` logged. Warn once per name about other values."""
+        """Add the numbers that environment `env_id` logged. Warn once for each name whose value is not a number."""
         if not isinstance(logged, Mapping):
             self._warn_once("", f"Environment {env_id} logged {logged!r}: expected a dict of names and numbers.")
             return

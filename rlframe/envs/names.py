@@ -22,17 +22,17 @@ from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 from rlframe.user_code.files import import_module, module_directories, restore_module_directories
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
-CHANGED = ", as your code has registered it"  # suffix in `describe_backend` if the class is one of Gymnasium's
+CHANGED = ", as your code has registered it"  # suffix in `describe_backend` if the user registered a class of Gymnasium
 
 
 def envpool_tasks() -> Collection[str]:
-    """Return the tasks of EnvPool; none if it is not installed."""
+    """Return the tasks of EnvPool. Return no tasks if EnvPool is not installed."""
     if not extras.has("envpool"):
         return ()
     with contextlib.suppress(ImportError):
         from gym_notices import notices
 
-        notices.notices.clear()  # EnvPool imports the old gym, which prints a notice that it is unmaintained
+        notices.notices.clear()  # EnvPool imports the old package gym, which prints that it is not maintained
     try:
         import envpool
     except ImportError:
@@ -42,7 +42,7 @@ def envpool_tasks() -> Collection[str]:
 
 @functools.lru_cache(maxsize=1)
 def dm_control_tasks() -> tuple[str, ...]:
-    """Return the tasks of the dm_control suite as `domain-task`; none if it is not installed."""
+    """Return the tasks of the dm_control suite as `domain-task`. Return no tasks if it is not installed."""
     if not extras.has("dm_control"):
         return ()
     with warnings.catch_warnings(), extras.explain_import_error("An environment of dm_control", "dm_control"):
@@ -52,7 +52,7 @@ def dm_control_tasks() -> tuple[str, ...]:
 
 
 def split(name: str) -> tuple[str | None, str]:
-    """Return (prefix, task): ("gymnasium", "CartPole-v1") for "gymnasium:CartPole-v1". Without a prefix it is None."""
+    """Return (prefix, task): ("gymnasium", "CartPole-v1") for "gymnasium:CartPole-v1". The prefix may be None."""
     prefix, colon, rest = name.partition(":")
     return (prefix, rest) if colon and prefix in PREFIXES else (None, name)
 
@@ -71,8 +71,8 @@ def backend(name: str) -> str:
     raise unknown_env_error(task, [*envpool_tasks(), *gymnasium_ids()])
 
 
-# Number of environments up to which a loop over Gymnasium's environments is faster than EnvPool. To wake a thread takes
-# 60 us and cools the CPU caches (docs/performance.md).
+# Number of environments up to which a loop over Gymnasium's environments is faster than EnvPool. Waking a thread takes
+# 60 us and displaces data from the CPU caches (docs/performance.md).
 _LOOP_IS_FASTER = {
     "CartPole-v0": 8,
     "CartPole-v1": 8,
@@ -101,7 +101,7 @@ def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> 
 
 
 def list_envs() -> list[tuple[str, str]]:
-    """Return (name, backend) of all environments that are installed, sorted. Each library has its own entry."""
+    """Return (name, backend) of all installed environments, sorted. A name in two libraries is listed twice."""
     rows = [(name, "envpool") for name in envpool_tasks()]
     rows += [(name, "gymnasium") for name in gymnasium_ids()]
     rows += [(name, "dm_control") for name in dm_control_tasks()]
@@ -136,7 +136,7 @@ def envpool_task(name: str) -> str:
 
 
 class Builder:
-    """Creates the environment `index` of a pool, from a name or a user's callable. Picklable if the callable is.
+    """Creates the environment `index` of a pool, from a name or a user's callable. Can be pickled if the callable can.
 
     Args:
       name_or_pybuilder: a name, or a callable that returns one gymnasium or dm_env environment. The callable receives
@@ -162,7 +162,7 @@ class Builder:
             raise UsageError(f"Expected the name of an environment or a callable, got {name_or_pybuilder!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        # The user's registration is missing in other processes.
+        # The user's registrations do not exist in other processes.
         spec = registration(self.target)
         return {"places": module_directories([self.target]), "registered": spec, **vars(self)}
 
@@ -201,7 +201,7 @@ def registration(name: Any) -> Any:
     """Return the `gymnasium.EnvSpec` for a name, or None if there is none. See `gymnasium_registry.restore`.
 
     Args:
-      name: a name, or a builder, which has no spec.
+      name: a name, or a builder. A builder has no spec.
     """
     if not isinstance(name, str):
         return None

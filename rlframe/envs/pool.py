@@ -18,18 +18,18 @@ from rlframe.metrics.rows import Sums
 from rlframe.shutdown import Closeable
 from rlframe.types import TimeStep
 
-_MARGIN = 5.0  # seconds after the answer timeout in which a pool may still raise its own error
+_MARGIN = 5.0  # additional seconds after the answer timeout, in which a pool may still raise its own error
 
 
 @runtime_checkable
 class EnvPool(Protocol):
-    """A batch of environments that step together. An Actor's `env_builder` is or returns a pool.
+    """A batch of environments that step together. The `env_builder` of an Actor is a pool or returns a pool.
 
     A pool follows the data contract of `rlframe.types`: it resets each environment on the step after LAST, and the
     discount at LAST is 0 if the environment terminated. `SyncEnv` is a pool. You can write your own, for example around
     a batched simulator. A pool may also have `close`, `get_state` and `set_state`, like `SyncEnv`. A pool that changes
-    rewards may have `true_rewards` [num_envs] with the original rewards of its newest timestep, from which episode
-    returns are logged.
+    rewards may have `true_rewards` [num_envs], the original rewards of the newest timestep. The logged episode
+    returns are sums of these rewards.
 
     Attributes:
       num_envs: number of environments.
@@ -46,7 +46,7 @@ class EnvPool(Protocol):
 
 @runtime_checkable
 class AsyncEnvPool(Protocol):
-    """A batch of environments that step independently: the asynchronous form of an `EnvPool`, such as `AsyncEnv`.
+    """A batch of environments that step independently: the asynchronous counterpart of `EnvPool`. `AsyncEnv` is one.
 
     Attributes:
       num_envs: number of environments.
@@ -98,7 +98,7 @@ class PoolWrapper(Closeable):
         self._pool = pool
         self._closed = False
         self.num_envs: int = pool.num_envs
-        self.codec: Codec = pool.codec  # for one environment, before frames are stacked
+        self.codec: Codec = pool.codec  # codec for one environment, before frames are stacked
         spec = self.codec.observation_spec
         self._stack = FrameStack(frame_stack, spec, pool.num_envs) if frame_stack > 1 else None
         self._clip_rewards = clip_rewards
@@ -155,7 +155,7 @@ def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:
 def stepping_phase(env: Any) -> Phase:
     """Return the phase in which a caller waits for a pool. Each environment has `answer_timeout` seconds for a step.
 
-    The phase allows a little more time, so that a pool that detects the hung environment itself raises first.
+    The phase allows a little more time, so that the pool's own error for a hung environment is raised first.
     """
     allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _MARGIN
     return Phase("stepping", allowed, getattr(env, "progress", None))

@@ -1,4 +1,4 @@
-"""CartPole without velocities, a test of memory like POPGym's PositionOnlyCartPole and RLlib's StatelessCartPole."""
+"""CartPole without velocities, which needs memory, like POPGym's PositionOnlyCartPole and RLlib's StatelessCartPole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
-_POSITIONS = [0, 2]  # indices of the positions of cart and pole in CartPole's observation
+_POSITIONS = [0, 2]  # indices in CartPole's observation: position of the cart, angle of the pole
 
 
 class PositionOnlyCartPole(CartPoleEnv):

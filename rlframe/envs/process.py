@@ -1,7 +1,7 @@
 """`type='process'`: Python worker processes that share memory with the pool.
 
 A step does not pickle or copy data: the pool writes the actions, wakes its workers, sleeps, and returns views of the
-memory to which the workers wrote. Workers are new interpreters: a fork of a process with JAX's threads is unsafe.
+memory to which the workers wrote. Workers are new interpreters, because forking a process with JAX's threads is unsafe.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rlframe.envs.worker import (
 from rlframe.envs.worker_processes import WorkerProcesses
 from rlframe.types import TimeStep
 
-_ASYNC_POLL_INTERVAL = 0.05  # seconds between checks in `AsyncProcesses._wait`, which may miss a wake-up
-_NEVER_WAKE = 2**62  # a number of results that is never reached
+_ASYNC_POLL_INTERVAL = 0.05  # seconds between checks in `AsyncProcesses._wait`, because a wake-up may be missed
+_NEVER_WAKE = 2**62  # value of WAKE_AT that the number of results never reaches
 
 
 class ProcessPool(WorkerProcesses):
@@ -69,7 +69,7 @@ class ProcessPool(WorkerProcesses):
         return (buffer if self._next else buffer.copy()).timestep()
 
     def _take(self) -> BatchBuffer:
-        """Return a free buffer. If the caller holds all others, return buffer 0, which `_run` copies after the step."""
+        """Return a free buffer. If the caller refers to all other buffers, return buffer 0, which `_run` copies."""
         for i in range(1, NUM_BUFFERS):
             self._next = i
             if self._memory.buffers[i].is_idle():
@@ -127,7 +127,7 @@ class AsyncProcesses(WorkerProcesses):
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - start for start, stop in slices])
         self._requested = [0] * len(slices)
         self._taken = [0] * len(slices)
-        self._ready: list[int] = []  # ids of environments that finished a step and were not received yet, in order
+        self._ready: list[int] = []  # ids with a finished step that `recv` has not returned yet, in order
         self._memory.headers[0][WAKE_AT] = _NEVER_WAKE
         self._next_check = 0.0
 

@@ -16,12 +16,12 @@ from rlframe.types import TimeStep, Tree
 
 
 class ServedSpecs(NamedTuple):
-    """The result of `EnvServer.specs`. The specs are None if a user's pool has none."""
+    """The result of `EnvServer.specs`. The specs are None if a user's pool has no specs."""
 
     num_envs: int
     observation_spec: Tree
     action_spec: Any
-    wait_num: int | None = None  # None for a synchronous pool
+    wait_num: int | None = None  # `wait_num` of an asynchronous pool; None for a synchronous pool
 
 
 class ServedStep(NamedTuple):
@@ -29,8 +29,8 @@ class ServedStep(NamedTuple):
 
     timestep: TimeStep
     sums: Sums | None  # the pool's `sums` if an episode ended in this step, else None
-    true_rewards: np.ndarray | None  # [B] unclipped rewards, if the pool clips rewards
-    env_ids: np.ndarray | None = None  # [B] int32, from an asynchronous pool
+    true_rewards: np.ndarray | None  # [B] unclipped rewards if the pool clips rewards, else None
+    env_ids: np.ndarray | None = None  # [B] int32 for an asynchronous pool, else None
 
 
 class RemoteEnv:
@@ -61,7 +61,7 @@ class RemoteEnv:
         return self._call("step", actions)
 
     def sums(self) -> Sums:
-        """See `SyncEnv.sums`. The sums are from the latest end of an episode."""
+        """See `SyncEnv.sums`. The sums are those at the latest end of an episode."""
         return self._sums
 
     def _call(self, method: str, *args: Any) -> TimeStep:
@@ -71,14 +71,14 @@ class RemoteEnv:
         return timestep
 
 
-_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # first and longest pause, in seconds, while waiting for any server
+_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # first and longest pause, in seconds, between checks for an answer
 
 
 class RemoteAsyncEnv:
-    """An `AsyncEnvPool` with the environments of one or several `EnvServer`s, each of an `AsyncEnv`.
+    """An `AsyncEnvPool` with the environments of one or several `EnvServer`s. Each server has an `AsyncEnv`.
 
     The ids of the second server's environments follow those of the first server. Each `recv` returns the timestep of
-    one server, the first that has answered.
+    the first server that has answered.
 
     Args:
         servers: (handle, result of `specs`) of each server.
@@ -107,7 +107,7 @@ class RemoteAsyncEnv:
         for remote, pool_specs in servers:
             first = self._servers[-1].end if self._servers else 0
             self._servers.append(_ServerConnection(remote, first, first + pool_specs.num_envs))
-        self._idle: set[int] = set()  # ids that were received and have no action yet
+        self._idle: set[int] = set()  # ids that `recv` has returned and that have no action yet
         self._started = False
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
@@ -130,7 +130,7 @@ class RemoteAsyncEnv:
         assert served.env_ids is not None
         env_ids = served.env_ids + np.int32(server.first)
         self._idle.update(env_ids.tolist())
-        self._servers.remove(server)  # move it to the end, so that a fast server does not delay the others
+        self._servers.remove(server)  # move the server to the end, so that a fast server does not delay the others
         self._servers.append(server)
         self.true_rewards = served.true_rewards
         return env_ids, served.timestep
@@ -157,7 +157,7 @@ class RemoteAsyncEnv:
                 self._idle -= set(env_ids[mine].tolist())
 
     def sums(self) -> Sums:
-        """See `SyncEnv.sums`. The sums are from each server's latest end of an episode."""
+        """See `SyncEnv.sums`. The sums of each server are those at its latest end of an episode."""
         return add_sums(server.sums for server in self._servers)
 
     def _wait_for_first(self, requested: list[_ServerConnection]) -> _ServerConnection:
@@ -175,8 +175,8 @@ class _ServerConnection:
 
     def __init__(self, remote: handles.Remote, first: int, end: int) -> None:
         self._remote, self._client, self._number = remote, uuid.uuid4().hex, 0
-        self.first, self.end = first, end  # its environments have the ids first .. end - 1
-        self.running = end - first  # number of environments that are stepping, except those that `call` returns
+        self.first, self.end = first, end  # the server's environments have the ids first .. end - 1
+        self.running = end - first  # number of stepping environments, except those that the pending call will return
         self.call: handles.AsyncCall | None = None
         self.sums: Sums = {}
         self._answer: ServedStep | None = None
@@ -187,14 +187,14 @@ class _ServerConnection:
         self._remote.reset(self._client, self._number)
 
     def request(self) -> None:
-        """Call `recv` of the server, unless such a call is pending."""
+        """Call `recv` of the server, unless a call of `recv` is pending."""
         if self.call is None:
             self._number += 1
             self._requested_at = time.monotonic()
             self.call = handles.AsyncCall(self._remote, "recv", (self._client, self._number))
 
     def has_answered(self) -> bool:
-        """Return True if the server has answered, or its deadline has passed. Then `take` does not wait."""
+        """Return True if the server has answered, or its deadline has passed. In both cases `take` does not wait."""
         assert self.call is not None
         late = time.monotonic() > self._requested_at + self._remote._deadline
         return self._answer is not None or self.call.done() or late

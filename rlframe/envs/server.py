@@ -22,7 +22,7 @@ class EnvServer:
 
     An Actor accepts the server's handle as its `env_builder`. With a `SyncEnv`, one call steps all environments. With
     an `AsyncEnv`, separate calls send actions and receive timesteps. A call may be repeated if its answer was lost:
-    the server then returns the same answer and steps nothing. The last Actor that called `reset` owns the
+    the server then returns the same answer, and no environment steps. The last Actor that called `reset` owns the
     environments, and any other Actor gets an EnvError.
 
     Args:
@@ -35,10 +35,10 @@ class EnvServer:
         self._env = as_pool(env_builder, seed=seed)
         self._stepping = stepping_phase(self._env)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._client, self._number = "", 0  # client and number of the latest call with an answer
+        self._client, self._number = "", 0  # client and number of the latest answered call
         self._answer: ServedStep | UsageError | None = None
         self._failure: BaseException | None = None
-        self._takeovers = 0  # how often a new Actor took over an asynchronous pool
+        self._takeovers = 0  # number of times that a new Actor took over an asynchronous pool
 
     def specs(self) -> ServedSpecs:
         """Return the number of environments, and the specs of one environment."""
@@ -90,7 +90,7 @@ class EnvServer:
         self._stop.set()
 
     def _answer_next(self, client: str, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
-        """Answer a call of the Actor that owns the environments, by `_answer_once`. Raise EnvError for other Actors."""
+        """Answer a call of the Actor that owns the environments. Raise EnvError for other Actors."""
         with self._lock:
             if client != self._client or number > self._number + 1:
                 raise EnvError(
@@ -100,7 +100,7 @@ class EnvServer:
             return self._answer_once(number, act)
 
     def _answer_once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
-        """Return the result of `act` or raise its UsageError. Repeat the same for a repeated call, without `act`."""
+        """Return the result of `act` or raise its UsageError. For a repeated call, repeat the stored answer."""
         if self._stop.is_set():
             raise UnavailableError("The EnvServer has stopped.")
         if number < self._number:

@@ -15,7 +15,7 @@ _HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getn
 
 
 def dump(env: Any) -> bytes | None:
-    """Pickle an environment with its state. Return None if it, or a wrapper, cannot be saved exactly."""
+    """Pickle an environment with its state. Return None if the environment or a wrapper cannot be saved exactly."""
     for layer in wrapper_chain(env):
         if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _HOOKS):
             return None
@@ -26,7 +26,7 @@ def dump(env: Any) -> bytes | None:
 
 
 def dumps(value: Any, inside: Any = None) -> bytes:
-    """Pickle an object, by value if other processes cannot import it: lambdas, `__main__`, modules loaded from a path.
+    """Pickle an object. Pickle code by value if other processes cannot import it, as in `__main__` or in a loaded file.
 
     Args:
       value: the object to pickle.
@@ -45,7 +45,7 @@ def dumps(value: Any, inside: Any = None) -> bytes:
 
 
 def _module_of(value: Any) -> Any:
-    name = getattr(getattr(value, "func", value), "__module__", None)  # for a `functools.partial`: of its function
+    name = getattr(getattr(value, "func", value), "__module__", None)  # `func` is the function of a `functools.partial`
     return sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
 
 

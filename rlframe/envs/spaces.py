@@ -12,7 +12,7 @@ from rlframe.envs.codec import ActionLeaf, Codec, ObservationLeaf
 from rlframe.errors import UsageError
 from rlframe.types import MultiDiscreteArray
 
-_MAX_VALUES = np.iinfo(np.int32).max  # maximum number of categories, which are int32
+_MAX_VALUES = np.iinfo(np.int32).max  # maximum number of categories, because categories are int32
 
 
 def codec_of_spaces(observation_space: Any, action_space: Any) -> Codec:
@@ -40,10 +40,10 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 def _tree(node: Any, leaf: Callable[[Any, str], ObservationLeaf], path: str = "observation") -> Any:
     """Return the tree of leaves of a space, or of a tree of specs."""
-    if isinstance(node, Mapping):  # also a Dict space
+    if isinstance(node, Mapping):  # a Dict space is also a Mapping
         _check_keys(node, path)
         return {key: _tree(sub, leaf, f"{path}.{key}") for key, sub in node.items()}
-    if isinstance(node, Sequence):  # also a Tuple space
+    if isinstance(node, Sequence):  # a Tuple space is also a Sequence
         return tuple(_tree(sub, leaf, f"{path}.{i}") for i, sub in enumerate(node))
     return leaf(node, path)
 
@@ -134,14 +134,14 @@ def _start_of(space: Any) -> Any:
 
 
 def _bounded(shape: tuple[int, ...], dtype: Any, low: Any, high: Any, name: str) -> specs.BoundedArray:
-    """Return a BoundedArray in the canonical dtype. Its bounds are rounded to the nearest number, like the values."""
+    """Return a BoundedArray in the canonical dtype. The bounds are rounded to the nearest number."""
     narrow = canonical_dtype(dtype)
     low, high = _limited(dtype, low, high)
     return specs.BoundedArray(shape, narrow, low.astype(narrow), high.astype(narrow), name=name)
 
 
 def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> ActionLeaf:
-    """Return an ActionLeaf in the canonical dtype. Its bounds are rounded inward, so that they are valid actions."""
+    """Return an ActionLeaf in the canonical dtype. The bounds are rounded inward, to remain valid actions."""
     narrow = canonical_dtype(dtype)
     low, high = _limited(dtype, low, high)
     inner_low, inner_high = low.astype(narrow), high.astype(narrow)
@@ -150,7 +150,7 @@ def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> 
     above, below = narrow.type(np.inf), narrow.type(-np.inf)
     inner_low = np.where(inner_low < low, np.nextafter(inner_low, above), inner_low)
     inner_high = np.where(inner_high > high, np.nextafter(inner_high, below), inner_high)
-    # If no number of the dtype lies between the bounds, the decoded number is clipped to them.
+    # If no number of the dtype lies between the bounds, the decoded action is clipped to the bounds.
     inner_low, inner_high = np.minimum(inner_low, inner_high), np.maximum(inner_low, inner_high)
     is_bounded = np.isfinite(low).any() or np.isfinite(high).any()
     spec = specs.BoundedArray(shape, narrow, inner_low, inner_high, "action")

@@ -1,8 +1,8 @@
-"""`type='thread'`: each thread steps its share of the environments. For environments that release the GIL.
+"""`type='thread'`: each thread steps some of the environments. This type suits environments that release the GIL.
 
-No thread refers to its pool. Therefore a pool without references is garbage-collected, which ends its threads like
-`close`. The threads close the environments themselves, because another thread must not close an environment during a
-step.
+No thread refers to its pool. Therefore a pool without references is garbage-collected, which ends its threads as
+`close` does. The threads close the environments themselves, because another thread must not close an environment
+during a step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WorkerThreads:
     """Threads that run until `end`, or until this object is garbage-collected.
 
     Args:
-      functions: the function of each thread. It must not refer to the pool, and must return after a job of None.
+      functions: the function of each thread. It must not refer to the pool, and must return when the job is None.
       queues: the queue of each thread's jobs.
     """
 
@@ -113,12 +113,12 @@ class AsyncThreads:
         rows = self._latest.rows(0, self.num_envs)
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: Inbox[Any] = Inbox()
-        self._ready: list[int] = []  # ids of environments that finished a step and were not received yet, in order
-        # For each thread: (id of the environment that it steps, number of its earlier steps), or None.
+        self._ready: list[int] = []  # ids with a finished step that `recv` has not returned yet, in order
+        # For each thread: (id of the environment that steps, number of the thread's earlier steps), or None.
         self._steps: list[tuple[int, int] | None] = [None] * num_workers
         self._next_check = 0.0
         self._is_waiting = False
-        self._has_failed = False  # an environment raised, and it will not step again
+        self._has_failed = False  # whether an environment raised; the pool then steps no more
         self._is_ending = threading.Event()
         running = list(range(num_workers))
         functions = [

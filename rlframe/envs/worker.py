@@ -1,7 +1,7 @@
 """The worker process of a process pool, and the memory that all workers share with the pool.
 
 A worker sleeps until the pool wakes it, and then steps its environments. The shared memory is anonymous and inherited,
-so the kernel frees it with the last process. A wake-up only means that a counter may have changed: the counters decide.
+so the kernel frees it with the last process. After a wake-up, a process reads the counters, which may be unchanged.
 Every counter has exactly one writer.
 """
 
@@ -38,14 +38,14 @@ NUM_DONE = 3  # written by the worker: number of finished commands (sync) or of 
 FAILED = 4  # written by the worker: 1 after it sent an exception
 NUM_REQUESTED = 5  # written by the pool: number of requested steps (async)
 WAKE_AT = 6  # written by the pool, for worker 0 only: total number of results at which to wake the pool (async)
-CURRENT_ENV = 7  # written by the worker: index in its group of the environment that it steps (sync)
-GO_FUTEX = 12  # the pool wakes the worker
-DONE_FUTEX = 13  # in the header of worker 0 only: any worker wakes the pool
-HEADER = 16  # number of words: two cache lines, so that no two workers share a cache line
+CURRENT_ENV = 7  # written by the worker: index in the group of the environment that the worker steps (sync)
+GO_FUTEX = 12  # futex with which the pool wakes the worker
+DONE_FUTEX = 13  # in the header of worker 0 only: futex with which any worker wakes the pool
+HEADER = 16  # number of words of a header: two cache lines, so that no two workers share a cache line
 
 STEP, RESET, CALL, CLOSE = range(4)
 
-NUM_BUFFERS = 4  # three that the caller may hold, and one that is always free
+NUM_BUFFERS = 4  # three buffers that the caller may refer to, and one that is always free
 
 _POLL_INTERVAL = 0.5  # seconds between checks of an idle worker that its parent is alive
 
@@ -59,7 +59,7 @@ class PoolMemory:
       done: the futex on which the pool sleeps.
       requests, results: [num_workers, num_envs] int32 rings of environment ids (async).
       actions: [num_envs, ...] in the action spec's dtype.
-      logs: the log of each worker's environments; only that worker writes it.
+      logs: the log of each worker's environments, which only that worker writes.
       buffers: NUM_BUFFERS buffers of [num_envs, ...].
     """
 
@@ -201,13 +201,13 @@ class EnvWorker:
             self._results[served % capacity] = env_id
             served += 1
             header[NUM_DONE] = served
-            # To wake the pool for each light environment would take longer than its step.
+            # Waking the pool for each light environment would take longer than a step.
             if sum([one[NUM_DONE] for one in all_headers]) >= wanted[WAKE_AT]:
                 self._done.wake()
 
 
 def send_error(connection: Connection, error: Exception) -> None:
-    """Send an exception as text: the pool may not be able to import or unpickle its class."""
+    """Send an exception as text, because the pool may not be able to unpickle the exception."""
     text = getattr(error, "traceback_text", None) or "".join(traceback.format_exception(error))
     kind = "usage" if isinstance(error, UsageError) else "env"
     sentence = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}"

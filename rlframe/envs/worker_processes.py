@@ -41,12 +41,12 @@ _COMMAND = (
 
 
 class WorkerProcesses(abc.ABC):
-    """A pool of worker processes that share memory with it. A subclass steps the environments.
+    """A pool of worker processes, which share memory with the pool. A subclass steps the environments.
 
     Args:
       builder: a picklable `names.Builder`. Code that a worker cannot import is pickled by value.
       slices: (start, stop) of each worker's environments.
-      answer_timeout: seconds for a step, after which a worker counts as hung. At its start it has ANSWER_TIMEOUT.
+      answer_timeout: seconds for a step, after which a worker counts as hung. A start may take ANSWER_TIMEOUT.
       is_sync: whether all environments step together.
     """
 

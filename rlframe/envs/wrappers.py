@@ -1,6 +1,6 @@
 """`FrameStack` stacks the observations of any pool, in batches.
 
-Action repeat is elsewhere, in the code that steps environments: `EnvGroup`, and `ActionRepeatEnvPool` for EnvPool.
+Action repeat is implemented in `EnvGroup`, and in `ActionRepeatEnvPool` for EnvPool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlframe.types import FIRST, MultiDiscreteArray, TimeStep
 
 
 class FrameStack:
-    """Stacks the newest `count` observations of each environment, oldest first. At FIRST it repeats the observation.
+    """Stacks the newest `count` observations of each environment, oldest first. At FIRST the observation is repeated.
 
     A leaf of shape `[C, H, W]` or `[H, W, C]` becomes `[count * C, H, W]` or `[H, W, count * C]`. The smaller of the
     first and last axes counts as the channels. Every other leaf gets a new first axis: `[H, W]` becomes
@@ -80,7 +80,7 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
             return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
-        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # stacked categories become multi-discrete
+        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # the stack is multi-discrete
             return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)
         if isinstance(leaf, specs.BoundedArray):
             return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)

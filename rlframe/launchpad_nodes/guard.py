@@ -1,11 +1,11 @@
-"""The guard of a Launchpad node: a small process that outlives the node, and reports and handles its end.
+"""The guard of a Launchpad node: a small process that outlives the node. It reports and handles the end of the node.
 
-`rlframe.launchpad_nodes.node` starts it. It works even if the node holds its GIL or the launcher has died:
+`rlframe.launchpad_nodes.node` starts the guard. It works even if the node holds the GIL or the launcher has died:
 
 - If the node fails or is killed: print its name, send SIGTERM to the launcher, and kill the launcher when all other
   nodes have ended.
 - If the launcher dies: send SIGTERM to every node of the program, and kill the nodes that have not ended after `GRACE`.
-- If the program stops: kill the node after `GRACE`, before Launchpad would kill all processes, including its launcher.
+- If the program stops: kill the node after `GRACE`, before Launchpad would kill all processes, including the launcher.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import psutil
 from rlframe.interprocess.processes import ProcessId
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
-DATA_FILE = "job.pkl"  # name of a file with pickled nodes, in a temporary directory of Launchpad
+DATA_FILE = "job.pkl"  # name of each file with pickled nodes, in temporary directories of Launchpad
 WRAPPER = "run_locally/decorate_output"  # shell script that prefixes a node's output, for terminal="current_terminal"
 GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad's own limit is 10 seconds
 
 _POLL_INTERVAL = 0.2  # seconds between checks of the processes
 _SCAN_INTERVAL = 2.0  # seconds between searches for other nodes
-_CONFIRM_TIMEOUT = 1.5  # seconds to wait for SIGTERM, which Launchpad repeats every second while the program stops
+_CONFIRM_TIMEOUT = 1.5  # seconds to wait for SIGTERM, which Launchpad sends every second while the program stops
 
 
 class Node(NamedTuple):
     """The process of a node of the program."""
 
     process: ProcessId
-    data_file: str  # path of the file with the pickled nodes of its group
+    data_file: str  # path of the file with the pickled nodes of the node's group
 
 
 class Guard:
@@ -56,12 +56,12 @@ class Guard:
         self._node, self._launcher, self._title = node.process, launcher, title
         self._hides_exit_code, self._reports = hides_exit_code, reports
         self._report = ""
-        self._nodes = {node}  # all nodes that a scan has found
+        self._nodes = {node}  # all nodes that `_scan` has found
         self._scanned_at = float("-inf")
         self._stopped_at: float | None = None
 
     def stop(self) -> None:
-        """Record that the program stops, after SIGTERM from the launcher."""
+        """Record that the program stops, because the launcher sent SIGTERM."""
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def run(self) -> None:
@@ -86,16 +86,16 @@ class Guard:
             self._end_program()
 
     def _end_program(self) -> None:
-        """Stop the program. At the end kill the launcher, because otherwise its exit code would be 0.
+        """Stop the program. Finally, kill the launcher, because otherwise the launcher would exit with code 0.
 
-        Kill only the launcher and the nodes. Launchpad's scripts must live until they have printed the last lines: they
+        Kill only the launcher and the nodes. Launchpad's scripts must run until they have printed the last lines. They
         buffer lines if their output is not a terminal. SIGQUIT would make Launchpad kill the scripts too.
         """
         reason = self._report.partition(" ")[2] or "its process was killed or crashed"
         self._print(f"failed: {reason}. Ending the program")
         self._scan()
         send(self._launcher, signal.SIGTERM)
-        if self._launcher.pid == 1:  # in a container: PID 1 gets no signal, so it does not stop its nodes
+        if self._launcher.pid == 1:  # in a container; PID 1 gets no signal, so it does not stop the nodes
             for node in self._others():
                 send(node.process, signal.SIGTERM)
         _wait_while(lambda: self._launcher.is_alive and bool(self._others()), GRACE)
@@ -121,7 +121,7 @@ class Guard:
         return [node for node in nodes_of(self._launcher.pid) if node.process != self._node]
 
     def _scan(self) -> None:
-        """Find and store the launcher's nodes. After its death they are no longer its children."""
+        """Find and store the launcher's nodes. After the launcher's death, the nodes are no longer its children."""
         self._scanned_at = time.monotonic()
         self._nodes.update(nodes_of(self._launcher.pid))
 
@@ -162,7 +162,7 @@ def nodes_of(launcher: int) -> list[Node]:
 
 
 def end_starting_nodes(launcher: int) -> None:
-    """Kill the nodes that have not imported rlframe yet: they still ignore SIGTERM, and have run no user code.
+    """Kill the nodes that still ignore SIGTERM. They have not imported rlframe yet, and have run no user code.
 
     Args:
         launcher: process id.
@@ -173,7 +173,7 @@ def end_starting_nodes(launcher: int) -> None:
 
 
 def remove_data(nodes: Iterable[Node]) -> None:
-    """Remove the files with pickled nodes and their directories. Launchpad does this too, unless it is killed."""
+    """Remove the files with pickled nodes and their directories. Launchpad also does this, unless it is killed."""
     for path in {node.data_file for node in nodes if os.path.basename(node.data_file) == DATA_FILE}:
         with contextlib.suppress(OSError):
             os.remove(path)

@@ -14,7 +14,7 @@ NODES = "launchpad.nodes.python.node"  # the module with the base class of nodes
 
 
 def register_with_launchpad() -> None:
-    """Call `node.register` now if Launchpad is already imported, or else right after its import."""
+    """Call `node.register` now if Launchpad is already imported, or else right after the import of Launchpad."""
     if NODES in sys.modules:
         _register(sys.modules[NODES])
     else:
@@ -40,6 +40,6 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def _register(module: ModuleType) -> None:
-    from rlframe.launchpad_nodes import node  # imported late, because few processes use Launchpad
+    from rlframe.launchpad_nodes import node  # import this module late, because few processes use Launchpad
 
     node.register(module.PyNode)

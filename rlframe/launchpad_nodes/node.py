@@ -37,10 +37,10 @@ from rlframe.launchpad_nodes.guard import (
 )
 
 _GUARD = "import sys; sys.path += {!r}; from rlframe.launchpad_nodes.guard import main; main()"
-_MAX_REASON = 1000  # characters of an error message in a report
+_MAX_REASON = 1000  # maximum number of characters of an error message in a report
 _THREAD_NAME = "rlframe: waits for lp.launch to start nodes"
-_LAUNCH_TIMEOUT = 60.0  # seconds from the pickling of a node to the start of nodes
-_POLL_INTERVAL = 0.1  # seconds between checks for the start of nodes
+_LAUNCH_TIMEOUT = 60.0  # maximum seconds from the pickling of a node until Launchpad starts nodes
+_POLL_INTERVAL = 0.1  # seconds between checks whether Launchpad starts nodes
 
 _has_guard = False
 
@@ -74,7 +74,7 @@ def _start_guard(launcher: ProcessId, session: int) -> int:
     """Start the guard. Return a file descriptor to which reports are written."""
     parent = os.getppid()
     command = command_of(parent)
-    # A node with its own terminal has another session than the launcher, and ends with its terminal.
+    # A node with its own terminal is in another session than the launcher, and ends when the terminal ends.
     in_terminal = os.getsid(0) != session
     hides_exit_code = is_wrapper(command) and not in_terminal
     # The parent's command is: decorate_output COLOR TITLE COMMAND ...
@@ -106,12 +106,12 @@ class _Report:
         sys.excepthook = hook
 
     def end(self) -> None:
-        """Report the end of the interpreter. `sys.last_type` is set if an exception ended it without our hook."""
+        """Report the end of the interpreter. `sys.last_type` is set after an exception, even without our hook."""
         kind = getattr(sys, "last_type", None)
         self._write("well" if kind is None else f"failed {kind.__name__}")
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Report that the program stops, and exit. The guard itself may have started too late to receive SIGTERM.
+        """Report that the program stops, and exit. The guard may have started too late to receive SIGTERM.
 
         Launchpad's handler also calls this one. In that case the node is already running: do nothing, so that the node
         can end normally.
@@ -124,7 +124,7 @@ class _Report:
 
     def _write(self, text: str) -> None:
         if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child inherits the hooks, but must not report
-            with contextlib.suppress(OSError):  # the guard was killed
+            with contextlib.suppress(OSError):  # the guard was killed, so it reads no report
                 os.write(self._descriptor, text.encode(errors="replace"))
                 os.close(self._descriptor)
             self._descriptor = -1
@@ -153,8 +153,8 @@ def _end_starting_nodes_at_stop() -> None:
     """
     manager, end = sys.modules["launchpad.launch.worker_manager"], time.monotonic() + _LAUNCH_TIMEOUT
     while time.monotonic() < end:
-        # Wait until Launchpad has registered its own handler. If it is not the first, it does not handle SIGINT for its
-        # nodes.
+        # Wait until Launchpad has registered its own handler. Launchpad handles SIGINT for the nodes only if its
+        # handler is the first one.
         if signal.SIGUSR1 in (manager._SIGNAL_HANDLERS or ()):
             manager.register_stop_handler(_end_starting_nodes)
             return

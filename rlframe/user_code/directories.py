@@ -1,4 +1,4 @@
-"""Modules next to a user's files. All modules of a directory are loaded and removed together.
+"""Modules in the directories of a user's files. All modules of a directory are loaded and removed together.
 
 Directories may contain modules of the same name, and each file must import the modules of its directory. For
 example, `a/agent.py` and `b/env.py` both contain `import helpers`. `loading("a", ...)` puts `a` at the front of
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
 
-INSTALLED = {"site-packages", "dist-packages"}  # folders of installed modules
+INSTALLED = {"site-packages", "dist-packages"}  # names of folders with installed modules
 _STDLIB = {os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(os.__file__))}
 
 
@@ -26,13 +26,13 @@ _STDLIB = {os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(os.__f
 class _Directory:
     """The user's modules in a directory and its subdirectories."""
 
-    script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the script
+    script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the running script
     loaded_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by loaded files
-    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # file -> content when it was loaded
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # file -> content that was loaded
     script_changed: bool = False  # whether a file of `script_modules` has changed
 
 
-_directories: dict[str, _Directory] = {}  # path without symbolic links -> modules
+_directories: dict[str, _Directory] = {}  # path of a directory without symbolic links -> modules of the directory
 
 
 def find_directory(top: str, search_directory: str | None) -> str | None:
@@ -62,7 +62,7 @@ def is_current(path: str, name: str) -> bool:
 
 
 def import_path() -> list[str]:
-    """Return the `sys.path` for a child process, so that it finds the modules that this process has imported.
+    """Return the `sys.path` for a child process, so that the child finds the modules that this process has imported.
 
     In an interactive session, the working directory is in `sys.path` as "". It may have changed since an import.
     """
@@ -102,14 +102,14 @@ def loading(
             removed[each] = module
             _remove_module(each)
     if directory.script_changed:
-        directory.script_modules.pop(name, None)  # code that imports the module by name must get the new version
+        directory.script_modules.pop(name, None)  # later imports of the module by its name must return the new version
     for each in removed.keys() & directory.loaded_modules.keys():
         _add_module(each, directory.loaded_modules[each])
     if search_directory is not None and name.partition(".")[0] not in sys.modules:
         sys.path[:] = [
             search_directory,
             *(entry for entry in sys.path if entry != search_directory),
-        ]  # as `python file.py` does
+        ]  # put the directory at the front, as `python file.py` does
     try:
         yield directory.contents
     finally:
@@ -209,7 +209,7 @@ def _is_under(file: str, path: str) -> bool:
 
 
 def _real_path(file: str) -> str:
-    """Return the file's path with a directory without symbolic links. The file itself may be a link."""
+    """Return the file's path with a directory without symbolic links. The file itself may be a symbolic link."""
     directory, name = os.path.split(os.path.abspath(file))
     return os.path.join(os.path.realpath(directory), name)
 

@@ -22,10 +22,10 @@ from typing import Any
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code import directories
 
-_module_directories: dict[str, str] = {}  # top-level package of a module of the run -> its directory
+_module_directories: dict[str, str] = {}  # top-level package of a module of the run -> directory of the package
 _lock = threading.Lock()
 _runs = 0  # number of running sessions in this process
-_loading = threading.local()  # `path` is the file that this thread loads
+_loading = threading.local()  # the attribute `path` is the file that this thread loads
 
 _UNGUARDED = (
     "{} starts a run when it is loaded, but other processes must load it to get its classes. Put the call of "
@@ -47,7 +47,7 @@ def keep_files() -> Iterator[None]:
 
 
 def forget_changed() -> None:
-    """Forget the directories of modules, and files that have changed. During a run in this process, do nothing."""
+    """Forget the directories of modules, and remove changed files. During a run in this process, do nothing."""
     with _lock:
         if not _runs:
             _module_directories.clear()
@@ -67,7 +67,7 @@ def restore_module_directories(found: Mapping[str, str]) -> None:
 
 
 def import_module(module: str, name: str) -> ModuleType:
-    """Import the module of a name such as `module:Id`, also from the working directory.
+    """Import the module of a name such as `module:Id`. The module may be in the working directory.
 
     Raises:
         UsageError: The module does not exist, raises an exception, or needs a package that is not installed.
@@ -135,7 +135,7 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
         with _while_loading(path), loading as contents:
             contents[os.path.join(directory, path.name)] = content = path.read_bytes()
             sys.modules[name] = module
-            # Not with the loader, which uses old bytecode if the file changed within the same second.
+            # Do not use the loader: it runs old bytecode if the file changed within the same second.
             exec(compile(content, path, "exec"), vars(module))
         pickle_by_value(module)
     except BaseException as error:

@@ -46,7 +46,7 @@ def client(server: Any, behavior: str) -> None:
         lp.stop_event().wait()
     if behavior == "kill server":
         os.kill(server.pid(), 9)
-        while True:  # until it has restarted at the same address
+        while True:  # repeat until the server has restarted at the same address
             try:
                 print(f"after its restart the server counts {server.futures.add().result(timeout=1.0)}")
                 return

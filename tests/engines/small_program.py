@@ -46,7 +46,7 @@ class Server:
         return os.getpid()
 
     def publish(self, version: int) -> None:
-        self._versions.publish(version, np.full(500_000, version))  # instead of `PackedParams`
+        self._versions.publish(version, np.full(500_000, version))  # an array takes the place of `PackedParams`
 
     def get_packed(self, known_version: int = -1) -> Any:
         print(f"gives version {self._versions.version}")
@@ -77,7 +77,7 @@ class Client:
         if self._behavior == "report":
             where = "beside" if self._server.place() == os.environ[MACHINE] else "elsewhere"
             doubled = self._server.double(np.ones((300, 1000)))
-            doubled += 1  # the array is writable
+            doubled += 1  # fails if the array is not writable
             try:
                 self._server.refuse()
             except UsageError as error:

@@ -1,4 +1,4 @@
-"""The supervisor kills real processes that hang, and no processes that only seem to hang."""
+"""The supervisor kills processes that hang, but not processes that only seem to hang. The processes are real."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_hang_timeout_zero_kills_no_node():
     with Program(node("actor", SERVES), hang_timeout=0.0) as program:
         program.wait_for(program.pids)
         os.kill(program.pids()[0], signal.SIGSTOP)
-        time.sleep(3.0)  # several polls of the supervisor
+        time.sleep(3.0)  # during this time the supervisor polls several times
         assert "hung" not in program.output and len(program.pids()) == 1
 
 
@@ -168,7 +168,7 @@ def test_suspended_launcher_continues_without_killing_nodes(suspended: str, hang
     )
     assert process.stderr is not None
     pids = [int(process.stderr.readline().split()[-1]) for _ in range(2)]
-    # After its continuation, the launcher checks the heartbeats before the nodes can send new ones.
+    # When the launcher continues, it checks the heartbeats before the nodes can send new heartbeats.
     suspended_pids = pids if suspended == "all" else []
     for pid in suspended_pids:
         os.kill(pid, signal.SIGSTOP)

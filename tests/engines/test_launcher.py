@@ -19,7 +19,7 @@ needs("launchpad")
 start = functools.partial(processes.start, "tests.engines.launched")
 
 
-def test_program_ends_with_its_client():
+def test_program_ends_when_its_client_ends():
     code, output, lines = finish(start("once"))
     assert (code, output) == (0, "launched: None\n")
     assert "[server] server" in lines and "on here" in lines

@@ -1,4 +1,4 @@
-"""The engine local, with real processes and sockets, opens no port."""
+"""The engine `local` with real processes and sockets. It opens no port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start(behavior: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("behavior", [pytest.param("once", marks=pytest.mark.system), "stop"])
-def test_program_ends_with_its_monitor_or_when_a_node_stops_it(behavior: str):
+def test_program_ends_when_its_monitor_ends_or_a_node_stops_it(behavior: str):
     code, output, lines = finish(start(behavior))
     assert (code, output) == (0, "ran: None\n")
     assert re.search(r"^\[server\] server \d+ on cpu$", lines, re.M)

@@ -30,12 +30,12 @@ from ray.cluster_utils import Cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    tmp_path_factory.getbasetemp()  # create it now, outside the cluster's temporary directory
+    tmp_path_factory.getbasetemp()  # create pytest's directory before TMPDIR changes
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         patch.setenv("HOME", ray_home())
         patch.setenv("TMPDIR", directory)
-        patch.setenv("PYTHONPATH", str(ROOT))  # the cluster's machines import this rlframe
-        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # for busy machines
+        patch.setenv("PYTHONPATH", str(ROOT))  # the cluster's nodes import rlframe from here
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine needs this time
         patch.setattr(tempfile, "tempdir", None)
         there = {"num_cpus": 2, "include_dashboard": False}
         started = Cluster(initialize_head=True, head_node_args={**there, "temp_dir": f"{directory}/ray"})
@@ -72,7 +72,7 @@ def test_each_version_is_fetched_from_its_node_once(start):
     code, output, lines = finish(start("publish"))
     assert (code, output) == (0, "ran: None\n")
     assert len(re.findall("has the last version", lines)) >= 2
-    assert 1 < len(re.findall("gives version", lines)) <= 10  # 36 if each actor called the node itself
+    assert 1 < len(re.findall("gives version", lines)) <= 10  # 36 calls if each actor called the node
 
 
 def test_node_can_end_the_program(start):
@@ -231,7 +231,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_kille
 
         learner = program.worker("learner/0")
         program.call(lambda client: client.evaluate_now())
-        program.worker("evaluator/0")  # it evaluates a pinned version
+        program.worker("evaluator/0")  # the evaluator evaluates a pinned version
         os.kill(learner["pid"], signal.SIGKILL)
         status = program.wait_for(lambda status: status["job"]["evaluated_version"] is not None)
         newest = status["job"]["params_version"]

@@ -22,7 +22,7 @@ from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import is_process_alive, wait_until
 
-TIMEOUT = 60.0  # seconds; a successful test does not wait so long
+TIMEOUT = 60.0  # seconds; only a failed test waits so long
 
 
 def node(name: str, code: str, **options) -> StartableProcess:
@@ -30,7 +30,7 @@ def node(name: str, code: str, **options) -> StartableProcess:
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
-# Exits with 0 on SIGTERM, as nodes do.
+# Exit with code 0 at SIGTERM, as nodes do.
 SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
 
 

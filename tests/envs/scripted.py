@@ -1,4 +1,4 @@
-"""Environments with a fixed script, in the APIs of Gymnasium and dm_env, and the steps that pools must return."""
+"""Environments with fixed steps, in the APIs of Gymnasium and dm_env, and the timesteps that pools must return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ending(episode: int, t: int) -> tuple[bool, bool]:
 
 
 class ScriptedEnv(gymnasium.Env):
-    """Observation: (a hash of the seed, the episode, the step). Reward: the step plus ten times the action."""
+    """The observation is (hash of the seed, episode, step). The reward is the step plus ten times the action."""
 
     observation_space = spaces.Box(-1.0, 1e6, (3,), np.float64)
     action_space = spaces.Discrete(NUM_ACTIONS)
@@ -98,7 +98,7 @@ INVALID_REWARDS = {
 
 
 class FaultyEnv(ScriptedEnv):
-    """The environment with the index `victim` has a fault when it is built or in its second step."""
+    """The environment with the index `victim` fails in its constructor or in its second step."""
 
     def __init__(self, fault: str, victim: int, seed: int = 0):
         self.fault = fault if seed == env_seed(0, victim) else None
@@ -130,7 +130,7 @@ class FaultyEnv(ScriptedEnv):
                 time.sleep(600)
             if self.fault == "hang in C":
                 print("hangs", flush=True)
-                ctypes.PyDLL(None).sleep(600)  # holds the GIL
+                ctypes.PyDLL(None).sleep(600)  # sleep without releasing the GIL
         return observation, *rest
 
 

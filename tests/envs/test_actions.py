@@ -46,7 +46,7 @@ def test_step_refuses_invalid_actions_and_the_pool_continues(type):
             for actions, message in refused(step, type):
                 with pytest.raises(UsageError, match=message):
                     pool.step(actions)
-            # The refused actions stepped no environment.
+            # No environment has stepped with the refused actions.
             ours, expected = pool.step(np.array([0, 1], np.int32)), twin.step(np.array([0, 1], np.int32))
             np.testing.assert_array_equal(ours.observation, expected.observation)
 
@@ -87,7 +87,7 @@ def test_casts_to_the_same_kind_of_dtype_keep_values():
     same = np.array([4, 0], np.int32)
     assert check(same, 2) is same
     continuous = ActionCheck(specs.BoundedArray((1,), np.float32, -2.0, 2.0, "action"), every_value=True)
-    for given in (np.array([[0.5], [3.0]]), np.array([[1], [3]])):  # 3 is out of bounds, which is allowed
+    for given in (np.array([[0.5], [3.0]]), np.array([[1], [3]])):  # 3 is out of bounds, but valid
         actions = continuous(given, 2)
         assert actions.dtype == np.float32 and actions.tolist() == given.tolist()
 
@@ -95,7 +95,7 @@ def test_casts_to_the_same_kind_of_dtype_keep_values():
 def test_casts_refuse_values_that_wrap_or_overflow():
     check = ActionCheck(discrete(5), every_value=False)
     continuous = ActionCheck(specs.BoundedArray((), np.float32, -2.0, 2.0, "action"), every_value=False)
-    for _ in range(2):  # the first batch is checked in another way
+    for _ in range(2):  # the first batch is checked differently from later batches
         check(np.array([1, 2], np.int32), 2)
         with pytest.raises(UsageError, match="between 0 and 4, got 4294967297 in row 1"):
             check([0, 2**32 + 1], 2)

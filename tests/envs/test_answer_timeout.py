@@ -1,4 +1,4 @@
-"""`answer_timeout` applies to each environment if a worker steps several environments one after another."""
+"""`answer_timeout` applies to each environment separately if a worker steps several environments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlframe.envs import SyncEnv, group, process, thread
 from rlframe.errors import EnvError
 from tests.envs.scripted import ScriptedEnv
 
-SECONDS = 100.0  # seconds between two polls, by the clock of the pool
+SECONDS = 100.0  # seconds between two polls, measured by the pool's clock
 
 
 class Gated(ScriptedEnv):
-    """Each step writes a byte at its begin, and ends when it can read a byte. The pipes also work across processes."""
+    """Each step writes a byte at its start, and ends when it can read a byte. The pipes also work across processes."""
 
     def __init__(self, folder: pathlib.Path):
         self.began, self.go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))
@@ -34,20 +34,20 @@ class Gated(ScriptedEnv):
 
 
 class Gate:
-    """The pool's clock. `SECONDS` pass at each poll at which an environment begins its step or hangs."""
+    """A clock for the pool. It advances by `SECONDS` at each poll in which an environment starts a step or hangs."""
 
     def __init__(self, folder: pathlib.Path):
         self._began, self._go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))
         self._now, self._begin, self._end, self._hangs = 0.0, 0, 0, False
-        self.seen: list[Any] = []  # the pool's progress after the begin of each step
+        self.seen: list[Any] = []  # the pool's progress after the start of each step
 
     def let_through(self, pool: SyncEnv, begin: int, end: int) -> None:
-        """At each poll, end one step and begin the next one.
+        """At each poll, end one step and start the next step.
 
         Args:
             pool: the pool.
-            begin: number of steps to begin.
-            end: number of steps to end. If it is smaller than `begin`, an environment hangs.
+            begin: number of steps to start.
+            end: number of steps to end. If `end` is smaller than `begin`, an environment hangs.
         """
         self._pool, self._begin, self._end, self._hangs = pool, begin, end, begin > end
         self._is_first = True
@@ -93,7 +93,7 @@ def test_answer_timeout_applies_to_each_environment_of_a_worker(type, gate, tmp_
         pool.reset()
         gate.let_through(pool, begin=4, end=4)
         assert pool.step(np.zeros(4, np.int32)).reward.tolist() == [1.0] * 4
-        assert gate.seen == [[0], [1], [2], [3]]  # the progress that an Actor sees
+        assert gate.seen == [[0], [1], [2], [3]]  # the progress that the pool reports to an Actor
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])

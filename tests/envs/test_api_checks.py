@@ -139,14 +139,14 @@ def test_type_error_inside_reset_is_reported_as_an_environment_error():
     def reset(self, *, seed=None, options=None):
         return None + 1
 
-    game = make(reset=lambda self: None)  # its `reset` takes no seed, and gets none
+    game = make(reset=lambda self: None)  # the `reset` of `game` has no argument `seed`, and receives no seed
     for builder in (make(reset=reset), lambda: type("Raises", (Holds,), {"reset": reset})(game())):
         with pytest.raises(EnvError, match=r"raised TypeError in reset\(\): unsupported operand"):
             step(builder)
 
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
-def test_error_in_an_automatic_reset_names_reset(type):
+def test_error_in_an_automatic_reset_names_the_method_reset(type):
     class Once(Env):
         terminated, resets = True, 0
 
@@ -233,7 +233,7 @@ def test_invalid_dm_env_timestep_is_refused(result, message):
 
 
 class Holds(Env):
-    """Holds another object in an attribute, as wrappers do."""
+    """An environment with another object in an attribute, like a wrapper."""
 
     def __init__(self, inner, name="inner"):
         self.__dict__[name] = inner
@@ -267,7 +267,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("shared", [Env, FunctionalEnv(), Clock(), gymnasium])
-def test_environments_may_share_objects_that_are_not_stepped(shared):
+def test_environments_may_share_objects_that_the_pool_does_not_step(shared):
     assert step(lambda: Holds(shared, "env")).reward.tolist() == [1.0, 1.0]
 
 
@@ -301,7 +301,7 @@ def test_pools_may_use_the_same_environment_one_after_another():
 
 
 class Levels(Env):
-    """Creates a new inner environment at each reset. Each episode has one step."""
+    """A wrapper that creates a new inner environment at each reset. Each episode has one step."""
 
     terminated = True
     env = None

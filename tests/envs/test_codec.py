@@ -20,7 +20,7 @@ from rlframe.types import MultiDiscreteArray, specs
 
 
 class ListEnv(gymnasium.Env):
-    """Returns the given observations one after another. Refuses actions that are not in its space."""
+    """An environment that returns the given observations in order, and refuses actions outside its action space."""
 
     def __init__(self, space, values, action_space=None):
         self.observation_space, self.values = space, values

@@ -48,7 +48,7 @@ def test_async_pool_returns_every_step_of_each_environment(type, builder):
     received = np.zeros(SIZE, np.int64)
     with AsyncEnv(builder, SIZE, 2, type, seed=7, num_workers=2) as pool:
         deadline = time.monotonic() + 60.0
-        # The operating system decides which worker runs first, so the number of rounds is open.
+        # The operating system decides which worker runs first, so the necessary number of rounds is unknown.
         while received.sum() < 120 or received.min() < 3:
             assert time.monotonic() < deadline, f"An environment was left out: {received}."
             env_ids, timestep = pool.recv()
@@ -87,7 +87,7 @@ def play(make, num_steps, action):
 
 
 def play_async(make, num_steps, action):
-    """Like `play`, for an async pool: align the steps of its environments."""
+    """Return the same values as `play`, for an async pool. Row t has step t of each environment."""
     with make() as pool:
         actions = np.full((pool.wait_num, *pool.action_spec.shape), action, pool.action_spec.dtype)
         streams = [[] for _ in range(pool.num_envs)]

@@ -1,4 +1,4 @@
-"""Environments that raise, hang, die or return wrong values: the error names the environment, and all workers end."""
+"""If an environment raises, hangs, dies or returns wrong values, the error names it, and all workers end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_sync(fault, type, victim=2, **options):
 
 def run_async(fault, type, victim=2, **options):
     with AsyncEnv(functools.partial(FaultyEnv, fault, victim), 4, 2, type, num_workers=2, **options) as pool:
-        while True:  # the other environments continue until the error arrives
+        while True:  # the other environments continue until `recv` raises the error
             env_ids, _ = pool.recv()
             pool.send(env_ids, np.zeros(2, np.int32))
 
@@ -41,7 +41,7 @@ RUNS = [(run_sync, type) for type in SYNC_TYPES] + [(run_async, type) for type i
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_environment_exception_has_traceback_and_environment_id(run, type):
+def test_error_of_an_environment_contains_its_traceback_and_id(run, type):
     with pytest.raises(EnvError, match=r"Environment 2 raised KeyError in step\(\): 'the wheel came off'") as caught:
         run("raise", type)
     assert "scripted.py" in caught.value.traceback_text
@@ -52,7 +52,7 @@ def test_environment_exception_has_traceback_and_environment_id(run, type):
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_system_exit_in_an_environment_is_an_env_error(run, type):
+def test_system_exit_in_an_environment_becomes_an_env_error(run, type):
     with pytest.raises(EnvError, match=r"Environment 2 raised SystemExit in step\(\): out of fuel"):
         run("exit", type)
     with pytest.raises(EnvError, match="Building environment 2 failed: SystemExit: no fuel"):
@@ -110,7 +110,7 @@ def test_envpool_is_checked_for_nan_only_with_check_finite_true(check_finite):
 
 
 class Diverging(ScriptedDictEnv):
-    """Its nested numbers are infinite from the second episode on."""
+    """An environment whose nested numbers are infinite from the second episode on."""
 
     def _observation(self):
         observation = super()._observation()
@@ -133,7 +133,7 @@ def test_error_for_a_failed_builder_names_the_environment(run, type):
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
 def test_environments_with_different_specs_are_refused(run, type):
-    for victim in (2, 3):  # the first and the second environment of the second worker
+    for victim in (2, 3):  # the environment is the first or the second one of the second worker
         with pytest.raises(UsageError, match="different specs"):
             run("spec", type, victim)
 
@@ -177,7 +177,7 @@ def test_worker_killed_during_a_step_raises():
 
 @pytest.mark.parametrize("is_sync", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_hung_worker_raises_after_the_answer_timeout(is_sync):
-    message = "No answer from environment 2 within 3 s: it hangs"  # a healthy environment may also take a second
+    message = "No answer from environment 2 within 3 s: it hangs"  # healthy environments may take a second
     with pytest.raises(EnvError, match=message):
         (run_sync if is_sync else run_async)("hang", "process", answer_timeout=3.0)
 
@@ -190,7 +190,7 @@ def test_answer_timeout_must_be_positive_and_finite(seconds):
 
 @pytest.mark.parametrize("type", ["thread", "process"])
 def test_close_ends_all_threads_processes_and_descriptors(type):
-    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # create caches and imports that remain
+    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # create the caches and imports that outlive a pool
         pool.reset()
     del pool
     gc.collect()
@@ -203,7 +203,7 @@ def test_close_ends_all_threads_processes_and_descriptors(type):
         pool.close()
     del pool
     gc.collect()
-    # Threads and descriptors of earlier tests may also end, so the counts may decrease.
+    # The counts may decrease, because threads and descriptors of earlier tests may also end.
     assert threading.active_count() <= threads
     assert open_descriptors() <= descriptors
     assert not any(map(alive, pids))
@@ -258,7 +258,7 @@ def test_workers_end_after_their_parent_is_killed(fault):
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
     if fault != "none":
-        assert parent.stdout.readline() == "hangs\n"  # printed by the worker during a step
+        assert parent.stdout.readline() == "hangs\n"  # a worker prints this line during a step
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -322,7 +322,7 @@ def test_failed_async_pool_raises_at_the_next_recv(type):
             pool.recv()
         for _ in range(2):
             with pytest.raises(EnvError, match="interrupted or failed in a step"):
-                pool.recv()  # the failed environment never answers
+                pool.recv()  # the failed environment never finishes its step
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
@@ -340,7 +340,7 @@ def test_failed_async_pool_raises_at_the_next_send(type):
 
 
 class Imports(ScriptedEnv):
-    """Observation: whether its process has imported JAX, EnvPool and TensorFlow."""
+    """The observation shows whether the process has imported JAX, EnvPool and TensorFlow."""
 
     def _observation(self):
         return np.array(["jax" in sys.modules, "envpool" in sys.modules, "tensorflow" in sys.modules], np.float64)

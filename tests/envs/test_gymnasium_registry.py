@@ -1,4 +1,4 @@
-"""Ids that users register with Gymnasium are found at any time, and precede EnvPool's tasks."""
+"""Ids that users register with Gymnasium are found at any time, and take precedence over EnvPool's tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.errors import EnvError, UsageError
 
 
 class Seven(gymnasium.Env):
-    """The reward of every step is 7."""
+    """An environment in which every step has the reward 7."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -34,7 +34,7 @@ class Seven(gymnasium.Env):
 
 
 class Broken(gymnasium.Env):
-    """Raises a TypeError inside its constructor."""
+    """An environment whose constructor raises a TypeError."""
 
     def __init__(self, width=1):
         super().__init__()
@@ -66,7 +66,7 @@ def test_id_registered_after_a_failed_lookup_is_found(type):
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5"])
-def test_id_registered_by_the_user_precedes_envpool(task):
+def test_id_registered_by_the_user_takes_precedence_over_envpool(task):
     assert backend(task) == "envpool"
     gymnasium.register(task, Seven)
     assert backend(task) == "gymnasium" and default_type(task, 64) == "loop"
@@ -90,7 +90,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_gymnasium_id_that_is_registered_again_with_a_change_counts_as_the_user_s(change, registry):
+def test_gymnasium_id_becomes_a_user_id_when_the_user_registers_it_with_a_change(change, registry):
     assert describe_backend("CartPole-v1") == "EnvPool"
     registry["CartPole-v1"] = dataclasses.replace(registry["CartPole-v1"], **change)
     assert backend("CartPole-v1") == "gymnasium"
@@ -102,7 +102,7 @@ def test_gymnasium_id_that_is_registered_again_with_a_change_counts_as_the_user_
 def test_ids_from_gymnasium_and_rlframe_are_not_user_ids():
     assert [name for name in gymnasium_ids() if user_spec(name) is not None] == []
     with pytest.raises(ImportError):
-        gymnasium.make("Ant-v3")  # Gymnasium's entry point for it is a function, not a class
+        gymnasium.make("Ant-v3")  # the entry point of Ant-v3 is a function, not a class
     assert backend("Ant-v3") == "envpool"
     gymnasium.register("PositionOnlyCartPole-v1", Seven)
     assert user_spec("PositionOnlyCartPole-v1") is not None

@@ -16,7 +16,7 @@ TYPES = [("sync", "loop"), ("sync", "thread"), ("sync", "process"), ("async", "t
 
 
 class Logging(ScriptedEnv):
-    """Logs `t` at each step, and `height` at the end of each episode."""
+    """An environment that logs `t` at each step, and `height` at the end of each episode."""
 
     def step(self, action):
         observation, reward, terminated, truncated, _ = super().step(action)
@@ -36,7 +36,7 @@ class LoggingDm(ScriptedDmEnv):
 
 
 def play(kind, type, builder, num_steps=9):
-    """Return the sums of 4 environments. Nine steps are episodes of 3 and 2 steps, half an episode and two resets."""
+    """Return the sums of 4 environments. Nine steps: two episodes (3 and 2 steps), half an episode, and two resets."""
     if kind == "sync":
         with SyncEnv(builder, 4, type, num_workers=2) as pool:
             pool.reset()
@@ -63,7 +63,7 @@ def test_record_episode_statistics_are_logged(type):
     assert sums["episode_return"] == [4 * (6.0 + 3.0), 8.0] and sums["episode_length"] == [4 * (3.0 + 2.0), 8.0]
 
 
-def test_dm_env_logs_values_by_a_method():
+def test_dm_env_environment_logs_the_result_of_log_values():
     assert play("sync", "loop", LoggingDm) == {"t": [48.0, 28.0]}
     assert play("sync", "loop", ScriptedDmEnv) == {}
 
@@ -78,7 +78,7 @@ def test_restored_environments_continue_to_log():
 
 
 class Plain(Logging):
-    """A Logging environment that can be saved."""
+    """A `Logging` environment that can be saved."""
 
     def __init__(self):
         self.mark, self.episode, self.t = 0, -1, 0
@@ -120,5 +120,5 @@ def test_partly_written_name_is_not_in_the_sums():
     names, values = np.zeros(MAX_NAMES, "S56"), np.zeros((MAX_NAMES, 2))
     log = EnvLog(names, values)
     log.add(0, {"speed": 2.0})
-    names[1] = "höhe".encode()[:2]  # in the middle of a letter
+    names[1] = "höhe".encode()[:2]  # the name is cut within the bytes of the letter ö
     assert log.sums() == {"speed": [2.0, 1.0]}

@@ -13,7 +13,7 @@ from rlframe.errors import EnvError, UsageError
 
 
 class ListEnv(gymnasium.Env):
-    """Returns the given observations, one at each reset and step."""
+    """An environment that returns one of the given observations at each reset and step."""
 
     action_space = g.Discrete(2)
 

@@ -1,4 +1,4 @@
-"""EnvServer: an Actor steps environments in another process like local environments."""
+"""With an `EnvServer`, an Actor steps environments in another process like local environments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_repeated_call_does_not_step_again():
     again = server.step("a", 2, actions)
     assert again is first and first.timestep.observation[0, 0] == 1
     assert server.step("a", 3, actions).timestep.observation[0, 0] == 2
-    assert server.step("a", 2, actions) is None  # a call that arrives late
+    assert server.step("a", 2, actions) is None  # an old call that arrives late
     assert server.step("a", 4, actions).timestep.observation[0, 0] == 3
 
 

@@ -1,4 +1,4 @@
-"""An EnvServer of an AsyncEnv: an Actor in another process sends actions and receives the ready environments."""
+"""With an `EnvServer` of an `AsyncEnv`, an Actor in another process sends actions and receives timesteps."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_actor_adds_steps_from_several_servers():
 
 
 class Slow(CountingEnv):
-    """Its steps wait until the test sets `gate`."""
+    """An environment whose steps wait until the test sets `gate`."""
 
     gate = threading.Event()
 
@@ -125,7 +125,7 @@ def test_slow_server_does_not_delay_a_fast_one():
     handles, nodes = served(InProcess(), functools.partial(async_envs, 1, 1, Slow), functools.partial(async_envs, 1, 1))
     pool = as_pool(handles)
     begun = set()
-    while begun != {0, 1}:  # the fast server may answer again before the slow one has begun
+    while begun != {0, 1}:  # the fast server may answer again before the slow server starts a step
         begun.add(pool_step(pool))
     assert [pool_step(pool) for _ in range(5)] == [1] * 5
     Slow.gate.set()
@@ -158,7 +158,7 @@ def test_invalid_actions_are_refused_and_the_server_continues(ids, actions, mess
     handles, nodes = served(InProcess(), functools.partial(async_envs, 2, 2), functools.partial(async_envs, 2, 2))
     pool = as_pool(handles)
     first, _ = pool.recv()
-    if sorted(first.tolist()) != [0, 1]:  # the other server was faster
+    if sorted(first.tolist()) != [0, 1]:  # the result came from the other server
         pool.send(first, np.zeros(2, np.int32))
         while sorted(first.tolist()) != [0, 1]:
             first, _ = pool.recv()
@@ -168,7 +168,7 @@ def test_invalid_actions_are_refused_and_the_server_continues(ids, actions, mess
         pool.send(ids, np.asarray(actions))
     pool.send([0, 1], np.zeros(2, np.int32))
     seen = set()
-    while seen != {(0, 1), (2, 3)}:  # on a busy machine, one server may answer many times before the other
+    while seen != {(0, 1), (2, 3)}:  # on a busy machine, one server may answer many times in a row
         seen.add(pool_of_two(pool))
     for node in nodes:
         node.stop()
@@ -199,7 +199,7 @@ def test_repeated_call_does_not_step_again():
         server.send("a", 3, np.zeros(1, np.int32), action)
     second = server.recv("a", 4)
     assert second.timestep.step_type.tolist() == [MID] and second.timestep.observation[0, 0] == 1
-    assert server.recv("a", 2) is None  # a call that arrives late
+    assert server.recv("a", 2) is None  # an old call that arrives late
     server._env.close()
 
 

@@ -1,4 +1,4 @@
-"""Saved and restored pools continue exactly."""
+"""A restored pool continues exactly from its saved state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "Pendulum-v1", "Mounta
 
 
 class Eager(ScriptedEnv, EzPickle):
-    """Its pickle contains only the constructor's arguments, not its state."""
+    """An environment whose pickle contains the constructor's arguments, but not the state."""
 
 
 class HoldsEager(ScriptedEnv):
@@ -57,7 +57,8 @@ def test_restored_pool_continues_exactly(name, saved_by, restored_by):
         pool.set_state(state)
         for received, wanted in zip(act(pool, np.random.RandomState(1), 230), expected, strict=True):
             np.testing.assert_array_equal(received, wanted)
-    # Resets check that the random state was restored. These two environments have longer episodes.
+    # The pool must reset an environment, to test that the random state was restored. Two environments have too long
+    # episodes for a reset.
     assert (expected[0] == 0).any() or name in ("Acrobot-v1", "MountainCarContinuous-v0")
 
 

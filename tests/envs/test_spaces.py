@@ -21,7 +21,7 @@ from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
 
 
 class Echo(gymnasium.Env):
-    """The observation is the previous action. It keeps the action array, as some environments do."""
+    """The observation is the previous action. The environment keeps a reference to the action array, as some do."""
 
     def __init__(self, action_space):
         self.action_space = action_space
@@ -53,7 +53,7 @@ def test_environments_receive_copies_of_actions_in_their_own_dtype(space, spec, 
         given = np.zeros((1, *spec.shape), spec.dtype)
         pool.reset()
         for action in actions:
-            given[0] = action  # write to the same array: the action that the environment kept must not change
+            given[0] = action  # overwrite the array; the action that the environment kept must not change
             kept = pool.step(given).observation
         np.testing.assert_array_equal(kept[0], actions[0])
 
@@ -100,7 +100,7 @@ def test_64_bit_dtypes_and_their_bounds_become_32_bit():
 
 
 class Floors(ScriptedEnv):
-    """Its observation is a floor, -1 to 3, alone or in a tree."""
+    """An environment whose observation is a floor number, -1 to 3, alone or in a tree."""
 
     def __init__(self, nested):
         self.nested = nested
@@ -167,7 +167,7 @@ def test_as_pool_accepts_pools_environments_and_builders():
 
 
 class CounterPool:
-    """A user's pool, around a batched simulator: its observations are two counters."""
+    """A user's pool around a batched simulator. The observations are two counters."""
 
     num_envs = 2
     observation_spec = specs.Array((), np.float32, "observation")

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 
 class Hanging(ScriptedEnv):
-    """The environment `victim` hangs in its second step, until it is released."""
+    """The environment with the index `victim` hangs in its second step until the event `released` is set."""
 
     def __init__(self, hangs, released, closed, victim=2, seed=0):
         self.hangs, self.released, self.closed, self.is_victim = hangs, released, closed, seed == env_seed(0, victim)
@@ -38,7 +38,7 @@ class Hanging(ScriptedEnv):
 
 @pytest.fixture
 def hanging(monkeypatch):
-    """Yield a builder, an event that is set when its victim hangs, and the `is_victim` of closed environments."""
+    """Yield a builder, an event that is set when an environment hangs, and the `is_victim` of closed environments."""
     monkeypatch.setattr("rlframe.envs.thread._CLOSE_TIMEOUT", 100.0)
     hangs, released, closed = threading.Event(), threading.Event(), []
     yield functools.partial(Hanging, hangs, released, closed), hangs, closed

@@ -40,7 +40,7 @@ def rows(timestep):
 
 
 @pytest.mark.parametrize("type", ["loop", "thread", "process"])
-def test_sync_pool_options_equal_wrapping_each_environment(type):
+def test_sync_pool_options_have_the_same_effect_as_wrappers_of_each_environment(type):
     twins, random = [Twin(i) for i in range(SIZE)], np.random.RandomState(0)
     kinds = set()
     with SyncEnv(ScriptedEnv, SIZE, type, seed=7, num_workers=2, **OPTIONS) as pool:
@@ -58,7 +58,7 @@ def test_sync_pool_options_equal_wrapping_each_environment(type):
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_async_pool_options_equal_wrapping_each_environment(type):
+def test_async_pool_options_have_the_same_effect_as_wrappers_of_each_environment(type):
     twins, random, actions = [Twin(i) for i in range(SIZE)], np.random.RandomState(0), np.zeros(SIZE, np.int64)
     with AsyncEnv(ScriptedEnv, SIZE, 2, type, seed=7, num_workers=2, **OPTIONS) as pool:
         for _ in range(40):
@@ -88,7 +88,7 @@ def test_envpool_repeats_an_action_until_the_episode_ends(is_sync):
     ends = set()
     with plain, repeating:
         before = plain.reset()
-        # The steps of each environment with a constant action and no repetition.
+        # The timesteps of the environments with a constant action that is not repeated.
         stream = [before] + [plain.step(np.ones(SIZE, np.int32)) for _ in range(60)]
         places = [0] * SIZE
         for number in range(12):

@@ -175,7 +175,7 @@ def test_node_whose_run_returns_does_not_end_the_program(start: Start, end: str)
     program = start(in_run(f"print('returns.'); {end}"))
     program.wait_for_output("[fails/0] returns.")
     program.wait_for_output("[waits/0] runs in")
-    program.wait_for(lambda: len(program.guards()) == 1)  # the guard of the other node has ended with that node
+    program.wait_for(lambda: len(program.guards()) == 1)  # the guard of the node that returned has ended
     assert program.process.poll() is None and "failed" not in program.output()
     program.process.send_signal(signal.SIGINT)
     assert program.ends_within() == 0 and "the script continues" in program.output()
@@ -208,7 +208,7 @@ def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Sta
     )
     program.wait_for(
         lambda: len(program.members()) > 8
-    )  # the launcher, and for each node two shells (or a shell and sed), the node and its guard
+    )  # the launcher, and for each node four processes: two shells (or a shell and sed), the node and its guard
     os.killpg(program.process.pid, signal.SIGINT)
     begin = time.monotonic()
     assert program.ends_within() == 0, program.output()
@@ -216,7 +216,7 @@ def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Sta
 
 
 def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
-    """Start a program whose nodes wait for a file `go_on` before their first import, except the first `ahead` nodes."""
+    """Start a program. All nodes but the first `ahead` nodes wait for a file `go_on` before their first import."""
     (folder / "early").mkdir()
     (folder / "early/sitecustomize.py").write_text(
         "import os, time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
@@ -267,7 +267,7 @@ def test_end_starting_nodes_kills_only_nodes_that_ignore_sigterm():
         assert started.wait(30) == 0
 
 
-# A program with objects of rlframe: no actor adds a step, or an Actor gets a node instead of the node's handle.
+# A program with objects of rlframe and one of two faults: no actor adds a step, or an Actor gets a node, not a handle.
 RLFRAME_PROGRAM = """
 from functools import partial
 
@@ -356,7 +356,7 @@ def test_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, f
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
     program = start(example(page))
-    program.wait_for_output("return ")  # printed by the evaluator: now all nodes are running
+    program.wait_for_output("return ")  # when the evaluator prints this, all nodes are running
     program.process.kill()
     program.ends_within()
 

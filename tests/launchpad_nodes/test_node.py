@@ -18,7 +18,7 @@ from rlframe.launchpad_nodes.guard import Guard, Node, kill_tree, remove_data, s
 from tests.extras import needs
 from tests.plain_launchpad import Program
 
-# Short replacements for Launchpad's launcher and node, without the imports, which take seconds.
+# Short replacements for Launchpad's launcher and node. They skip Launchpad's imports, which take seconds.
 LAUNCHER = """
 import os, subprocess, sys, tempfile
 
@@ -91,7 +91,7 @@ def test_guard_watches_the_process_that_pickled_the_node(monkeypatch, tmp_path, 
         monkeypatch.setattr(launchpad_node, "is_wrapper", lambda command: True)
         os.close(launchpad_node._start_guard(killed, os.getsid(0) + in_terminal))
     parent = ProcessId.of(os.getppid())
-    # A node with its own terminal ends with its parent, which gets no signal ("False").
+    # The guard of a node with its own terminal watches the parent, and sends it no signal ("False").
     watched = [*parent, False] if in_terminal else [*killed, True]
     assert started[0][-7:-2] == [str(each) for each in (*this_process(), *watched)]
 

@@ -168,7 +168,7 @@ def test_later_imports_of_a_notebook_are_not_replaced(tmp_path, monkeypatch):
 
 
 class FakeModule:
-    """A fake module without `__dict__`, as in cffi."""
+    """A fake module without `__dict__`, like the fake modules of cffi."""
 
     __slots__ = ()
     __class__ = types.ModuleType

@@ -1,4 +1,4 @@
-"""User modules, `module:Id`: they are reloaded if they have changed, and found from every directory and process."""
+"""User modules (`module:Id`) are reloaded after a change, and found from every directory and process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_resumed_run_finds_its_module_from_another_directory(tmp_path):
     run_dir = run("moved_module:Own-v0", run_dir=tmp_path / "run").run_dir
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["modules"] == {"moved_module": str(tmp_path / "here")}
-    write(tmp_path / "there", "moved_module", 7, 1)  # another module of this name
+    write(tmp_path / "there", "moved_module", 7, 1)  # another module with the same name
     os.chdir(tmp_path / "there")
     assert rlframe.train(run_dir=run_dir, resume=True, steps=128, quiet=True).return_mean == 2.0
     os.chdir(tmp_path / "there")
@@ -78,7 +78,7 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     os.chdir(tmp_path)
     (tmp_path / "renamed" / "gone_module.py").write_text(
         "VALUE = 1\n"
-    )  # the change removes the old version from memory
+    )  # `forget_changed` then removes the loaded version
     code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
     root = str(pathlib.Path(__file__).parents[2])
     forget_changed()
@@ -100,7 +100,7 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     assert f"The run was started with the module in {tmp_path}/here." in done.stderr
 
 
-def test_resumed_run_refuses_another_environment_of_the_same_id(tmp_path, capsys):
+def test_resumed_run_refuses_another_environment_with_the_same_id(tmp_path, capsys):
     class Nine(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
         action_space = gymnasium.spaces.Discrete(2)
@@ -133,7 +133,7 @@ def test_resumed_run_refuses_another_environment_of_the_same_id(tmp_path, capsys
 @pytest.mark.parametrize(
     ("saved", "now", "is_other"),
     [
-        ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv)", False),  # the same game
+        ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv)", False),  # both are the same environment
         ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", True),
         ("Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", "EnvPool", True),
         ("Gymnasium (__main__:Maze)", "Gymnasium (my_script:Maze)", False),

@@ -1,6 +1,6 @@
 """The launcher's side of the engine `ray`: connect to a cluster, or start Ray on this machine, and start nodes there.
 
-`RayCluster.place` returns a `StartableRayNode`. The supervisor starts it as a `RunningRayNode`, which gets the node's
+`RayCluster.place` returns a `StartableRayNode`. The supervisor starts this as a `RunningRayNode`, which gets the node's
 state from the node's Ray actor (`host.py`).
 """
 
@@ -39,12 +39,12 @@ class RayCluster:
     """Connects this process to Ray and to the nodes of a program on it.
 
     Args:
-        address: "auto" or "HOST:PORT". None starts Ray on this machine. It ends with `close` or with this process.
+        address: "auto" or "HOST:PORT". None starts Ray on this machine until `close` or the end of this process.
 
     Attributes:
-        token: a random id of the program, part of the paths of its sockets.
+        token: a random id of the program, which is part of the paths of the program's sockets.
         hosts: (address, actor) of each started node, in the order of their start.
-        others: by address, the newest actor of each node, for the launcher's relay.
+        others: a dict of address -> newest actor of the node, for the launcher's relay.
 
     Raises:
         UsageError: Ray cannot be reached.
@@ -94,7 +94,7 @@ class RayCluster:
 
         Args:
             nodes: number of nodes.
-            shares_memory: whether a node must run on this process's Ray node. Then only its CPUs count.
+            shares_memory: whether a node must run on this process's Ray node. Then only that node's CPUs count.
         """
         total = sum(
             there.get("CPU", 0.0) for name, there in self._resources() if not shares_memory or name == self._ray_node
@@ -127,8 +127,8 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
                 ray.init(address=address, **quiet)
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # on a busy machine
-                directory = SocketDirectory()  # with Ray's files; it is removed even if this process is killed
+                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine needs this time
+                directory = SocketDirectory()  # for Ray's files; removed even if this process is killed
                 opened.callback(directory.close)
                 cpus = max(1, len(os.sched_getaffinity(0)))
                 ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=directory.path, **quiet)
@@ -141,7 +141,7 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
             raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
         opened.callback(ray.shutdown)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # restore it: Ray has set its own handler
+            signal.signal(signal.SIGTERM, handler)  # restore the handler, because Ray has set another one
         yield
 
 

@@ -1,8 +1,8 @@
 """`NodeHost`, the Ray actor of a node: it starts the node's process, watches it, and relays calls.
 
-The process is like a process of the engine `local`, and dies with the actor. So a node has its own main thread, and its
-exit code and last output are always available. Nodes on the same Ray node call each other over sockets, which takes a
-tenth of the time of an actor call.
+The process is like a process of the engine `local`, and dies with the actor. So a node has its own main thread, and
+the exit code and the last output of the node are always available. Nodes on the same Ray node call each other over
+sockets, which takes a tenth of the time of a call through Ray actors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ with extras.explain_import_error("--engine ray", "ray"):
 
 WATCH_TIMEOUT = 0.5  # seconds that `NodeHost.watch` waits for a change
 
-_MAX_LINES = 10_000  # newest output lines that are kept until the supervisor fetches them
-_MAX_CALLS = 32  # concurrent calls to the node
+_MAX_LINES = 10_000  # number of newest output lines that are kept for the supervisor
+_MAX_CALLS = 32  # maximum number of concurrent calls to the node
 
-Handles = Mapping[str, Any]  # by the address of a node: its Ray actor
+Handles = Mapping[str, Any]  # address of a node -> its Ray actor
 
 # Separate concurrency groups, so that slow calls to the node do not delay the supervisor's calls.
 CONCURRENCY = {"watch": 2, "signal": 2, "call": _MAX_CALLS}
@@ -52,8 +52,8 @@ class NodeSnapshot(NamedTuple):
         lines: output lines since the previous snapshot.
         total: total number of output lines.
         page: the memory page with the node's heartbeat; None if the node has no heartbeat.
-        host: name of its machine.
-        pid: its process id on that machine.
+        host: name of the node's machine.
+        pid: process id of the node on that machine.
         code: see `RunningNode.code`.
         ends: whether the node has requested the end of the program.
         serves: whether the node accepts calls.
@@ -76,7 +76,7 @@ class NodeHost:
         name, address, pickled, rules: see `StartableRayNode`.
         token: token of the program: see `RayCluster`.
         hang_timeout: see `Supervisor`.
-        imports: the launcher's `sys.path`. Ray passes only two of these directories to its actors.
+        imports: the launcher's `sys.path`. Ray itself passes only two of these directories to actors.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class NodeHost:
         self._count, self._ends, self._has_exited = 0, False, False
         heartbeat = HeartbeatMonitor(hang_timeout, 0.0) if hang_timeout else None
         env = {**rules.env, **self._relay.ray_sockets.variables, MACHINE: ray_node}
-        sys.path += [path for path in imports if path not in sys.path]  # the node's process inherits it
+        sys.path += [path for path in imports if path not in sys.path]  # the node's process inherits this variable
         process = StartableProcess.of(name, run_ray_node, pickled, dataclasses.replace(rules, env=env))
         self._node = process.start(heartbeat, self._on_exit, self._take)
 
@@ -169,7 +169,7 @@ class NodeHost:
         running.send(signal.SIGKILL)  # kills the processes that the node has started
         for versions in list(self._versions.values()):
             versions.close()
-        with contextlib.suppress(FileNotFoundError):  # a killed node leaves its socket, and may restart elsewhere
+        with contextlib.suppress(FileNotFoundError):  # a killed node does not remove its socket
             os.unlink(self._path)
         with self._changed:
             self._has_exited = True
@@ -190,8 +190,8 @@ class Relay:
         subscriber: address of the host's node; None in the launcher.
 
     Attributes:
-        ray_sockets: the argument.
-        others: by address, the Ray actors of all nodes.
+        ray_sockets: the argument `ray_sockets`.
+        others: a dict of address -> Ray actor, for all nodes.
         end_program: function that a node calls to end the program.
     """
 
@@ -199,7 +199,7 @@ class Relay:
         self._subscriber = subscriber
         self._versions: dict[
             tuple[str, Policy], FetchedVersions
-        ] = {}  # keyed by the address of the publishing node and the policy
+        ] = {}  # the keys are (address of the publishing node, policy)
         self._lock = threading.Lock()
         self.ray_sockets, self.others = ray_sockets, dict[str, Any]()
         self.end_program: Callable[[], None] = lambda: None

@@ -23,14 +23,14 @@ with extras.explain_import_error("--engine ray", "ray"):
     import ray
 
 _RESUBSCRIBE_INTERVAL = 5.0  # seconds after which a host subscribes again
-_FIRST_VERSION_TIMEOUT = 1.0  # seconds to wait for the first version, before the node itself is called
+_FIRST_VERSION_TIMEOUT = 1.0  # seconds to wait for the first version; after that the node itself is called
 
-Offer = Callable[[int, list[Any]], None]  # (version, [object reference])
+Offer = Callable[[int, list[Any]], None]  # callback (version, [object reference])
 Policy = tuple[str, ...]  # the first arguments of each call: () for a learner, (policy_id,) for a param store
 
 
 class PublishedVersions:
-    """The publisher's side: it runs in the host of the node that has the parameters.
+    """The publishing side. It runs in the host of the node that has the parameters.
 
     Args:
         client: client of the node, which is a `PackedSource`.
@@ -56,7 +56,7 @@ class PublishedVersions:
                 self._thread.start()
 
     def close(self) -> None:
-        """Stop, after the end of the node."""
+        """Stop publishing, after the end of the node."""
         self._over = True
 
     def _follow(self) -> None:
@@ -65,14 +65,14 @@ class PublishedVersions:
             try:
                 version = self._client.call("wait_for_version", *self._policy, known, LONGEST_WAIT)
                 if version > known:
-                    # The node may return a newer version than `version`. That version is then published again under
-                    # its own number, but readers that already have it do not fetch it.
+                    # The node may return a newer version than `version`. The newer version is then published again
+                    # under its own number, but readers that already have it do not fetch it again.
                     parts = self._client.exchange(messages.pack(("get_packed", (*self._policy, -1), {})))
                     self._publish(version, ray.put(parts))
                     known = version
             except UnavailableError:
                 time.sleep(0.1)
-            except RlframeError:  # the node has no parameters, does not publish versions, or stops
+            except RlframeError:  # the node has no parameters, publishes no versions, or is stopping
                 break
         with self._lock:
             self._thread = None  # the next `subscribe` starts a new thread
@@ -85,7 +85,7 @@ class PublishedVersions:
 
 
 class FetchedVersions:
-    """The readers' side, on another Ray node.
+    """The reading side. It runs on other Ray nodes.
 
     Args:
         subscribe: function that subscribes to a host, which then sends each version to `take`.
@@ -112,11 +112,11 @@ class FetchedVersions:
         Args:
             host: the Ray actor of the node.
             method: "wait_for_version" or "get_packed".
-            known: the version that the caller has.
+            known: the version that the caller already has.
             timeout: seconds, for `wait_for_version`.
 
         Returns:
-            The result of `wait_for_version`, or the packed result of `get_packed`. None if no version has arrived: then
+            The result of `wait_for_version`, or the packed result of `get_packed`. None if no version has arrived. Then
             the caller must call the node itself.
 
         Raises:

@@ -85,7 +85,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
         if hasattr(made, "run"):
             made.run()
         else:
-            while not stop.wait(1.0):  # with a timeout: a signal just before the wait would not interrupt it
+            while not stop.wait(1.0):  # a signal just before the wait would not interrupt an endless wait
                 pass
     finally:
         server.stop()
@@ -104,7 +104,7 @@ def set_at_sigterm(stop: threading.Event) -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame
-        # In a new thread, because the thread that the handler interrupts may hold the event's lock.
+        # Use a new thread, because the thread that the handler interrupts may hold the event's lock.
         threading.Thread(target=stop.set, daemon=True).start()
 
     signal.signal(signal.SIGTERM, handle)
@@ -118,7 +118,7 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
     except (UsageError, NonFiniteLossError, CheckpointError):  # a restart would fail in the same way
         traceback.print_exc()
         code = EXIT_PERMANENT
-    except JobFailedError as error:  # a restart would fail too; the worker has already printed the traceback
+    except JobFailedError as error:  # a restart would fail too; the traceback has already been printed
         print(error, file=sys.stderr)
         code = EXIT_PERMANENT
     except Exception:

@@ -1,6 +1,6 @@
 """The contracts between a supervisor and its nodes: `StartableNode.start` returns a `RunningNode`.
 
-`StartableProcess` and `RunningProcess` implement them for processes on this machine. In such a process,
+`StartableProcess` and `RunningProcess` implement the contracts for processes on this machine. In such a process,
 `node_main.main` runs the node.
 """
 
@@ -27,7 +27,7 @@ from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.processes import start_process
 from rlframe.user_code.directories import import_path
 
-_MAX_LINES = 80  # newest output lines of each node that are kept, for its traceback
+_MAX_LINES = 80  # number of newest output lines of each node that are kept, to report its traceback
 
 EXIT_PERMANENT = 4  # exit code of a process that would fail again after a restart
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # environment variable of a node's process: the launcher's process id
@@ -38,14 +38,14 @@ class RunningNode(abc.ABC):
 
     Args:
         name: name of the node.
-        heartbeat: the process's heartbeat; None means that it has none.
+        heartbeat: the heartbeat of the process; None if the process has no heartbeat.
         take_line: callback (name, line) for each line of output.
 
     Attributes:
         code: exit code, or the negative number of the signal that killed the process; None while it runs.
         pid: process id on its machine; None if it is unknown.
         host: name of that machine.
-        serves_at: address at which the process accepts calls; None if it does not, or not yet.
+        serves_at: address at which the process accepts calls; None if it does not accept calls, or not yet.
         hang_reason: how the process hung, if `kill_if_hung` killed it; else "".
     """
 
@@ -139,8 +139,8 @@ class StartableProcess:
     name: str  # "actor/1"
     command: Sequence[str]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
-    content: bytes | None = None  # input that it reads from a file descriptor, whose number is appended to `command`
-    address: str | None = None  # path of the socket at which it accepts calls
+    content: bytes | None = None  # input of the process, from a file descriptor whose number is appended to `command`
+    address: str | None = None  # path of the socket at which the process accepts calls
 
     @classmethod
     def of(
@@ -153,7 +153,7 @@ class StartableProcess:
             run: module-level function that runs a node in its process, such as `node_main.run_served_node`.
             pickled: the argument of `run`.
             rules: rules of the node's group.
-            address: path of the socket at which the node accepts calls; None if there is none or it is not needed.
+            address: path of the socket at which the node accepts calls; None if no address is needed.
         """
         rules = dataclasses.replace(rules, env={**rules.env, LAUNCHER_PID: str(os.getpid())})
         code = (
@@ -227,7 +227,7 @@ class RunningProcess(RunningNode):
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[int]:
-    """Yield a file descriptor from which `content` can be read. It is memory, which the kernel frees."""
+    """Yield a descriptor of a file in memory from which `content` can be read. The kernel frees the memory."""
     descriptor = os.memfd_create("rlframe node")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -245,7 +245,7 @@ def program_processes(
 
     Args:
         run: see `StartableProcess.of`.
-        nodes: for each group, its pickled nodes.
+        nodes: the pickled nodes of each group.
         rules: rules for each group. A group without rules has no restarts and does not end the program.
     """
     return [

@@ -15,7 +15,7 @@ from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, Start
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
-STOP_SIGNAL = signal.SIGUSR1  # a node that ends the program (`lp.stop()`) sends it to the launcher
+STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, as for `lp.stop()`
 
 
 class ProgramSupervisor(Supervisor):
@@ -66,7 +66,7 @@ class ProgramSupervisor(Supervisor):
             The number of the first signal that ended the program, or None if no signal did.
 
         Raises:
-            ProgramError: a node failed and has no restarts left, or a node that must save did not, because it failed or
+            ProgramError: a node failed and has no restarts left, or a node that must save did not save: it failed or
                 was killed while the program ended. The message contains the node's name and traceback.
         """
         with signal_handlers((*stop_signals(), STOP_SIGNAL), self._on_signal):
@@ -105,14 +105,14 @@ class ProgramSupervisor(Supervisor):
         ending = f"{running.exit_reason()} while the program ended"
         if running.code not in (0, -signal.SIGTERM, -signal.SIGKILL):
             self.node_logs.warn(slot.name, ending)
-        # A node that SIGTERM killed had not started to work, so it has nothing to save.
+        # If SIGTERM killed a node, the node had not started to work, so it has nothing to save.
         if slot.rules.must_save and running.code not in (0, -signal.SIGTERM):
             self._note_unsaved(slot, ending, running.last_output())
 
     def _end_if_complete(self) -> None:
-        """End the program if all nodes with the rule `ends_program` have ended, all of them with exit code 0.
+        """End the program if all nodes with the rule `ends_program` have ended with exit code 0.
 
-        After a failure such a node is WAITING, or the program has already ended.
+        A node that failed waits for its restart, or the program has already ended.
         """
         ending = [slot for slot in self.slots.values() if slot.rules.ends_program]
         if ending and all(slot.state == "ENDED" for slot in ending):
@@ -161,7 +161,7 @@ class ProgramSupervisor(Supervisor):
         self._signal_number = self._signal_number or number
         self._end_nodes()
 
-    # --- for `watch`
+    # --- calls of `watch`
 
     def _report_states(self) -> None:
         """Call `watch` if a state has changed."""

@@ -30,7 +30,7 @@ class Backoff:
     """Seconds from the death of a node to its restart."""
 
     first: float = 0.5  # seconds after the first death; doubled for each later death
-    longest: float = 10.0  # maximum, from the sixth death on; the default of 3 restarts does not reach it
+    longest: float = 10.0  # maximum seconds, after the sixth and each later death; the default allows only 3 restarts
     healthy: float = 900.0  # seconds of life after which the count of deaths restarts; time in a hang does not count
 
     def delay(self, deaths: int) -> float:
@@ -48,8 +48,8 @@ class Slot:
             elastic is a new object for each incarnation.
         rules: rules of the node's group.
         state: see `NodeState`.
-        deadline: time of the restart in the state WAITING, time of the kill in the state ENDING; else infinite.
-        running: the process; None if there is none.
+        deadline: time of the restart (state WAITING), time of the kill (state ENDING), or infinity (other states).
+        running: the process; None if the node has no process.
         incarnation: number of restarts; -1 before the first start.
         deaths: number of deaths in a row.
         problem: how the latest process died, or why the node does not start; "" after a healthy time.
@@ -73,7 +73,7 @@ class Supervisor:
     the exit of a process, and may call `count_death` and `restart_later`.
 
     `start`, `terminate` and `kill` act on one slot, and `kill_all` on all slots. Call them in the thread that calls
-    `step`. Another thread must hold `lock` for the call, or put a function that calls them into `events`.
+    `step`. Another thread must hold `lock` during the call, or put a function that makes the call into `events`.
 
     Args:
         logs: receives the output of the nodes, and warnings about them; None means that stderr shows both.
