@@ -11,8 +11,8 @@ from rlframe.http.config import ServiceConfig
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ServiceConfig):
-    """Options of the trajectory service: `rlframe serve trajectories --store ...`, or environment variables under
-    uvicorn.
+    """Options of the trajectory service. `rlframe serve trajectories` reads them from the command line, and uvicorn
+    from environment variables.
     """
 
     can: ClassVar[str] = "read, send and erase experience"
