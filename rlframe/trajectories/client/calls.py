@@ -297,7 +297,7 @@ class EnvironmentCalls(BaseClient):
         status = await self._poll(lambda: self._send_as(asked, EnvStatus, timeout), wanted, wait)
         if not wanted(status):
             raise UnavailableError(
-                f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
+                f"{self.url}: environment {env_id} must still wait after {wait:g} s: {status.queue_size} groups "
                 f"wait (at most {max_queued} may), and hold is {status.hold}. Is the trainer running?"
             )
         return status
@@ -356,7 +356,7 @@ class EnvironmentCalls(BaseClient):
             if (pause := next(pauses, None)) is None:
                 raise UnavailableError(
                     f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s; the "
-                    f"others were. Last error: {content.get('error')} Send all again with the same key, or these later."
+                    f"others were. Last error: {content.get('error')} Send all groups again with the same key."
                 )
             await self._pause(pause)  # because of the key, accepted groups are not added twice
         size = content.get("buffer_size", content.get("last_buffer_size"))

@@ -316,7 +316,7 @@ def waiting(epoch: Epoch) -> list[Waiting]:
 def _batch_blockers(epoch: Epoch) -> Iterator[str]:
     """Yield the reasons why there is no batch or no new groups. A missing minimum share is not among the reasons."""
     if epoch.paused:
-        yield "the run is paused: every environment holds (POST /resume)"
+        yield "the run is paused: environments start no new groups (POST /resume)"
     if not epoch.started:
         yield "environments wait to register: the trainer has not requested a batch yet (GET /batch)"
     if epoch.leases.returned or can_form_batch(epoch):

@@ -185,7 +185,7 @@ def test_environment_sends_nothing_during_pause(client):
     assert not client.wait_until_wanted(env_id, 0).hold
     client.pause()
     assert client.status().paused and client.env_status(env_id).hold
-    with pytest.raises(UnavailableError, match=r"environment 0 still has to hold after 0 s.*hold is True"):
+    with pytest.raises(UnavailableError, match=r"environment 0 must still wait after 0 s.*hold is True"):
         client.wait_until_wanted(env_id, 10**9, wait=0)
     wanted = threading.Thread(target=client.wait_until_wanted, args=(env_id, 0), kwargs={"wait": DEADLINE})
     wanted.start()

@@ -214,7 +214,7 @@ def test_reasons_for_waiting_are_reported():
     queue.note_trainer()
     queue.pause()
     send(queue, 4, 4)
-    assert queue.status().waiting_for == ["the run is paused: every environment holds (POST /resume)."]
+    assert queue.status().waiting_for == ["the run is paused: environments start no new groups (POST /resume)."]
     queue.resume()
     assert queue.status().waiting_for == []
 
