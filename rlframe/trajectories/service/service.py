@@ -149,7 +149,7 @@ class Service:
         """Log a command of `Queue`. When the command is durable and applied, return the answer.
 
         Args:
-            run: Name of the run. Commands in `RUN_CREATING_COMMANDS` create it. Others see a missing run as empty.
+            run: Name of the run. Only commands in `RUN_CREATING_COMMANDS` create a missing run.
             payload, arguments: Payload of the command `add`, and arguments of the command without `now`.
 
         Raises:
