@@ -44,7 +44,7 @@ class Registration:
         metadata={
             "ge": 0,
             "lt": 2**63,
-            "description": "Policy versions by which a group may be older than the trainer's.",
+            "description": "Policy versions by which a group may be older than the trainer's policy.",
         },
     )
     stale: Literal["keep", "discard"] = field(

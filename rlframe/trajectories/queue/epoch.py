@@ -61,7 +61,7 @@ class Epoch:
         return self.registration
 
     def apply_registration(self, registration: Registration) -> None:
-        """Replace the settings. The rest of the state stays unchanged."""
+        """Replace the settings. All other state stays unchanged."""
         self.registration = registration
         for env_id in self.envs.with_minimum_share:
             self._reserve(self.envs.all[env_id])

@@ -255,7 +255,7 @@ class Queue:
         self._begin().paused = False
 
     def set_policy_version(self, version: int) -> None:
-        """Set the trainer's current policy version, which the staleness of groups is relative to."""
+        """Set the trainer's current policy version. The staleness of groups is relative to this version."""
         self._begin().policy_version = version
 
     # Reads. They change nothing. Their cost is O(distinct group sizes), unless the docstring states another cost.

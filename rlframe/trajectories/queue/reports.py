@@ -268,7 +268,7 @@ def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
     if registration.max_staleness is None:
         return False
     batches = registration.max_staleness + 1
-    if env.env_id in epoch.envs.with_minimum_share:  # batches wait for its groups, so other groups do not count
+    if env.env_id in epoch.envs.with_minimum_share:  # batches wait for this environment: other groups do not count
         return own >= max(registration.batch_size, batches * minimum_share(epoch, env))
     return max(own, total) >= batches * registration.batch_size
 

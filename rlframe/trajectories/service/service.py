@@ -40,7 +40,7 @@ _EXPIRY_PERIOD = 0.5  # seconds between two checks for ended leases and silent e
 _WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds to wait for commands of other processes, normally and while closing
 _RETRY = 0.5  # seconds until the next read of a store that did not answer
 _NEARLY_FULL = 0.8  # fraction of the byte limit above which environments should start no new groups
-_ORPHAN_GRACE = 60.0  # seconds until orphaned payloads are deleted, which other processes may still read
+_ORPHAN_GRACE = 60.0  # seconds before orphaned payloads are deleted, because other processes may still read them
 # Commands with the argument `now`.
 _COMMANDS_WITH_TIME = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))
 

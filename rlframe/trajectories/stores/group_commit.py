@@ -33,7 +33,7 @@ class Append:
 
 @dataclass
 class Commit:
-    """Writes that are committed together. If the commit fails, none is written. `refuse` takes out single appends."""
+    """Writes that are committed together: all or none of them. `refuse` removes single appends from the commit."""
 
     appends: list[Append] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)  # positions of payloads

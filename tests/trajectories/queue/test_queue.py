@@ -474,7 +474,7 @@ def test_expired_batch_is_redelivered_before_new_ones_with_same_step():
     assert list(queue.epoch.leases.returned) == [first.batch_id]
     again = queue.take(11.0, lease_seconds=10.0, consumer="b")
     assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
-    assert not queue.nack(0, consumer="a")  # Client a is no longer the owner.
+    assert not queue.nack(0, consumer="a")  # Client `a` is no longer the owner.
     assert queue.nack(0, consumer="b")
     assert queue.ack(0)  # A late acknowledgment is accepted.
     assert queue.epoch.released == [0, 1]

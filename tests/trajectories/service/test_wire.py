@@ -158,7 +158,7 @@ def test_bytes_that_are_not_a_group_are_refused(body):
 
 @pytest.mark.parametrize("name", ["advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "messages"])
 def test_empty_optional_array_is_accepted(name):
-    """The original BaseEnv sends [] for missing arrays. The service returns these empty arrays unchanged."""
+    """atroposlib's BaseEnv sends [] for missing arrays. The service returns these empty arrays unchanged."""
     body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], name: []}).encode()
     assert json.loads(parse_group(body, packed=False).payload)[name] == []
     with pytest.raises(InvalidGroupError):

@@ -59,7 +59,7 @@ store = open_store(url)
 print("open", flush=True)
 sys.stdin.readline()
 positions = []
-while len(positions) < 1000 or positions[-1] == len(positions):  # until the other one has appended too
+while len(positions) < 1000 or positions[-1] == len(positions):  # until the other process has appended too
     records = [b"%s %d" % (name.encode(), n) for n in range(len(positions), len(positions) + 20)]
     positions += [future.result(60) for future in [store.append(record, record * 100) for record in records]]
 print(*positions)
@@ -164,7 +164,7 @@ def test_commit_torn_by_kill_9_does_not_reappear(tmp_path, opened, torn_in):
         file.write_bytes(content[: content.rfind(torn_in) + 2])
         server.start()
         store = opened(server.url)
-        kept = store.read(0, 10)  # some of the three appends
+        kept = store.read(0, 10)  # the records of some of the three appends
         assert kept[0] == (1, b"before") and len(kept) < 4
         assert append(store, b"after") == [len(kept) + 1]
         store.delete_payloads([1])

@@ -46,7 +46,7 @@ def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator
             yield family
     staleness = SummaryMetricFamily(
         PREFIX + "staleness_versions",
-        "Policy versions by which groups were older than the trainer's when served, if both are known.",
+        "Staleness of served groups: policy versions by which a group was older than the trainer's policy.",
         labels=["run"],
     )
     for run, report in runs.items():

@@ -62,7 +62,7 @@ async def status(request: Request) -> Response:
 
 @router.post("/policy-version", response_model=models.Versioned, responses=WRITES)
 async def policy_version(body: models.PolicyVersion, request: Request) -> Response:
-    """Set the trainer's current policy version, which the staleness of groups is relative to."""
+    """Set the trainer's current policy version. The staleness of groups is relative to this version."""
     await service_of(request).submit(run_of(request), "set_policy_version", version=body.policy_version)
     return answer({"status": "success", "policy_version": body.policy_version})
 
