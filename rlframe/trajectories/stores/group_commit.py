@@ -33,7 +33,7 @@ class Append:
 
 @dataclass
 class Commit:
-    """Writes that are committed together: all or none of them. `refuse` removes single appends from the commit."""
+    """Writes that are committed together, or not at all. `refuse` removes single appends from the commit."""
 
     appends: list[Append] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)  # positions of payloads
