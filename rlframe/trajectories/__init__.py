@@ -8,10 +8,10 @@ The path of one scored group, from an environment to the learner's batch:
    with `service/validation.py`. `Service.submit` appends it to the log of a store (`stores/`): SQLite, Redis or
    memory. When the group is in the log, the environment gets `{"status": "received"}`.
 3. `service/state_machine.py` applies the log: `queue.Queue.add` puts the group into a unit queue.
-4. The trainer calls `client.batch(lease=120)`. If the queue can form exactly `batch_size` sequences, `Queue.take`
-   leases them, and the endpoint `/batch` joins their stored bytes.
-5. `client.TrajectoryBuffer.sample` pads them to a `TokenBatch`: `tokens [S, T]`, `mask` (1 where masks are not -100),
-   `scores [S]`, `group [S]` (here 0 and 0). An ordinary `Learner` with `agents.GRPO` learns from it.
+4. The trainer calls `client.batch(lease=120)`. If queued groups have exactly `batch_size` sequences together,
+   `Queue.take` leases these groups, and the endpoint `/batch` joins their stored bytes.
+5. `client.TrajectoryBuffer.sample` pads the groups to a `TokenBatch`: `tokens [S, T]`, `mask` (1 where masks are not
+   -100), `scores [S]`, `group [S]` (here 0 and 0). An ordinary `Learner` with `agents.GRPO` learns from it.
 6. After the update, the buffer acknowledges the batch (`Queue.ack`), and the store deletes the payload.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rlframe.trajectories.client.groups import Group
     from rlframe.types import TokenBatch
 
-# Public name -> module. Imported on first use, because the dependencies of the service and its clients are optional.
+# Each public name with its module. A module is imported on first use, because its dependencies are optional.
 _PUBLIC = {
     "AsyncTrajectoryClient": "rlframe.trajectories.client.client",
     "Group": "rlframe.trajectories.client.groups",

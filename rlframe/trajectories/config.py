@@ -11,8 +11,8 @@ from rlframe.http.config import ServiceConfig
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ServiceConfig):
-    """Options of the trajectory service: `rlframe serve trajectories --store ...`, or environment variables under
-    uvicorn.
+    """Options of the trajectory service. `rlframe serve trajectories` reads them from the command line, and uvicorn
+    from environment variables.
     """
 
     can: ClassVar[str] = "read, send and erase experience"
@@ -21,7 +21,7 @@ class Settings(ServiceConfig):
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
     fresh: bool = False  # clear the store: delete all its registrations, environments and groups
     tokenizer: str | None = None  # `byte`, or a tokenizer.json file; the live page then shows tokens as text
-    max_queue_mb: int = 16_384  # limit of stored groups in megabytes; environments hold at 80 % of it
+    max_queue_mb: int = 16_384  # limit of stored groups in MB; environments wait above 80 % of it
     reset: bool = True  # whether /reset_data is enabled
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
 

@@ -10,22 +10,23 @@ from typing import Literal
 
 from rlframe.errors import UsageError
 
-IGNORED = -100  # mask of a token that is not trained on
+IGNORED = -100  # value in `masks` for a token that is not trained on
 INT_FIELDS = ("tokens", "masks")  # integer arrays of a group
 FLOAT_FIELDS = ("advantages", "ref_logprobs", "inference_logprobs")
-ANY_LENGTH_FIELD = "advantages"  # lists of another length than the tokens are accepted, and ignored
-MAX_FLOAT32 = 2.0**128 - 2.0**104  # limit of the float arrays and the scores
+ANY_LENGTH_FIELD = "advantages"  # field whose rows may differ from the tokens in length; such rows are ignored
+MAX_FLOAT32 = 2.0**128 - 2.0**104  # limit of all numbers in float arrays and scores
 
-MAX_BATCH_SIZE = 1_000_000  # sequences; batching uses integers with this many bits
-INT64_LIMITS = {"ge": -(2**63), "lt": 2**63}  # range that the log can encode
+MAX_BATCH_SIZE = 1_000_000  # sequences; limited because batching uses integers with this number of bits
+INT64_LIMITS = {"ge": -(2**63), "lt": 2**63}  # range of the integers that the log can encode
 TEXT_LIMITS = {"max_length": 4096}
 
 
 @dataclass(frozen=True)
 class Registration:
-    """The trainer's settings. The same settings again are confirmed; others start a new epoch.
+    """The trainer's settings. Different settings start a new epoch of the run. Repeated settings change nothing.
 
-    Fields from `max_staleness` on extend the published contract. Their defaults are for older clients.
+    `max_staleness` and the fields after it extend the contract of atroposlib's server. Their defaults are for clients
+    that do not send them.
     """
 
     wandb_group: str = field(metadata=TEXT_LIMITS)
@@ -43,7 +44,7 @@ class Registration:
         metadata={
             "ge": 0,
             "lt": 2**63,
-            "description": "Policy versions by which a group may be older than the trainer's.",
+            "description": "Policy versions by which a group may be older than the trainer's policy.",
         },
     )
     stale: Literal["keep", "discard"] = field(
@@ -87,7 +88,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Info:
-    """Sizes that the trainer registered. -1 before a registration."""
+    """Sizes that the trainer registered. Before a registration they are -1."""
 
     batch_size: int = -1  # sequences
     max_token_len: int = -1
@@ -112,7 +113,7 @@ class RunStatus:
     queue_size: int
     set_aside: int = field(default=0, metadata={"description": "Queued groups that fit into no exact batch."})
     waiting_for: list[str] = field(default_factory=list)
-    buffered: int = 0  # undersized groups that wait for others
+    buffered: int = 0  # undersized groups that wait for more groups
     leased: int = 0
     epoch: int = 0
     paused: bool = False
@@ -138,7 +139,7 @@ class RegisteredEnv:
 
 @dataclass(frozen=True)
 class EnvStatus:
-    """The state that an environment needs before it starts a group."""
+    """The state of the run, from which an environment decides whether to start a new group."""
 
     current_step: int
     queue_size: int = field(

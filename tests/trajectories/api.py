@@ -32,7 +32,7 @@ def group(sequences: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 class Api:
-    """One run of the service: `default`, or one with a name."""
+    """One run of the service. Without a name, it is the run `default`."""
 
     def __init__(self, client: httpx.Client, run: str | None = None) -> None:
         self.client = client
@@ -61,7 +61,7 @@ class Api:
             assert self.post("/scored_data", group(mark=mark, **fields)).json()["status"] in ("received", "buffered")
 
     def marks(self, **params: Any) -> list[int] | None:
-        """Return the marks of the groups in the next batch, or None."""
+        """Return the marks of the groups in the next batch, or None if there is no batch."""
         batch = self.get("/batch", params=params).json()["batch"]
         return batch and marks_of(batch)
 

@@ -45,7 +45,7 @@ class Bigram(Agent):
 def sample_group(
     params, rng: np.random.Generator, version: int, sequences: int = 8, length: int = 12, **fields
 ) -> Group:
-    """Sample a group of sequences that begin with token 0. The score of a sequence is its fraction of BEST."""
+    """Sample a group of sequences that begin with token 0. The score of a sequence is the fraction of BEST tokens."""
     logits = np.asarray(params["logits"], np.float64)
     table = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     tokens, logprobs = [], []

@@ -16,10 +16,10 @@ class FlakyProxy:
     """A proxy with planned faults.
 
     Attributes:
-        faults: Faults of the next requests, one for each request. Later requests pass. "refuse": the connection is
-            closed before the service gets the request. "drop": the service handles the request, and its answer is lost.
-            "busy": 503 with Retry-After. "hang": no answer while the proxy runs. "other": a page, as from another
-            server.
+        faults: Faults for the next requests, one for each request. Later requests have no fault. "refuse": the
+            connection is closed before the service gets the request. "drop": the service handles the request, and the
+            answer is lost. "busy": the answer is 503 with Retry-After. "hang": there is no answer while the proxy runs.
+            "other": the answer is an HTML page, as from another server.
         requests: Method and path of the received requests.
     """
 

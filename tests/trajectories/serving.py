@@ -25,7 +25,7 @@ class ServiceProcess:
 
     Attributes:
         url: Address without a trailing slash. A restart keeps it.
-        process: The process, or None while it is killed.
+        process: The process, or None while no process runs.
         printed: The output at startup.
     """
 
@@ -77,7 +77,7 @@ class ServiceProcess:
         return code
 
     def _lines(self, count: int) -> str:
-        """Return the first lines of output. The service listens before it prints them."""
+        """Return the first lines of output. When the service prints them, it already listens."""
         assert self.process is not None and self.process.stdout is not None
         end = time.monotonic() + DEADLINE
         printed = ""
@@ -117,7 +117,7 @@ def outer_address() -> str:
 def under_uvicorn(
     folder: pathlib.Path, *arguments: str, app: Sequence[str] = ("rlframe.trajectories.server:app",), **settings: str
 ) -> Iterator[tuple[int, str]]:
-    """Serve the application with uvicorn. Yield (port, stderr until it was ready)."""
+    """Serve the application with uvicorn. When uvicorn is ready, yield (port, the text in stderr so far)."""
     variables = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
         [

@@ -40,11 +40,11 @@ def test_no_group_is_lost_or_duplicated_when_one_of_two_processes_is_killed(tmp_
             numbers = [number for batch in work.batches.values() for number in batch]
             assert sorted(numbers) == [1000 * i + number for i in range(4) for number in range(GROUPS)]
             assert sorted(work.steps.values()) == list(range(len(work.batches)))
-            assert set(work.by) == {0, 1}  # both trainers got batches
+            assert set(work.by) == {0, 1}  # each trainer got batches
             for service in (one, other):
                 with TrajectoryClient(service.url) as client:
                     end = time.monotonic() + DEADLINE
-                    while client.status().leased and time.monotonic() < end:  # the last `ack` went to the other process
+                    while client.status().leased and time.monotonic() < end:  # until this process knows the last `ack`
                         time.sleep(0.02)
                     status = client.status()
                     assert (status.queue_size, status.leased, status.current_step) == (0, 0, len(work.batches))
@@ -52,7 +52,7 @@ def test_no_group_is_lost_or_duplicated_when_one_of_two_processes_is_killed(tmp_
 
 
 class Work:
-    """Environments and trainers. Those with even numbers use the first process, the others the second."""
+    """Environments and trainers. Even numbers use the first service process, and odd numbers the second process."""
 
     def __init__(self, urls: list[str]) -> None:
         self._urls = urls

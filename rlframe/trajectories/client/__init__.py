@@ -1,10 +1,10 @@
-"""The clients of the service: for environments, for trainers, and the buffer that a Learner samples from.
+"""Clients of the service for environments and trainers, and the buffer that a Learner samples from.
 
 An environment sends a group, and a learner receives it:
 
 1. `client.TrajectoryClient(url).post(Group(tokens=..., masks=..., scores=...))` blocks. With an
    `AsyncTrajectoryClient` the call is awaited. `groups.Group` checks the arrays.
-2. Both run the same coroutine, `calls.EnvironmentCalls.post`. It turns the group into an `HttpRequest` with an
+2. Both clients run the same coroutine, `calls.EnvironmentCalls.post`. It turns the group into an `HttpRequest` with an
    idempotency key, so that the service recognizes a retry.
 3. `base_client.BaseClient` sends the request. It retries with a backoff until the service answers or the deadline has
    passed. `TrainerCalls` (`register`, `batch`, `ack`) are sent in the same way.

@@ -20,12 +20,12 @@ _JOIN_TIMEOUT = 2.0  # seconds
 class PrefetchingDataset(Dataset):
     """An endless iterator of batches. Use it as a context manager, or close it.
 
-    At most `prefetch` batches are leased ahead of the batch that the reader has. Each further batch would be one
-    training step older when the Learner learns from it.
+    At most `prefetch` batches are leased in addition to the batch that the Learner uses. A large `prefetch` is bad for
+    training: each prefetched batch makes the data one training step older when the Learner uses them.
 
     Args:
         buffer: The buffer that requests the batches.
-        client: A client for this thread alone. `close` closes it.
+        client: A client that only this thread uses. `close` closes the client.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class PrefetchingDataset(Dataset):
     ) -> None:
         self._trajectories, self._client = buffer, client
         self._room = threading.Semaphore(max(1, prefetch))
-        self._lock = threading.Lock()  # guards the two fields below
-        self._read: int | None = None  # id of the batch that the reader has
+        self._lock = threading.Lock()  # guards `_read` and `_ahead`
+        self._read: int | None = None  # id of the batch that `__next__` returned last
         self._ahead: set[int] = set()
         super().__init__(buffer, prefetch, timeout)
 
     def __next__(self) -> Batch:
-        """Return the next batch, and mark the previous one as done. See `Dataset`."""
+        """Return the next batch, and mark the previous batch as finished. See `Dataset`."""
         self._trajectories.finish(self._read)
         batch = super().__next__()
         self._read = int(batch.keys[0, 1])
@@ -49,7 +49,7 @@ class PrefetchingDataset(Dataset):
         return batch
 
     def close(self) -> None:
-        """Stop the thread and return the prefetched batches to the service. Calling it again does nothing."""
+        """Stop the thread and return the prefetched batches to the service. A second call does nothing."""
         super().close()
         with self._lock:
             ahead, self._ahead = sorted(self._ahead), set()
@@ -89,7 +89,7 @@ class LeaseRenewal:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. If it is waiting for the service, it may end later. Calling it again does nothing."""
+        """Stop the thread. A thread that waits for the service may end later. A second call does nothing."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT)
@@ -100,4 +100,4 @@ class LeaseRenewal:
             if renew is None:
                 return
             renew()
-            del renew  # otherwise this thread keeps the object alive until the next call
+            del renew  # otherwise this thread would keep the buffer alive until the next call

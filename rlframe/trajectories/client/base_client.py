@@ -29,9 +29,9 @@ LONGEST_POLL = 1.0  # longest pause between two polls, in seconds
 
 _POLL = 0.1  # seconds before the second poll; the pauses double up to `LONGEST_POLL`
 _RETRIED_STATUSES = (502, 503, 504)
-_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # exponential backoff: seconds before the first retry, and the longest pause
-_MIN_ATTEMPT = 2.0  # seconds for the last attempt, even past the deadline: a busy service may need them to refuse
-_MAX_SHOWN = 500  # characters of an unexpected answer in an error message
+_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds: the first and the longest pause of the exponential backoff
+_MIN_ATTEMPT = 2.0  # seconds for the last attempt, even after the deadline, because a busy service answers late
+_MAX_SHOWN = 500  # maximum characters that an error message quotes from an unexpected answer
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 T = TypeVar("T")
@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request that is safe to send again. Some requests carry an idempotency key for this."""
+    """A request that can be repeated safely. Some requests have an idempotency key for this purpose."""
 
     method: str
     path: str
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    server_wait: float = 0.0  # seconds for which the service may hold the request
+    server_wait: float = 0.0  # maximum seconds that the service waits before it answers
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class HttpReply:
 
     @property
     def content(self) -> Any:
-        """The decoded body. The text of the body if it is in another format than JSON and MessagePack."""
+        """The decoded body if its format is JSON or MessagePack, otherwise the text of the body."""
         try:
             packed = self.headers.get("content-type", "").startswith(MSGPACK)
             return (msgspec.msgpack if packed else msgspec.json).decode(self.body)
@@ -83,7 +83,7 @@ class BaseClient:
 
     Attributes:
         url: Address of the service and the run.
-        consumer: Owner name of the leased batches.
+        consumer: Name of the owner of the leased batches.
     """
 
     _transport: Callable[..., Any]
@@ -121,7 +121,7 @@ class BaseClient:
         self._http = self._transport(headers=headers)
 
     def stop(self) -> None:
-        """Send nothing from now on. Unfinished calls return the answer to their last attempt, or raise StoppedError."""
+        """Stop sending requests. Unfinished calls return the answer to their last attempt, or raise StoppedError."""
         self._stopped.set()
 
     def _check(self) -> None:
@@ -129,14 +129,14 @@ class BaseClient:
             raise StoppedError(f"The client of {self.url} was stopped or closed.")
 
     async def _send_with_retries(self, request: HttpRequest, timeout: float | None) -> HttpReply:
-        """Send a request until the answer is something other than "unavailable".
+        """Send a request, and retry while the service is unreachable or unavailable. Return the answer.
 
         Args:
             timeout: Seconds for all attempts and pauses, in addition to the request's `server_wait`. None means the
-                client's timeout. At least one attempt is made, and the last attempt has at least 2 s.
+                client's timeout. At least one attempt is made, and the last attempt may take at least 2 s.
 
         Raises:
-            UnavailableError: The service was still unavailable at the deadline, or asked for a pause beyond it.
+            UnavailableError: The service was still unavailable at the deadline, or requested a longer pause.
             PeerError: The service did not answer by the deadline.
         """
         deadline = (self._timeout if timeout is None else timeout) + request.server_wait
@@ -159,10 +159,10 @@ class BaseClient:
             await self._pause(min(least + grown, left))
 
     def _accepted_content(self, request: HttpRequest, reply: HttpReply) -> dict[str, Any]:
-        """Return the content of an answer that accepts the request.
+        """Return the content of an answer, or raise an error if the service did not accept the request.
 
         Raises:
-            UsageError: The service refused the request, and would refuse it again. For old groups a StaleGroupError.
+            UsageError: The service refused the request, and a retry cannot help. StaleGroupError if groups are too old.
             UnavailableError: A precondition is missing, such as a registered trainer.
             RemoteError: The service failed.
             PeerError: The answer does not come from a trajectory service.
@@ -191,22 +191,22 @@ class BaseClient:
         return content
 
     async def _send_accepted(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
-        """Send a request with retries, and return the content of the answer that accepts it."""
+        """Send a request with retries. Return the content of the answer, or raise an error as `_accepted_content`."""
         return self._accepted_content(request, await self._send_with_retries(request, timeout))
 
     async def _send_as(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
-        """Return the content of `_send_accepted` as a `reply_type`."""
+        """Call `_send_accepted`, and convert the content to a `reply_type`."""
         return self._convert(await self._send_accepted(request, timeout), reply_type)
 
     def _convert(self, content: Any, reply_type: type[T]) -> T:
-        """Convert an answer to a dataclass. Fields that the dataclass does not have are dropped."""
+        """Convert an answer to a dataclass. Other fields of the answer are dropped."""
         try:
             return msgspec.convert(content, reply_type)
         except msgspec.ValidationError as error:
             raise PeerError(f"{self.url}: the answer is not a valid {reply_type.__name__}: {error}.") from None
 
     async def _poll(self, ask: Callable[[], Awaitable[T]], enough: Callable[[T], bool], wait: float) -> T:
-        """Call `ask` until its answer is enough, or until `wait` seconds have passed. Return the last answer."""
+        """Call `ask` until `enough(answer)` is true or `wait` seconds have passed. Return the last answer."""
         pauses = retry.backoff(_POLL, LONGEST_POLL, wait)
         while not enough(answer := await ask()) and (pause := next(pauses, None)) is not None:
             await self._pause(pause)
@@ -214,7 +214,7 @@ class BaseClient:
 
 
 def _retry_after(answer: HttpReply | str) -> float:
-    """Return the pause that the service asks for, in seconds. 0 if it asks for none, or gives a date."""
+    """Return the pause that the answer requests, in seconds. Return 0 if the answer requests none, or gives a date."""
     try:
         return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, HttpReply) else 0.0
     except (KeyError, ValueError):
@@ -232,7 +232,7 @@ def _failure(call: str, waited: str, answer: HttpReply | str) -> PeerError | Una
 
 
 def _error_text(content: Any) -> str:
-    """Return the error in the content of an answer, as text."""
+    """Return the error message from the content of an answer."""
     if isinstance(content, dict):
         detail = content.get("detail")
         if isinstance(detail, list) and all(isinstance(one, dict) for one in detail):

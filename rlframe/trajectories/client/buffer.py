@@ -1,4 +1,4 @@
-"""A replay buffer that reads from the trajectory service. An ordinary Learner trains a language model from it."""
+"""A replay buffer that reads from the trajectory service, so that an ordinary Learner can train a language model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrajectoryBuffer(BaseReplayBuffer):
-    """Batches from a trajectory service, for one learner. The trainer must have registered.
+    """Batches from a trajectory service, for one learner. A trainer must register before the buffer is created.
 
     A batch is a `rlframe.types.Batch` of S = batch_size sequences: `data` is a `TokenBatch`; `keys` [S, 3] int64 are
     (env_id or -1, batch_id, index in the batch); `params_version` [S] int64 is the policy version that each sequence
@@ -47,12 +47,12 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     Args:
         url, token, run: Address, token and run of the service. See `TrajectoryClient`.
-        lease: Seconds after which the service gives the batches of a killed learner to another one.
+        lease: Seconds after which the service gives the batches of a killed learner to another learner.
         vocab_size: Vocabulary size of the model. Groups with other tokens are refused. None means that only negative
             tokens are refused.
-        max_token_len: Maximum tokens of a sequence. Longer ones are truncated and counted. None means the registered
-            value.
-        consumer: Owner name of the leases. None means a name that is unique to this buffer.
+        max_token_len: Maximum tokens of a sequence. Longer sequences are truncated and counted. None means the
+            registered value.
+        consumer: Name of the owner of the leased batches. None means a name that is unique to this buffer.
         timeout: Seconds for which the service may be unreachable.
 
     Raises:
@@ -101,10 +101,10 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self.spec = ReplaySpec("queue", Sequence(self._buckets[-1]), info.batch_size, capacity=steps)
         self._lease = lease
         self._warnings = GroupWarnings()
-        self._drawing = threading.Lock()  # a consumer may have only one open request for a batch
-        self._request = new_key()  # key of the next request; kept if the last one may have been answered
+        self._drawing = threading.Lock()  # limits this consumer to one open request for a batch
+        self._request = new_key()  # key of the next request; it stays the same after a request without an answer
         self._unanswered = False  # whether the last request got no answer
-        self._renewal: LeaseRenewal | None = None  # started with the first batch
+        self._renewal: LeaseRenewal | None = None  # the thread starts when the first batch arrives
         self._lock = threading.Lock()  # guards the fields below
         self._version: int | None = None
         self._out: set[int] = set()  # leased batches that are not finished
@@ -159,15 +159,15 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     @property
     def size(self) -> int:
-        """Queued groups, without those that are set aside."""
+        """Number of queued groups. Groups that are set aside do not count."""
         status = self._client.status()
         return status.queue_size - status.set_aside
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of `BaseReplayBuffer`, and further ones.
+        """Return the counters of `BaseReplayBuffer`, and more counters.
 
-        `items` and `bytes` describe the service: queued groups, and the stored bytes of queued and leased groups. The
-        others describe this buffer:
+        `items` is the number of groups in the service's queue. `bytes` is the size of the service's queued and leased
+        groups. The other counters describe this buffer:
 
         - `batches`: batches received.
         - `added`, `sampled`: sequences received.
@@ -176,7 +176,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         - `refused`: groups with tokens outside the vocabulary.
         - `unfit_advantages`: sequences whose advantages and tokens differ in length.
         - `came_again`: redelivered batches that were skipped.
-        - `lost_leases`: batches whose lease ended before they were finished.
+        - `lost_leases`: batches whose lease ended before the Learner finished them.
         """
         status = self._client.status()
         with self._lock:
@@ -185,9 +185,9 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return {**dict.fromkeys(STATS, 0), **service, "added": mine["sampled"], **mine}
 
     def close(self) -> None:
-        """Stop the datasets, acknowledge finished batches, and return the others to the service.
+        """Stop the datasets, acknowledge finished batches, and return all other batches to the service.
 
-        Calling it again does nothing.
+        A second call does nothing.
         """
         if self._closed:
             return
@@ -199,7 +199,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self.give_back(left)
         self._client.close()
 
-    # --- for the datasets
+    # --- Methods for the datasets
 
     def draw(self, client: TrajectoryClient, wait: float) -> Batch | None:
         """Return the next batch with a lease, or None after `wait` seconds. Acknowledge finished batches first."""
@@ -220,7 +220,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             return _batch(served, data)
 
     def finish(self, batch_id: int | None) -> None:
-        """Mark a batch as finished. The next request acknowledges it. Calling it again does nothing."""
+        """Mark a batch as finished. The next request acknowledges the batch. A second call does nothing."""
         with self._lock:
             if batch_id in self._out:
                 self._out.remove(batch_id)
@@ -228,7 +228,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
                 self._done.append(batch_id)
 
     def give_back(self, batch_ids: list[int]) -> None:
-        """Acknowledge finished batches, and return `batch_ids` to the service, if the service answers soon."""
+        """Acknowledge finished batches, and return the batches `batch_ids`. Give up if the service answers too late."""
         with self._lock:
             self._out.difference_update(batch_ids)
         try:
@@ -243,7 +243,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             )
 
     def _undelivered_batch_ids(self) -> list[int]:
-        """Return the batch that answers an interrupted request: the same request gets the same batch again."""
+        """Repeat an interrupted request, which gets the same batch again. Return the id of this batch, if any."""
         served = self._client.batch(lease=self._lease, request=self._request, timeout=_CLOSE_TIMEOUT)
         self._unanswered = False
         return [] if served is None else [served.batch_id]
@@ -255,7 +255,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         try:
             for batch_id in out:
                 self._client.renew(batch_id, self._lease, timeout=self._lease / 3)
-        except RlframeError as error:  # `_acknowledge` detects lost leases
+        except RlframeError as error:  # not fatal: `_acknowledge` detects lost leases
             if not self._closed:
                 _log.warning("A lease of %g s could not be renewed: %s", self._lease, error)
 
@@ -282,7 +282,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         )
 
     def _check_tokens(self, served: ServedBatch) -> bool:
-        """Disable training on groups with unknown tokens. Return False if all groups have unknown tokens."""
+        """Exclude groups with unknown tokens from training. Return False if all groups have unknown tokens."""
         unknown = [(i, token) for i, group in enumerate(served.groups) if (token := self._unknown(group)) is not None]
         if not unknown:
             return True
@@ -316,7 +316,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return next(found, None)
 
     def _is_redelivered(self, served: ServedBatch) -> bool:
-        """Return whether this buffer has received the batch before. If that batch is finished, acknowledge it again."""
+        """Return whether this buffer has received the batch before. Acknowledge it again if it is already finished."""
         batch_id = served.batch_id
         with self._lock:
             if not served.redelivered:  # batch ids may repeat, because a service with an empty store counts from 0
@@ -370,7 +370,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
 
 def _without_tokens(group: Group) -> Group:
-    """Return the group without training data. The batch keeps its size."""
+    """Return a group of the same size that is not trained on."""
     tokens = [np.zeros_like(row) for row in group.tokens]
     masks = [np.full_like(row, IGNORED) for row in group.masks]
     return dataclasses.replace(group, tokens=tokens, masks=masks, scores=np.zeros(len(group)), advantages=None)

@@ -23,7 +23,7 @@ from rlframe.trajectories.client.base_client import (
 from rlframe.trajectories.client.groups import Group, PostResult, ServedBatch
 from rlframe.trajectories.messages import EnvStatus, Info, Registered, RegisteredEnv, RunStatus, WandbInfo
 
-_LONGEST_WAIT = 60.0  # seconds for which the service may hold a request for a batch
+_LONGEST_WAIT = 60.0  # maximum seconds that the service waits before it answers a request for a batch
 
 
 class TrainerCalls(BaseClient):
@@ -48,7 +48,7 @@ class TrainerCalls(BaseClient):
         run_key: str | None = None,
         timeout: float | None = None,
     ) -> Registered:
-        """Register the trainer's settings. Other settings than the registered ones reset the run.
+        """Register the trainer's settings. If they differ from the registered settings, the run is reset.
 
         Args:
             batch_size: Exact number of sequences in each batch.
@@ -62,9 +62,9 @@ class TrainerCalls(BaseClient):
             mix: "arrival" serves the oldest groups first. "weight" serves environments in proportion to their weights,
                 as far as they send enough groups. None means "arrival".
             run_key: Name of the training run, the same for all its ranks and after each resume. The same key continues
-                the run, even with other settings. Another key resets it. None means that only the settings are
-                compared.
-            timeout: Seconds for the call, as in every other call. None means the client's timeout.
+                the run, even with different settings. Another key resets the run. None means that only the settings
+                are compared.
+            timeout: Seconds for this call with all retries. None means the client's timeout.
         """
         settings = {name: value for name, value in locals().items() if name not in ("self", "timeout")}
         optional = ("max_staleness", "stale", "lapse_after", "mix", "run_key")
@@ -88,17 +88,18 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def wait_for_step(self, step: int, *, wait: float = 600.0, timeout: float | None = None) -> RunStatus:
-        """Wait until `current_step` is at least `step`: the trainer has then pulled batch number `step`.
+        """Wait until the trainer has pulled batch number `step`, so that `current_step` is at least `step`.
 
-        `current_step` counts batches from `starting_step`. In a trainer with several ranks, rank 0 pulls batches. The
-        other ranks wait for the next step, and then receive the batch from rank 0.
+        `current_step` is `starting_step` plus the number of batches that the trainer has pulled. In a trainer with
+        several ranks, only rank 0 pulls batches. The other ranks call this method to wait for the next step, and then
+        receive the batch from rank 0.
 
         Args:
             wait: Maximum seconds to wait.
 
         Raises:
-            UsageError: The run was reset during the wait, so the step may never come.
-            UnavailableError: The step did not come within `wait` seconds. Also as in every call.
+            UsageError: The run was reset during the wait, so the step may never be reached.
+            UnavailableError: The step was not reached within `wait` seconds, or for a reason that every call has.
         """
         last = 0
 
@@ -138,16 +139,16 @@ class TrainerCalls(BaseClient):
 
         Args:
             wait: Seconds to wait for a batch, at most 60.
-            lease: Seconds for which this consumer owns the batch. If `ack` does not come in time, the service delivers
-                the batch again. None means that delivery acknowledges the batch.
-            consumer: Name of the consumer. None means this client. A consumer may have one request at a time, so
+            lease: Seconds for which this consumer owns the batch. Without an `ack` during this time, the service
+                delivers the batch again. None means that the batch is acknowledged when it is delivered.
+            consumer: Name of the consumer. None means this client's name. A consumer may have one request at a time, so
                 concurrent threads or tasks need different names.
             policy_version: The trainer's current policy version.
-            request: Key of this request. None means a new key. To repeat a request after an error, pass the same key:
-                the service may have answered it already.
+            request: Key of this request. None means a new key. To repeat a request after an error, pass the same key.
+                Then you get the same batch if the service already answered the first request.
 
         Raises:
-            UnavailableError: No trainer has registered. Also as in every call.
+            UnavailableError: No trainer has registered, or for a reason that every call has.
         """
         if not 0 <= wait <= _LONGEST_WAIT:
             raise UsageError(f"The wait for a batch must be from 0 to {_LONGEST_WAIT:g} s; got wait={wait}.")
@@ -173,7 +174,7 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> bool:
-        """Give a leased batch back; the service delivers it next. Return False if this consumer does not own it."""
+        """Give a leased batch back, so that the next request gets it. Return False if this consumer does not own it."""
         return await self._update_lease("nack", batch_id, {"consumer": consumer or self.consumer}, timeout)
 
     @client_method
@@ -191,12 +192,12 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def pause(self, *, timeout: float | None = None) -> None:
-        """Make every environment hold until `resume`, for example during an evaluation."""
+        """Tell all environments to start no new groups until `resume`, for example during an evaluation."""
         await self._send_accepted(post_request("/pause", {}), timeout)
 
     @client_method
     async def resume(self, *, timeout: float | None = None) -> None:
-        """End `pause`."""
+        """End a pause, so that environments start new groups again."""
         await self._send_accepted(post_request("/resume", {}), timeout)
 
     async def _update_lease(self, action: str, batch_id: int, arguments: dict[str, Any], timeout: float | None) -> bool:
@@ -232,10 +233,11 @@ class EnvironmentCalls(BaseClient):
             max_token_length: Maximum tokens of a sequence.
             weight: Relative weight. The share of an environment is proportional to weight times `max_token_length`.
             min_batch_allocation: Fraction of each batch that is reserved for the environment, from 0 to 1.
-            wait: Seconds to wait for the trainer's first request for a batch. No environment can register before it.
+            wait: Seconds to wait for the trainer's first request for a batch. Environments cannot register earlier.
 
         Raises:
-            UnavailableError: The trainer did not request a batch within `wait` seconds. Also as in every call.
+            UnavailableError: The trainer did not request a batch within `wait` seconds, or for a reason that every
+                call has.
         """
         settings = {
             "desired_name": desired_name,
@@ -266,14 +268,12 @@ class EnvironmentCalls(BaseClient):
 
     @client_method
     async def heartbeat(self, env_id: int, *, timeout: float | None = None) -> None:
-        """Send a heartbeat, for an environment that is silent for long. Groups and `env_status` count as heartbeats
-        too.
-        """
+        """Send a heartbeat. Only needed if the environment sends no groups and no `env_status` requests for long."""
         await self._send_accepted(post_request("/heartbeat", {"env_id": env_id}), timeout)
 
     @client_method
     async def env_status(self, env_id: int, *, timeout: float | None = None) -> EnvStatus:
-        """Return the queue state that an environment needs before it starts a group."""
+        """Return the state of the queue, from which an environment decides whether to start a new group."""
         return await self._send_as(HttpRequest("GET", "/status-env", {"env_id": env_id}), EnvStatus, timeout)
 
     @client_method
@@ -286,7 +286,8 @@ class EnvironmentCalls(BaseClient):
         batches that may wait, times batch_size / group_size.
 
         Raises:
-            UnavailableError: The environment still has to hold after `wait` seconds. Also as in every call.
+            UnavailableError: The environment should still wait after `wait` seconds, or for a reason that every call
+                has.
         """
 
         def wanted(status: EnvStatus) -> bool:
@@ -296,7 +297,7 @@ class EnvironmentCalls(BaseClient):
         status = await self._poll(lambda: self._send_as(asked, EnvStatus, timeout), wanted, wait)
         if not wanted(status):
             raise UnavailableError(
-                f"{self.url}: environment {env_id} still has to hold after {wait:g} s: {status.queue_size} groups "
+                f"{self.url}: environment {env_id} must still wait after {wait:g} s: {status.queue_size} groups "
                 f"wait (at most {max_queued} may), and hold is {status.hold}. Is the trainer running?"
             )
         return status
@@ -318,12 +319,12 @@ class EnvironmentCalls(BaseClient):
                 passes its own key, so that the groups are added once.
 
         Returns:
-            The accepted groups. Of several groups, those that are too old are left out.
+            The result for the accepted groups. If only some of the groups are too old, these are left out.
 
         Raises:
             StaleGroupError: All groups are older than the trainer accepts.
-            UnavailableError: The deadline passed while the service was full, or while the groups would have been too
-                old by their turn. Also as in every call.
+            UnavailableError: Until the deadline, the service was full or the queue was so long that the groups would
+                become too old. Also for a reason that every call has.
         """
         one = isinstance(groups, Group)
         listed = [groups] if isinstance(groups, Group) else list(groups)
@@ -355,9 +356,9 @@ class EnvironmentCalls(BaseClient):
             if (pause := next(pauses, None)) is None:
                 raise UnavailableError(
                     f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s; the "
-                    f"others were. Last error: {content.get('error')} Send all again with the same key, or these later."
+                    f"others were. Last error: {content.get('error')} Send all groups again with the same key."
                 )
-            await self._pause(pause)  # the key keeps accepted groups from being added twice
+            await self._pause(pause)  # because of the key, accepted groups are not added twice
         size = content.get("buffer_size", content.get("last_buffer_size"))
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         taken = content.get("groups_processed", 1)

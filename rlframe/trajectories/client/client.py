@@ -33,7 +33,7 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
         run: Name of the run. None means the default run.
         timeout: Seconds for a call with all its retries. Each call can override it.
         attempt_timeout: Seconds for one attempt.
-        consumer: Owner name of the leased batches. None means a name that is unique to this client.
+        consumer: Name of the owner of the leased batches. None means a name that is unique to this client.
         compress: Send groups compressed with zstd, and accept answers compressed with gzip, for slow networks.
 
     Raises (every call):
@@ -47,7 +47,7 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
     _transport = staticmethod(functools.partial(httpx.Client, limits=_LIMITS))
 
     def close(self) -> None:
-        """Close the connections. Calls in other threads raise StoppedError. Calling it again does nothing."""
+        """Close the connections. Calls in other threads raise StoppedError. A second call does nothing."""
         self._stopped.set()
         self._http.close()
 
@@ -88,7 +88,7 @@ class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
     _transport = staticmethod(functools.partial(httpx.AsyncClient, limits=_LIMITS))
 
     async def close(self) -> None:
-        """Close the connections. Unfinished calls raise StoppedError. Calling it again does nothing."""
+        """Close the connections. Unfinished calls raise StoppedError. A second call does nothing."""
         self._stopped.set()
         await self._http.aclose()
 

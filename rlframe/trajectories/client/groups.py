@@ -106,16 +106,16 @@ class Group:
     def temperatures(self) -> np.ndarray:
         """[S] float32: the sampling temperature of each sequence. 1 if the group has no finite value.
 
-        As in the published trainer, the sequence's override takes precedence over `generation_params`, and that over
-        `group_overrides`. Values of 0 or less count as 1. The minimum is 0.01, as in vLLM.
+        The sequence's override takes precedence over `generation_params`, and `generation_params` over
+        `group_overrides`, as in atroposlib's trainer. Values of 0 or less count as 1. The minimum is 0.01, as in vLLM.
         """
         of_all = [self.generation_params, self.group_overrides]
         rows = [*(self.overrides or [])[: len(self)], *[None] * len(self)][: len(self)]
         return np.array([_temperature([row, *of_all]) for row in rows], np.float32)
 
     def to_dict(self, *, binary: bool) -> dict[str, Any]:
-        """Return the fields that are not None. Rows are lists of numbers, or with `binary` the bytes of all rows,
-        concatenated.
+        """Return the fields that are not None. With `binary`, an array is the concatenated bytes of its rows.
+        Otherwise it is a list of lists.
         """
         fields = {name: getattr(self, name) for name in _NAMES if getattr(self, name) is not None}
         for name in (*INT_FIELDS, *FLOAT_FIELDS):
@@ -130,7 +130,7 @@ class Group:
         return fields
 
     def check_json(self) -> None:
-        """Raise ValueError for keys that are not text and for numbers that are not finite. Encoders accept both."""
+        """Raise ValueError if a key is not text or a number is not finite, which the encoders would accept."""
         for name in _OPAQUE_FIELDS:
             values = [getattr(self, name)]
             for value in values:  # the loop appends nested values
@@ -145,13 +145,12 @@ class Group:
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:
-        """Return the group of a batch item, in any of its encodings. Raises `UsageError` as the class does.
+        """Convert an item of a batch, from JSON or MessagePack, to a group. Raises `UsageError` as the class does.
 
-        Rows of advantages that differ from their tokens in length become None, because environments may send any
-        length.
+        Environments may send advantages of any length. A row becomes None if its length differs from its tokens.
         """
         fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
-        # The published clients send [] for missing fields.
+        # atroposlib's clients send [] for missing fields.
         fields = {name: None if isinstance(value, list) and not value else value for name, value in fields.items()}
         lengths = item.get("lengths")
         for name in (*INT_FIELDS, *FLOAT_FIELDS):
@@ -180,12 +179,12 @@ class Group:
 
 @dataclass(frozen=True)
 class PostResult:
-    """The result of `post`. `status` is "received", or "buffered" if a group does not have the group size."""
+    """The result of `post`. `status` is "received", or "buffered" if a group differs from the group size."""
 
     status: str
     groups: int
-    buffer_size: int | None  # sequences in the environment's buffer, if buffered
-    replayed: bool  # the service already had the groups, and repeated its first answer
+    buffer_size: int | None  # sequences in the environment's buffer if `status` is "buffered"
+    replayed: bool  # whether the service already had the groups and repeated its first answer
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ class ServedBatch:
     groups: list[Group]
     batch_id: int
     step: int  # training step of the batch
-    redelivered: bool  # the batch was delivered before, and not acknowledged
+    redelivered: bool  # whether the batch was delivered before and not acknowledged
 
 
 def _rows(name: str, rows: Iterable[Any], dtype: np.dtype, optional: bool = False) -> list[Any]:
@@ -220,7 +219,7 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
         info = np.iinfo(dtype)
         if array.min() < info.min or array.max() > info.max:
             raise UsageError(f"{name} must be a row of {dtype}; got numbers from {array.min()} to {array.max()}.")
-    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused below
+    with np.errstate(over="ignore"):  # numbers beyond float32 become infinite; the next check refuses them
         converted = array.astype(dtype, copy=False)
     if dtype.kind == "f" and not (fits := np.abs(converted) <= MAX_FLOAT32).all():  # also refuses NaN
         position = int(np.argmin(fits))
@@ -229,9 +228,7 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _fitting(rows: Any, tokens: Any) -> Any:
-    """Return the rows, with None for each that differs from its tokens in length. Values that are not lists stay
-    unchanged.
-    """
+    """Replace each row whose length differs from its tokens by None. Return values that are not lists unchanged."""
     if not all(isinstance(each, _LISTS) and all(isinstance(row, _ROWS) for row in each) for each in (rows, tokens)):
         return rows
     fits = len(rows) == len(tokens)
@@ -290,13 +287,13 @@ _log = logging.getLogger(__name__)
 
 
 class GroupWarnings:
-    """Warnings about fields that other trainers use, but this one ignores. Each kind is logged once."""
+    """Warnings about fields that rlframe ignores, but that other trainers use. Each kind of warning is logged once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def warn_once(self, groups: Sequence[Group]) -> None:
-        """Log each kind of field in these groups that was not logged before."""
+        """Log a warning for each kind of ignored field in these groups, unless it was logged before."""
         for group in groups:
             for kind, found in self._found(group):
                 if kind not in self._logged:
@@ -304,7 +301,7 @@ class GroupWarnings:
                     _log.warning("A group of environment %s %s This is logged once.", group.env_id, found)
 
     def _found(self, group: Group) -> Iterator[tuple[str, str]]:
-        """Yield pairs of a kind and a sentence about it."""
+        """Yield (kind of warning, text of the warning)."""
         overrides = [override or {} for override in group.overrides or []]
         for source in (*overrides, group.generation_params or {}, group.group_overrides or {}):
             if (given := source.get("temperature")) is not None and finite_temperature(given) is None:

@@ -1,4 +1,4 @@
-"""Pad groups of different lengths to rectangular arrays of few different shapes."""
+"""Pad groups of different lengths to rectangular arrays. The arrays have few different shapes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def bucket_lengths(max_token_len: int) -> list[int]:
 
 
 def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
-    """Return `groups` as arrays, padded to the smallest bucket that holds the longest sequence.
+    """Return `groups` as arrays, padded to the smallest length in `buckets` that fits the longest sequence.
 
-    Sequences longer than the last bucket are truncated. The loss of their remaining tokens stays correct.
+    Longer sequences than the last bucket are truncated. The loss of the remaining tokens stays correct.
 
     Returns:
         (batch, number of truncated sequences).

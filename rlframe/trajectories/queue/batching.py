@@ -1,6 +1,6 @@
 """Form one batch from the unit queues: minimum shares first, then the oldest units, or units by weight.
 
-A batch is exactly full, or it is not formed.
+A batch is formed only if it is exactly full.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, UnitQ
 
 
 class MinimumShare(NamedTuple):
-    """The number of sequences of each batch that are reserved for one live environment."""
+    """Sequences of each batch that are reserved for one live environment."""
 
     env_id: int
-    unit_size: int  # size of the environment's units, as far as known
+    unit_size: int  # sequences in each unit of the environment; 1 if unknown
     sequences: int
 
 
@@ -35,10 +35,10 @@ def scaled_shares(batch_size: int, shares: Sequence[MinimumShare]) -> list[Minim
 
 
 def missing_shares(batch_size: int, unit_queues: UnitQueues, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
-    """Return the shares that a batch waits for: their environments have no queued unit that fits into the batch.
+    """Return the shares that a batch waits for, because their environments have no queued unit that fits.
 
-    A batch does not wait for an environment whose units can never fit. It does not wait for the rest of a partly filled
-    share either, because other environments fill the rest. The published server does the same.
+    A batch does not wait for an environment whose units can never fit. It also does not wait for the rest of a partly
+    filled share: other environments fill the rest, as with atroposlib's server.
     """
     missing = []
     for share in shares:
@@ -56,14 +56,14 @@ def form_batch(
     too_old: Callable[[QueuedGroup], bool],
     weights: StartTimeFairQueue | None = None,
 ) -> tuple[list[TakenUnit] | None, list[TakenUnit]]:
-    """Take exactly `batch_size` sequences from `unit_queues`. If that is impossible, remove only units that are too
-    old.
+    """Take exactly `batch_size` sequences from `unit_queues`. If no batch can be formed, remove only the units that
+    are too old.
 
     Args:
-        weights: Selects the units beyond the minimum shares. None means oldest first.
+        weights: Order in which units are taken after the minimum shares. None means oldest first.
 
     Returns:
-        (units of the batch, oldest first, or None if none can be formed; removed units that were too old).
+        (units of the batch, oldest first; removed units that were too old). The first is None without a batch.
     """
     dropped: list[TakenUnit] = []
     shares = scaled_shares(batch_size, shares)
@@ -72,7 +72,7 @@ def form_batch(
         builder = _BatchBuilder(batch_size, unit_queues, too_old, dropped, weights and weights.copy())
         builder.take_minimum_shares(shares)
         filled = builder.fill_oldest_first() if builder.weights is None else builder.fill_by_weight(builder.weights)
-        if filled and len(dropped) == known:  # otherwise a share may have become empty
+        if filled and len(dropped) == known:  # if old units were removed, a share may be missing now
             if weights is not None and builder.weights is not None:
                 builder.weights.end_batch({queue.env_id for queue in unit_queues})
                 weights.set_state(builder.weights.to_state())
@@ -101,7 +101,7 @@ class _BatchBuilder:
         self._batch_size = self._left = batch_size
 
     def fill_oldest_first(self) -> bool:
-        """Fill the rest of the batch, oldest units first. Return False if that is impossible."""
+        """Fill the rest of the batch, oldest units first. Return whether the batch is full."""
         while self._left:
             size = oldest_fitting_size(
                 self._left, self._unit_queues.counts, lambda size: self._unit_queues.oldest(size).head.id
@@ -112,13 +112,13 @@ class _BatchBuilder:
         return True
 
     def fill_by_weight(self, weights: StartTimeFairQueue) -> bool:
-        """Fill the rest of the batch in the order of start tags. Return False if that is impossible."""
+        """Fill the rest of the batch in the order of start tags. Return whether the batch is full."""
         turns = [
             (weights.start_tag(env_id), env_id is None, env_id or 0)
             for env_id in {queue.env_id for queue in self._unit_queues}
         ]
         heapq.heapify(turns)
-        passed = []  # environments without a unit that fits now
+        passed = []  # environments that have no unit that fits at the moment
         while self._left and turns:
             _, anonymous, number = turn = heapq.heappop(turns)
             env_id = None if anonymous else number
@@ -134,12 +134,12 @@ class _BatchBuilder:
         return not self._left
 
     def take_minimum_shares(self, shares: Sequence[MinimumShare]) -> None:
-        """Take the share of each environment in whole units, as far as it has enough queued.
+        """Take the minimum share of each environment in whole units, or less if too few units are queued.
 
         A share is rounded up to whole units if an exact batch remains possible. Otherwise it is rounded down.
         """
         got = dict.fromkeys((share.env_id for share in shares), 0)
-        for beyond in (False, True):  # units that fit into the share, then one unit beyond it
+        for beyond in (False, True):  # first the units within the share, then one unit beyond the share
             for share in shares:
                 while got[share.env_id] < share.sequences:
                     room = self._left if beyond else share.sequences - got[share.env_id]
@@ -149,7 +149,7 @@ class _BatchBuilder:
                     got[share.env_id] += self._take(queue)
 
     def _oldest_fitting(self, env_id: int | None, room: int) -> UnitQueue | None:
-        """Return the environment's queue with the oldest unit that fits into `room` and leaves a fillable batch."""
+        """Return the queue with the environment's oldest unit that fits into `room` and still allows an exact batch."""
         unit_queues = sorted(self._unit_queues.of_env(env_id), key=lambda queue: queue.head.id)
         counts = self._unit_queues.counts
         fits = (
@@ -160,7 +160,7 @@ class _BatchBuilder:
         return next(fits, None)
 
     def _take(self, queue: UnitQueue) -> int:
-        """Take the oldest unit of a queue that is not too old. Return its sequences, or 0 if there is none."""
+        """Take the oldest unit of a queue, and drop units that are too old. Return the number of sequences taken."""
         while queue.units:
             taken = TakenUnit(queue.env_id, queue.size, self._unit_queues.pop(queue))
             if self._too_old(taken.unit):
@@ -177,12 +177,12 @@ class _BatchBuilder:
 class StartTimeFairQueue:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
-    Environments with queued units are served in proportion to their weights. An environment without queued units takes
-    no part, and gains no credit for later. Virtual time is the number of served sequences divided by the weight of
-    their environment.
+    Environments with queued units are served in proportion to their weights. An environment without queued units does
+    not get a larger share later. Virtual time is the number of an environment's served sequences, divided by its
+    weight.
 
     Args:
-        weight_of: Returns the weight of an environment, more than 0. The id is None for unregistered senders.
+        weight_of: A function from an environment's id (None for unregistered senders) to its weight, more than 0.
     """
 
     def __init__(self, weight_of: Callable[[int | None], float]) -> None:
@@ -197,7 +197,7 @@ class StartTimeFairQueue:
         return copied
 
     def start_tag(self, env_id: int | None) -> float:
-        """Return an environment's next start tag in virtual time. The lowest tag is served next."""
+        """Return an environment's start tag, in virtual time. The environment with the lowest tag is served next."""
         return max(self._now, self._served_until.get(env_id, 0.0))
 
     def serve(self, env_id: int | None, sequences: int) -> None:
@@ -207,7 +207,7 @@ class StartTimeFairQueue:
     def end_batch(self, queued: Iterable[int | None]) -> None:
         """Advance virtual time after a batch, to the lowest start tag of the environments in `queued`.
 
-        Environments without queued units then have no credit from earlier batches.
+        So environments without queued units do not get a larger share later.
         """
         self._now = max(
             self._now, min(map(self.start_tag, queued), default=max(self._served_until.values(), default=0.0))

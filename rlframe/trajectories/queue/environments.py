@@ -1,4 +1,4 @@
-"""The environments of a run: their names, which of them are live, and sums over the live ones."""
+"""The environments of a run: their names and heartbeats, and sums over the live environments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 @dataclass(kw_only=True)
 class EnvSummary:
-    """Public facts about an environment.
+    """The fields of an environment that the live page shows.
 
     A live environment is connected, and its last heartbeat was at most `lapse_after` seconds ago.
     """
@@ -41,12 +41,12 @@ class Env(EnvSummary):
     resume_token: str | None
     max_token_length: int
     last_heard: float  # time of the last heartbeat, in seconds
-    size_known: bool = True  # whether the environment or its first group has set the group size
+    size_known: bool = True  # whether the group size is known from the registration or from the first group
     largest_group: int = 0  # sequences
 
     @property
     def scaled_weight(self) -> Fraction:
-        """Context length times weight, as an exact fraction, so that sums can be updated by differences."""
+        """Maximum tokens times weight, as an exact fraction: no sum of such weights has a rounding error."""
         return self.max_token_length * Fraction(max(0.0, self.weight))
 
     def count_added(self, sequences: int, tokens: int) -> None:
@@ -70,7 +70,7 @@ class Environments:
         self.with_minimum_share: dict[int, None] = {}
         self._by_token: dict[str, int] = {}
         self._names: Counter[str] = Counter()
-        self._heard: OrderedDict[int, None] = OrderedDict()  # live environments, longest silent first
+        self._heard: OrderedDict[int, None] = OrderedDict()  # live environments, earliest heartbeat first
         self._total_weight = Fraction(0)
         self._allocated = Fraction(0)
 
@@ -82,9 +82,10 @@ class Environments:
         return self.get(env_id)
 
     def register(self, known: Env | None, token: str | None, group_size: int | None, **values: Any) -> Env:
-        """Add a new environment, or update `known`, which is not live. `record_heartbeat` makes the environment live.
+        """Add a new environment, or update `known`, which is not live. Later, `record_heartbeat` makes it live.
 
-        `group_size` None keeps the size of `known`. For a new environment it means 1 until the first group.
+        A `group_size` of None keeps the group size of `known`. For a new environment, None means 1 until the first
+        group.
         """
         if group_size is not None or known is None:
             values |= {"group_size": group_size or 1, "size_known": group_size is not None}
@@ -104,9 +105,7 @@ class Environments:
         return env
 
     def record_heartbeat(self, env: Env, now: float) -> bool:
-        """Record a heartbeat. Return whether it made the environment live. Disconnected environments do not become
-        live.
-        """
+        """Record a heartbeat. Return True if the environment became live. A disconnected environment does not."""
         env.last_heard = now
         if not env.connected:
             return False
@@ -125,17 +124,18 @@ class Environments:
             self._sum(env, -1)
 
     def overdue(self, heard_before: float) -> Env | None:
-        """Return the live environment that has been silent longest, if its last heartbeat was before `heard_before`."""
+        """Return the live environment that is silent for the longest time, or None if it sent since `heard_before`."""
         env = self.all[next(iter(self._heard))] if self._heard else None
         return env if env is not None and env.last_heard < heard_before else None
 
     def latest(self, count: int) -> list[Env]:
-        """Return at most `count` environments: live ones first, then by their last heartbeat, latest first."""
+        """Return at most `count` environments: live before not live, and then the latest heartbeat first."""
         return heapq.nlargest(count, self.all, key=lambda env: (env.live, env.last_heard))
 
     def weight_of(self, env: Env | None) -> float:
-        """Return an environment's fraction of the scaled weights of all live ones, at least 0.01. None: unregistered
-        senders.
+        """Return the environment's fraction of the total scaled weight of all live environments, at least 0.01.
+
+        None stands for unregistered senders, whose fraction is 0.01.
         """
         return (
             min(1.0, max(0.01, float(env.scaled_weight / self._total_weight)))

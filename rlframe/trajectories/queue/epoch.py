@@ -25,13 +25,13 @@ class Epoch:
     """The state of a run since its last registration or reset.
 
     Attributes:
-        number: Rises with each reset of the run.
-        uuid: The caller's name for the registration.
-        step: Delivered batches, counted from the registered starting_step.
+        number: Number of the epoch. It increases with each reset of the run.
+        uuid: Id of the registration, chosen by the caller.
+        step: The registered starting_step plus the number of delivered batches.
         started: Whether the trainer has requested a batch.
-        stored_bytes: Bytes of all groups whose payload is needed.
+        stored_bytes: Bytes of all groups whose payloads are still needed.
         undersized: Undersized groups, by environment id.
-        barren: Whether the last attempt to form a batch failed, and nothing relevant has changed since.
+        barren: True if the last attempt to form a batch failed and another attempt would fail too.
         released: Ids of groups whose payloads are no longer needed, for the caller to delete.
     """
 
@@ -56,12 +56,12 @@ class Epoch:
 
     @property
     def settings(self) -> Registration:
-        """The registration, for callers that have made sure that one exists."""
+        """The registration. Callers must check before that a trainer has registered."""
         assert self.registration is not None
         return self.registration
 
     def apply_registration(self, registration: Registration) -> None:
-        """Continue with these settings, and keep everything else."""
+        """Replace the settings. All other state stays unchanged."""
         self.registration = registration
         for env_id in self.envs.with_minimum_share:
             self._reserve(self.envs.all[env_id])
@@ -79,7 +79,7 @@ class Epoch:
         self._reserve(env)
 
     def expire(self, now: float) -> None:
-        """End leases, stored answers and the liveness of environments whose time has run out."""
+        """End expired leases, drop expired answers, and mark silent environments as not live."""
         while (env := self.overdue(now)) is not None:
             self.mark_not_live(env)
         for batch in self.leases.expire(now):
@@ -90,7 +90,7 @@ class Epoch:
         return self.envs.overdue(now - self.registration.lapse_after) if self.registration else None
 
     def repack_undersized(self, env: Env) -> None:
-        """Pack the undersized groups of an environment again, because its group size may have changed."""
+        """Form units again from the undersized groups of an environment whose group size may have changed."""
         undersized = self.undersized.pop(env.env_id, None)
         for group in undersized.oldest_first() if undersized else ():
             self.enqueue(env.env_id, group)
@@ -103,7 +103,7 @@ class Epoch:
     # Groups.
 
     def add(self, group: QueuedGroup, env_id: int | None, tokens: int) -> AddResult:
-        """Queue a group that was not refused."""
+        """Count and queue a group. Callers must check before that it is not refused."""
         self.stored_bytes += group.size_bytes
         self.counters.groups_added += 1
         self.counters.sequences_added += group.sequences
@@ -112,7 +112,7 @@ class Epoch:
         if env is not None:
             env.count_added(group.sequences, tokens)
             if not env.size_known:
-                self.mark_not_live(env)  # the sums include its old size
+                self.mark_not_live(env)  # because the sums of the live environments include the old size
                 env.group_size, env.size_known = group.sequences, True
                 self.record_heartbeat(env, env.last_heard)
         self.enqueue(env_id, group)
@@ -125,7 +125,7 @@ class Epoch:
         """Queue a group as a unit, or add it to its environment's undersized groups."""
         self.barren = False
         env = self.envs.get(env_id)
-        # A group is a unit by itself if it has the group size or more, or if no batch can hold the group size.
+        # A group alone becomes a unit if it is not undersized, or if no batch can hold a unit of the group size.
         if (
             env is None
             or self.registration is None
@@ -141,7 +141,7 @@ class Epoch:
     def take(
         self, batch_id: int, now: float, until: float | None, consumer: str | None, request: str | None
     ) -> LeasedBatch | None:
-        """Return the batch for a request: its earlier batch, a returned one, or a new one with this `batch_id`."""
+        """Return the batch for a request: the batch that it got before, a returned batch, or a new batch `batch_id`."""
         batch = None
         if consumer is not None:
             batch = self.leases.find_answered(consumer, request)
@@ -164,10 +164,10 @@ class Epoch:
         return batch
 
     def _form(self, batch_id: int) -> LeasedBatch | None:
-        """Form the next batch and count it as served. Return None if none can be formed."""
+        """Form the next batch and count it as served. Return None if no batch can be formed."""
         units: list[TakenUnit] | None = None
         while not self.barren and units is None:
-            self.barren = True  # `_discard` resets it if it queues the rest of a unit again
+            self.barren = True  # `_discard` sets it to False if it queues groups again
             weights = self.weights if self.settings.mix == "weight" else None
             shares = reports.minimum_shares(self)
             units, dropped = form_batch(self.settings.batch_size, self.unit_queues, shares, self._too_old, weights)
@@ -252,7 +252,7 @@ class Epoch:
         epoch.leases = Leases.from_state(state["leases"])
         epoch.keys = IdempotencyKeys.from_state(state["keys"])
         epoch.counters = reports.EpochCounters(**state["tally"])
-        if "weights" in state:  # older snapshots lack it
+        if "weights" in state:  # older snapshots do not have this key
             epoch.weights.set_state(state["weights"])
         for env_id in epoch.envs.with_minimum_share:
             epoch._reserve(epoch.envs.all[env_id])

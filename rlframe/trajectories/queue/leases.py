@@ -1,4 +1,4 @@
-"""Leased batches, and answers that are kept for repeated requests."""
+"""Leased batches, and results that are kept for repeated requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class LeasedBatch(msgspec.Struct, frozen=True):
     """A batch that was delivered to a consumer.
 
     Attributes:
-        group_ids: In serving order, oldest first.
+        group_ids: Ids of the groups in the order in which they are served, oldest first.
         step: Training step of the batch. Redelivery does not change it.
-        staleness: Policy versions by which each group is older than the trainer's. None if either is unknown.
-        delivery: Number of the delivery, starting with 1.
+        staleness: For each group, policy versions by which it is older than the trainer's policy. None if unknown.
+        delivery: How often the batch was delivered: 1 for the first delivery.
         lease_until: End of the lease in seconds. None if the batch was acknowledged at delivery.
         consumer: Owner of the lease.
     """
@@ -37,7 +37,7 @@ class LeasedBatch(msgspec.Struct, frozen=True):
     consumer: str | None = None
 
 
-_Answered = tuple[str, LeasedBatch, float]  # request, its batch, time of the answer
+_Answered = tuple[str, LeasedBatch, float]  # (key of a request, batch that it got, time of the answer in seconds)
 
 
 class Leases:
@@ -45,14 +45,14 @@ class Leases:
 
     Attributes:
         out: Batches under a lease, by batch_id.
-        returned: Batches that wait for redelivery, by batch_id, in the order of their return.
+        returned: Batches that wait for redelivery, by batch_id. The batch that was returned first comes first.
     """
 
     def __init__(self) -> None:
         self.out: dict[int, LeasedBatch] = {}
         self.returned: dict[int, LeasedBatch] = {}
         self._earliest = math.inf  # no lease ends before this time
-        # The last request of each consumer, earliest first. A batch without a lease is kept as long as its request.
+        # The last request of each consumer, earliest first. A batch without a lease is kept as long as its request is.
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     @property
@@ -66,7 +66,7 @@ class Leases:
         return [batch for _, batch, _ in self._answered.values() if batch.lease_until is None]
 
     def find_answered(self, consumer: str, request: str | None) -> LeasedBatch | None:
-        """Return the batch that answered this request, if no other consumer has taken it over."""
+        """Return the batch that this request got before. Return None if another consumer has got the batch since."""
         known, batch, _ = self._answered.get(consumer, (None, None, None))
         if batch is None or request is None or known != request:
             return None
@@ -89,7 +89,7 @@ class Leases:
         return [batch for _, batch, _ in answered if batch.lease_until is None]
 
     def hand_out(self, batch: LeasedBatch, consumer: str | None, until: float | None) -> LeasedBatch:
-        """Deliver a new or returned batch to a consumer, with a lease until `until`. None means without a lease."""
+        """Deliver a new or returned batch to a consumer. The lease ends at `until`; None means no lease."""
         if self.returned.pop(batch.batch_id, None) is not None:
             batch = replace(batch, delivery=batch.delivery + 1)
         batch = replace(batch, lease_until=until, consumer=consumer)
@@ -98,12 +98,13 @@ class Leases:
         return batch
 
     def remove(self, batch_id: int) -> LeasedBatch | None:
-        """Remove and return a batch that is leased or waits for redelivery. Return None if there is none."""
+        """Remove and return a batch that is leased or waits for redelivery. Return None if there is no such batch."""
         return self.out.pop(batch_id, None) or self.returned.pop(batch_id, None)
 
     def give_back(self, batch_id: int, consumer: str | None) -> bool:
-        """End a lease, so that the batch waits for redelivery. Return False if `consumer` (None: anyone) does not own
-        it.
+        """End a lease, so that the batch waits for redelivery. Return False if `consumer` does not own the lease.
+
+        A `consumer` of None ends the lease of any owner.
         """
         if self._held_by(batch_id, consumer) is None:
             return False
@@ -111,7 +112,7 @@ class Leases:
         return True
 
     def renew(self, batch_id: int, consumer: str | None, until: float) -> bool:
-        """Extend a lease to `until`. Return False if `consumer` (None: anyone) does not own it."""
+        """Extend a lease to `until`. Return False if `consumer` is not None and does not own the lease."""
         batch = self._held_by(batch_id, consumer)
         if batch is None:
             return False
@@ -119,8 +120,8 @@ class Leases:
         return True
 
     def due(self, now: float) -> bool:
-        """Return whether a lease has ended, or a kept answer has become too old."""
-        if self._earliest <= now:  # may belong to a batch that was acknowledged or renewed
+        """Return whether `expire` would change anything."""
+        if self._earliest <= now:  # this may be the end of a lease that was renewed or acknowledged
             self._earliest = min((end for end, _ in self._ends()), default=math.inf)
         return self._earliest <= now or self._answer_is_old(now)
 
@@ -145,7 +146,7 @@ class Leases:
         return (group_id for batch in (*self.unacknowledged, *self.kept) for group_id in batch.group_ids)
 
     def _held_by(self, batch_id: int, consumer: str | None) -> LeasedBatch | None:
-        """Return a leased batch if this consumer (None: anyone) owns it."""
+        """Return a leased batch if `consumer` owns the lease or is None. Otherwise return None."""
         batch = self.out.get(batch_id)
         return batch if batch is not None and consumer in (None, batch.consumer) else None
 
@@ -178,29 +179,29 @@ class Leases:
 MAX_KEYS = 100_000
 KEY_TTL = 3600.0  # seconds
 
-_Generation = dict[str, Union[int, None]]  # key -> sequences left in the buffer, or None if the group was received
+_Generation = dict[str, Union[int, None]]  # key -> sequences left in the buffer; None if status was "received"
 
 
 class AddResult(NamedTuple):
     """The result of `Queue.add`.
 
     `status` is "received", "buffered" (the group differs from its environment's group size) or "refused" (nothing was
-    kept). A repeated idempotency key gets the first result again, with `duplicate` set and without the id.
+    stored). A repeated idempotency key gets the first result again, but with `duplicate` True and `group_id` None.
     """
 
     status: str
     group_id: int | None = None
-    buffer_size: int | None = None  # sequences left in the buffer, if buffered
+    buffer_size: int | None = None  # sequences left in the buffer if `status` is "buffered"
     duplicate: bool = False
-    reason: str | None = None  # a sentence, if refused
+    reason: str | None = None  # a sentence if `status` is "refused"
     too_large: bool = False  # refused because no batch can hold it; a retry cannot help
     too_old: bool = False  # refused because it is too old; a retry cannot help
 
 
 class IdempotencyKeys:
-    """Results by idempotency key: of the last `MAX_KEYS` keys within `KEY_TTL` seconds, and of some older keys.
+    """Results by idempotency key, for at least the last `MAX_KEYS` keys of the last `KEY_TTL` seconds.
 
-    There are two generations of keys. When the younger one is full or too old, it replaces the older one.
+    The keys form two generations. When the younger generation is full or too old, it replaces the older generation.
     """
 
     def __init__(self) -> None:
@@ -224,7 +225,7 @@ class IdempotencyKeys:
         self._younger[key] = answer.buffer_size
 
     def to_state(self) -> list[Any]:
-        """Return plain lists, without work for each key."""
+        """Return the state as plain lists. This is fast, because no Python code runs for each key."""
         generations = (self._older, self._younger)
         return [[[list(kept), list(kept.values())] for kept in generations], self._since]
 

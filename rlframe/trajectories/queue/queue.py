@@ -1,12 +1,12 @@
-"""The queue of one run: it forms batches of exactly `batch_size` sequences from the groups that environments send.
+"""The queue of one run forms batches of exactly `batch_size` sequences from the groups that environments send.
 
-Input and output are plain data: no payloads, no clock, no randomness. Service processes that apply the same commands in
-the same order hold the same queue and give the same answers. So every change is one method of `COMMANDS`, with
-arguments that MessagePack can encode. Times are seconds. If the clock of a caller is behind, the latest time counts.
+The queue uses no payloads, no clock and no randomness. Service processes that apply the same commands in the same order
+have the same queue and give the same answers. So every change is one method of `COMMANDS`, with arguments that
+MessagePack can encode. Times are in seconds. A command whose time is earlier than the latest time gets the latest time.
 
-A unit is a group of its environment's group size, or several undersized groups of that environment with this size in
+A unit is a group of its environment's group size, or several undersized groups of the environment with this size in
 total. A batch takes the minimum shares first, then the oldest units. It skips units that would make an exact batch
-impossible. Units of one size from one environment are never reordered.
+impossible. Units of the same size and environment are never reordered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup
 
 
 class Queue:
-    """The state of one run. Batch ids continue across epochs; environment ids restart.
+    """The state of one run. In a new epoch, batch ids continue, and environment ids start again from 0.
 
     Attributes:
         epoch: The state since the last registration or reset. Callers only read it.
@@ -44,7 +44,7 @@ class Queue:
     # Commands.
 
     def apply(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        """Apply one command of a log."""
+        """Apply one command from a log."""
         if command not in self.COMMANDS:
             raise UsageError(
                 f"{command!r} is not a command of the queue. Commands: {', '.join(sorted(self.COMMANDS))}."
@@ -54,11 +54,12 @@ class Queue:
     def register(self, settings: Mapping[str, Any], uuid: str, now: float) -> str:
         """Register the trainer's settings (see `Registration`).
 
-        The same settings are confirmed. Other settings start a new epoch, unless both have the same run key: then the
-        run continues with the new settings. Groups that were sent before the registration are kept.
+        Repeated settings change nothing. Different settings start a new epoch, unless old and new settings have the
+        same run key: then the run continues with the new settings. Groups that were sent before the first registration
+        are kept.
 
         Args:
-            uuid: The caller's name for the settings.
+            uuid: Id of the new settings, chosen by the caller.
 
         Returns:
             The uuid of the settings in effect.
@@ -84,7 +85,7 @@ class Queue:
         self._new_epoch()
 
     def note_trainer(self) -> None:
-        """Note that the trainer requested a batch. Environments may register from now on."""
+        """Record that the trainer requested a batch. From now on, environments may register."""
         epoch = self._begin()
         epoch.started = epoch.registration is not None
 
@@ -104,7 +105,7 @@ class Queue:
         Args:
             group_size: Sequences of each group. None means 1 until the first group sets the size.
             min_batch_allocation: Fraction of each batch that is reserved for the environment.
-            token: Resume token of a new environment, made by the caller.
+            token: Resume token for a new environment, chosen by the caller.
 
         Returns:
             None if the environment has to wait for the trainer to start.
@@ -147,7 +148,7 @@ class Queue:
         return env is not None
 
     def heartbeat(self, env_id: int, now: float) -> bool:
-        """Record a heartbeat. `add` counts as one too. Return False if there is no such environment."""
+        """Record a heartbeat. Return False if there is no such environment. `add` also counts as a heartbeat."""
         epoch = self._begin(now)
         env = epoch.envs.get(env_id)
         if env is not None:
@@ -168,14 +169,14 @@ class Queue:
         """Add one group.
 
         Args:
-            group_id: Id from the caller, for example the position of the payload. It must rise from group to group.
+            group_id: Id from the caller, for example the position of the payload. Each group needs a higher id.
             size_bytes: Size of the payload, for `RunStatus.stored_bytes`.
             policy_version: Policy version that the group was sampled from. If the trainer limits staleness, a group
                 with a version is refused if it would be too old by its turn.
             key: Idempotency key. A repeated key gets the result of its first use.
 
         Raises:
-            UsageError: The id does not rise.
+            UsageError: The id is not higher than the previous id.
         """
         if group_id < self.next_group:
             raise UsageError(f"Group ids must rise: expected at least {self.next_group}; got {group_id}.")
@@ -209,8 +210,8 @@ class Queue:
         Args:
             lease_seconds: Seconds for which the consumer owns the batch, until `ack`. None means that delivery
                 acknowledges the batch.
-            consumer, request: With both, the same request gets the same batch again. This ends with the consumer's next
-                request, or after an hour.
+            consumer, request: Names of the consumer and of the request. If both are given, a repeated request gets the
+                same batch again, until the consumer makes another request or an hour has passed.
         """
         epoch = self._begin(now)
         if epoch.registration is None:
@@ -231,7 +232,7 @@ class Queue:
         return batch is not None
 
     def nack(self, batch_id: int, consumer: str | None = None) -> bool:
-        """Give a leased batch back, for the next request. With `consumer`, return False if it is not the owner."""
+        """Give a leased batch back, so that the next request gets it. Return False if `consumer` is not its owner."""
         return self._begin().leases.give_back(batch_id, consumer)
 
     def renew(self, batch_id: int, lease_seconds: float, now: float, consumer: str | None = None) -> bool:
@@ -239,25 +240,25 @@ class Queue:
         return self._begin(now).leases.renew(batch_id, consumer, self._now + lease_seconds)
 
     def expire(self, now: float) -> None:
-        """Take back batches whose leases have ended, and minimum shares of silent environments.
+        """Take back batches whose leases have ended, and end the minimum shares of silent environments.
 
-        Every command with a time does this first. Use `due` to find out if it is necessary.
+        Every command with a time does this first. `due` returns whether a call would change anything.
         """
         self._begin(now)
 
     def pause(self) -> None:
-        """Make every environment hold, until `resume`."""
+        """Tell all environments to start no new groups until `resume`."""
         self._begin().paused = True
 
     def resume(self) -> None:
-        """End `pause`."""
+        """End a pause, so that environments start new groups again."""
         self._begin().paused = False
 
     def set_policy_version(self, version: int) -> None:
-        """Set the trainer's current policy version. Staleness counts from it."""
+        """Set the trainer's current policy version. The staleness of groups is relative to this version."""
         self._begin().policy_version = version
 
-    # Reads. They have no effect on later answers, and cost O(distinct group sizes) unless noted.
+    # Reads. They change nothing. Their cost is O(distinct group sizes), unless the docstring states another cost.
 
     def due(self, now: float) -> bool:
         """Return whether `expire(now)` would change anything."""
@@ -265,7 +266,7 @@ class Queue:
         return self.epoch.leases.due(now) or self.epoch.overdue(now) is not None
 
     def may_take(self, now: float, consumer: str | None = None, request: str | None = None) -> bool:
-        """Return False if `take` would return None. The caller then saves a command."""
+        """Return False if `take` would return None, so that the caller need not log a command."""
         epoch = self.epoch
         if epoch.registration is None:
             return False
@@ -277,15 +278,16 @@ class Queue:
         return reports.status(self.epoch)
 
     def env_status(self, env_id: int, hold: bool = False) -> EnvStatus | None:
-        """Return the state that an environment needs, or None if the environment is unknown.
+        """Return the state of the queue for an environment, or None if the environment is unknown.
 
-        `hold` makes the environment hold for a reason outside the queue, such as a full store.
+        `hold` is True if the environment should start no new group for another reason, such as a full store.
         """
         return reports.env_status(self.epoch, env_id, hold)
 
     def report(self, now: float, envs: int = 1000) -> reports.Report:
-        """Return the data of the live page, with at most `envs` environments (the latest heartbeats first). O(all
-        envs).
+        """Return the data of the live page, with the `envs` environments that have the latest heartbeats.
+
+        The cost is O(all environments).
         """
         return reports.report(self.epoch, max(self._now, now), envs)
 
@@ -294,7 +296,7 @@ class Queue:
     def get_state(self) -> dict[str, Any]:
         """Return the whole state as data that MessagePack can encode. Later commands do not change it.
 
-        It is fast: long parts are lists of immutable objects.
+        This is fast, because long parts of the state are lists of immutable objects, which are not copied.
         """
         numbers = {"number": self.epoch.number, "now": self._now, "next_group": self.next_group}
         return {**numbers, "next_batch": self._next_batch, "epoch": self.epoch.to_state()}
@@ -305,7 +307,7 @@ class Queue:
         self.epoch = Epoch.from_state(state["number"], state["epoch"])
 
     def _begin(self, now: float | None = None) -> Epoch:
-        """Prepare a command: clear the released groups and, with a time, end what has expired."""
+        """Prepare a command: clear the released groups. If `now` is given, call `Epoch.expire`."""
         epoch = self.epoch
         epoch.released = []
         if now is not None:

@@ -1,4 +1,4 @@
-"""Reports about an epoch: its status, refusals, and reasons for waiting. Only `EpochCounters` can change."""
+"""Reports about an epoch: status, refused groups, and reasons for waiting. The functions do not change the epoch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, can_f
 if TYPE_CHECKING:
     from rlframe.trajectories.queue.epoch import Epoch
 
-# Queue lengths that are sent to an environment that should hold. The published client pauses at its
-# `max_batches_offpolicy` queued batches (3 by default). It stops for good if current_step and the queued batches exceed
-# its number of steps. The client in the interaction document pauses if more than HOLD_GROUPS * batch_size groups are
-# queued.
+# An environment that should start no new group gets a queue length of at least these values. atroposlib's client pauses
+# if `max_batches_offpolicy` batches (3 by default) are queued. It stops forever if current_step plus the queued batches
+# exceed the number of steps. The client in rlframe's design document (see docs/differences.md) pauses if more than
+# HOLD_GROUPS * batch_size groups are queued.
 HOLD_BATCHES = 64
 HOLD_GROUPS = 3
-MAX_WAITING = 100  # reasons for waiting in one answer
+MAX_WAITING = 100  # maximum reasons for waiting in one answer
 
 
 @dataclass(kw_only=True)
 class Counters:
-    """Counters of an epoch, in groups unless the name says otherwise. `*_served` counts each batch once."""
+    """Counters of an epoch. They count groups unless the name has another unit. `*_served` counts each batch once."""
 
     groups_added: int = 0
     sequences_added: int = 0
@@ -35,22 +35,22 @@ class Counters:
     batches_served: int = 0
     groups_served: int = 0
     sequences_served: int = 0
-    redelivered: int = 0  # batches
-    discarded: int = 0  # too old at their turn
+    redelivered: int = 0  # batches that were delivered again
+    discarded: int = 0  # groups that were too old when a batch could take them
     refused: int = 0
     duplicates: int = 0
 
 
 @dataclass(kw_only=True)
 class EpochCounters(Counters):
-    """The counters of an epoch, with sums for the mean staleness."""
+    """The counters of an epoch, with the staleness of served groups."""
 
     aged: int = 0  # served groups with known staleness
     staleness_sum: float = 0.0  # a float, because MessagePack limits integers to 64 bits
     staleness_largest: int = 0
 
     def count_served(self, sequences: int, staleness: Iterable[int | None]) -> None:
-        """Count a batch, and the staleness of each of its groups."""
+        """Count a served batch with the staleness of each group."""
         self.batches_served += 1
         self.sequences_served += sequences
         for age in staleness:
@@ -63,15 +63,15 @@ class EpochCounters(Counters):
 
 @dataclass(kw_only=True)
 class EnvReport(EnvSummary):
-    """An environment on the live page. `weight` is its fraction of all weights, as in EnvStatus."""
+    """An environment on the live page. `weight` is the fraction of all weights, as in EnvStatus."""
 
-    served_share: float  # of all sequences served in this epoch
-    wanted_share: float | None  # by weight; None unless the registration mixes by weight
+    served_share: float  # fraction of all sequences served in this epoch
+    wanted_share: float | None  # fraction according to the weights; None unless the registration has mix="weight"
     queued_groups: int
     queued_sequences: int
     buffered_groups: int
-    oldest_age: float | None  # wait of its oldest queued unit, in seconds
-    unheard: float  # since the last heartbeat, in seconds
+    oldest_age: float | None  # seconds for which the oldest queued unit has waited
+    unheard: float  # seconds since the last heartbeat
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Waiting:
     """A reason why groups or batches wait.
 
     Attributes:
-        env_id: Environment whose groups wait, or that a batch waits for. None for unregistered senders and for the run.
+        env_id: The environment whose groups wait, or for which a batch waits. None for unregistered senders, or if the
+            reason concerns the whole run.
         groups: Number of groups that wait. 0 if a batch or the run waits.
     """
 
@@ -91,7 +92,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Staleness:
-    """Staleness of the groups served in this epoch, if both policy versions were known."""
+    """Staleness of the groups served in this epoch, in policy versions. Groups of unknown staleness do not count."""
 
     groups: int = 0
     mean: float = 0.0
@@ -100,16 +101,16 @@ class Staleness:
 
 @dataclass(kw_only=True)
 class Report(Counters):
-    """The queue on the live page. `oldest_age` is the longest wait in seconds, or None if nothing waits."""
+    """The queue on the live page. `oldest_age` is the longest wait in seconds, or None if the queue is empty."""
 
-    envs: list[EnvReport]  # at most as many as requested, by id
+    envs: list[EnvReport]  # sorted by id; limited to the requested number
     registered_envs: int
     oldest_age: float | None
     waiting: list[Waiting]
     queued_sequences: int
     batches_out: int
     batches_returned: int
-    batches_kept: int  # without a lease, kept for a repeated request
+    batches_kept: int  # batches without a lease that are kept for a repeated request
     staleness: Staleness
 
 
@@ -125,19 +126,19 @@ def minimum_shares(epoch: Epoch) -> list[MinimumShare]:
 
 
 def staleness_of(epoch: Epoch, group: QueuedGroup) -> int | None:
-    """Return the policy versions by which a group is older than the trainer's, or None if either is unknown."""
+    """Return the number of policy versions by which a group is older than the trainer's policy. None if unknown."""
     if epoch.policy_version is None or group.policy_version is None:
         return None
     return epoch.policy_version - group.policy_version
 
 
 def can_form_batch(epoch: Epoch) -> bool:
-    """Return whether the queued units can fill a batch, apart from minimum shares and staleness."""
+    """Return whether the queued units can fill a batch, if minimum shares and staleness are ignored."""
     return epoch.registration is not None and can_fill(epoch.registration.batch_size, epoch.unit_queues.counts)
 
 
 def batchable_sizes(epoch: Epoch) -> list[int]:
-    """Return the queued unit sizes that can be part of an exact batch, given enough units of all sizes in use."""
+    """Return the sizes of queued units that could be part of an exact batch, if enough units of every size came."""
     counts = epoch.unit_queues.counts
     if epoch.registration is None:
         return list(counts)
@@ -147,7 +148,10 @@ def batchable_sizes(epoch: Epoch) -> list[int]:
 
 
 def refusal(epoch: Epoch, env_id: int | None, sequences: int, policy_version: int | None) -> AddResult | None:
-    """Return the reason not to queue a group, or None. Future staleness assumes one new version per batch."""
+    """Return a refusal with its reason, or None if the group may be queued.
+
+    The future staleness of a group is estimated with one new policy version for each batch.
+    """
     registration = epoch.registration
     if registration is None:
         return None
@@ -197,8 +201,8 @@ def env_status(epoch: Epoch, env_id: int, hold: bool) -> EnvStatus | None:
     full = can_form_batch(epoch)
     largest = max(sizes, default=1)
     own = sum(queue.sequences for queue in epoch.unit_queues.of_env(env_id))
-    # If enough sequences are queued but cannot form a batch, other environments' groups do not count: the batch may be
-    # waiting for this environment.
+    # If enough sequences are queued but cannot form a batch, the batch may be waiting for this environment. Then groups
+    # of other environments do not count.
     others = epoch.unit_queues.packed_sequences(largest, sizes, without=env_id) if full or total < batch_size else 0
     queue_size = (own + others) // env.largest_group
     self_queue_size = own // env.largest_group
@@ -243,11 +247,11 @@ def _sequences(epoch: Epoch, sizes: list[int]) -> int:
 
 
 def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
-    """Return the number of batches before that of a group that comes now.
+    """Return the number of batches that will be formed before the batch with a group that is sent now.
 
-    Other senders' groups do not count if a batch may be waiting for this sender. That is possible if the queued units
-    cannot form a batch. It is also possible if the sender has a minimum share, and may have to send more than its share
-    to make the batch exact.
+    If a batch may be waiting for this sender, groups of other senders do not count. A batch may wait if the queued
+    units cannot form a batch. A batch may also wait for a sender with a minimum share, which may have to send more than
+    the share to make the batch exact.
     """
     batch_size = epoch.settings.batch_size
     sizes = batchable_sizes(epoch)
@@ -259,12 +263,12 @@ def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
 
 
 def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
-    """Return whether a group that this environment starts now would be too old for the trainer by its turn."""
+    """Return whether a group that this environment starts now would be too old when a batch could take it."""
     registration = epoch.settings
     if registration.max_staleness is None:
         return False
     batches = registration.max_staleness + 1
-    if env.env_id in epoch.envs.with_minimum_share:  # batches wait for it, so only its own groups may make it hold
+    if env.env_id in epoch.envs.with_minimum_share:  # batches wait for this environment: other groups do not count
         return own >= max(registration.batch_size, batches * minimum_share(epoch, env))
     return max(own, total) >= batches * registration.batch_size
 
@@ -286,7 +290,7 @@ def _env_report(epoch: Epoch, env: Env, now: float) -> EnvReport:
 
 
 def waiting(epoch: Epoch) -> list[Waiting]:
-    """Return the reasons why batches wait, then the reasons why groups wait; at most `MAX_WAITING`."""
+    """Return at most `MAX_WAITING` reasons: first the reasons why batches wait, then the reasons why groups wait."""
     if epoch.registration is None:
         return [Waiting(None, 0, 0, "every batch waits for a trainer: none has registered (POST /register)")]
     found = [Waiting(None, 0, 0, why) for why in _batch_blockers(epoch)]
@@ -310,9 +314,9 @@ def waiting(epoch: Epoch) -> list[Waiting]:
 
 
 def _batch_blockers(epoch: Epoch) -> Iterator[str]:
-    """Yield the reasons why there is no batch, or why no environment sends groups. Minimum shares are not included."""
+    """Yield the reasons why there is no batch or no new groups. A missing minimum share is not among the reasons."""
     if epoch.paused:
-        yield "the run is paused: every environment holds (POST /resume)"
+        yield "the run is paused: environments start no new groups (POST /resume)"
     if not epoch.started:
         yield "environments wait to register: the trainer has not requested a batch yet (GET /batch)"
     if epoch.leases.returned or can_form_batch(epoch):
@@ -325,7 +329,7 @@ def _batch_blockers(epoch: Epoch) -> Iterator[str]:
 
 
 def _sentence(epoch: Epoch, one: Waiting) -> str:
-    """Return a reason as a sentence with the environment's name, as on the live page."""
+    """Return a reason as a sentence that begins with the environment's name, as on the live page."""
     if one.env_id is None:
         return f"{one.why}."
     env = epoch.envs.get(one.env_id)

@@ -1,11 +1,11 @@
-"""FIFO queues of units that wait to be batched: one for each environment and unit size.
+"""FIFO queues of units that wait to be batched. There is one queue for each environment and unit size.
 
-`UnitQueues` updates its sums as units come and go. Undersized groups wait separately, until some of them form a unit.
+`UnitQueues` updates its sums when a unit is added or removed. Undersized groups wait separately until they form a unit.
 
-Exact filling means to find sizes that sum to a target, given the number of units of each size. A set of reachable sums
-is one Python int, with bit `t` set if `t` can be reached. Adding up to `n` units of a size costs about log2(n) shifts.
-The cost depends on the number of distinct sizes and on the target, not on the number of queued units, because no size
-counts more units than fit into the target. Results are cached by these counts.
+To fill a batch exactly, units must be found whose sizes sum to a target. A set of possible sums is one Python int: bit
+`t` is set if the sum `t` is possible. Adding up to `n` units of a size costs about log2(n) shifts. For each size, only
+as many units count as fit into the target. So the cost depends on the number of distinct sizes and on the target, but
+not on the number of queued units. Results are cached by the counts of units.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Counts = tuple[tuple[int, int], ...]
 
 
 def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -> bool:
-    """Return whether units sum to `target` exactly.
+    """Return whether the sizes of some of the units can sum to `target` exactly.
 
     Args:
-        target: The required sum. No units are needed for 0.
+        target: The required sum. A target of 0 is always possible.
         counts: Number of units of each size.
-        spent: Size of one unit in `counts` that is already used.
+        spent: Size of one unit in `counts` that is already used. None means that no unit is used.
     """
     if target <= 0:
         return target == 0
@@ -40,17 +40,17 @@ def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -
         return False
     smallest, count = capped[0]
     if smallest == unit and (count + 1) * unit >= capped[-1][0]:
-        return True  # the smallest units close every gap between the others, as with one size or powers of two
+        return True  # always possible: the smallest units fill every gap, as with one size or powers of two
     return _fillable(target // unit, tuple((size // unit, count) for size, count in capped))
 
 
 def usable_sizes(target: int, counts: Mapping[int, int]) -> frozenset[int]:
-    """Return the sizes that occur in at least one exact filling of `target`."""
+    """Return the unit sizes that at least one set of units with sum `target` contains."""
     return _usable(target, _capped(target, counts, None))
 
 
 def oldest_fitting_size(target: int, counts: Mapping[int, int], age: Callable[[int], int]) -> int | None:
-    """Return the size with the smallest `age` whose use leaves a fillable rest, or None."""
+    """Return the size with the smallest `age` such that other units can fill the rest of `target`, or None."""
     for size in sorted((size for size, count in counts.items() if count and size <= target), key=age):
         if can_fill(target - size, counts, spent=size):
             return size
@@ -79,14 +79,14 @@ def _fillable(target: int, counts: _Counts) -> bool:
 
 @lru_cache(maxsize=1024)
 def _usable(target: int, counts: _Counts) -> frozenset[int]:
-    if sum(size * count for size, count in counts) < target:  # cheap check for a short queue
+    if sum(size * count for size, count in counts) < target:  # fast check for a queue with few units
         return frozenset()
     mask = (2 << target) - 1
-    below = [1]  # below[i]: the sums that the first i sizes reach
+    below = [1]  # below[i]: possible sums of units of the first i sizes
     for size, count in counts:
         below.append(_spread(below[-1], size, count, mask))
     found = set()
-    above = 1  # the sums that the sizes after this one reach
+    above = 1  # possible sums of units of the sizes after size i
     for i in reversed(range(len(counts))):
         size, count = counts[i]
         with_one = _spread(above, size, count - 1, mask) << size & mask
@@ -97,7 +97,7 @@ def _usable(target: int, counts: _Counts) -> frozenset[int]:
 
 
 def _spread(sums: int, size: int, count: int, mask: int) -> int:
-    """Return the sums reachable from `sums` with 0 to `count` more units of `size`."""
+    """Return the sums that are possible after adding 0 to `count` units of `size` to `sums`."""
     chunk = 1
     while count > 0:
         step = min(chunk, count)
@@ -108,17 +108,17 @@ def _spread(sums: int, size: int, count: int, mask: int) -> int:
 
 
 def _mirrored(sums: int, target: int) -> int:
-    """Return the bits of `sums` in reverse: bit t becomes bit `target - t`."""
+    """Return the bits of `sums` in reverse order: bit `t` becomes bit `target - t`."""
     return int(f"{sums:0{target + 1}b}"[::-1], 2)
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A queued group, or a unit of several undersized groups (`parts`, oldest first)."""
 
-    id: int  # of several groups: the id of the newest
+    id: int  # id of the group; in a unit, the id of the newest group
     sequences: int
     size_bytes: int
-    policy_version: int | None  # of several groups: the oldest
+    policy_version: int | None  # in a unit, the version of the oldest policy
     added_at: float  # seconds
     parts: tuple[QueuedGroup, ...] = ()
 
@@ -128,7 +128,7 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def joined(cls, parts: Iterable[QueuedGroup]) -> QueuedGroup:
-        """Join several groups to one unit."""
+        """Join several groups into one unit."""
         parts = tuple(sorted(parts, key=lambda part: part.id))
         versions = [part.policy_version for part in parts if part.policy_version is not None]
         return cls(
@@ -184,7 +184,7 @@ class UnitQueues:
         self.groups: dict[int, int] = {}
         self._of_env: dict[int | None, dict[int, UnitQueue]] = {}
         self._of_size: dict[int, dict[int | None, UnitQueue]] = {}
-        # For each size, a heap of (id of a queue's head, env_id). Outdated entries are skipped when they reach the top.
+        # For each size, a heap of (id of the oldest unit in a queue, env_id). Outdated entries at the top are removed.
         self._heads: dict[int, list[tuple[int, int | None]]] = {}
         self._reserved: dict[tuple[int | None, int], int] = {}
         # _pack_sums[largest][size]: sum of `_packed_size` over the queues of that size, for each requested `largest`.
@@ -200,11 +200,11 @@ class UnitQueues:
         return (queue for unit_queues in self._of_env.values() for queue in unit_queues.values())
 
     def ids(self) -> Iterator[int]:
-        """Return the ids of all groups."""
+        """Return the ids of all groups in the queues."""
         return (part.id for queue in self for unit in queue.units for part in _decode(unit).groups)
 
     def push(self, env_id: int | None, size: int, unit: QueuedGroup, *, again: bool = False) -> None:
-        """Append a unit to its queue. With `again`, put a unit that was popped back to the front."""
+        """Append a unit to its queue. With `again`, insert it at the front instead, to undo a `pop`."""
         queue = self._get_or_create(env_id, size)
         if again:
             queue.units.appendleft(_encode(unit))
@@ -225,7 +225,7 @@ class UnitQueues:
         return unit
 
     def oldest(self, size: int) -> UnitQueue:
-        """Return the queue with the oldest unit of this size. There must be a unit."""
+        """Return the queue with the oldest unit of this size. At least one such unit must exist."""
         heads = self._heads[size]
         while True:
             unit_id, env_id = heads[0]
@@ -235,7 +235,7 @@ class UnitQueues:
             heapq.heappop(heads)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
-        """Set the minimum share of an environment, in sequences of one unit size. It does not count for others."""
+        """Reserve queued sequences of an environment and unit size, which `packed_sequences` then does not count."""
         queue = self._of_env.get(env_id, {}).get(size)
         if queue is not None:
             self._repack(queue, -1)
@@ -246,9 +246,9 @@ class UnitQueues:
             self._repack(queue, 1)
 
     def packed_sequences(self, largest: int, sizes: Iterable[int], without: int | None) -> int:
-        """Return the sequences of these sizes, rounded up to packs of `largest` in each queue, minus the reserved ones.
+        """Return the number of queued sequences in units of these sizes, without the reserved sequences.
 
-        The queues of environment `without` do not count.
+        The number in each queue is rounded up to a multiple of `largest`. Queues of environment `without` do not count.
         """
         if largest not in self._pack_sums:
             sums: dict[int, int] = defaultdict(int)
@@ -260,7 +260,7 @@ class UnitQueues:
         return sum(sums[size] - (self._packed_size(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        """Return the encoded units, without decoding them."""
+        """Return the state with the units as they are stored, which is fast because the units are not decoded."""
         return [[queue.env_id, queue.size, list(queue.units)] for queue in sorted(self, key=UnitQueue.key)]
 
     @classmethod
@@ -306,7 +306,7 @@ class UnitQueues:
     def _note_head(self, queue: UnitQueue) -> None:
         heads = self._heads.setdefault(queue.size, [])
         unit_queues = self._of_size[queue.size]
-        if len(heads) > 2 * len(unit_queues) + 64:  # mostly outdated entries
+        if len(heads) > 2 * len(unit_queues) + 64:  # most entries are outdated
             heads[:] = [(other.head.id, env_id) for env_id, other in unit_queues.items()]
             heapq.heapify(heads)
         else:
@@ -327,9 +327,9 @@ class UndersizedGroups:
         return sum(size * len(groups) for size, groups in self._of_size.items())
 
     def add(self, group: QueuedGroup, unit_size: int) -> QueuedGroup | None:
-        """Add a group. Return the unit that it completes, or None. The groups of the unit are removed.
+        """Add a group. If a unit can be formed now, remove its groups and return the unit. Otherwise return None.
 
-        A unit takes the oldest groups first, but skips a group if no exact sum would be possible with it.
+        A unit takes the oldest groups first, but skips a group that would make an exact sum impossible.
         """
         self._of_size.setdefault(group.sequences, deque()).append(group)
         counts = {size: len(groups) for size, groups in self._of_size.items()}

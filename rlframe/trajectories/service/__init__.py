@@ -1,4 +1,4 @@
-"""The service over HTTP: it checks groups, logs them in a store, queues them, and serves them in batches.
+"""The service over HTTP. It checks groups, stores them in a log, queues them, and serves batches of them.
 
 `app.py` makes the application, and `endpoints/` answers its requests. `service.py: Service` turns each change into a
 command in the store's log, and `state_machine.py` applies the log to the queues. `wire.py` decodes groups,

@@ -39,8 +39,8 @@ from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
 
-VARIABLE_PREFIX = "RLFRAME_TRAJECTORIES_"  # environment variables under uvicorn
-PAGE = pathlib.Path(__file__).with_name("page.html")  # requests /report and /previews
+VARIABLE_PREFIX = "RLFRAME_TRAJECTORIES_"  # prefix of the environment variables for uvicorn
+PAGE = pathlib.Path(__file__).with_name("page.html")  # the live page, which requests /report and /previews
 _CHANGING_GETS = ("/batch", "/reset_data")  # GET requests that change state
 _DESCRIPTION = """Environments send groups of sequences, and trainers pull batches of them.
 
@@ -48,9 +48,7 @@ Every path exists for the run `default`, and as `/runs/{run}/…` for any other 
 
 
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
-    """Return the application. It opens the store at startup, unless it gets a restored service, and closes it at
-    shutdown.
-    """
+    """Return the application. Without `service`, it opens the store at startup. It closes the store at shutdown."""
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +87,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     app.state.decode, app.state.reset = load_decode(settings.tokenizer), settings.reset
     app.get("/", response_model=dict[str, str], tags=["service"])(_root)
     app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
-    # The most frequent requests come first, because routes are tried one by one.
+    # Routes are tried one by one, so the routes of the most frequent requests come first.
     for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
         app.include_router(router, responses=REFUSED)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(check_run_name)], responses=REFUSED)
@@ -104,7 +102,7 @@ def app_from_environment() -> FastAPI:
 
 
 def settings_from_variables(variables: Mapping[str, str]) -> Settings:
-    """Return the settings from environment variables, without the address, which is an option of uvicorn.
+    """Return the settings from environment variables. The address is not among them: it is an option of uvicorn.
 
     Raises:
         UsageError: A variable names no setting, or its value is invalid.
@@ -151,9 +149,9 @@ async def _runs(request: Request) -> Response:
 
 
 def _invalid_request(error: RequestValidationError) -> Response:
-    """Return a 422 without the values that were sent: they may be long, or impossible to encode as JSON."""
+    """Return an answer with status 422. It omits the values that were sent, which may be long or not valid in JSON."""
     details = [
-        # `ctx` has the message of our own errors. `msg` is from pydantic.
+        # `ctx` has the message of rlframe's errors, and `msg` the message of pydantic's errors.
         {"loc": list(one["loc"]), "msg": str(one.get("ctx", {}).get("error", one["msg"])), "type": one["type"]}
         for one in error.errors()
     ]
@@ -164,13 +162,13 @@ _SHUTDOWN_TIMEOUT = 120.0  # seconds for unfinished requests, pending writes and
 
 
 class TrajectoryServer:
-    """A running trajectory service. It answers from its construction until `stop()`.
+    """A running trajectory service. It answers requests from its construction until `stop()`.
 
     Args:
         settings: See `Settings`.
 
     Raises:
-        UsageError: It cannot listen at the address, a token is required, or a setting is invalid.
+        UsageError: The address cannot be used, a token is required, or a setting is invalid.
         StoreError, PeerError: As `open_service`.
 
     Attributes:
@@ -202,7 +200,7 @@ class TrajectoryServer:
         """Print the address and wait for `stop()`. Then answer unfinished requests and close the store.
 
         Raises:
-            StoreError: The store failed. Everything that was acknowledged is in the store.
+            StoreError: The store failed. All acknowledged data is in the store.
         """
         warn_no_token(self._settings.no_token, self._settings.can)
         lines = [f"Trajectories at {self.url}  (endpoints: /docs)", self._service.store.durability, *self._found_runs]
@@ -224,7 +222,7 @@ class TrajectoryServer:
 
 
 def _found_runs(service: Service) -> Iterator[str]:
-    """Yield one line for each run that a restored service found in its store."""
+    """Yield one line of text for each run that was found in the store at startup."""
     for run in service.runs:
         epoch, status = service.queue(run).epoch, service.queue(run).status()
         groups = status.queue_size + status.buffered + status.leased

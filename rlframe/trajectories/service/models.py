@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP API. Those that clients share are in `messages`."""
+"""Requests and answers of the HTTP API. The module `messages` has the classes that clients use too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from rlframe.trajectories.service.previews import GroupPreview
 from rlframe.trajectories.service.wire import JsonGroup
 
 Int64 = Annotated[int, Field(**INT64_LIMITS)]
-Version = Annotated[int, Field(ge=-(2**53), le=2**53)]  # exact in every JSON parser; differences fit into 64 bits
+# Every JSON parser reads integers of this range exactly, and their differences fit into 64 bits.
+Version = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(**TEXT_LIMITS)]
 
@@ -54,7 +55,7 @@ class Success(BaseModel):
 
 
 class Failure(BaseModel):
-    """The request failed. Only after a 503 may a retry succeed."""
+    """The request failed. A retry can succeed only after status 503."""
 
     status: Literal["failure", "full", "too early", "too old"]
     error: str
@@ -77,7 +78,7 @@ class ListReceived(BaseModel):
     too_old: int = 0
 
 
-# The schema of a group that `wire` decodes. Other fields are dropped.
+# The schema of a group that `wire` decodes. All other fields of a group are dropped.
 ITEM: dict[str, Any] = {
     **next(iter(msgspec.json.schema_components([JsonGroup])[1].values())),
     "title": "Item",
@@ -115,11 +116,11 @@ class Invalid(BaseModel):
 
 @dataclass(frozen=True)
 class ServiceReport:
-    """The part of a report that all runs share. `failed` is the store's error, or null."""
+    """The part of a report that is the same for all runs. `failed` is the store's error, or null."""
 
     version: str
     durability: str
-    stored_bytes: int  # including those being written
+    stored_bytes: int  # bytes of all groups, including groups that are being written
     writing_bytes: int
     max_bytes: int
     nearly_full: bool
@@ -128,8 +129,8 @@ class ServiceReport:
 
 @dataclass(kw_only=True)
 class LiveReport(Report):
-    """The report for the live page. It counts this epoch. Times and ages are in seconds, and `now` is the service's
-    clock.
+    """The report for the live page. It covers the current epoch. Times and ages are in seconds, and `now` is the time
+    of the service's clock.
     """
 
     registration: Registration | None

@@ -1,4 +1,4 @@
-"""Previews of groups for the live page: shortened text with the masked tokens marked."""
+"""Previews of groups for the live page: shortened text in which masked tokens are marked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlframe.errors import UsageError
 from rlframe.trajectories.messages import IGNORED
 from rlframe.trajectories.service.wire import as_json
 
-Decode = Callable[[Sequence[int]], str]  # token ids to text
+Decode = Callable[[Sequence[int]], str]  # function from token ids to text
 
-MAX_BYTES = 4 << 20  # of a payload; decoding a larger one would delay other requests
+MAX_BYTES = 4 << 20  # limit of a payload, because decoding a larger payload would delay other requests
 MAX_SEQUENCES = 16
-MAX_TOKENS = 1000  # at the beginning of a sequence, and as many at its end
-MAX_CHARACTERS = 20_000  # of a message
+MAX_TOKENS = 1000  # tokens that are shown from the beginning of a sequence; the same number from its end
+MAX_CHARACTERS = 20_000  # characters that are shown of a message
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class ShownMessage:
 
 @dataclass(frozen=True)
 class SequencePreview:
-    """A shortened sequence. `left_out` tokens are missing after the first `before_gap` pieces; 0 means none."""
+    """A shortened sequence. After the first `before_gap` pieces, `left_out` tokens are missing."""
 
     score: float
     tokens: int
-    trained_tokens: int  # not masked
+    trained_tokens: int  # number of tokens that are not masked
     pieces: list[ShownTokens]
     before_gap: int
     left_out: int
@@ -53,11 +53,11 @@ class SequencePreview:
 
 @dataclass(frozen=True)
 class GroupPreview:
-    """A shortened group: the first `MAX_SEQUENCES` of `size` sequences, or none if it has more than `MAX_BYTES`."""
+    """A shortened group: the first `MAX_SEQUENCES` of `size` sequences. None are shown of a group over `MAX_BYTES`."""
 
     env_id: int | None
     policy_version: int | None
-    size: int | None  # None: too large to decode
+    size: int | None  # number of sequences, or None if the group is too large to decode
     stored_bytes: int
     sequences: list[SequencePreview]
 
@@ -66,7 +66,7 @@ def preview(payload: bytes, decode: Decode | None) -> GroupPreview:
     """Return the preview of a stored group (see `wire`).
 
     Args:
-        decode: Token ids to text. None shows the ids.
+        decode: Function from token ids to text. None shows the ids.
     """
     if len(payload) > MAX_BYTES:
         return GroupPreview(None, None, None, len(payload), [])
@@ -110,7 +110,7 @@ def _pieces(tokens: Sequence[int], masks: Sequence[int], decode: Decode) -> Iter
 
 
 def _text_after(before: Sequence[int], ids: Sequence[int], decode: Decode) -> str:
-    """Return the text that `ids` add after `before`. Many tokenizers drop the leading space of `ids` alone."""
+    """Return the text that `ids` add to the text of `before`. Decoded alone, `ids` often lose their leading space."""
     if before:
         prefix, text = decode(before), decode([*before, *ids])
         if text.startswith(prefix):
@@ -127,9 +127,9 @@ def _message(message: dict[str, Any]) -> ShownMessage:
 
 
 def load_decode(name: str | None) -> Decode | None:
-    """Return the decoder of `byte`, of a `tokenizer.json` file, or of its folder. None for None.
+    """Return the decoder of a tokenizer: `byte`, a `tokenizer.json` file, or the folder of this file. None for None.
 
-    The text includes special tokens. If the tokenizer lacks an id, all ids are shown as numbers.
+    The decoded text includes special tokens. If the tokenizer lacks an id, all ids are shown as numbers.
 
     Raises:
         UsageError: The package tokenizers is missing, or the file cannot be read.
@@ -145,7 +145,7 @@ def load_decode(name: str | None) -> Decode | None:
         from tokenizers import Tokenizer
     try:
         tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the package raises bare Exceptions
+    except Exception as error:  # the package tokenizers raises errors of type Exception
         raise UsageError(f"The tokenizer file {path} cannot be read: {error}.") from error
     decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
     return _of_known_ids(decode, tokenizer.get_vocab_size(with_added_tokens=True))

@@ -1,7 +1,7 @@
-"""The service: every change is a command in the store's log, applied in the order of the log (see `state_machine`).
+"""The service: every change is a command in the store's log. Commands are applied in the order of the log.
 
-All service processes that share a store hold the same queues. After a restart, the log leads to the same state. A
-command is applied and answered once it is durable. The event loop's thread runs everything, except where noted.
+All service processes that share a store have the same queues, also after a restart (see `state_machine`). A command is
+applied and answered when it is durable. All code runs in the event loop's thread, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from rlframe.trajectories.service.state_machine import (
 from rlframe.trajectories.stores import SharedStore, Store
 
 MAX_RUNS = 1000
-SNAPSHOT_BYTES = 4 << 20  # of commands between two snapshots: about 20,000 commands, which replay in a second
-ANSWER_DEADLINE = 60.0  # seconds for a command to be durable and applied
+SNAPSHOT_BYTES = 4 << 20  # bytes of commands between two snapshots: about 20,000 commands, replayed in a second
+ANSWER_DEADLINE = 60.0  # seconds until a command must be durable and applied
 _COMMANDS_PER_TURN = 64  # commands that are applied before other tasks may run
 _EXPIRY_PERIOD = 0.5  # seconds between two checks for ended leases and silent environments
-_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds to wait for appends of other processes, in operation and while closing
+_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds to wait for commands of other processes, normally and while closing
 _RETRY = 0.5  # seconds until the next read of a store that did not answer
-_NEARLY_FULL = 0.8  # fraction of the byte limit at which environments hold
-_ORPHAN_GRACE = 60.0  # seconds for other processes to read payloads, before orphans are deleted
+_NEARLY_FULL = 0.8  # fraction of the byte limit above which environments should start no new groups
+_ORPHAN_GRACE = 60.0  # seconds before orphaned payloads are deleted, because other processes may still read them
 # Commands with the argument `now`.
 _COMMANDS_WITH_TIME = frozenset(("register", "reset", "register_env", "heartbeat", "add", "take", "renew", "expire"))
 
@@ -48,7 +48,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _PendingCommand(NamedTuple):
-    """A command that is not applied yet."""
+    """A command that this process has submitted and not yet applied."""
 
     run: str
     command: str
@@ -62,15 +62,15 @@ class Service:
     """All runs of one store.
 
     Args:
-        store, max_bytes: The store, which `close` closes, and the limit of its groups.
-        snapshot_bytes: Bytes of commands between two snapshots. If the last snapshot is larger, its size counts.
-        answer_deadline: Seconds for a command to be durable and applied.
+        store, max_bytes: The store, which `close` closes, and the limit of the bytes of all groups.
+        snapshot_bytes: Bytes of commands between two snapshots, or the size of the last snapshot if that is larger.
+        answer_deadline: Seconds until a command must be durable and applied.
 
     Attributes:
-        decode_lock: Held while a group is decoded, which takes milliseconds.
-        failed: The error after which the store accepts nothing more, or None.
+        decode_lock: A lock for decoding a group, which takes milliseconds. So groups are decoded one at a time.
+        failed: The error of the store if it failed and accepts nothing more, otherwise None.
         on_failure: Called when the store fails.
-        closing: Whether the service is about to end, so that no request waits for data.
+        closing: Whether the service is about to end. Then requests no longer wait for data.
         pending_bytes: Bytes of groups that are being written.
     """
 
@@ -98,7 +98,7 @@ class Service:
         self._pending: dict[int, _PendingCommand] = {}
         self._durable: deque[tuple[concurrent.futures.Future[int], int]] = deque()
         self._draining = False
-        self._changes: dict[str, asyncio.Event] = {}  # for each run, set at its next change
+        self._changes: dict[str, asyncio.Event] = {}  # for each run, an event that is set at the next change
         self._background: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
         self._orphaned: list[int] = []  # orphaned payloads, found at startup
@@ -106,14 +106,14 @@ class Service:
     # Startup and shutdown
 
     def restore(self, fresh: bool = False) -> None:
-        """Restore the state from the store, before `start`. `fresh` resets every run. Raises as `load` of a store."""
+        """Restore the state before `start`. `fresh` resets all runs. Raises as `StateMachine.restore`."""
         self._snapshot_due -= self._machine.restore(self.store)
         if fresh:
             self._machine.reset_all_runs(self.store)
         self._orphaned = self._machine.orphaned_payloads(self.store)
 
     async def start(self) -> None:
-        """Start to accept commands."""
+        """Start accepting commands."""
         self._loop = asyncio.get_running_loop()
         self._run_in_background(self._expire_periodically())
         if self.store.shared:
@@ -135,7 +135,7 @@ class Service:
             await asyncio.gather(*self._background, return_exceptions=True)
             if answers := [submitted.answer for submitted in self._pending.values()]:
                 await asyncio.wait(answers, timeout=10.0)
-            if self._following is not None:  # this task ends once nothing is pending
+            if self._following is not None:  # this task ends when no command is pending
                 self._fail(PeerError("The service ended before the store confirmed the request."))
                 await asyncio.wait([self._following], timeout=10.0)
             if self.failed is None and self._machine.position > self._machine.snapshot_position:
@@ -146,22 +146,22 @@ class Service:
     # Commands
 
     async def submit(self, run: str, command: str, payload: bytes | None = None, **arguments: Any) -> Any:
-        """Log a command of `Queue` and return its answer, once it is durable and applied.
+        """Log a command of `Queue`. When the command is durable and applied, return the answer.
 
         Args:
-            run: Name of the run. A command in `RUN_CREATING_COMMANDS` creates it. For others, a missing run is empty.
-            payload, arguments: Payload of an `add`, and arguments of the command, without `now`.
+            run: Name of the run. Only commands in `RUN_CREATING_COMMANDS` create a missing run.
+            payload, arguments: Payload of the command `add`, and arguments of the command without `now`.
 
         Raises:
             UsageError: The command is invalid.
-            UnavailableError: The store accepts nothing now, or there are too many runs. Nothing was kept.
+            UnavailableError: The store accepts nothing now, or there are too many runs. Nothing was stored.
             PeerError: The store did not answer. The command may still take effect.
             StoreError: The store failed.
         """
         return (await self._submit(run, command, arguments, payload)).answer
 
     async def take(self, run: str, **arguments: Any) -> tuple[LeasedBatch, list[bytes]] | None:
-        """Take a batch with its payloads, or return None. Raises as `submit`, and UnavailableError if one is lost."""
+        """Take a batch with its payloads, if any. Raises as `submit`, and UnavailableError if a payload is lost."""
         applied = await self._submit(run, "take", arguments)
         batch = applied.answer
         if batch is None:
@@ -172,7 +172,7 @@ class Service:
         found = [payload for payload in payloads if payload is not None]
         if len(found) == len(payloads):
             return batch, found
-        # The payload is damaged, or a new epoch began. Without an ack, a leased batch would be redelivered forever.
+        # A payload is damaged, or a new epoch began. Acknowledge a leased batch, or it would be redelivered forever.
         if batch.lease_until is not None:
             await self.submit(run, "ack", batch_id=batch.batch_id)
         lost = f"{len(payloads) - len(found)} of its {len(payloads)} groups can no longer be read from the store"
@@ -222,7 +222,7 @@ class Service:
     # Reads
 
     def queue(self, run: str) -> Queue:
-        """Return the queue of a run, for reading only. The queue of a missing run is empty."""
+        """Return the queue of a run. Do not change it. For a missing run, return an empty queue."""
         return self._machine.queues.get(run) or Queue()
 
     @property
@@ -231,18 +231,18 @@ class Service:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all groups whose payloads are needed."""
+        """Bytes of all groups whose payloads are still needed."""
         return self._machine.stored_bytes
 
     @property
     def byte_limit(self) -> int:
-        """Limit of the stored bytes: `max_bytes`, or the space on the store's disk."""
+        """Limit of the stored bytes: `max_bytes`, or less if the store's disk has less space."""
         left = self.store.room()
         return self._max_bytes if left is None else min(self._max_bytes, self.stored_bytes + left)
 
     @property
     def nearly_full(self) -> bool:
-        """True if environments should hold because the store is nearly full."""
+        """True if environments should start no new groups because the store is nearly full."""
         return self.stored_bytes + self.pending_bytes >= _NEARLY_FULL * self.byte_limit
 
     def check_room(self, size: int) -> None:
@@ -250,7 +250,7 @@ class Service:
         if self.stored_bytes + self.pending_bytes + size > self._max_bytes:
             kept = self.stored_bytes >> 20
             raise UnavailableError(
-                f"The service stores {kept} MB of groups, which is its limit. Trainers must take some first."
+                f"The service stores {kept} MB of groups, which is its limit. Trainers must take some groups first."
             )
         self.store.check_room(self.pending_bytes + size)
 
@@ -262,23 +262,23 @@ class Service:
                 await asyncio.wait_for(change.wait(), timeout)
 
     async def latest_groups(self, run: str, count: int) -> list[bytes]:
-        """Return the payloads of the latest groups, newest first, as far as they still exist."""
+        """Return the payloads of the latest groups, newest first. Payloads that no longer exist are left out."""
         newest = self._machine.latest.newest(run, count)
         missing = [position for position, payload in newest.items() if payload is None]
         newest |= zip(missing, await asyncio.to_thread(self.store.payloads, missing) if missing else ())
         return [payload for payload in newest.values() if payload is not None]
 
-    # Applying, in the order of the log
+    # Applying commands in the order of the log
 
     def _on_durable(self, number: int, future: concurrent.futures.Future[int]) -> None:
-        """Schedule the application of a durable command. Called on the store's thread, in the order of positions."""
+        """Schedule a durable command to be applied. The store's thread calls this in the order of positions."""
         self._durable.append((future, number))
         if not self._draining:
             self._draining = True
             self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        self._draining = False  # first, so that a later command schedules another `_drain`
+        self._draining = False  # set first, so that a later command schedules another `_drain`
         for _ in range(_COMMANDS_PER_TURN):
             if not self._durable:
                 return
@@ -298,7 +298,7 @@ class Service:
         waited_for = self._remove_pending(number)
         if waited_for is not None:
             waited_for.answer.set_result(applied)
-        if waited_for is None or command != "take":  # `take` reads the payloads before it deletes them
+        if waited_for is None or command != "take":  # `take` deletes the payloads after it has read them
             self._delete_payloads(applied.released)
         self._count_applied(run, size)
 
@@ -310,12 +310,12 @@ class Service:
                 self._apply_submitted(position, number)
                 continue
             applied = self._machine.apply(position, run, command, arguments)
-            if origin == self._origin:  # its request has timed out
+            if origin == self._origin:  # the request for this command has timed out
                 self._delete_payloads(applied.released)
             self._count_applied(run, len(record))
 
     def _count_applied(self, run: str, size: int) -> None:
-        """Wake the requests that wait for this run, and take a snapshot if it is due."""
+        """Wake the requests that wait for a change in this run, and take a snapshot if it is due."""
         self._wake(run)
         self._snapshot_due -= size
         if self._snapshot_due <= 0 and not self.closing:
@@ -329,7 +329,7 @@ class Service:
                 change.set()
 
     def _remove_pending(self, number: int) -> _PendingCommand | None:
-        """Remove a pending command. Return it if its request still waits."""
+        """Remove a pending command. Return the command if a request still waits for its answer, otherwise None."""
         submitted = self._pending.pop(number, None)
         if submitted is None:
             return None
@@ -337,7 +337,7 @@ class Service:
         return None if submitted.answer.done() else submitted
 
     def _fail(self, error: BaseException, *numbers: int) -> None:
-        """Fail these pending commands, or all of them, with an error. A `StoreError` fails the service."""
+        """Answer pending commands with an error: the given commands, or all. A `StoreError` fails the whole service."""
         if isinstance(error, StoreError) and self.failed is None:
             self.failed = error
             self.on_failure()
@@ -353,7 +353,7 @@ class Service:
     # Background tasks
 
     async def _snapshot(self) -> None:
-        """Store the current state, so that the next start need not read the log before it."""
+        """Store the current state, so that the next start need not read the earlier part of the log."""
         position = self._machine.snapshot_position = self._machine.position
         try:
             encoded = await asyncio.to_thread(encode_state, self._machine.get_state())
@@ -378,7 +378,7 @@ class Service:
         task.add_done_callback(self._background.discard)
 
     async def _follow(self, store: SharedStore) -> None:
-        """Apply what any process appends to a shared store, until the service closes and nothing is pending."""
+        """Apply the commands of all processes of a shared store, until the service closes and no command is pending."""
         while not self.closing or self._pending:
             after, wait = self._machine.position, _WAIT_CLOSING if self.closing else _WAIT
             try:

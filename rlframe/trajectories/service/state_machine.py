@@ -1,6 +1,6 @@
-"""The state machine: it applies the commands of the store's log to the queues of all runs.
+"""The state machine applies the commands of the store's log to the queues of all runs.
 
-Every process that applies the same log up to the same position holds the same state.
+All processes that apply the same log up to the same position have the same state.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rlframe.trajectories.stores import RecordsDroppedError, Store
 
 LATEST = 20  # latest groups of each run, for the live page
 LATEST_BYTES = 64 << 20  # memory limit for all runs together; the newest group is always kept
-_FORMAT = 3  # of snapshots
+_FORMAT = 3  # format of snapshots
 
-# Commands that create a run. For the others a missing run is empty, so that a mistyped path creates nothing.
+# Commands that create a missing run. The other commands create none, so that a mistyped path has no effect.
 RUN_CREATING_COMMANDS = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))
 
 _logger = logging.getLogger(__name__)
 
-# (run, command, arguments, process that submitted it, its number there)
+# (run, command, arguments, process that submitted the command, number of the command in this process)
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any], str, int]).decode
 
@@ -36,7 +36,8 @@ class CommandResult(NamedTuple):
 
     Attributes:
         answer: The queue's answer, or the exception that it raised.
-        released: Positions of payloads that are no longer needed, except by the request that takes this batch.
+        released: Positions of payloads that are no longer needed. A request for a batch may read them before they are
+            deleted.
     """
 
     answer: Any
@@ -50,7 +51,7 @@ class StateMachine:
         queues: The queue of each run, by name. The id of a group is the position of its payload.
         position: Position up to which the log is applied.
         snapshot_position: Position of the last snapshot.
-        stored_bytes: Bytes of all groups whose payloads are needed.
+        stored_bytes: Bytes of all groups whose payloads are still needed.
         latest: The latest groups, for the live page.
     """
 
@@ -97,7 +98,7 @@ class StateMachine:
     def apply(
         self, position: int, run: str, command: str, arguments: Mapping[str, Any], payload: bytes | None = None
     ) -> CommandResult:
-        """Apply the command at a position of the log. `payload` is that of an `add`, if available."""
+        """Apply the command at a position of the log. `payload` is the payload of an `add`, if available."""
         queue = self.queues.get(run) or Queue()
         if command in RUN_CREATING_COMMANDS:
             self.queues[run] = queue
@@ -107,7 +108,7 @@ class StateMachine:
             answer = queue.apply(command, {**arguments, "group_id": position} if adds else arguments)
             released = queue.epoch.released
             kept = adds and answer.group_id is not None
-        except Exception as error:  # the same in every process and in every replay of the log
+        except Exception as error:  # every process and every replay of the log gets the same error
             answer, released, kept = error, [], False
             if not isinstance(error, UsageError):
                 _logger.error("%s in run %r failed at position %d: %r", command, run, position, error)
@@ -122,16 +123,14 @@ class StateMachine:
         return CommandResult(answer, released)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state of all runs for `encode_state`. Later commands do not change it, so any thread may encode
-        it.
-        """
+        """Return the state of all runs. Later commands do not change it, so any thread may call `encode_state`."""
         return {
             name: {"queue": queue.get_state(), "latest": [*self.latest.newest(name, LATEST)][::-1]}
             for name, queue in self.queues.items()
         }
 
     def set_state(self, position: int, snapshot: bytes) -> None:
-        """Restore the snapshot of this position."""
+        """Restore the state from a snapshot of this position."""
         state = msgspec.msgpack.decode(snapshot)
         if state["format"] != _FORMAT:
             raise StoreError(f"The store's snapshot has format {state['format']}; this version reads format {_FORMAT}.")
@@ -151,10 +150,10 @@ def encode_state(runs: dict[str, Any]) -> bytes:
 
 
 def read_next(store: Store, after: int) -> tuple[tuple[int, bytes] | None, list[tuple[int, bytes]]]:
-    """Read what follows a position of the log.
+    """Read the records after a position of the log.
 
     Returns:
-        (a snapshot, if it has replaced the next records; the records).
+        (None, records). If a snapshot has replaced the next records: (snapshot, no records).
     """
     try:
         return None, store.read(after)
@@ -169,9 +168,9 @@ def read_next(store: Store, after: int) -> tuple[tuple[int, bytes] | None, list[
 
 
 class LatestGroups:
-    """The latest groups of each run: their positions in the store, and their payloads as far as memory allows.
+    """The latest groups of each run: their positions in the store, and their payloads up to a memory limit.
 
-    Payloads are kept here because the store deletes those of groups that were served.
+    The payloads are kept in memory because the store deletes the payloads of served groups.
     """
 
     def __init__(self) -> None:
@@ -196,9 +195,7 @@ class LatestGroups:
             self._drop(position)
 
     def newest(self, run: str, count: int) -> dict[int, bytes | None]:
-        """Return the payloads of the latest groups by position, newest first. None means that the store has the
-        payload.
-        """
+        """Return {position: payload} of the latest groups, newest first. None for payloads that are not in memory."""
         return {at: self._payloads.get(at) for at in list(self._positions.get(run, ()))[: -count - 1 : -1]}
 
     def _drop(self, position: int) -> None:

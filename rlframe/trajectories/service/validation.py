@@ -1,7 +1,7 @@
 """Validation of groups beyond the types of their fields, with the path to each invalid field.
 
-The numbers of a JSON group are checked as text (`text_lengths`), which takes a third of the time of decoding them. The
-text is also the stored form.
+The numbers of a JSON group are checked as text (`text_lengths`). This takes a third of the time for decoding the text,
+which is also stored as text.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from msgspec import UNSET
 from rlframe.errors import UsageError
 from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS, MAX_FLOAT32
 
-MAX_DEPTH = 32  # nesting of `messages`, `images` and so on; Python's parsers fail at some hundreds
+MAX_DEPTH = 32  # limit for the nesting of `messages`, `images` and so on; Python's parsers fail at hundreds
 
 _OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_MAX_EXPLAINED_BYTES = 1 << 20  # limit for parsing JSON again, on the event loop, to locate NaN
-# A surrogate pair, a lone surrogate (its digits), or another escape.
+_MAX_EXPLAINED_BYTES = 1 << 20  # limit for parsing JSON again to locate NaN, which blocks the event loop
+# Matches a surrogate pair, a lone surrogate (its digits are group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _INT_CHARACTERS = b"0123456789- \n\r\t"
 _FLOAT_CHARACTERS = _INT_CHARACTERS + b".eE+"
-_INT_WIDTH = 10  # characters with the comma; a longer number may not be an int32
-_FLOAT_WIDTH = 39  # characters with the comma; a shorter number without positive exponent is a finite float32
+_INT_WIDTH = 10  # characters of a number with its comma; a longer number may exceed int32
+_FLOAT_WIDTH = 39  # characters with the comma; up to this length, numbers without positive exponent are float32
 
 
 class InvalidGroupError(UsageError):
-    """An invalid group. `loc` is the path to the field, and `kind` the `type`, as in FastAPI's answers."""
+    """An invalid group. `loc` is the path to the field. `kind` is the `type` of the error in FastAPI's answers."""
 
     def __init__(self, loc: Sequence[str | int], message: str, kind: str = "value_error"):
         super().__init__(message)
@@ -70,16 +70,18 @@ def lengths_of(group: Any) -> list[int]:
 
 
 def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
-    """Return the length of each list in a JSON array of arrays of numbers.
+    """Return the length of each list in a JSON array of arrays of numbers, without decoding the numbers.
 
     Args:
         text: Valid JSON.
         integers: True requires int32 numbers, False requires finite float32 numbers.
 
     Returns:
-        None unless `text` certainly is a list of lists of such numbers, each with two or more.
+        The lengths, or None if this check cannot exclude that `text` is something else. Lists with fewer than two
+        numbers also return None.
     """
-    brackets = text.translate(None, _INT_CHARACTERS if integers else _FLOAT_CHARACTERS)  # brackets and commas remain
+    # Only brackets and commas should remain.
+    brackets = text.translate(None, _INT_CHARACTERS if integers else _FLOAT_CHARACTERS)
     if not (brackets.startswith(b"[[") and brackets.endswith(b"]]")):
         return None
     commas = [len(part) for part in brackets[2:-2].split(b"],[")]
@@ -89,7 +91,7 @@ def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
         return None
     if not _in_every_window(ends, _INT_WIDTH if integers else _FLOAT_WIDTH):
         return None
-    # Usually 0, which avoids the slower count of pairs.
+    # Usually there are no exponents, which avoids the slower count of character pairs.
     exponents = 0 if integers else np.count_nonzero(characters == ord("e"))
     if not integers and (b"E" in text or (exponents and exponents != text.count(b"e-"))):
         return None
@@ -97,7 +99,7 @@ def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
 
 
 def _in_every_window(ends: np.ndarray, width: int) -> bool:
-    """Return whether every window of `width` characters contains an end."""
+    """Return whether every `width` consecutive characters contain the end of a number."""
     covered = 1
     while covered < width:
         step = min(covered, width - covered)
@@ -119,7 +121,7 @@ def check_group(group: Any, lengths: list[int]) -> None:
         value = getattr(group, name)
         if isinstance(value, bytes):
             _check_binary(name, value, lengths)
-        # The published BaseEnv sends [] for missing fields.
+        # atroposlib's BaseEnv sends [] for missing fields.
         elif isinstance(value, list) and (value or name in INT_FIELDS):
             _check_lists(name, value, None if name == ANY_LENGTH_FIELD else lengths)
     scores = group.scores
@@ -143,7 +145,7 @@ def _check_binary(name: str, value: bytes, lengths: list[int]) -> None:
 
 
 def _check_lists(name: str, value: list[list[Any]], lengths: list[int] | None) -> None:
-    """Check a list of lists. `lengths` None allows any lengths."""
+    """Check the lengths and numbers of a list of lists. If `lengths` is None, any lengths are allowed."""
     if lengths is not None:
         _check_count(name, value, len(lengths))
     for i, sequence in enumerate(value):
@@ -227,7 +229,7 @@ def _array(name: str, value: bytes, dtype: np.dtype) -> np.ndarray:
 
 
 def describe_decode_error(error: msgspec.DecodeError, body: bytes, packed: bool) -> InvalidGroupError:
-    """Convert a decoder's error about `body` to an error with the path to the field."""
+    """Convert a decoder's error about `body` to an error that names the path to the field."""
     message, _, where = str(error).partition(" - at ")  # "`$.a[0]`", or "`key` in `$.a`"
     path = where.partition("$")[2]
     if isinstance(error, msgspec.ValidationError):
@@ -251,7 +253,7 @@ def _path_steps(path: str) -> tuple[str | int, ...]:
 
 
 def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
-    """Return the field with NaN or an infinity at the byte that the decoder's message names, or None."""
+    """Return the field with NaN or an infinity, found from the byte position in the decoder's message, or None."""
     byte = re.search(r"\(byte (\d+)\)", message)
     if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
         return None
@@ -261,15 +263,15 @@ def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
 
 
 def _lone_surrogate(body: bytes, message: str) -> int | None:
-    """Return the position of a lone surrogate escape if the decoder failed at one, otherwise None."""
-    if "surrogate" not in message and "truncated" not in message:  # "truncated" is reported for one near the end
+    """Return the position of a lone surrogate if it is the reason why the decoder failed, otherwise None."""
+    if "surrogate" not in message and "truncated" not in message:  # "truncated": near the end of the text
         return None
     half = next((escape for escape in _ESCAPE.finditer(body) if escape[1] is not None), None)
     return None if half is None else half.start()
 
 
 def _find_not_finite(body: bytes, _: str) -> tuple[str | int, ...] | None:
-    """Return the path to NaN or an infinity that Python's parser finds. None if there is none, or if parsing fails."""
+    """Return the path to a NaN or an infinity. Return None if the body has neither, or if Python cannot parse it."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):

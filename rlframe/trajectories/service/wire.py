@@ -1,7 +1,7 @@
-"""Groups on the wire: they are decoded, checked, and brought into the form in which they are stored.
+"""Decode and check groups from requests, and convert groups between the stored form and the form in answers.
 
-A group in JSON is stored as JSON with all keys of the published contract, so a batch is a join of stored bytes. A group
-in MessagePack is stored unchanged. The first byte distinguishes the two.
+A JSON group is stored as JSON with all keys that atroposlib's server sends, so a batch is a join of stored bytes. A
+MessagePack group is stored unchanged. The first byte of a stored group shows which of the formats it has.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rlframe.trajectories.service.validation import (
 
 Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 EnvId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Version = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # as in `models`
+Version = Annotated[int, Meta(ge=-(2**53), le=2**53)]  # the same range as `models.Version`
 Ints = list[list[Token]]
 Floats = list[list[float]]
 _Optional = Union[None, UnsetType]
 
 
-# Encodings of integers, of optional floats, and of scores.
+# Types that encode arrays of integers, optional arrays of floats, and scores.
 IntegersT = TypeVar("IntegersT")
 FloatsT = TypeVar("FloatsT")
 ScoresT = TypeVar("ScoresT")
 
 
 class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fields=True, gc=False, kw_only=True):
-    """A group in a request. Arrays are [sequences][tokens]."""
+    """A group in a request. The shape of arrays is [sequences][tokens]."""
 
     tokens: IntegersT
     masks: Annotated[IntegersT, Meta(description="-100 where there is no loss.")]
@@ -66,7 +66,7 @@ class WireGroup(Struct, Generic[IntegersT, FloatsT, ScoresT], forbid_unknown_fie
 
 Scores = list[Union[float, bool]]
 JsonGroup = WireGroup[Ints, Union[Floats, None], Scores]
-TextGroup = WireGroup[Raw, Raw, Scores]  # JSON whose arrays stay text
+TextGroup = WireGroup[Raw, Raw, Scores]  # a JSON group whose arrays are not decoded
 PackedArrays = WireGroup[Union[Ints, bytes], Union[Floats, bytes, None], Union[Scores, bytes]]
 
 
@@ -87,7 +87,7 @@ class _Encoding(NamedTuple):
 
     structure: type[Struct]
     group: Callable[[bytes], Any]
-    members: Callable[[bytes], dict[str, Raw]]  # fields of a group, by name
+    members: Callable[[bytes], dict[str, Raw]]  # decodes the fields of a group, by name
     items: Callable[[bytes], list[Raw]]
     encode: Callable[[Any], bytes]
 
@@ -108,7 +108,7 @@ _decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # decodes JSON arrays,
 
 
 class ParsedGroup(NamedTuple):
-    """Facts about a group that the queue needs, and the payload to store."""
+    """The data of a group that the queue needs, and the payload to store."""
 
     sequences: int
     tokens: int
@@ -124,7 +124,7 @@ def parse_group(body: bytes, packed: bool) -> ParsedGroup:
         body: JSON, or MessagePack if `packed`.
 
     Raises:
-        InvalidGroupError: A field is invalid. The error has the path to the first one.
+        InvalidGroupError: A field is invalid. The error has the path to the first invalid field.
     """
     try:
         return _parse(body, _PACKED) if packed else _parse(body.strip(), _JSON)
@@ -156,7 +156,7 @@ def _parse(body: bytes, encoding: _Encoding) -> ParsedGroup:
     try:
         group = encoding.group(body)
         if isinstance(group.scores, list) and any(isinstance(score, bool) for score in group.scores):
-            # The published service also converts booleans to numbers.
+            # atroposlib's server also converts booleans to numbers.
             scores = Raw(encoding.encode([float(score) for score in group.scores]))
             return _parse(encoding.encode({**encoding.members(body), "scores": scores}), encoding)
         lengths = lengths_of(group) if packed else _lengths_of_text(group)
@@ -182,7 +182,7 @@ def _parse(body: bytes, encoding: _Encoding) -> ParsedGroup:
 
 
 def _lengths_of_text(group: Any) -> list[int] | None:
-    """Return the tokens of each sequence if all arrays certainly have this shape and valid numbers, otherwise None."""
+    """Return the number of tokens in each sequence, or None if the arrays must be decoded for an exact check."""
     lengths = text_lengths(bytes(group.tokens), integers=True)
     if lengths is None or text_lengths(bytes(group.masks), integers=True) != lengths:
         return None
@@ -197,7 +197,7 @@ def _lengths_of_text(group: Any) -> list[int] | None:
     return lengths
 
 
-# Output for consumers
+# Answers to consumers
 
 
 def is_packed(payload: bytes) -> bool:
@@ -215,12 +215,12 @@ def join_packed(payloads: Sequence[bytes]) -> bytes:
 
 
 def as_packed(payload: bytes) -> bytes:
-    """Return a stored group as MessagePack: unchanged, or with lists."""
+    """Return a stored group as MessagePack. The arrays of a JSON group become lists."""
     if is_packed(payload):
         return payload
     try:
-        return _PACKED.encode(msgspec.json.decode(payload))  # untyped decoding takes half the time
-    except OverflowError:  # an integer in place of a float may have more than MessagePack's 64 bits
+        return _PACKED.encode(msgspec.json.decode(payload))  # decoding without a type is twice as fast
+    except OverflowError:  # a float that was sent as an integer of more than 64 bits
         return _PACKED.encode(_decode_numbers(payload))
 
 

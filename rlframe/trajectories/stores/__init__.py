@@ -2,14 +2,14 @@
 
 A store is an ordered log of records. A record may have a payload, the bytes of one group (`base.py: Store`).
 
-    store = open_store("sqlite:run.db")               # sqlite.py; others are base.py: MemoryStore, and redis.py
-    position = store.append(record, payload).result() # a future: it has the position once the record is durable
+    store = open_store("sqlite:run.db")               # sqlite.py. Other stores: MemoryStore in base.py, and redis.py
+    position = store.append(record, payload).result() # the future has the position when the record is durable
       GroupCommitStore.append                         # group_commit.py: one thread commits all waiting appends
-        PayloadFile                                   # payload_file.py: payloads of SQLite are in a separate file
-    store.read(after=0)                               # the records after a position, in order
-    store.payloads([position])                        # the bytes, when a batch needs them
-    store.delete_payloads([position])                 # when a learner has acknowledged the batch
-    store.snapshot(position, state)                   # replaces all records up to this position
+        PayloadFile                                   # payload_file.py: the SQLite store has payloads in this file
+    store.read(after=0)                               # return the records after a position, in order
+    store.payloads([position])                        # return the payloads for a batch
+    store.delete_payloads([position])                 # called when a learner has acknowledged the batch
+    store.snapshot(position, state)                   # replace all records up to this position
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def open_store(url: str) -> Store:
             from rlframe.trajectories.stores.redis import RedisStore
 
         return RedisStore(url)
-    # Not the whole URL: it may hold a password.
+    # The message does not show the whole URL, because it may contain a password.
     raise UsageError(
         f"{kind!r} names no store.{suggest(kind, _KINDS)} Stores are sqlite:PATH, memory, and redis://HOST:PORT."
     )

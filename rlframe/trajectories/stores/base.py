@@ -1,8 +1,8 @@
-"""The contract of a store: an ordered, durable log with payloads. `MemoryStore` keeps it in memory.
+"""The contract of a store, which is an ordered, durable log with payloads. `MemoryStore` is a store in memory.
 
-The service is a deterministic state machine. A command takes effect by its position in the log, so every process that
-reads the log after a snapshot computes the same state. The bytes of a group are a payload. Payloads stay in the store
-until a batch needs them, so the queue may be larger than memory.
+The service is a deterministic state machine. Commands take effect in the order of the log, so every process that reads
+the log after a snapshot computes the same state. A payload is the bytes of one group. Payloads stay in the store until
+a batch needs them, so the queue may be larger than memory.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from rlframe.errors import StoreError, UnavailableError
 
 
 class RecordsDroppedError(UnavailableError):
-    """The requested records were replaced by a newer snapshot: `load` it, and read after its position."""
+    """The requested records were replaced by a newer snapshot. Call `load`, and read after the snapshot's position."""
 
 
 class Store(Protocol):
     """An ordered, durable log with payloads. Any thread may call any method, and no method waits forever.
 
     Attributes:
-        shared: Whether other processes append too. Then only `read` shows the order, and the store is a `SharedStore`.
-        durability: A sentence for users: which failures an acknowledged append survives.
+        shared: Whether several processes append. Then only `read` shows the order, and the store is a `SharedStore`.
+        durability: A sentence for users that tells which failures an acknowledged append survives.
     """
 
     shared: bool
     durability: str
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
-        """Append a record to the log, with an optional payload. Does not wait.
+        """Append a record to the log, with an optional payload. This call does not wait.
 
         Returns:
-            A future with the position of the record, 1 or more, once it is durable. Positions have no gaps. Of two
-            calls in one process, the later one gets the higher position. One thread resolves the futures in the order
-            of positions. It runs their callbacks, which must be short. Futures cannot be cancelled.
+            A future. When the record is durable, its result is the position of the record, 1 or more. Positions have
+            no gaps. If a process calls this twice, the second record gets the higher position. One thread resolves the
+            futures in the order of positions, and runs their callbacks, which must be short. Futures cannot be
+            cancelled.
 
-            After an `UnavailableError`, nothing was stored. After a `PeerError`, the record may have been stored, which
-            `read` shows. After a `StoreError`, the store accepts nothing more.
+            If the error is an `UnavailableError`, nothing was stored. After a `PeerError`, use `read` to find out
+            whether the record was stored. After a `StoreError`, the store accepts nothing more.
 
         Raises:
             UnavailableError: Too many bytes wait to be written, or the store is closed.
@@ -47,54 +48,54 @@ class Store(Protocol):
         """
 
     def room(self) -> int | None:
-        """Return the bytes of payloads for which the disk has room, or None if unknown."""
+        """Return how many bytes of payloads fit on the disk, or None if unknown."""
 
     def check_room(self, size: int) -> None:
-        """Raise `UnavailableError` if the disk has no room for payloads of `size` bytes.
+        """Raise `UnavailableError` if payloads of `size` bytes do not fit on the disk.
 
-        This does not limit records without payloads, because they empty the queue.
+        Records without payloads are not limited, because commands that empty the queue are such records.
         """
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        """Return the first `limit` records after position `after`, from all processes, with their positions.
+        """Return (position, record) of the first `limit` records of all processes after position `after`.
 
         Raises:
             RecordsDroppedError: Some of the records were replaced by a snapshot.
-            StoreError: The log ends before `after`, or is not the log that was read before: the store lost records.
+            StoreError: The store lost records: the log ends before `after`, or has other records than before.
         """
 
     def payloads(self, positions: Sequence[int]) -> list[bytes | None]:
-        """Return the payloads at these positions. None means that there is none, or that it was deleted or damaged."""
+        """Return the payloads at these positions. None stands for a payload that is missing, deleted or damaged."""
 
     def delete_payloads(self, positions: Iterable[int]) -> None:
-        """Delete payloads to reuse their space. Does not wait. A crash may undo it: see `payload_positions`."""
+        """Delete payloads without waiting, so that their space is reused. A crash may undo a deletion."""
 
     def payload_positions(self) -> list[int]:
         """Return the positions of all payloads, ascending.
 
-        After a process has replayed the log, it deletes the payloads that its state does not need: a crash left them
-        behind.
+        After a process has replayed the log, it deletes the payloads that its state does not need. They are in the
+        store because a crash prevented their deletion.
         """
 
     def snapshot(self, position: int, state: bytes) -> Future[None]:
-        """Store `state`, the result of the records up to `position`. These records may then be dropped.
+        """Store `state`, the result of all records up to `position`. The store may then drop these records.
 
-        A snapshot that is not newer than the last one is ignored. Payloads stay. The future resolves when the snapshot
-        is durable.
+        A snapshot that is not newer than the last snapshot is ignored. Payloads are not dropped. The future resolves
+        when the snapshot is durable.
         """
 
     def load(self) -> tuple[int, bytes] | None:
-        """Return position and state of the last snapshot, or None. `read(after=position)` returns later records."""
+        """Return (position, state) of the last snapshot, or None. `read(after=position)` returns the later records."""
 
     def close(self) -> None:
-        """Write all pending appends, and release all resources. It may be called again."""
+        """Write all pending appends, and release all resources. A second call does nothing."""
 
 
 class SharedStore(Store, Protocol):
-    """A store to which several processes append."""
+    """A `Store` to which several processes append."""
 
     def wait(self, after: int, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a record after position `after`. Return whether there is one.
+        """Wait up to `timeout` seconds for a record after position `after`. Return whether there is such a record.
 
         Raises:
             PeerError: The store did not answer, despite retries.
@@ -105,9 +106,9 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
     """Raise an error if the records after `after` cannot be read.
 
     Args:
-        first: Position of the first record after `after`, or None.
-        last: Position of the last record.
-        name: Name of the store in messages.
+        first: Position of the first record after `after`, or None if there is no such record.
+        last: Position of the last record in the log.
+        name: Name of the store for messages.
     """
     if after > last:
         raise StoreError(f"{name} ends at position {last}, but was read up to {after} before: it lost records.")
@@ -116,7 +117,7 @@ def check_range(after: int, first: int | None, last: int, name: str) -> None:
 
 
 class UnlimitedStore:
-    """The methods of `Store` that check free space, for a store without a disk."""
+    """The methods of `Store` about free space, for a store whose space is not limited by a disk."""
 
     def room(self) -> None:
         return None
@@ -126,7 +127,7 @@ class UnlimitedStore:
 
 
 class MemoryStore(UnlimitedStore):
-    """A `Store` in memory, without durability. A snapshot only drops records."""
+    """A `Store` in memory. Its data is lost when the process ends. A snapshot serves only to drop records."""
 
     shared = False
     durability = "Nothing survives the end of this process."

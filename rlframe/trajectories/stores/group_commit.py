@@ -1,4 +1,4 @@
-"""Group commit: one thread of a store writes. Appends that arrive during a commit go into the next one."""
+"""Group commit: one thread writes all data of a store. Appends that arrive during a commit go into the next commit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from rlframe.errors import StoreError, UnavailableError
 
-MAX_WAITING_BYTES = 256 << 20  # limit of waiting appends, besides those that are being written
+MAX_WAITING_BYTES = 256 << 20  # limit of waiting appends; appends that are being written do not count
 MAX_COMMIT_BYTES = 16 << 20  # limit of one commit, unless a single append is larger
 MAX_COMMIT_RECORDS = 1024
-MAX_COMMIT_DELETIONS = 2000  # SQLite takes 5 ms for these, during which appends wait
-CLOSE_DEADLINE = 60.0  # seconds for the last commits; over a network, each commit has a deadline too
+MAX_COMMIT_DELETIONS = 2000  # SQLite needs 5 ms for this number of deletions, and appends wait for it
+CLOSE_DEADLINE = 60.0  # seconds for the last commits of a store; over a network, single commits also have a deadline
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Append:
     record: bytes
     payload: bytes | None
     future: Future[int]
-    since: float  # time.monotonic()
+    since: float  # time of the append, by `time.monotonic`
 
     @property
     def size(self) -> int:
@@ -33,7 +33,7 @@ class Append:
 
 @dataclass
 class Commit:
-    """Writes that are committed together: all of them or none, except for appends passed to `refuse`."""
+    """Writes that are committed together, or not at all. `refuse` removes single appends from the commit."""
 
     appends: list[Append] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)  # positions of payloads
@@ -41,16 +41,18 @@ class Commit:
     refused: list[tuple[Append, Exception]] = field(default_factory=list)
 
     def refuse(self, append: Append, error: Exception) -> None:
-        """Remove an append from the commit. The others are still written."""
+        """Remove an append from the commit, whose other writes are still made. The append fails with `error`."""
         self.appends.remove(append)
         self.refused.append((append, error))
 
 
 class GroupCommitStore(abc.ABC):
-    """The part of `Store` that writes: one thread passes appends, deletions and snapshots to `_write`.
+    """The methods of `Store` that write. One thread passes appends, deletions and snapshots to `_write`.
+
+    The constructor starts the thread, so a subclass must be ready to write before it calls the constructor.
 
     Args:
-        name: Name of the store in messages. The constructor starts the thread, so a subclass must be ready to write.
+        name: Name of the store for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,7 +62,7 @@ class GroupCommitStore(abc.ABC):
         self._waiting_bytes = 0
         self._to_delete: list[int] = []
         self._snapshots: list[tuple[int, bytes, Future[None]]] = []
-        self._due = False  # whether to commit; failed deletions alone wait for the next append
+        self._due = False  # whether to commit now; deletions that failed wait for the next append
         self._closed = False
         self._failed: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"writer of {name}", daemon=True)
@@ -68,7 +70,7 @@ class GroupCommitStore(abc.ABC):
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # so that it cannot be cancelled: it may already be on its way to disk
+        future.set_running_or_notify_cancel()  # not cancellable, because the write may have begun
         append = Append(record, payload, future, time.monotonic())
         with self._changed:
             self._check_open()
@@ -106,9 +108,9 @@ class GroupCommitStore(abc.ABC):
 
     @abc.abstractmethod
     def _write(self, commit: Commit) -> int:
-        """Make a commit durable. Return the position of its first append; the others follow it.
+        """Make a commit durable. Return the position of the first append; the other appends get the next positions.
 
-        If it raises, all futures of the commit get the error. After a `StoreError`, nothing more is written.
+        If this method raises, all futures of the commit get the error. After a `StoreError`, nothing more is written.
         """
 
     def _check_open(self) -> None:
@@ -129,7 +131,7 @@ class GroupCommitStore(abc.ABC):
                     return
                 commit, snapshots = self._take()
             self._carry_out(commit, snapshots)
-            del commit, snapshots  # free the payloads, because this thread may now wait for a long time
+            del commit, snapshots  # free the memory of the payloads, because this thread may now wait for a long time
 
     def _take(self) -> tuple[Commit, list[Future[None]]]:
         commit, size = Commit(), 0
@@ -174,7 +176,7 @@ class GroupCommitStore(abc.ABC):
         except UnavailableError:
             if not commit.deleted or not (commit.appends or commit.snapshot):
                 raise
-            # If the disk is full, delete payloads first, even if the appends do not fit afterwards.
+            # The disk is full. Commit the deletions alone, then try again.
             self._write(Commit(deleted=commit.deleted))
             commit.deleted = []
             return self._write(commit)

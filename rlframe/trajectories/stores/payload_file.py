@@ -1,9 +1,9 @@
-"""The file beside a SQLite database that holds its large values. Each value is written once, and its space is reused.
+"""A file for the large values of a SQLite database. The space of deleted values is reused.
 
-A SQLite table would write each value twice, page by page, which takes several times as long. Here a value is written
-once, to free space, before the row with its location is committed. If a crash prevents the commit, the value lies in
-free space. The space of a deleted value becomes free only after the deletion of its row is committed, so a row never
-refers to another value.
+A SQLite table would write each value twice, page by page, which takes several times as long. This file writes a value
+once, to free space. Then SQLite commits a row with the location of the value. If a crash prevents the commit, the space
+of the value remains free. The space of a deleted value becomes free only after SQLite has committed the deletion of the
+row, so a row never refers to a wrong value.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlframe.errors import StoreError, UnavailableError
 
 _MAGIC = b"rlframe payloads 1\n"
 _HEADER = re.compile(rb"rlframe payloads (\d+)\nid ([0-9a-f]{32})\nowner *(\d+)\n")
-_SPARE = 64 << 20  # free bytes kept at the end of the file, because growing costs more than overwriting
+_SPARE = 64 << 20  # free bytes that stay at the end of the file, because growing a file is slower than overwriting it
 
-_RESERVED = 64 << 20  # bytes of the disk (at most half of it) that are reserved for records that empty the queue
+_RESERVED = 64 << 20  # bytes of the disk (at most half of the disk) that are reserved for commands that empty the queue
 
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 
 class PayloadLocation(NamedTuple):
-    """The location of a value in the file, and the CRC-32C of its bytes."""
+    """The location and the CRC-32C checksum of a value in the file."""
 
     offset: int
     length: int
@@ -38,7 +38,7 @@ class PayloadLocation(NamedTuple):
 
 
 class PayloadFile:
-    """The payload file at `path`, opened or created. This process owns it until `close`, or until the process dies.
+    """Open or create the payload file at `path`. This process owns the file until `close` or the end of the process.
 
     Raises:
         StoreError: Another process owns the file, or it is not a payload file.
@@ -59,14 +59,14 @@ class PayloadFile:
         self._size = os.fstat(self._fd).st_size
 
     def set_used(self, locations: Iterable[tuple[int, int]]) -> None:
-        """Set the used space, as offsets and lengths in ascending order. Everything else is free."""
+        """Set which parts of the file are used: (offset, length) in ascending order. All other parts are free."""
         self._extents = ExtentAllocator(BLOCK, locations)
 
     def write(self, value: bytes) -> PayloadLocation:
-        """Write a value to free space. It is durable after `sync`.
+        """Write a value to free space. The value is durable after `sync`.
 
         Raises:
-            UnavailableError: The file would have to grow into the reserved space of the disk.
+            UnavailableError: The value would need reserved space of the disk.
         """
         offset = self._extents.take(len(value))
         try:
@@ -82,22 +82,22 @@ class PayloadFile:
         return PayloadLocation(offset, len(value), crc32c.crc32c(value))
 
     def room(self) -> int:
-        """Return the free bytes for values. A long value may still not fit between two others."""
+        """Return the free bytes for values. They may be divided into parts that are too small for a long value."""
         return self._extents.free + max(0, self._size - self._extents.end) + max(0, self._growth)
 
     def check_room(self, length: int) -> None:
-        """Raise `UnavailableError` if there is no room for values of `length` bytes."""
+        """Raise `UnavailableError` if the file has no room for values of `length` bytes."""
         if length > self.room():
             raise self._disk_full()
 
     @property
     def _growth(self) -> int:
-        """Bytes by which the file may grow. Negative if the reserved space is in use."""
+        """Bytes by which the file may grow. Negative if a part of the reserved space is already used."""
         left, reserved = self._disk()
         return left - reserved
 
     def _disk(self) -> tuple[int, int]:
-        """Return the free bytes of the disk, and the number of bytes reserved of them."""
+        """Return (free bytes of the disk, bytes that are reserved)."""
         disk = os.fstatvfs(self._fd)
         return disk.f_bavail * disk.f_frsize, min(_RESERVED, disk.f_blocks * disk.f_frsize // 2)
 
@@ -114,7 +114,7 @@ class PayloadFile:
         return value if len(value) == location.length and crc32c.crc32c(value) == location.crc else None
 
     def give_back(self, location: PayloadLocation) -> None:
-        """Free a location for other values."""
+        """Free the space of a value."""
         self._extents.give_back(location.offset, location.length)
         if self._size > self._extents.end + _SPARE:
             os.ftruncate(self._fd, self._extents.end)
@@ -157,19 +157,19 @@ class PayloadFile:
         return header[2].decode()
 
 
-BLOCK = 4096  # bytes that a file system writes at once
+BLOCK = 4096  # bytes in one block of a file system
 
 
 class ExtentAllocator:
-    """An allocator of space in a file. Freed extents are reused; beyond `end` the file may grow.
+    """An allocator of space in a file. It reuses free extents before it makes the file longer.
 
     Args:
         start: First byte that may be used, a multiple of `BLOCK`.
         used: Offset and length of the used extents in bytes, ascending and without overlap.
 
     Attributes:
-        end: End of the last used extent.
-        free: Free bytes before `end`.
+        end: Position after the last used extent.
+        free: Number of free bytes before `end`.
     """
 
     def __init__(self, start: int, used: Iterable[tuple[int, int]] = ()) -> None:
@@ -177,14 +177,14 @@ class ExtentAllocator:
         self.free = 0
         self._size_at: dict[int, int] = {}  # size of the free extent that begins at the key
         self._start_of: dict[int, int] = {}  # start of the free extent that ends at the key
-        self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
+        self._by_size: list[tuple[int, int]] = []  # (size, start) of the free extents, sorted
         for offset, length in used:
             if offset > self.end:
                 self._insert(self.end, offset - self.end)
             self.end = offset + _blocks(length)
 
     def take(self, length: int) -> int:
-        """Return the offset of space for `length` bytes: in the smallest sufficient free extent, or at the end."""
+        """Allocate `length` bytes in the smallest sufficient free extent, or at the end. Return the offset."""
         size = _blocks(length)
         index = bisect.bisect_left(self._by_size, (size, 0))
         if index == len(self._by_size):
@@ -197,7 +197,7 @@ class ExtentAllocator:
         return offset
 
     def give_back(self, offset: int, length: int) -> None:
-        """Free an extent that `take` returned."""
+        """Free an extent that `take` has allocated."""
         size = _blocks(length)
         if offset in self._start_of:
             before = self._start_of[offset]

@@ -19,34 +19,34 @@ from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError
 from rlframe.trajectories.stores.base import RecordsDroppedError, UnlimitedStore
 from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommitStore
 
-DEADLINE = 15.0  # seconds; longer than a restart of the server, shorter than HTTP clients wait
+DEADLINE = 15.0  # seconds; longer than a restart of the server, but shorter than the timeouts of HTTP clients
 _ATTEMPT_TIMEOUT = 5.0  # seconds for the server to send or accept the next bytes
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # backoff: seconds between attempts, doubled each time
-_BLOCK = 1.0  # seconds of one blocking read, after which a closed store is noticed
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: the first and the longest pause of the exponential backoff
+_BLOCK = 1.0  # maximum seconds of one blocking read, which delays the end of a closed store
 _PAYLOADS_PER_READ = 64  # payloads in one answer
-_WRITER_EXPIRES = 86_400  # seconds for which the last commit of a process is stored, much more than a deadline
+_WRITER_EXPIRES = 86_400  # seconds for which the last commit number of a process is stored, much more than the deadline
 _FORMAT = b"2"
-_COMMITS_PER_READ = 64  # commits in one answer, of up to 1024 records each
+_COMMITS_PER_READ = 64  # commits in one answer; each commit has up to 1024 records
 
 _UNANSWERED = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
-_LATEST = 2**64 - 1  # largest second part of a stream id: sorts after all commits that begin at a position
-_Entry = tuple[int, bytes, bytes]  # position, record, and "writer:number" of its commit
+_LATEST = 2**64 - 1  # largest second part of a stream id; it is sorted after all other ids with the same first part
+_Entry = tuple[int, bytes, bytes]  # (position, record, "writer:number" of the record's commit)
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[bytes]).decode
-# Lua scripts that the Redis server executes atomically, and their keys. Redis writes the changes of a script to its
-# append-only file as a transaction. If the server is killed during this write, it truncates the file at its next start,
-# but leaves the beginning of the transaction there. At the start after that, it executes this beginning together with
-# the next transaction. So the scripts must not depend on such leftovers. They set values and never add to them. A
-# commit is one entry of the stream, added at the end of its transaction. If two entries begin at one position, the
-# later one counts.
+# The keys, and the Lua scripts that the Redis server executes atomically. Redis writes the changes of a script to its
+# append-only file as a transaction. If the server is killed during this write, the beginning of the transaction remains
+# in the file after the next start. At the second start, the server executes this beginning with the next transaction.
+# So the scripts must be correct even if a part of an old script is executed later. They set values and never add to
+# values. A commit is one entry of the stream, which is added at the end of the transaction. If two entries begin at the
+# same position, the later entry counts.
 PREFIX = "rlframe:trajectories:"
 META = PREFIX + "meta"  # hash: format
-LOG = PREFIX + "log"  # stream: FIRST_POSITION-TIME -> by ("writer:number" of the commit), count, records
+LOG = PREFIX + "log"  # stream: id FIRST_POSITION-TIME, fields by ("writer:number" of the commit), count, records
 PAYLOADS = PREFIX + "payloads"  # hash: position -> payload
 SNAPSHOT = PREFIX + "snapshot"  # hash: position, state
-WRITER = PREFIX + "writer:"  # followed by the process's name; hash: commit (its number), first (its position)
+WRITER = PREFIX + "writer:"  # hash for each process: number of its last commit, first position of this commit
 
-# Commits are numbered within their process. So the script recognizes a commit that is sent again after a lost answer.
-# It refuses an abandoned commit that arrives late.
+# Each process numbers its commits. So the script recognizes a commit that is sent again after a lost answer. It refuses
+# a commit that arrives after a later commit of the same process.
 APPEND = """
 local end_of_log = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 local last = 0
@@ -76,9 +76,9 @@ redis.call('XADD', KEYS[1], id, 'by', ARGV[2], 'count', #with_payload, 'records'
 return last + 1
 """
 
-# Commits since the previous snapshot stay, so that a process that is slightly behind need not load the new snapshot.
-# The commit with the record at the previous snapshot's position stays too: readers use it to check that the log is
-# still the same.
+# Commits after the previous snapshot are not deleted, so that a process that is slightly behind need not load the new
+# snapshot. The commit with the last record of the previous snapshot is not deleted either. Readers use it to check that
+# the log is still the same.
 TAKE_SNAPSHOT = """
 local before = redis.call('HGET', KEYS[1], 'position')
 if tonumber(ARGV[1]) <= tonumber(before or 0) then return 0 end
@@ -95,19 +95,19 @@ _logger = logging.getLogger(__name__)
 
 
 class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands when its memory is full
-    """A `Store` for several processes. The server's persistence settings decide which failures it survives.
+    """A `Store` for several processes. The Redis server's persistence settings decide which failures the data survives.
 
-    Calls are retried until a deadline while the server does not answer. A retried append is applied once.
+    If the server does not answer, calls are retried until a deadline. A retried append is applied once.
 
     Args:
         url: redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS. Each service needs its own
             database.
-        deadline: Seconds for a call with all its retries, or from an append to its acknowledgment.
+        deadline: Maximum seconds for a call with all its retries, and from an append to its acknowledgment.
 
     Raises:
         UsageError: The URL is invalid, or the server refuses the credentials.
         PeerError: The server does not answer.
-        StoreError: The server evicts data when its memory is full, or holds another format.
+        StoreError: The server evicts data when its memory is full, or has data of another format.
     """
 
     shared = True
@@ -119,7 +119,7 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
                 url,
                 socket_timeout=max(2 * _BLOCK, min(_ATTEMPT_TIMEOUT, deadline)),
                 socket_connect_timeout=min(_ATTEMPT_TIMEOUT, deadline),
-                retry=Retry(NoBackoff(), 0),  # `_call` retries; retries of the library have no deadline
+                retry=Retry(NoBackoff(), 0),  # only `_call` retries, because retries of the library have no deadline
                 decode_responses=False,
             )
         except ValueError as error:
@@ -130,8 +130,8 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         self._take_snapshot = self._redis.register_script(TAKE_SNAPSHOT)
         self._writer = secrets.token_hex(8)
         self._commit_number = 0
-        self._newest = 0  # highest position that this process was given
-        self._last_read: tuple[int, bytes] | None = None  # position and commit of the last record that `read` returned
+        self._newest = 0  # highest position that the server has returned to this process
+        self._last_read: tuple[int, bytes] | None = None  # (position, commit) of the last record that `read` returned
         try:
             self.durability = self._call("opening it", self._prepare)
         except BaseException:
@@ -140,7 +140,7 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         super().__init__(self._name)
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        # Read the record at `after` again. If it is not the same record, the server lost acknowledged records.
+        # Read the record at `after` again. If it has changed, the server has lost acknowledged records.
         entries = [entry for commit in self._commits_from(after, limit) for entry in commit if entry[0] >= after]
         here = entries.pop(0) if after and entries and entries[0][0] == after else None
         seen = self._last_read
@@ -175,12 +175,12 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         return False
 
     def _commits_from(self, position: int, limit: int) -> list[list[_Entry]]:
-        """Return the commit that holds the record at `position`, and later commits with at least `limit` records."""
+        """Return the commit with the record at `position`, and later commits with at least `limit` records, if any."""
 
         def ask() -> list[list[_Entry]]:
             holding = self._redis.xrevrange(LOG, f"{position}-{_LATEST}", "-", 1)
             start = holding[0][0] if holding else b"-"
-            # By first position. Of two commits, the later one counts (see the scripts).
+            # Commits by first position. Of two commits at the same position, the later commit counts (see the scripts).
             commits: dict[int, list[_Entry]] = {}
             while True:
                 page = self._redis.xrange(LOG, start, "+", _COMMITS_PER_READ)
@@ -188,7 +188,7 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
                     first = int(name.partition(b"-")[0])
                     records = _decode(fields[b"records"])
                     commits[first] = [(first + i, record, fields[b"by"]) for i, record in enumerate(records)]
-                # Read one commit more than needed, because it may begin at the same position as the last one.
+                # Read one commit more than needed, because this commit may replace the commit before it.
                 if len(page) < _COMMITS_PER_READ or sum(map(len, list(commits.values())[1:-1])) >= limit:
                     return list(commits.values())
                 start = b"(" + page[-1][0]
@@ -223,11 +223,11 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close the connections that no other thread uses."""
+        """Close the connections that are not in use by other threads."""
         self._redis.connection_pool.disconnect(inuse_connections=False)
 
     def _prepare(self) -> str:
-        """Check that the server can hold a store. Return the durability sentence."""
+        """Check that the server can be used as a store. Return the text of `durability`."""
         memory = self._redis.info("memory")
         if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
             raise StoreError(
@@ -248,7 +248,7 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         else:
             try:
                 policy = self._redis.config_get("appendfsync")["appendfsync"]
-            except (redis.ResponseError, KeyError):  # hosted servers may hide their settings
+            except (redis.ResponseError, KeyError):  # servers of cloud providers may hide their settings
                 policy = "unknown"
             if policy == "always":
                 return "Acknowledged data survives a crash of the service, a crash of Redis, and a power failure."
@@ -257,7 +257,7 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
         _logger.warning("%s: %s. %s", self._name, lost, advice)
         return f"Acknowledged data survives a crash of the service; {lost}."
 
-    # Writing: on the thread of `GroupCommitStore`
+    # Writing, in the thread of `GroupCommitStore`
 
     def _write(self, commit: Commit) -> int:
         first = self._newest + 1

@@ -1,6 +1,6 @@
 """A durable store in two files: a SQLite database (log, snapshot, and locations of payloads) and a payload file.
 
-Payloads in a column of the database were measured too: see docs/trajectories.md, "SQLite".
+docs/trajectories.md, "SQLite", compares this with payloads in a column of the database.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlframe.trajectories.stores.base import check_range
 from rlframe.trajectories.stores.group_commit import Commit, GroupCommitStore
 from rlframe.trajectories.stores.payload_file import PayloadFile, PayloadLocation
 
-_APPLICATION_ID = 0x726C7472  # "rltr", in the database's header
+_APPLICATION_ID = 0x726C7472  # the ASCII characters "rltr", in the database's header
 _FORMAT = 2
-_DROPPED_AT_ONCE = 5000  # records that one commit deletes, in a few milliseconds
+_DROPPED_AT_ONCE = 5000  # maximum records that one commit deletes, which takes a few milliseconds
 
 _SCHEMA = f"""
 BEGIN;
@@ -39,18 +39,18 @@ _log = logging.getLogger(__name__)
 
 
 class SQLiteStore(GroupCommitStore):
-    """A `Store` for one service process. Acknowledged data survives its kill -9.
+    """A `Store` for one service process. Acknowledged data survives a kill -9 of the process.
 
     Args:
         path: The database, which is created if missing. The payloads are in `path` + "-payloads".
-        sync: Whether an append is acknowledged only after the device has written it, so that it survives a power
-            failure. Otherwise the system writes it within about half a minute, and the log may end earlier after a
-            power failure. A payload that was not written is then None, never wrong.
+        sync: Whether an append is acknowledged only after the disk has written the data, so that it survives a power
+            failure. Otherwise the operating system writes the data within about half a minute. A power failure may then
+            lose the last records of the log. A payload that was not written is read as None, never as wrong data.
 
     Raises:
         UsageError: The path cannot be a store.
-        StoreError: Another process has opened the store, it belongs to another program, has another format, or is
-            damaged.
+        StoreError: Another process has opened the store. Or the store belongs to another program, has another format,
+            or is damaged.
     """
 
     shared = False
@@ -64,7 +64,7 @@ class SQLiteStore(GroupCommitStore):
         self._sync = sync
         self._path = os.fspath(path)
         self._name = f"The trajectory store {self._path}"
-        self._lock = threading.Lock()  # guards `_deleting` and the free space
+        self._lock = threading.Lock()  # guards `_deleting` and the free space of `_file`
         self._reading = threading.Lock()
         with contextlib.ExitStack() as undo, self._opening():
             self._file = PayloadFile(self._path + "-payloads")
@@ -88,7 +88,7 @@ class SQLiteStore(GroupCommitStore):
         self._file.check_room(size)
 
     def read(self, after: int, limit: int = 1000) -> list[tuple[int, bytes]]:
-        last = self._last  # before the query, which cannot find fewer records
+        last = self._last  # read before the query, so that the query finds at least these records
         with self._reading:
             found = self._reader.execute(
                 "SELECT position, record FROM log WHERE position > ? ORDER BY position LIMIT ?", (after, limit)
@@ -109,7 +109,7 @@ class SQLiteStore(GroupCommitStore):
 
     def payload_positions(self) -> list[int]:
         with self._lock:
-            deleted = set(self._deleting)  # before the query, which may still see rows that are just being deleted
+            deleted = set(self._deleting)  # read before the query, which may still find rows that are being deleted
         with self._reading:
             rows = self._reader.execute("SELECT position FROM payloads ORDER BY position").fetchall()
         return [position for (position,) in rows if position not in deleted]
@@ -128,17 +128,17 @@ class SQLiteStore(GroupCommitStore):
         super().close()
         with self._reading:
             self._reader.close()
-        self._writer.close()  # the last connection, so SQLite removes its write-ahead log
+        self._writer.close()  # closed last: SQLite then removes its write-ahead log
         self._file.close()
 
     def _locations(self, positions: Sequence[int]) -> dict[int, PayloadLocation]:
-        """Return the locations of the payloads at these positions. They are not cached, because there may be many."""
+        """Return the locations of these payloads from the database. There may be too many locations for a cache."""
         with self._reading:
             return _find_locations(self._reader, [position for position in positions if position not in self._deleting])
 
     def _payload(self, position: int, location: PayloadLocation | None) -> bytes | None:
         value = self._file.read(location) if location else None
-        # If the payload has just been deleted, another value may be at its location.
+        # If the payload has just been deleted, its location may have another value. Then nothing is damaged.
         if location and value is None and self._locations([position]).get(position) == location:
             _log.error("%s: the payload at position %d is damaged.", self._name, position)
         return value
@@ -163,7 +163,7 @@ class SQLiteStore(GroupCommitStore):
         return sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
 
     def _prepare(self) -> None:
-        """Create the tables, or check that they are ours."""
+        """Create the tables, or check that the existing tables belong to a trajectory store."""
         one = self._writer.execute
         if one("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
             self._writer.executescript(_SCHEMA)
@@ -181,13 +181,13 @@ class SQLiteStore(GroupCommitStore):
         one(f"PRAGMA synchronous = {'FULL' if self._sync else 'NORMAL'}")
 
     def _recover(self) -> None:
-        """Read the used space and the last position from the database."""
+        """Read the used space of the payload file and the last position of the log from the database."""
         self._deleting: set[int] = set()  # positions of payloads whose rows are not yet deleted
         self._file.set_used(self._writer.execute('SELECT "offset", length FROM payloads ORDER BY 1'))
         newest = "SELECT max(position) FROM (SELECT position FROM log UNION ALL SELECT position FROM snapshot)"
         self._last = self._writer.execute(newest).fetchone()[0] or 0
 
-    # Writing: on the thread of `GroupCommitStore`
+    # Writing, in the thread of `GroupCommitStore`
 
     def _write(self, commit: Commit) -> int:
         first = self._last + 1
@@ -197,7 +197,7 @@ class SQLiteStore(GroupCommitStore):
             for append in tuple(commit.appends):
                 try:
                     location = None if append.payload is None else self._file.write(append.payload)
-                except UnavailableError as error:  # the disk is full; appends without a payload still fit
+                except UnavailableError as error:  # the disk is full, but appends without a payload still fit
                     commit.refuse(append, error)
                     continue
                 if location is not None:
@@ -241,7 +241,7 @@ class SQLiteStore(GroupCommitStore):
             yield
             self._writer.execute("COMMIT")
         except BaseException:
-            if self._writer.in_transaction:  # some errors have already rolled back
+            if self._writer.in_transaction:  # after some errors, SQLite has already rolled back
                 self._writer.execute("ROLLBACK")
             raise
 
@@ -254,5 +254,5 @@ class SQLiteStore(GroupCommitStore):
 
 def _find_locations(database: sqlite3.Connection, positions: Sequence[int]) -> dict[int, PayloadLocation]:
     """Return the locations of the payloads at these positions."""
-    query = "SELECT * FROM payloads WHERE position IN (SELECT value FROM json_each(?))"  # 0.5 us for each
+    query = "SELECT * FROM payloads WHERE position IN (SELECT value FROM json_each(?))"  # takes 0.5 us per position
     return {row[0]: PayloadLocation(*row[1:]) for row in database.execute(query, (json.dumps(list(positions)),))}

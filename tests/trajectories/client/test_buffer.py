@@ -97,9 +97,9 @@ def test_advantages_of_wrong_length_are_logged_once_and_counted(service, client,
 
 def test_group_with_unknown_token_is_refused_and_acknowledged(client, make_buffer, caplog):
     buffer = make_buffer(vocab_size=8)
-    assert buffer.sample() is None  # environments may register after the trainer's first request
+    assert buffer.sample() is None  # environments cannot register before the trainer's first request
     env = client.register_env(max_token_length=16, desired_name="other", weight=1.0, group_size=2).env_id
-    client.post([Group([[8, 1]] * 2, [[8, 1]] * 2, [1.0, 0.0], env_id=env)])  # the only group of the batch
+    client.post([Group([[8, 1]] * 2, [[8, 1]] * 2, [1.0, 0.0], env_id=env)])  # the batch has no other group
     assert buffer.wait_for_batch(DEADLINE) is None
     assert f"environment {env} has the token 8, but the model's are 0 to 7" in caplog.text
     client.post([Group([[-5, 1]] * 2, [[-5, 1]] * 2, [1.0, 0.0], env_id=env), numbered(2)])
@@ -171,7 +171,7 @@ def test_unfinished_batches_are_given_back(client, make_buffer):
     buffer = make_buffer()
     dataset = buffer.make_dataset(prefetch=2)
     assert [number_of(next(dataset)) for _ in range(2)] == [0, 1]
-    wait_until(lambda: client.status().leased == 3)  # the current batch and two prefetched batches
+    wait_until(lambda: client.status().leased == 3)  # leased: the current batch and two prefetched batches
     dataset.close()
     wait_until(lambda: client.status().queue_size == 2)
     other = make_buffer()
@@ -205,7 +205,7 @@ def test_lease_is_renewed_while_batch_is_in_use(client, make_buffer):
     client.post([numbered(1), numbered(2)])
     buffer, other = make_buffer(lease=3.0), make_buffer()
     assert number_of(buffer.sample()) == 1
-    until_later = time.monotonic() + 4.0  # longer than the lease of a batch
+    until_later = time.monotonic() + 4.0  # more seconds than the lease of a batch
     assert number_of(other.sample()) == 2
     while time.monotonic() < until_later:
         assert other.sample() is None
@@ -297,7 +297,7 @@ def test_close_does_not_wait_for_dead_service(tmp_path):
 # The Learner.
 
 
-def test_learner_trains_on_samples_of_its_own_parameters(client, make_buffer):
+def test_learner_trains_on_groups_sampled_from_its_parameters(client, make_buffer):
     client.register(**{**SETTINGS, "batch_size": 32})
     buffer = make_buffer()
     learner = Learner(LearnerConfig(), Bigram(), buffer)
@@ -319,7 +319,7 @@ def test_learner_trains_while_environments_send_groups(service, run, client, mak
     client.register(**{**SETTINGS, "batch_size": 16}, max_staleness=8, stale="discard")
     buffer = make_buffer()
     learner = Learner(LearnerConfig(max_learner_steps=60), Bigram(), buffer)
-    assert buffer.sample() is None  # environments may register after the first request
+    assert buffer.sample() is None  # environments cannot register before the trainer's first request
     failures, finished = [], threading.Event()
 
     def environment(seed: int) -> None:
@@ -351,7 +351,7 @@ def test_learner_trains_while_environments_send_groups(service, run, client, mak
     buffer.close()
     status = client.status()
     assert status.policy_version >= learner.params_version - 2
-    # The batch that was requested at the end was given back. It counts as leased until its redelivery.
+    # The buffer gave the last batch back. Until another request gets this batch, its groups count as leased.
     assert httpx.get(f"{service.url}/runs/{run}/report", timeout=DEADLINE).json()["batches_out"] == 0
     assert status.current_step >= 60
 
@@ -363,4 +363,4 @@ def test_staleness_is_averaged_over_known_versions(client, make_buffer):
     params, rng = learner.get_params()[1], np.random.default_rng(0)
     client.post([sample_group(params, rng, version, sequences=2) for version in (None, None, 1, None)])
     assert np.isnan(learner.step(buffer.wait_for_batch(DEADLINE))["staleness"])
-    assert learner.step(buffer.sample())["staleness"] == 1  # version 2 learns from version 1
+    assert learner.step(buffer.sample())["staleness"] == 1  # group of version 1, parameters of version 2

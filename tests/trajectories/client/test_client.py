@@ -56,7 +56,7 @@ def served(client: TrajectoryClient) -> list[int]:
     return numbers
 
 
-# Calls and their results.
+# The result of each call.
 
 
 def test_trainer_and_environment_register(client):
@@ -185,7 +185,7 @@ def test_environment_sends_nothing_during_pause(client):
     assert not client.wait_until_wanted(env_id, 0).hold
     client.pause()
     assert client.status().paused and client.env_status(env_id).hold
-    with pytest.raises(UnavailableError, match=r"environment 0 still has to hold after 0 s.*hold is True"):
+    with pytest.raises(UnavailableError, match=r"environment 0 must still wait after 0 s.*hold is True"):
         client.wait_until_wanted(env_id, 10**9, wait=0)
     wanted = threading.Thread(target=client.wait_until_wanted, args=(env_id, 0), kwargs={"wait": DEADLINE})
     wanted.start()
@@ -216,7 +216,7 @@ def test_groups_that_would_become_stale_wait_for_trainer(client, monkeypatch):
         client.post(numbered(1, policy_version=3))
     with pytest.raises(StaleGroupError, match="2 policy versions old"):
         client.post([numbered(1, policy_version=3)] * 2)
-    # Some groups are accepted at once and the others later. No group is added twice.
+    # Some groups are accepted at once and the rest later. No group is added twice.
     groups = [numbered(number, policy_version=5) for number in range(4)]
     with pytest.raises(UnavailableError, match="2 of 4 groups were not accepted within 0.1 s"):
         client.post(groups, key="four", timeout=0.1)
@@ -261,7 +261,7 @@ def test_invalid_arguments_are_refused_by_client(client):
 
 def test_unreachable_service_raises_peer_error_by_deadline():
     with flaky_proxy("http://127.0.0.1:9") as proxy:
-        url = proxy.url  # No server listens at this address after the block.
+        url = proxy.url  # After the `with` block, no server listens at this address.
     began = time.monotonic()
     with (
         TrajectoryClient(url, timeout=0.3) as client,

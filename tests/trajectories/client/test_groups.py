@@ -1,4 +1,4 @@
-"""The checks of a group before it is sent, and the encodings of a group."""
+"""Tests of the class `Group`: its checks and its encodings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_same_group(one: Group, other: Group) -> None:
         assert getattr(one, name) == getattr(other, name), name
 
 
-def test_rows_become_arrays_of_the_sent_dtypes():
+def test_rows_become_int32_and_float32_arrays():
     group = a_group(**FULL)
     assert [row.dtype for row in (*group.tokens, *group.masks)] == [np.int32] * 4
     assert group.advantages[0].dtype == np.float32
@@ -90,7 +90,7 @@ def test_null_override_becomes_empty_dict():
     ]
 
 
-def test_item_may_contain_arrays():
+def test_item_of_batch_may_contain_arrays():
     tokens = np.array([[1, 2], [3, 4]])
     item = {"tokens": tokens, "masks": np.where(tokens == 1, -100, tokens), "scores": np.array([True, False])}
     found = Group.from_item({**item, "advantages": np.ones((2, 2)), "inference_logprobs": []})
@@ -171,7 +171,7 @@ def test_lengths_that_do_not_match_arrays_are_refused(lengths):
         Group.from_item(item)
 
 
-def test_empty_lists_sent_by_released_clients_become_none():
+def test_empty_lists_from_atroposlib_clients_become_none():
     item = {"tokens": [[1, 2], [3]], "masks": [[1, 2], [-100]], "scores": [0.5, 1.0], "env_id": 0}
     group = Group.from_item({**item, "advantages": [], "ref_logprobs": [], "messages": [], "overrides": []})
     assert [row.tolist() for row in group.tokens] == item["tokens"]

@@ -55,13 +55,13 @@ def test_override_sets_advantage_of_its_sequence_to_zero():
         np.testing.assert_allclose(batch.advantages[:2], [[0, 0.1, 0.1, 0], [0, 0, 0, 0]])
         np.testing.assert_allclose(batch.advantages[2:], [[0, 0, 0, 0], [0, -2, 0, 0]])
         np.testing.assert_array_equal(batch.has_advantages, [False, True, True, True])
-        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # The scores are needed to normalize the other scores.
+        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # other scores are normalized with these
     batch, _ = pad([a_group(overrides=[{"set_advantage_to_zero": False}, {}, {}])], BUCKETS)
     assert not batch.has_advantages.any()
 
 
 def test_temperature_comes_from_override_then_generation_params_then_group():
-    """As in the original trainer, temperatures of 0 or less count as 1."""
+    """As in atroposlib's trainer, temperatures of 0 or less count as 1."""
     every = {"overrides": [{"temperature": 0.5}, {}], "generation_params": {"temperature": 0.7}}
     groups = [
         a_group(**every, group_overrides={"temperature": 0.9}),

@@ -148,7 +148,7 @@ def test_batch_waits_for_minimum_share_only_while_environment_is_live():
     assert batch_of(queue, now=10.0) is None
     assert not queue.may_take(10.0)
     assert any(w.env_id == b and "minimum share of 4" in w.why for w in queue.report(10.0).waiting)
-    queue.heartbeat(b, 9.0)  # This time comes from a clock that is behind. The time of the queue does not go back.
+    queue.heartbeat(b, 9.0)  # 9.0 is from a clock that is behind. The queue's time stays at 10.0.
     assert batch_of(queue, now=20.0) is None
     assert queue.due(20.1)
     assert queue.may_take(20.1)
@@ -186,13 +186,13 @@ def test_batch_waits_for_rest_of_minimum_share_if_no_other_unit_fits():
     a, b = join(queue, 4, minimum=0.5).env_id, join(queue, 8).env_id
     send(queue, 8, env_id=b)
     send(queue, 4, env_id=a)
-    assert batch_of(queue) is None  # a second group of 4 may come
+    assert batch_of(queue) is None  # a second group of 4 can complete the batch
     send(queue, 4, env_id=a)
     assert batch_of(queue) == [1, 2]
 
 
 def test_other_environments_fill_rest_of_minimum_share():
-    """As in the original server, a batch waits only for environments that have no group queued."""
+    """As with atroposlib's server, a batch waits only for environments that have no queued group."""
     queue = started(batch_size=16)
     a, b = join(queue, 4, minimum=0.75).env_id, join(queue, 4).env_id
     send(queue, 4, 4, 4, 4, 4, env_id=b)
@@ -214,7 +214,7 @@ def test_reasons_for_waiting_are_reported():
     queue.note_trainer()
     queue.pause()
     send(queue, 4, 4)
-    assert queue.status().waiting_for == ["the run is paused: every environment holds (POST /resume)."]
+    assert queue.status().waiting_for == ["the run is paused: environments start no new groups (POST /resume)."]
     queue.resume()
     assert queue.status().waiting_for == []
 
@@ -228,7 +228,7 @@ def test_failed_attempt_to_form_batch_keeps_order():
     assert batch_of(queue) == [0, 1, 5]
 
 
-# Shares by weight.
+# Shares in proportion to weights.
 
 
 def served(queue, batches):
@@ -251,7 +251,7 @@ def test_batches_contain_environments_in_proportion_to_weights():
     assert [env.served_share for env in queue.report(0.0).envs] == [0.1, 0.9]
 
 
-def test_weights_hold_on_average_over_small_batches():
+def test_shares_match_weights_on_average_over_small_batches():
     queue = started(batch_size=4, mix="weight")
     ids = [join(queue, 2, weight=weight).env_id for weight in (1.0, 7.0)]
     for env_id in ids:
@@ -270,7 +270,7 @@ def test_idle_environment_does_not_get_larger_share_later():
     assert served(queue, 5) == [2, 38]
     send(queue, *[2] * 100, env_id=heavy)
     assert served(queue, 4) == [24, 8]
-    send(queue, *[2] * 100)  # from an unregistered sender, with a weight of 0.01
+    send(queue, *[2] * 100)  # an unregistered sender has a weight of 0.01
     assert sum(served(queue, 8)) == 64 - 2
 
 
@@ -306,7 +306,7 @@ def test_environments_wait_for_trainer_and_get_numbered_names():
     assert join(queue, name="math", resume="lost", token="e").wandb_name == "math_2"
 
 
-def test_env_status_counts_queue_in_packs():
+def test_env_status_rounds_queued_sequences_up_to_largest_size():
     queue = started(batch_size=32)
     a = join(queue, 4, length=100, weight=3.0, minimum=0.25).env_id
     b = join(queue, 8, length=100, weight=1.0, minimum=0.25).env_id
@@ -315,18 +315,18 @@ def test_env_status_counts_queue_in_packs():
     send(queue, 8, 8, 8, env_id=b)
     send(queue, 2, env_id=c)
     status = queue.env_status(a)
-    # Counted in groups of 4: 12 of a, 24 - 8 reserved of b, and 2 of c in packs of 8.
+    # Sequences: 12 of `a`; 24 of `b`, minus 8 reserved; 2 of `c`, rounded up to 8. `a` has groups of 4.
     assert status.queue_size == (12 + 16 + 8) // 4
     assert (status.self_queue_size, status.max_group_size, status.current_step) == (3, 8, 0)
     assert (status.env_weight, status.unallocated_fraction) == (0.75, 0.5)
-    # Counted in packs of 8: 24 of b, 12 - 8 reserved of a, and 2 of c.
+    # Sequences: 24 of `b`; 12 of `a`, rounded up to 16, minus 8 reserved; 2 of `c`, rounded up to 8.
     assert queue.env_status(b).queue_size == (24 + 8 + 8) // 8
     assert queue.env_status(c).env_weight == 0.01
     assert queue.env_status(c).queue_size == (2 + 8 + 16) // 2
     queue.disconnect_env(a)
     assert queue.env_status(b).env_weight == 1.0
     assert queue.env_status(b).unallocated_fraction == 0.75
-    assert queue.env_status(b).queue_size == (24 + 16 + 8) // 8  # The share of environment a is no longer reserved.
+    assert queue.env_status(b).queue_size == (24 + 16 + 8) // 8  # The minimum share of `a` is no longer reserved.
     assert queue.env_status(9) is None
 
 
@@ -353,7 +353,7 @@ def test_paused_environments_wait_and_do_not_quit():
     queue = started(num_steps=100, starting_step=90)
     queue.pause()
     status = queue.env_status(join(queue, 4).env_id)
-    # The original client quits after its number of steps.
+    # atroposlib's client stops if current_step plus the queued batches exceed the number of steps, here 100.
     assert status.current_step + status.queue_size * 4 // 8 == 100
 
 
@@ -474,7 +474,7 @@ def test_expired_batch_is_redelivered_before_new_ones_with_same_step():
     assert list(queue.epoch.leases.returned) == [first.batch_id]
     again = queue.take(11.0, lease_seconds=10.0, consumer="b")
     assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
-    assert not queue.nack(0, consumer="a")  # Client a is no longer the owner.
+    assert not queue.nack(0, consumer="a")  # Client `a` is no longer the owner.
     assert queue.nack(0, consumer="b")
     assert queue.ack(0)  # A late acknowledgment is accepted.
     assert queue.epoch.released == [0, 1]
@@ -506,7 +506,7 @@ def test_same_request_gets_same_batch():
     send(queue, 8, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
     assert queue.take(0.0, consumer="a", request="1") == first
-    assert queue.epoch.released == []  # The request may be repeated again.
+    assert queue.epoch.released == []  # A third request "1" would get the batch again.
     leased = queue.take(0.0, 5.0, consumer="a", request="2")
     assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
@@ -530,12 +530,12 @@ def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
     for one in (queue, restored):
         assert one.due(3600.0)
         one.expire(3600.0)
-        assert not one.epoch.leases.returned  # no lease ended
+        assert not one.epoch.leases.returned  # no batch was returned, because no lease ended
         assert one.epoch.released == [0]
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
     assert batch_of(queue, 3600.0, consumer="a", request="1") == [2]
-    queue.reset(7300.0)  # One hour has passed since the request of b and the second request of a.
+    queue.reset(7300.0)  # One hour has passed since the last request of each consumer.
     assert sorted(queue.epoch.released) == [1, 2]
 
 
@@ -586,7 +586,7 @@ def test_group_that_batch_waits_for_is_not_refused_as_stale():
     assert batch_of(queue) is None
     send(
         queue, 4, 4, env_id=four, version=1
-    )  # A group of 8 does not fit beside the share, so groups of 4 must fill the batch.
+    )  # After one group of 4, a group of 8 does not fit, so a second group of 4 must fill the batch.
     assert add(queue, 4, 0, 100, four, 1, None, 0.0).status == "refused"
     assert batch_of(queue) == [2, 3]
 
@@ -630,7 +630,7 @@ def test_fresh_group_in_unit_with_stale_group_is_kept():
     assert batch_of(queue) == [2, 1, 3]
 
 
-# State and work.
+# Saving the state, and the amount of work.
 
 
 def test_restored_queue_gives_same_answers():

@@ -31,7 +31,7 @@ def ids_in(unit):
 
 
 class Twin:
-    """A naive model of the queue's state: every unit in a list, and every subset tried."""
+    """A simple model of the queue's state. It has every unit in a list, and tries every subset of units."""
 
     def __init__(self, queue):
         epoch = copied(queue.get_state())["epoch"]
@@ -59,7 +59,7 @@ class Twin:
         return [size for (_, size), units in self.unit_queues.items() for _ in units]
 
     def oldest_first(self, batch_size):
-        """Return the groups of the next batch without minimum shares, or None."""
+        """Return the groups of the next batch, or None. Minimum shares are ignored."""
         unit_queues = {key: list(units) for key, units in self.unit_queues.items()}
         taken, left = [], batch_size
         while left:
@@ -90,11 +90,11 @@ class RandomCommands(RuleBasedStateMachine):
         self.tokens = 0
         self.sizes = {}  # size of every group that was accepted in this epoch
         self.forgotten = set()
-        self.whole = set()  # Each of these groups is one unit.
-        self.last_served = {}  # (env_id, size) -> the last whole group of a batch
+        self.whole = set()  # ids of the groups that are units alone
+        self.last_served = {}  # (env_id, size) -> id of the last group in `whole` that was served
         self.delivered = {}  # batch_id -> groups of the batch
-        self.given = {}  # consumer -> (request, batch, time of the request)
-        self.accepted = {}  # key -> time of its use
+        self.given = {}  # consumer -> (last request, its batch, its time)
+        self.accepted = {}  # idempotency key -> time when it was used
         self.registration = {
             **SETTINGS,
             "batch_size": batch_size,
@@ -226,7 +226,7 @@ class RandomCommands(RuleBasedStateMachine):
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
         again = again and self.now < given[2] + ANSWER_TTL
         came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
-        if consumer is not None and (not again or came_back):  # the consumer's next request, with or without a batch
+        if consumer is not None and (not again or came_back):  # the request is new, even without a batch
             self.given[consumer] = (request, batch, self.now)
         if again:
             assert (batch.batch_id, batch.group_ids) == (given[1].batch_id, given[1].group_ids)
@@ -244,7 +244,7 @@ class RandomCommands(RuleBasedStateMachine):
             assert groups == batch.group_ids
 
     def known(self, before, batch):
-        """Return whether a batch still belongs to its consumer, or waits for any consumer."""
+        """Return whether the queue still has the batch, and no other consumer has got it."""
         kept_batches = before.answered if batch.lease_until is None else before.out + before.returned
         return any(kept["batch_id"] == batch.batch_id for kept in kept_batches) and not self.taken_over(batch)
 
@@ -269,7 +269,7 @@ class RandomCommands(RuleBasedStateMachine):
         assert self.queue.status().current_step == len(self.delivered) + 1
 
     def nothing_fits(self):
-        """Check that no batch was possible, or that it waits for a minimum share."""
+        """Check that no batch was possible, or that the next batch waits for a minimum share."""
         after = Twin(self.queue)
         assert not self.queue.may_take(self.now)
         if self.batch_size in sums_of(after.sizes()):
@@ -371,7 +371,7 @@ class RandomCommands(RuleBasedStateMachine):
                 assert status.self_queue_size == own // env["largest_group"]
 
     def teardown(self):
-        """Check that a process with the same log gives the same answers and ends in the same state."""
+        """Check that a second process with the same log gives the same answers and ends in the same state."""
         if not hasattr(self, "queue"):
             return
         replica = Queue()

@@ -79,7 +79,7 @@ def group(i, sequences):
 def test_undersized_groups_complete_unit_oldest_first():
     undersized = UndersizedGroups()
     assert [undersized.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
-    unit = undersized.add(group(3, 4), 8)  # 3 + 1 + 4
+    unit = undersized.add(group(3, 4), 8)  # the unit has groups of 3, 1 and 4
     assert [part.id for part in unit.groups] == [0, 2, 3]
     assert (unit.id, unit.sequences, len(undersized), undersized.sequences) == (3, 8, 1, 3)
 

@@ -1,4 +1,7 @@
-"""Tests of the original server's contract with the real command and SQLite, and of cases in which that server fails."""
+"""Tests of the contract of atroposlib's server, and of cases in which atroposlib's server fails.
+
+They use the real command and SQLite.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def test_root_answers_with_message(client):
     assert "message" in client.get("/").json()
 
 
-def test_answers_before_registration(either):
+def test_requests_before_registration_are_answered(either):
     assert either.get("/wandb_info").json() == {"group": None, "project": None}
     assert either.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
     status = either.get("/status").json()
@@ -245,7 +248,7 @@ def test_gzip_requests_and_answers_are_supported(api):
     long = [[1] * 2000] * 2
     api.send(2, tokens=long, masks=long)
     plain = api.get("/status", headers={"Accept-Encoding": "gzip"})
-    assert "content-encoding" not in plain.headers  # shorter than 1,000 bytes
+    assert "content-encoding" not in plain.headers  # not compressed, because it is shorter than 1,000 bytes
     with api.client.stream("GET", api.prefix + "/batch", headers={"Accept-Encoding": "gzip"}) as answer:
         assert answer.headers["content-encoding"] == "gzip"
         raw = b"".join(answer.iter_raw())
@@ -253,7 +256,7 @@ def test_gzip_requests_and_answers_are_supported(api):
     assert len(raw) < 2000
 
 
-# Cases in which the original server fails
+# Cases in which atroposlib's server fails
 
 
 def test_batches_are_delivered_one_at_a_time_oldest_first(api):
@@ -287,7 +290,7 @@ def test_same_registration_is_confirmed_and_different_registration_resets_run(ap
 def test_unbatchable_group_is_set_aside_and_others_are_served(api):
     api.post(
         "/scored_data", group(5, mark=9)
-    )  # The group comes before the registration, which makes the group too large.
+    )  # The registered batch size is smaller than this group, which was sent before.
     api.send(1, 2)
     api.register()
     assert api.marks() == [1, 2]
@@ -326,7 +329,7 @@ def test_invalid_group_is_refused_with_path_to_field(api, fields, where):
 
 @pytest.mark.parametrize("advantages", [[[0.5, 0.5], [0.5, 0.5]], [[0.5]], [[], [1.0, 2.0]], [[1.0]] * 3])
 def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
-    """As in the original server."""
+    """As with atroposlib's server."""
     api.started(batch_size=2)
     assert api.post("/scored_data", group(advantages=advantages)).json() == {"status": "received"}
     assert api.get("/batch").json()["batch"][0]["advantages"] == advantages
@@ -335,7 +338,7 @@ def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
 
 
 def test_boolean_scores_become_one_and_zero(api):
-    """The original server also accepts booleans, and sends numbers to trainers."""
+    """atroposlib's server also accepts booleans, and sends numbers to trainers."""
     api.started(batch_size=2)
     sent = group(scores=[True, False], images=[True])
     for packed in (False, True):

@@ -1,4 +1,4 @@
-"""Tests of the optional extensions of the original server's contract, with the real command and SQLite."""
+"""Tests of the optional extensions of the contract of atroposlib's server, with the real command and SQLite."""
 
 from __future__ import annotations
 
@@ -286,13 +286,13 @@ def test_decompression_bomb_is_refused(narrow, encoding, encode):
 
 def test_large_body_is_refused(narrow):
     assert narrow.post("/scored_data", content=bytes((1 << 20) + 1)).status_code == 413
-    for megabytes in (2, 15):  # a client may send much before it reads the answer
+    for megabytes in (2, 15):  # a client may send much data before it reads the answer
         chunks = (bytes(1 << 16) for _ in range(16 * megabytes))
         answer = narrow.post("/scored_data", content=chunks)
         assert (answer.status_code, "at most 1 MB" in answer.json()["detail"]) == (413, True)
 
 
-def test_environments_wait_before_queue_is_full(narrow):
+def test_environments_wait_when_queue_is_nearly_full(narrow):
     api = Api(narrow, fresh_name()).started(batch_size=1000)
     api.join()
     long = {"tokens": [[7] * 20_000] * 2, "masks": [[7] * 20_000] * 2}

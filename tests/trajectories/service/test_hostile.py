@@ -1,4 +1,4 @@
-"""Hostile requests are refused within bounds, and the service works as before."""
+"""Hostile requests are refused without much time or memory, and the service works as before."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def send(service: ServiceProcess, method: str, path: str, body: Any = None, **he
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service may answer early
+        # The service may answer and disconnect before it has received the body.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, data, {"Content-Type": JSON, **named})
         with connection.getresponse() as answer:
             return answer.status, answer.read()
@@ -80,7 +81,7 @@ def group_with(**fields: Any) -> dict[str, Any]:
 
 
 def nested(levels: int) -> bytes:
-    """Return a group whose `images` have this many levels."""
+    """Return a group whose `images` are nested this deep."""
     return json.dumps(GROUP).encode()[:-1] + b',"images":' + b"[" * levels + b"]" * levels + b"}"
 
 
@@ -224,12 +225,12 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "max_token_length 2**63": ("POST", "/register-env", env(max_token_length=2**63)),
     "min_batch_allocation 1.5": ("POST", "/register-env", env(min_batch_allocation=1.5)),
     "min_batch_allocation NaN": ("POST", "/register-env", env(min_batch_allocation=NAN)),
-    "desired_name of a surrogate": ("POST", "/register-env", env(desired_name="\udfff")),
+    "desired_name with a lone surrogate": ("POST", "/register-env", env(desired_name="\udfff")),
     "env_id of 31 digits": ("POST", "/disconnect-env", {"env_id": 10**30}),
     "env_id text": ("POST", "/heartbeat", {"env_id": "x"}),
     "status without env_id": ("GET", "/status-env", None),
-    "status of an env of 31 digits": ("GET", f"/status-env?env_id={10**30}", None),
-    "status with env_id text": ("GET", "/status-env", b'{"env_id": "x"}'),
+    "status of an env_id of 31 digits": ("GET", f"/status-env?env_id={10**30}", None),
+    "status with an env_id that is text": ("GET", "/status-env", b'{"env_id": "x"}'),
     "status nested deep": ("GET", "/status-env", b"[" * 100_000),
     "register nested deep": ("POST", "/register", b"[" * 100_000),
     "policy version 2**54": ("POST", "/policy-version", {"policy_version": 2**54}),
@@ -247,7 +248,7 @@ REQUESTS: dict[str, tuple[str, str, Any]] = {
     "count of 31 digits": ("GET", f"/latest?count={10**30}", None),
     "a run name with a space": ("GET", "/runs/a%20b/status", None),
     "a run name of 65 characters": ("GET", f"/runs/{'r' * 65}/status", None),
-    "a run name of bytes": ("GET", "/runs/%ff%00/status", None),
+    "a run name that is not UTF-8": ("GET", "/runs/%ff%00/status", None),
 }
 
 
@@ -297,7 +298,7 @@ RAW: dict[str, bytes] = {
     "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
     "an unknown HTTP version": b"GET / HTTP/9.9\r\n\r\n",
     "a negative length": POST + b"Content-Length: -5\r\n\r\nhello",
-    "a length of text": POST + b"Content-Length: many\r\n\r\nhello",
+    "a length that is text": POST + b"Content-Length: many\r\n\r\nhello",
     "two lengths": POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
     "a chunk without a size": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     "zeros": bytes(10_000),
@@ -399,7 +400,7 @@ def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[s
 
 
 def status_line(connection: socket.socket) -> bytes:
-    """Return the start of the answer, or nothing if the service disconnected."""
+    """Return the first 12 bytes of the answer, or no bytes if the service disconnected."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(12)
     return b""
@@ -410,7 +411,7 @@ def check_many_connections(service: ServiceProcess, count: int) -> None:
     with opened(service, count, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n") as connections:
         answers = [status_line(connection) for connection in connections]
     assert set(answers) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
-    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # until the service has detected the disconnects
+    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # the service must detect the closed connections
     assert resident(service) - before < 200 << 20
 
 
@@ -447,7 +448,7 @@ def test_slow_senders_do_not_block_others(service):
 
 @pytest.mark.system
 def test_incomplete_request_is_disconnected(service):
-    """The clients send nothing, stop within the body, or send body or head one byte at a time."""
+    """Some clients send nothing, some stop in the middle of the body, and some send one byte at a time."""
     end = time.monotonic() + 120.0
     with (
         opened(service, 20, SLOW_HEAD) as still,

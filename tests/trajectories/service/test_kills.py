@@ -1,4 +1,4 @@
-"""The service under load from 4 clients, killed repeatedly: acknowledged groups are served exactly once."""
+"""Acknowledged groups are served exactly once, even if the service is killed repeatedly while 4 clients use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLIENTS = 4
 GROUP_SIZE = 4  # sequences per batch: two groups fill a batch
 DEADLINE = 120.0  # maximum seconds for any operation on a busy machine
 LEASE = 1.0
-ONCE, LEASED = "default", "leased"  # The first run is consumed with request keys, the second run with leases.
+ONCE, LEASED = "default", "leased"  # two runs: the consumer of ONCE uses request keys, that of LEASED uses leases
 
 
 def group_of(client: int, number: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def key_of(item: dict[str, Any]) -> tuple[int, int]:
 
 
 class Connection:
-    """Requests to a service that is restarted. They wait while it is down."""
+    """A connection to a service that is restarted. Requests wait while the service is down."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -77,7 +77,7 @@ class Connection:
 
 
 class Load:
-    """Four client threads that post to both runs, one consumer thread for each run, and all answers."""
+    """Four client threads that post to both runs, one consumer thread for each run, and the answers that they got."""
 
     def __init__(self, service: ServiceProcess) -> None:
         self.service = service
@@ -110,14 +110,14 @@ class Load:
         connection.close()
 
     def check_envs(self) -> None:
-        """Check that environments keep their id and name, and that the step is that of the last batch."""
+        """Check that environments keep their id and name, and that the step equals the number of batches."""
         connection = Connection(self)
         for (run, client), fields in self.envs.items():
             answer = connection.until_answered("POST", f"/runs/{run}/register-env", fields)
             assert (answer["env_id"], answer["wandb_name"]) == (client, f"env_{client}")
         seen = len(self.batches)
         step = connection.until_answered("GET", "/status")["current_step"]
-        assert seen <= step <= len(self.batches) + 1  # The last batch may not have arrived yet.
+        assert seen <= step <= len(self.batches) + 1  # The consumer may not have got the last batch yet.
         connection.close()
 
     def wait_for(self, more: int) -> None:
@@ -266,7 +266,7 @@ def under_load(service: ServiceProcess) -> Iterator[Load]:
 def check_served(load: Load, run: str, served: list[tuple[int, int]]) -> None:
     assert len(served) == len(set(served)), "a group was served twice"
     assert load.acknowledged[run] <= set(served), "an acknowledged group was lost"
-    assert set(served) <= load.sent[run], "a group was invented"
+    assert set(served) <= load.sent[run], "a group was served that no client sent"
 
 
 def kill_under_load(tmp_path, rounds: int, groups: int) -> None:
@@ -289,11 +289,11 @@ def kill_under_load(tmp_path, rounds: int, groups: int) -> None:
     for delivery in load.deliveries:
         known = first.setdefault(delivery["batch_id"], delivery)
         assert (known["batch"], known["step"]) == (delivery["batch"], delivery["step"])
-        # A first delivery whose answer was lost is not in the list.
+        # If the answer with the first delivery was lost, the list begins with a redelivery.
         assert delivery["redelivered"] or known is delivery
     check_served(load, LEASED, [key_of(item) for batch in first.values() for item in batch["batch"]])
     assert sorted(delivery["step"] for delivery in first.values()) == list(range(len(first)))
-    assert len(load.acked) == len(set(load.acked)), "an acknowledged batch came back"
+    assert len(load.acked) == len(set(load.acked)), "an acknowledged batch was delivered again"
     assert set(load.acked) == set(first)
 
 

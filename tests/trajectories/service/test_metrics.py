@@ -96,7 +96,7 @@ def test_metrics_describe_queue_of_each_run(tmp_path: pathlib.Path) -> None:
     assert scraped.value("process_resident_memory_bytes") > 1 << 20
     other = scraped.of_run("other")
     assert other["groups_received_total"] == 0 and other["paused"] == 0
-    assert "policy_version" not in other  # this run has no version
+    assert "policy_version" not in other  # this run has no policy version
 
 
 def test_requests_are_counted_by_endpoint_and_unknown_paths_together(tmp_path: pathlib.Path) -> None:

@@ -38,7 +38,7 @@ def refusal(folder, *arguments):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
-def test_service_prints_its_address_and_drains_after_signal(tmp_path, number):
+def test_service_prints_its_address_and_answers_waiting_requests_after_signal(tmp_path, number):
     with running_service(tmp_path) as service:
         assert service.url in service.printed
         assert "survives" in service.printed
@@ -110,7 +110,7 @@ def test_full_disk_can_be_emptied_by_taking_batches(tmp_path, small_disk):
     ):
         api = Api(client).started(batch_size=2)
         env_id = api.join()["env_id"]
-        for _ in range(2):  # freed space is reused
+        for _ in range(2):  # the second time, freed space is reused
             held, count = [], 0
             while (answer := api.post("/scored_data", sent)).status_code == 200:
                 count += 1

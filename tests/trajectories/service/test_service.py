@@ -1,4 +1,4 @@
-"""The service and its log: after restarts, with several processes on one store, and with failing stores."""
+"""Tests of the service and its log: restarts, several processes with one store, and stores that fail."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_orphaned_payloads_are_deleted_at_next_start(tmp_path):
         first.stop_waiting()
         async with serving(store) as service:
             await asyncio.sleep(0)
-            await add(service, b"last")  # a later commit than that of the deletions
+            await add(service, b"last")  # when this is durable, the deletions are too
             assert len(store.payload_positions()) == 4
             assert (await service.take("run"))[1] == [b"payload 2", b"payload 3"]
 
@@ -155,7 +155,7 @@ def test_snapshots_shorten_log_and_restore_same_state():
             await begin(service)
             for i in range(120):
                 await add(service, b"%d" % i, key=f"k{i}")
-            while store.load() is None or store.load()[0] < 50:  # Earlier snapshots are not counted.
+            while store.load() is None or store.load()[0] < 50:  # wait for a snapshot of at least 50 commands
                 await asyncio.sleep(0.01)
             before = msgspec.msgpack.encode(service.queue("run").get_state())
             again = Service(store, max_bytes=1)
@@ -208,7 +208,7 @@ def test_command_for_new_run_of_another_process_takes_effect(ends, redis_server)
             await asyncio.sleep(0)
             caught_up.set()
             assert await answer is None
-            await one.submit(ends, "heartbeat", env_id=0)  # The log has this command after the command `ends`.
+            await one.submit(ends, "heartbeat", env_id=0)  # This command comes after `ends` in the log.
             status = one.queue(ends).status()
             assert (status.paused, status.queue_size) == (False, 1 if ends == "resume" else 0)
 
@@ -246,10 +246,10 @@ def test_long_poll_gets_batch_that_is_ready_just_before_poll_waits(monkeypatch):
 
 
 class DamagedStore(MemoryStore):
-    """A store without the records after its snapshot."""
+    """A store that has lost the records after its snapshot."""
 
     def read(self, after, limit=1000):
-        raise RecordsDroppedError("The first one is 5.")
+        raise RecordsDroppedError("The first record is 5.")
 
 
 @pytest.mark.parametrize("position", [None, 3])
@@ -264,8 +264,8 @@ def test_damaged_store_raises_store_error(position):
     run(test())
 
 
-def test_snapshot_can_hold_extreme_versions():
-    """Older logs may contain extreme versions."""
+def test_snapshot_may_contain_extreme_policy_versions():
+    """Older logs may contain such versions."""
 
     async def test():
         store = MemoryStore()
@@ -291,7 +291,7 @@ def test_failed_snapshot_is_logged_and_store_is_closed(caplog):
             await begin(service, starting_step=2**64 - 1)
             for _ in range(2):
                 await add(service, b"")
-            assert await service.take("run")  # the next step is too large for MessagePack
+            assert await service.take("run")  # now the step is too large for MessagePack
         assert "No snapshot was taken" in caplog.text
         with pytest.raises(UnavailableError, match="closed"):
             store.append(b"")
@@ -319,7 +319,7 @@ def test_latest_groups_survive_restart_while_store_has_them(tmp_path):
             assert await third.latest_groups("run", 2) == [b"24", b"23"]
             while await third.take("run"):
                 pass
-            assert await third.latest_groups("run", 2) == [b"24"]  # one group remains
+            assert await third.latest_groups("run", 2) == [b"24"]  # the newest payload stays in memory
 
     run(test())
 
@@ -374,7 +374,7 @@ def test_leases_expire_without_requests():
 
 
 class FailingStore(MemoryStore):
-    """A store whose appends fail immediately or later."""
+    """A store whose appends raise `error` at once, or set it in their futures."""
 
     error: Exception | None = None
     at_once = False
@@ -419,7 +419,7 @@ def test_batch_with_damaged_group_is_dropped_and_logged(lease_seconds, caplog):
                 await service.take("run", lease_seconds=lease_seconds)
             assert "Batch 0 of run 'run' is dropped" in caplog.text
             assert (await service.take("run", lease_seconds=lease_seconds))[1] == [b"2", b"3"]
-            assert service.queue("run").status().leased == (2 if lease_seconds else 0)  # of the second batch
+            assert service.queue("run").status().leased == (2 if lease_seconds else 0)  # the second batch
 
     run(test())
 
@@ -520,7 +520,7 @@ def test_two_services_on_one_redis_lose_and_duplicate_no_group(redis_server):  #
                 await asyncio.sleep(0.01)
             states = [msgspec.msgpack.encode(service.queue("run").get_state()) for service in both]
             assert states[0] == states[1]
-            for service in both:  # a later commit than that of the deletions
+            for service in both:  # when this command is durable, the deletions are too
                 await service.submit("run", "pause")
             assert stores[0].payload_positions() == []
 

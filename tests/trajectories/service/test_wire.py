@@ -1,4 +1,4 @@
-"""Decoding, checks and storage of groups, as far as tests over HTTP cannot observe them."""
+"""Tests of decoding, checking and storing groups that are not possible over HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_json_is_stored_as_sent_except_that_missing_keys_are_added():
     assert set(json.loads(parsed.payload)) == ITEM_KEYS
 
 
-def test_text_of_numbers_is_kept():
+def test_numbers_are_stored_as_the_text_that_was_sent():
     body = b'{"tokens":[[1,2]],"masks":[[1,2]],"scores":[1e-3],"ref_logprobs":[[0.10000, 1]],"policy_version":4}'
     parsed = parse_group(body, packed=False)
     assert parsed.policy_version == 4
@@ -117,8 +117,8 @@ WRONG = {
     "an incomplete number": (packed(tokens=b"12345"), ("tokens",)),
     "more values than the lengths": (packed(masks=bytes(16)), ("masks",)),
     "no lengths": ({k: v for k, v in packed().items() if k != "lengths"}, ("lengths",)),
-    "no lengths beside lists": (group(masks=bytes(12)), ("lengths",)),
-    "other lengths beside lists": (packed(tokens=[[0, 1], [2]]), ("lengths",)),
+    "binary masks and lists of tokens, but no lengths": (group(masks=bytes(12)), ("lengths",)),
+    "lists of tokens whose lengths differ from the sent lengths": (packed(tokens=[[0, 1], [2]]), ("lengths",)),
     "a negative length": (packed(lengths=(4, -1)), ("lengths",)),
     "an empty sequence": (packed(lengths=(0, 3)), ("tokens", 0)),
     "no sequence": (packed(lengths=()), ("tokens",)),
@@ -158,7 +158,7 @@ def test_bytes_that_are_not_a_group_are_refused(body):
 
 @pytest.mark.parametrize("name", ["advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "messages"])
 def test_empty_optional_array_is_accepted(name):
-    """The original BaseEnv sends [] for missing arrays. The service returns these empty arrays unchanged."""
+    """atroposlib's BaseEnv sends [] for missing arrays. The service returns these empty arrays unchanged."""
     body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], name: []}).encode()
     assert json.loads(parse_group(body, packed=False).payload)[name] == []
     with pytest.raises(InvalidGroupError):
@@ -183,7 +183,7 @@ def test_text_that_is_not_utf_8_is_refused():
 
 @pytest.mark.parametrize("numbers, where", [(200_000, ("tokens", 1, 200_000)), (4_000_000, ("tokens",))])
 def test_path_to_nan_is_found_with_little_memory(numbers, where):
-    """In 8 MB of JSON only the field is found, because a search for the index would block other requests."""
+    """In 8 MB of JSON, the path has only the field: a search for the index would block other requests."""
     body = b'{"scores":[1,2],"masks":[],"tokens":[[1],[' + b"1," * numbers + b"NaN]]}"
     tracemalloc.start()
     try:
@@ -206,7 +206,7 @@ def test_field_with_nan_in_long_list_is_found(number):
     assert (caught.value.loc, caught.value.kind) == ((), "json_invalid")
 
 
-# Shapes without decoding
+# Finding the lengths of lists without decoding
 
 
 numbers = st.one_of(

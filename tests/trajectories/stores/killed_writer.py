@@ -19,7 +19,7 @@ THREADS = 4
 
 
 def payload_of(record: bytes) -> bytes:
-    """Return up to 60 kB of bytes that repeat the record, so that every byte identifies it."""
+    """Return up to 60 kB of bytes that repeat the record, so that wrong bytes are detected."""
     size = random.Random(record).randrange(60_000)
     return (record * (size // len(record) + 1))[:size]
 
@@ -42,7 +42,7 @@ def append(store: Store, name: str) -> None:
 
 
 def take_snapshots(store: Store) -> None:
-    """Take snapshots. The state is the whole log so far."""
+    """Take snapshots again and again. The state of a snapshot is the whole log so far."""
     position, records = 0, []
     if loaded := store.load():
         position, records = loaded[0], json.loads(loaded[1])

@@ -1,4 +1,4 @@
-"""The contract of `Store`: one test suite for all stores."""
+"""Tests of the contract of `Store`, which run with all stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE = 60.0
 
 
 class StoreLocation:
-    """The location of a store, which can be opened there repeatedly."""
+    """The location of a store. The store can be opened repeatedly."""
 
     def __init__(self, url, space):
         self.url = url
@@ -42,7 +42,7 @@ def location(request, tmp_path):
         server = request.getfixturevalue("redis_server")
         with redis.Redis.from_url(server.url) as client:
             client.flushall()
-            # Only the keys, because the sizes of the server's buffers change.
+            # The space counts only the keys, because the server's buffers change in size.
             location = StoreLocation(
                 server.url, lambda: sum(client.memory_usage(key, samples=0) for key in client.keys("*"))
             )
@@ -78,7 +78,7 @@ def test_positions_follow_order_of_calls_without_gaps(store):
         future.add_done_callback(lambda done: resolved.append(done.result()))
     assert [future.result(DEADLINE) for future in futures] == list(range(1, 301))
     assert store.read(0, 1000) == [(number, b"record %d" % number) for number in range(1, 301)]
-    assert store.append(b"last").result(DEADLINE) == 301  # so that all earlier callbacks have run
+    assert store.append(b"last").result(DEADLINE) == 301  # afterwards, all earlier callbacks have run
     assert sorted(resolved) == list(range(1, 301))
 
 
@@ -121,7 +121,7 @@ def test_payloads_are_found_by_position_of_their_record(store):
 
 
 def wait_for_payload_positions(store, expected):
-    """Return the payload positions. Wait until they are as expected, because deletion may take a moment."""
+    """Wait until the payload positions are as expected, because a deletion may take a moment. Return the positions."""
     end = time.monotonic() + DEADLINE
     while store.payload_positions() != expected and time.monotonic() < end:
         time.sleep(0.01)
@@ -168,7 +168,7 @@ def test_snapshot_replaces_records_up_to_it(store):
     assert store.load() is None
     for number in range(
         1, 11
-    ):  # Each record has its own commit, because a store may keep a commit until its last record is replaced.
+    ):  # one commit for each record, because a store may keep a commit until its last record is replaced
         append_all(store, [(b"%d" % number, b"payload")])
     state = os.urandom(1_000_000)
     assert store.snapshot(6, state).result(DEADLINE) is None
@@ -176,7 +176,7 @@ def test_snapshot_replaces_records_up_to_it(store):
     assert store.read(6, 2) == [(7, b"7"), (8, b"8")]
     store.snapshot(4, b"older").result(DEADLINE)
     assert store.load() == (6, state)
-    assert store.payload_positions() == list(range(1, 11))  # only the service can tell which payloads are needed
+    assert store.payload_positions() == list(range(1, 11))  # snapshots delete no payloads
     store.snapshot(10, b"all").result(DEADLINE)
     assert store.load() == (10, b"all")
     assert store.read(10, 10) == []

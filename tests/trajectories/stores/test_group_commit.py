@@ -18,7 +18,7 @@ class Disk(GroupCommitStore):
         self.commits = []
         self.may_write = threading.Event()
         self.writing = threading.Event()
-        self.error = None  # raised for a commit that has appends
+        self.error = None  # error of all commits that have appends
         self.last = 0
         super().__init__("The disk")
 

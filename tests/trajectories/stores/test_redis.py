@@ -59,7 +59,7 @@ store = open_store(url)
 print("open", flush=True)
 sys.stdin.readline()
 positions = []
-while len(positions) < 1000 or positions[-1] == len(positions):  # until the other one has appended too
+while len(positions) < 1000 or positions[-1] == len(positions):  # until the other process has appended too
     records = [b"%s %d" % (name.encode(), n) for n in range(len(positions), len(positions) + 20)]
     positions += [future.result(60) for future in [store.append(record, record * 100) for record in records]]
 print(*positions)
@@ -142,7 +142,7 @@ def test_acknowledged_records_survive_kill_9_of_server(server, opened):
             thread.join(DEADLINE)
     log = store.read(0, 1_000_000)
     assert len(acknowledged) >= 60
-    assert dict(log) == acknowledged  # every append was acknowledged in the end, and is stored once
+    assert dict(log) == acknowledged  # every append was acknowledged after retries, and is stored once
     assert [position for position, _ in log] == list(range(1, len(log) + 1))
     for name in range(4):
         mine = [record for _, record in log if record.startswith(b"%d." % name)]
@@ -164,7 +164,7 @@ def test_commit_torn_by_kill_9_does_not_reappear(tmp_path, opened, torn_in):
         file.write_bytes(content[: content.rfind(torn_in) + 2])
         server.start()
         store = opened(server.url)
-        kept = store.read(0, 10)  # the commits of some of the three appends
+        kept = store.read(0, 10)  # the records of some of the three appends
         assert kept[0] == (1, b"before") and len(kept) < 4
         assert append(store, b"after") == [len(kept) + 1]
         store.delete_payloads([1])
@@ -200,7 +200,7 @@ class Proxy:
                 self._relays.append(relay)
 
     def _relay(self, client):
-        """Relay one connection. Requests and answers alternate, and a request arrives in one or more pieces."""
+        """Relay one connection. Each request is followed by its answer. A request may arrive in several pieces."""
         server = socket.create_connection(("127.0.0.1", self._server_port))
         losing = False
 
@@ -316,7 +316,7 @@ def test_lost_records_are_detected_after_new_appends(forgetful, opened):
 
 def test_reader_one_snapshot_behind_continues_and_reader_two_behind_loads_snapshot(server, opened):
     ahead, behind = opened(server.url), opened(server.url)
-    for number in range(1, 10):  # one commit each, because a commit is dropped as a whole
+    for number in range(1, 10):  # one commit for each record, because only whole commits are dropped
         append(ahead, b"%d" % number)
     assert len(behind.read(0, 4)) == 4
     ahead.snapshot(6, b"six").result(DEADLINE)

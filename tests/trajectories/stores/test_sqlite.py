@@ -82,7 +82,7 @@ def test_acknowledged_records_survive_kill_9_once_and_in_order(path, opened, opt
         acknowledged.update(output.appended)
         deleted |= output.deleted
         store = opened(option)
-        # The whole log: the snapshot's state, and the records after it.
+        # The whole log is the snapshot's state and the records after the snapshot.
         snapshot, state = store.load() or (0, b"[]")
         log = dict(enumerate((record.encode() for record in json.loads(state)), start=1))
         assert snapshot >= output.snapshot and len(log) == snapshot
@@ -95,7 +95,7 @@ def test_acknowledged_records_survive_kill_9_once_and_in_order(path, opened, opt
             written = [record for position, record in log.items() if position > before and record.startswith(prefix)]
             assert written == [prefix + b"%d" % number for number in range(len(written))]
             assert len(written) <= sum(record.startswith(prefix) for record in output.appended.values()) + 1
-        assert len(log) - before <= len(output.appended) + THREADS  # no other records
+        assert len(log) - before <= len(output.appended) + THREADS  # at most one more record of each thread
         before = len(log)
         held = store.payload_positions()
         assert set(log) - deleted <= set(held)
@@ -222,7 +222,7 @@ def test_other_file_is_refused(path, opened):
     database.close()
     with pytest.raises(StoreError, match="the database of another program"):
         opened()
-    assert os.listdir(path.parent) == [path.name]  # no payload file is left
+    assert os.listdir(path.parent) == [path.name]  # the payload file was deleted
 
 
 def test_other_format_is_refused(path, opened):
@@ -262,7 +262,7 @@ def test_unwritable_path_is_refused(tmp_path):
 def test_store_refuses_appends_after_disk_failure(path, opened):
     store = opened()
     store.append(b"a").result(DEADLINE)
-    os.close(store._file._fd)  # later writes fail
+    os.close(store._file._fd)  # makes later writes fail
     with pytest.raises(StoreError, match=r"failed, and accepts nothing more: .*Bad file descriptor"):
         store.append(b"b", b"payload").result(DEADLINE)
     with pytest.raises(StoreError, match="failed"):

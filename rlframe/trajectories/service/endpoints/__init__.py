@@ -1,4 +1,4 @@
-"""The endpoints: the published contract and optional extensions. This module has the parts that they share."""
+"""The endpoints: the contract of atroposlib's server, and optional extensions. This module has their shared parts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlframe.trajectories.service import models
 from rlframe.trajectories.service.service import Service
 
 DEFAULT_RUN = "default"
-MAX_NAME = 200  # characters of a key or a consumer's name
+MAX_NAME = 200  # maximum characters of a key or a consumer's name
 
 INVALID: dict[int | str, dict[str, Any]] = {422: {"model": models.Invalid, "description": "A field is invalid."}}
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": models.Failure, "description": "Unavailable. Retry after Retry-After seconds."}
 }
 WRITES = INVALID | UNAVAILABLE
-REFUSED: dict[int | str, dict[str, Any]] = {  # answered before the request reaches an endpoint
+REFUSED: dict[int | str, dict[str, Any]] = {  # answers of the middleware, before a request reaches an endpoint
     400: {"model": models.Refusal, "description": "The body cannot be read or decompressed."},
     401: {"model": models.Refusal, "description": "The request lacks the service's token."},
     408: {"model": models.Refusal, "description": "The body did not arrive in time."},
@@ -43,11 +43,11 @@ async def check_run_name(
 
 
 def invalid(loc: tuple[str | int, ...], message: str, kind: str = "value_error") -> Response:
-    """Return a 422 in FastAPI's format."""
+    """Return an answer with status 422 in FastAPI's format."""
     return answer({"detail": [{"loc": list(loc), "msg": message, "type": kind}]}, 422)
 
 
-REPLAYED = {"Idempotent-Replayed": "true"}  # header of a repeated answer
+REPLAYED = {"Idempotent-Replayed": "true"}  # header of an answer that is sent again for the same key
 IdempotencyKey = Annotated[
     Union[str, None],
     Header(

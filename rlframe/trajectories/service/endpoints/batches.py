@@ -68,8 +68,8 @@ async def batch(
     options = {"lease_seconds": lease, "consumer": consumer, "request": request_key}
     taken = await _take(service, run, options)
     while taken is None and (left := deadline - time.monotonic()) > 0 and not service.closing:
-        await request.body()  # after the body, only a disconnect can be received
-        # A batch that came after `_take`, before this wait, does not wake this request.
+        await request.body()  # needed for `is_disconnected`, which then receives only a disconnect
+        # Check again: a batch that became ready since `_take` would not end the wait.
         if not _may_take(service.queue(run), options):
             await service.wait_for_change(run, left)
         if await request.is_disconnected():
@@ -88,14 +88,14 @@ async def ack(batch_id: models.Int64, request: Request) -> Response:
 
 @router.post("/batch/{batch_id}/nack", response_model=models.Success, responses=WRITES | _UNKNOWN)
 async def nack(batch_id: models.Int64, request: Request, consumer: Name | None = None) -> Response:
-    """Give a leased batch back, for the next request. With `consumer`, only if it owns the batch."""
+    """Give a leased batch back, so that the next request gets it. If `consumer` is sent, it must own the batch."""
     known = await service_of(request).submit(run_of(request), "nack", batch_id=batch_id, consumer=consumer)
     return _settled(batch_id, known)
 
 
 @router.post("/batch/{batch_id}/renew", response_model=models.Success, responses=WRITES | _UNKNOWN)
 async def renew(batch_id: models.Int64, request: Request, lease: Lease, consumer: Name | None = None) -> Response:
-    """Extend the lease of a batch to `lease` seconds from now. With `consumer`, only if it owns the batch."""
+    """Extend the lease of a batch to `lease` seconds from now. If `consumer` is sent, it must own the batch."""
     renewed = await service_of(request).submit(
         run_of(request), "renew", batch_id=batch_id, lease_seconds=lease, consumer=consumer
     )
@@ -104,7 +104,7 @@ async def renew(batch_id: models.Int64, request: Request, lease: Lease, consumer
 
 @router.get("/latest_example", response_model=Union[models.Item, dict[str, list[Any]]])
 async def latest_example(request: Request) -> Response:
-    """Return the latest group. If there is none, return its keys with empty lists."""
+    """Return the latest group. If there is no group, return the keys of a group with empty lists."""
     groups = await service_of(request).latest_groups(run_of(request), 1)
     if not groups:
         return answer(_NONE_YET)
@@ -125,7 +125,7 @@ async def _take(service: Service, run: str, options: dict[str, Any]) -> tuple[Le
 
 
 def _may_take(queue: Queue, options: dict[str, Any]) -> bool:
-    """Return False for a poll that would return nothing, so that no command is logged for it."""
+    """Return False if `take` would find no batch, so that no command is logged for this poll."""
     return queue.may_take(time.time(), options["consumer"], options["request"])
 
 
@@ -136,7 +136,7 @@ def _extras(batch: LeasedBatch | None) -> dict[str, Any]:
 
 
 def _encoded(request: Request, name: str, payloads: list[bytes] | None, extras: dict[str, Any]) -> Response:
-    """Return `{name: [items]}` and `extras`, joined from stored bytes."""
+    """Return the answer `{name: [items], **extras}`. The items are joined as stored bytes, without decoding."""
     if _accepts_msgpack(request):
         items = Raw(join_packed(payloads)) if payloads is not None else None
         return Response(msgspec.msgpack.encode({name: items, **extras}), media_type=MSGPACK)

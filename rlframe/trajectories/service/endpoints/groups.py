@@ -25,11 +25,11 @@ from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.service.wire import ParsedGroup, parse_group, parse_groups
 
 router = APIRouter(tags=["groups"])
-RAW = ("/scored_data", "/scored_data_list")  # paths that read their bodies themselves
+RAW = ("/scored_data", "/scored_data_list")  # paths whose endpoints read the body themselves
 TOO_OLD: dict[int | str, dict[str, Any]] = {
     409: {"model": models.Failure, "description": "Sampled from an older policy than the trainer accepts."}
 }
-_TOO_EARLY_RETRY = 5  # Retry-After in seconds, for a group that came too early
+_TOO_EARLY_RETRY = 5  # seconds (Retry-After) for a group that would be too old when a batch could take it
 
 
 @router.post(
@@ -39,11 +39,11 @@ _TOO_EARLY_RETRY = 5  # Retry-After in seconds, for a group that came too early
     openapi_extra=raw_body(models.ITEM),
 )
 async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
-    """Receive one group: sequences for one prompt. It is stored if the answer is received or buffered."""
+    """Receive one group: sequences for one prompt. The group is stored if the answer is "received" or "buffered"."""
     service, run = service_of(request), run_of(request)
     body = await request.body()
     async with service.decode_lock:
-        await asyncio.sleep(0)  # give short requests a turn between two groups
+        await asyncio.sleep(0)  # let short requests run between two groups
         group = parse_group(body, _is_packed(request))
     _check_size(service, run, group)
     added = await _add(service, run, group, key)
@@ -62,7 +62,7 @@ async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
     openapi_extra=raw_body({"type": "array", "items": models.ITEM}),
 )
 async def scored_data_list(request: Request, key: IdempotencyKey = None) -> Response:
-    """Receive several groups. All are checked before the first is stored. The i-th group has the key KEY/i."""
+    """Receive several groups. All groups are checked before the first group is stored. Group i has the key KEY/i."""
     service, run = service_of(request), run_of(request)
     body = await request.body()
     groups: list[ParsedGroup] = []

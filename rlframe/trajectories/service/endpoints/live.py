@@ -1,6 +1,6 @@
 """Endpoints of the live page, and metrics for Prometheus.
 
-Queues are read at each request. Only the durations of requests are counted.
+The metrics of queues are read at each request. Only the durations of requests are collected all the time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator
             yield family
     staleness = SummaryMetricFamily(
         PREFIX + "staleness_versions",
-        "Policy versions by which groups were older than the trainer's when served, if both are known.",
+        "Staleness of served groups: policy versions by which a group was older than the trainer's policy.",
         labels=["run"],
     )
     for run, report in runs.items():
@@ -55,7 +55,7 @@ def families(service: ServiceReport, runs: Mapping[str, LiveReport]) -> Iterator
     yield staleness
 
 
-# Name, help text, and a function that reads a `LiveReport`. Counters restart with each epoch of a run.
+# Name, help text, and a function that reads the value from a `LiveReport`. A new epoch of a run resets the counters.
 _COUNTERS = (
     ("groups_received", "Groups that were stored.", lambda run: run.groups_added),
     ("sequences_received", "Sequences in groups that were stored.", lambda run: run.sequences_added),
@@ -69,10 +69,10 @@ _COUNTERS = (
     ("batches_redelivered", "Redelivered batches.", lambda run: run.redelivered),
 )
 _GAUGES = (
-    ("epoch", "Rises with each reset of the run.", lambda run: run.status.epoch),
+    ("epoch", "Number of the epoch, which increases with each reset.", lambda run: run.status.epoch),
     ("step", "Training step of the next batch.", lambda run: run.status.current_step),
     ("policy_version", "The trainer's policy version, if known.", lambda run: run.status.policy_version),
-    ("paused", "1 while all environments must hold.", lambda run: run.status.paused),
+    ("paused", "1 while environments should start no new groups.", lambda run: run.status.paused),
     ("queue_groups", "Groups in the queue, including those set aside.", lambda run: run.status.queue_size),
     ("queue_sequences", "Sequences in the queue, including those set aside.", lambda run: run.queued_sequences),
     ("queue_oldest_seconds", "Seconds for which the oldest unit has waited.", lambda run: run.oldest_age or 0.0),
@@ -94,7 +94,7 @@ _GAUGES = (
 
 
 router = APIRouter(tags=["live page"])
-MAX_ENVS = 10_000  # in one report
+MAX_ENVS = 10_000  # maximum environments in one report
 
 
 @router.get("/report", response_model=models.LiveReport, responses=INVALID)
@@ -113,7 +113,7 @@ async def report(
 async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST)] = 5) -> Response:
     """Return the latest groups, newest first, as shortened text."""
     payloads = await service_of(request).latest_groups(run_of(request), count)
-    decode = request.app.state.decode  # token ids to text; None shows the ids
+    decode = request.app.state.decode  # function from token ids to text; None shows the ids
 
     def read() -> bytes:
         return msgspec.json.encode(models.Previews(decode is not None, [preview(one, decode) for one in payloads]))
@@ -123,7 +123,7 @@ async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST
 
 
 async def read_families(service: Service) -> Iterator[Metric]:
-    """Return the metrics of all runs. They are consistent, because there is no await between the reads."""
+    """Return the metrics of all runs. They belong to the same moment, because there is no await between the reads."""
     runs = service.runs
     return families(_of_service(service), {run: _report(service, run, 0, runs) for run in runs})
 

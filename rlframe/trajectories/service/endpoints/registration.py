@@ -33,16 +33,16 @@ router = APIRouter(tags=["trainer"])
 
 @router.post("/register", response_model=Registered, responses=WRITES)
 async def register(registration: Registration, request: Request) -> Response:
-    """Register the trainer's settings. Other settings than the registered ones reset queue, environments and step."""
+    """Register the trainer's settings. If they differ from the registered settings, the run is reset."""
     settings = dataclasses.asdict(registration)
-    name = str(uuid.uuid4().int)  # 128 bits, too large for a number in MessagePack
+    name = str(uuid.uuid4().int)  # a string, because a number of 128 bits is too large for MessagePack
     name = await service_of(request).submit(run_of(request), "register", settings=settings, uuid=name)
     return answer(Registered(int(name)))
 
 
 @router.get("/wandb_info", response_model=WandbInfo)
 async def wandb_info(request: Request) -> Response:
-    """Return the registered group and project, or nulls before a registration."""
+    """Return the registered Weights & Biases group and project, or nulls before a registration."""
     known = service_of(request).queue(run_of(request)).epoch.registration
     return answer(WandbInfo(known.wandb_group, known.wandb_project) if known else WandbInfo())
 
@@ -62,21 +62,21 @@ async def status(request: Request) -> Response:
 
 @router.post("/policy-version", response_model=models.Versioned, responses=WRITES)
 async def policy_version(body: models.PolicyVersion, request: Request) -> Response:
-    """Set the trainer's current policy version. Staleness counts from it."""
+    """Set the trainer's current policy version. The staleness of groups is relative to this version."""
     await service_of(request).submit(run_of(request), "set_policy_version", version=body.policy_version)
     return answer({"status": "success", "policy_version": body.policy_version})
 
 
 @router.post("/pause", response_model=models.Success, responses=UNAVAILABLE)
 async def pause(request: Request) -> Response:
-    """Make every environment hold, for example during an evaluation."""
+    """Tell all environments to start no new groups, for example during an evaluation."""
     await service_of(request).submit(run_of(request), "pause")
     return answer({"status": "success"})
 
 
 @router.post("/resume", response_model=models.Success, responses=UNAVAILABLE)
 async def resume(request: Request) -> Response:
-    """End a pause."""
+    """End a pause, so that environments start new groups again."""
     await service_of(request).submit(run_of(request), "resume")
     return answer({"status": "success"})
 
@@ -99,7 +99,7 @@ async def reset_data(request: Request) -> Response:
 
 
 env_router = APIRouter(tags=["environments"])
-_HEARTBEAT_INTERVAL = 0.25  # fraction of lapse_after between two logged heartbeats
+_HEARTBEAT_INTERVAL = 0.25  # minimum time between two logged heartbeats, as a fraction of lapse_after
 
 
 @env_router.post(
@@ -108,12 +108,12 @@ _HEARTBEAT_INTERVAL = 0.25  # fraction of lapse_after between two logged heartbe
     responses=WRITES,
 )
 async def register_env(env: models.RegisterEnv, request: Request, key: IdempotencyKey = None) -> Response:
-    """Register an environment. Before the trainer's first request for a batch, it has to wait."""
+    """Register an environment. It has to wait until the trainer requests the first batch."""
     service, run = service_of(request), run_of(request)
     fields = env.model_dump()
     resume = fields.pop("resume_token")
     known = service.queue(run).epoch.envs.find_by_token
-    # The same key makes the same resume token. So a retry after a lost answer gets the same environment.
+    # The resume token is computed from the key. So a retry after a lost answer gets the same environment.
     token = f"key-{hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else secrets.token_urlsafe(24)
     replayed = key is not None and known(token) is not None
     if known(resume) is None:
@@ -149,7 +149,7 @@ async def status_env(
     request: Request,
     env_id: Annotated[models.Int64 | None, Query(description="Id of the environment, here or in the body.")] = None,
 ) -> Response:
-    """Return the state that an environment needs before it starts its next group."""
+    """Return the state of the queue, from which an environment decides whether to start a new group."""
     if env_id is None:
         body = await request.body()
         try:
