@@ -13,7 +13,7 @@ from rlframe.errors import UsageError, check_at_least
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Address, access and limits of a service. Subclasses add the port and set `can`, the text of a client's actions."""
+    """Address, access and limits of a service. Subclasses add the port and set `can`, a client's actions."""
 
     can: ClassVar[str] = "call it"
 

@@ -230,7 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.read_deadline, self._check_client_reads, self._read, left)
 
     def _check_client_reads(self, read: int, left: int) -> None:
-        """Disconnect a client that has read nothing since the last check, because `close` would wait for this client."""
+        """Disconnect a client that has read nothing since the last check. `close` would wait for such a client."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
@@ -249,7 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded(limit: int, **deadlines: Any) -> type[BoundedProtocol]:
-    """Return the protocol class for this number of connections. Increase the process's limit of open files if needed."""
+    """Return the protocol class for `limit` connections. Increase the process's limit of open files if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limit + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -42,7 +42,7 @@ class Target:
 
 @contextlib.contextmanager
 def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
-    """Start a trajectory service with a complete batch in its queue. `url` has the loopback address for every `host`."""
+    """Start a trajectory service with a complete batch in its queue. The URL always has the loopback address."""
     server = TrajectoryServer(Settings(host, port=0, store="memory", **settings))
     url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
     try:

@@ -92,7 +92,7 @@ def test_service_listens_at_ipv4_and_ipv6_addresses(host):
     listener = listen(host, 0)
     try:
         port = listener.getsockname()[1]
-        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # the address :: also accepts IPv4
+        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # :: also accepts IPv4
         with pytest.raises(UsageError, match=f"Port {port} of {host} is in use"):
             listen(host, port)
     finally:
