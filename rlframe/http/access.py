@@ -124,7 +124,7 @@ class SameOrigin:
         if site is None:
             # Browsers send neither header if they request an image from an http address other than loopback.
             if path.endswith(self._changing) and headers.get("user-agent", "").startswith("Mozilla/"):
-                return f"A browser may not request {path[:100]}, since its page is unknown. Use a program."
+                return f"A browser may not request {path[:100]}, since the requesting page is unknown. Use a program."
             return ""
         navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
         if site == "none" or (navigation and scope["method"] in ("GET", "HEAD") and path in _PAGES):
