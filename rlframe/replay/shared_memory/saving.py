@@ -67,7 +67,7 @@ def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
             raise CheckpointError(
-                f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
+                f"{path} was saved by a replay buffer with num_writers={num_writers}, but this one has num_writers="
                 f"{memory.num_writers}. (None means an in-process buffer.)"
             )
         is_same = token in (memory.token, memory.control[block.RESTORED_FROM])
