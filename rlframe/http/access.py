@@ -56,11 +56,11 @@ class SameOrigin:
 
     Args:
         token: Whether requests need a token.
-        no_token: For a service without a token: whether other machines may call it. Host names without a dot are then
-            accepted too, since no public web site has one. Otherwise the service answers only loopback connections,
-            at every listen address.
-        hosts: For a service without a token: its names, in addition to `localhost` and IP addresses, which cannot be
-            rebound.
+        no_token: Whether other machines may call a service that has no token. If so, host names without a dot are
+            accepted too, since no public web site has such a name. Otherwise the service answers only loopback
+            connections, at every listen address.
+        hosts: Names of a service that has no token, in addition to `localhost` and IP addresses, which an attacker
+            cannot rebind.
         origins: Origins of other pages that may call the service, or *.
         changing: Suffixes of the paths whose GET changes something.
         refusal: Makes the response to a refused request.
@@ -113,7 +113,7 @@ class SameOrigin:
     def _origin_problem(self, scope: Scope, headers: Headers, host: str) -> str:
         """Return the problem if the browser's headers show a request of another site's page; otherwise return ""."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if site == "same-origin":  # trust this header more than Host, which a proxy may have changed
+        if site == "same-origin":  # reliable, unlike the header Host, which a proxy may have changed
             return ""
         if origin is not None:
             own = origin.lower().rpartition("://")[2] == host and site in (None, "none")
@@ -122,9 +122,9 @@ class SameOrigin:
             return f"Pages of {origin[:100]!r} may not call this service. Only its own pages may."
         path = scope["path"]
         if site is None:
-            # For images at http addresses other than loopback, browsers send neither header.
+            # Browsers send neither header if they request an image from an http address other than loopback.
             if path.endswith(self._changing) and headers.get("user-agent", "").startswith("Mozilla/"):
-                return f"A browser may not request {path[:100]}, since it does not name the page. Use a program."
+                return f"A browser may not request {path[:100]}, since the requesting page is unknown. Use a program."
             return ""
         navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
         if site == "none" or (navigation and scope["method"] in ("GET", "HEAD") and path in _PAGES):
@@ -133,11 +133,11 @@ class SameOrigin:
 
 
 def _is_local(server: tuple[str, int | None] | None) -> bool:
-    """Return True if only this machine can reach the server's address. None is a Unix socket."""
+    """Return True if only this machine can reach the server's address. None means a Unix socket."""
     return server is None or server[1] is None or is_loopback(server[0])
 
 
-@functools.lru_cache(maxsize=64)  # requests use few host names
+@functools.lru_cache(maxsize=64)  # clients use few host names
 def _name(host: str) -> str:
     """Return the host without its port and without the brackets of an IPv6 address, or "" if it is invalid."""
     try:

@@ -36,7 +36,7 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 1
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 Table = Iterable[tuple[str, str, str]]  # name, help text and key of each metric
-ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]  # returns the metrics of one service, on the event loop
+ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]  # returns the service's metrics; runs on the event loop
 
 
 def make_app(
@@ -141,7 +141,7 @@ def _http_exception_handler(refusal: Refusal) -> Any:
 class LivePage:
     """ASGI middleware that answers requests for / that accept text/html with the live page, and passes on all others.
 
-    The page needs no token, since it contains no data. It asks its user for the token.
+    The page needs no token, since it contains no data. The page asks the user for the token.
 
     Args:
         file: HTML file with exactly one `<script>` and one `<style>`.
@@ -210,7 +210,7 @@ class RequestMetrics:
             collector(registry=self._registry)
 
     def response(self, families: Iterable[Metric]) -> Response:
-        """Return `families` and these metrics in Prometheus's text format 0.0.4. Thread-safe."""
+        """Return `families` and the metrics of this object in Prometheus's text format 0.0.4. Thread-safe."""
         text = generate_latest(_Families(families)) + generate_latest(self._registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -235,20 +235,20 @@ class MeasureRequests:
     """ASGI middleware that measures the duration of requests by method, endpoint and status.
 
     Args:
-        stripped: Path prefix to remove, so that an endpoint with and without the prefix counts as one.
+        stripped: Path prefix to remove. Requests with and without the prefix then count for the same endpoint.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, stripped: str = "") -> None:
         self._app = app
         self._histogram = metrics.requests
         self._stripped = stripped
-        self._children: dict[tuple[str, str, int], Any] = {}  # cache, since `Histogram.labels` is slow
+        self._children: dict[tuple[str, str, int], Any] = {}  # a cache, since `Histogram.labels` is slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 500  # if the application raises before it responds
+        status = 500  # the status if the application raises before it responds
 
         async def send_and_note_status(message: Message) -> None:
             nonlocal status
@@ -263,7 +263,7 @@ class MeasureRequests:
             self._child(scope, status).observe(time.perf_counter() - start)
 
     def _child(self, scope: Scope, status: int) -> Any:
-        # Use the route, not the request's path: otherwise clients could create any number of labels.
+        # Use the route instead of the request's path. With paths, clients could create any number of labels.
         route = scope.get("route")
         endpoint = "other" if route is None else route.path.removeprefix(self._stripped)
         method = scope["method"] if scope["method"] in _METHODS else "other"

@@ -22,9 +22,9 @@ BODY_DEADLINE = 60.0  # seconds in which a request's body must arrive
 BODIES_BYTES = 512 << 20  # limit for all request bodies in memory together, as sent and decompressed
 _PIECE = 1024  # bytes to decompress at once; they can expand to 32 MB with zstd, to 1 MB with gzip
 _PARTS = 10_000  # most gzip members or zstd frames in a body
-_PADDING = re.compile(rb"\0*")  # zero bytes after a part
+_PADDING = re.compile(rb"\0*")  # zero bytes that may follow a part
 _ENCODINGS = 2  # most encodings in Content-Encoding
-_DROPPED = 16  # a too large body is read up to this many times the limit, so that its sender sees the response
+_DROPPED = 16  # the server reads up to this many times the limit, so that the sender of a larger body sees the response
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -50,7 +50,7 @@ def detail(error: str, status: int, headers: dict[str, str] | None = None) -> Re
 
 
 def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
-    """Return a 503 response. The client may send the same request again."""
+    """Return a 503 response, after which the client may send the same request again."""
     return answer({"status": status, "error": error}, 503, {"Retry-After": str(seconds)})
 
 
@@ -151,7 +151,7 @@ class ReadBody:
             if not body:
                 continue
             decode = functools.partial(decompressed, _DECOMPRESSORS[name], body, self._limit)
-            try:  # in a thread, since a small body can expand to a large one
+            try:  # decompress in a thread, since a small body can expand to a large one
                 body = await asyncio.get_running_loop().run_in_executor(None, decode)
             except (zlib.error, zstandard.ZstdError, ValueError) as error:
                 raise _Refused(f"Invalid {name} payload: {error}.", 400) from None
@@ -161,7 +161,7 @@ class ReadBody:
 
     def _too_large(self, length: int = 0, ended: bool = True) -> _Refused:
         error = f"A body may have at most {self._limit >> 20} MB, also decompressed. --max-body-mb sets this limit."
-        # The server reads and drops the rest of a body of known length; otherwise it must close the connection.
+        # The server can drop the rest of a body of known length. Otherwise, the server must close the connection.
         ended = ended and length <= _DROPPED * self._limit
         return _Refused(error, 413, None if ended else {"Connection": "close"})
 
@@ -197,7 +197,7 @@ def decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
 
     Raises:
         ValueError: The body ends too early, or has more than `_PARTS` parts. The number is limited because an empty
-            part has at most 20 bytes and takes as long as a kilobyte.
+            part has at most 20 bytes, but takes as long as a part of a kilobyte.
     """
     out, at = bytearray(), 0
     for _ in range(_PARTS):

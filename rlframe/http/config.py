@@ -13,7 +13,7 @@ from rlframe.errors import UsageError, check_at_least
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Address, access and limits of a service. Subclasses add the port and set `can`: the actions of a client."""
+    """Address, access and limits of a service. Subclasses add the port and set `can`, a client's actions."""
 
     can: ClassVar[str] = "call it"
 
@@ -58,7 +58,7 @@ def check_access_is_restricted(host: str, token_file: str | None, can: str, no_t
     Args:
         host: Address that the service listens at.
         token_file: File with the service's token. None means that the service has no token.
-        can: Actions that a client can take.
+        can: Text of the actions that a client can take, for the message.
         no_token: Whether --no-token was given. None means that the service does not have this option.
     """
     if token_file is not None:

@@ -30,7 +30,7 @@ _READY = 60.0  # seconds for the server to start
 HEAD_DEADLINE = 30.0  # seconds from the first byte (or from connecting) to the end of the headers
 HEAD_BYTES = 64 << 10
 READ_DEADLINE = 60.0  # seconds in which a client must read a part of its response
-_SPARE_FILES = 128  # file descriptors for everything except connections
+_SPARE_FILES = 128  # file descriptors that are reserved for everything except connections
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
     b"Content-Length: 58\r\nConnection: close\r\n\r\n"
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
             await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        advance()  # about ten times a second; shows that the event loop is not blocked
+        advance()  # `on_tick` runs about ten times a second, unless the event loop is blocked
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -146,11 +146,11 @@ class ServerThread(Closeable):
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at this address. Raise `UsageError` if that fails."""
-    if not 0 <= port < 2**16:  # the operating system would use another port
+    if not 0 <= port < 2**16:  # the operating system would choose a different port
         raise UsageError(f"A port must be from 0 to 65535, got {port}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: includes all IPv4 addresses
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # the address :: then also accepts IPv4
         listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual)
     except (socket.gaierror, OverflowError) as error:
         raise UsageError(f"{host}:{port} is not a valid address to listen at: {error}.") from error
@@ -177,7 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
-    _read = 0  # number of events that show that the client reads
+    _read = 0  # counts the events that show that the client reads
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -222,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._read += 1  # flow control delays a large response until the client reads, so a complete one shows reading
+        self._read += 1  # a large response can be completed only if the client reads
         self._start_read_timer()
 
     def _start_read_timer(self) -> None:
@@ -230,7 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.read_deadline, self._check_client_reads, self._read, left)
 
     def _check_client_reads(self, read: int, left: int) -> None:
-        """Disconnect a client that has read nothing since the last check. `close` would wait for the client."""
+        """Disconnect a client that has read nothing since the last check. `close` would wait for such a client."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
@@ -249,7 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded(limit: int, **deadlines: Any) -> type[BoundedProtocol]:
-    """Return the protocol class for this number of connections. Raise the process's limit of open files if needed."""
+    """Return the protocol class for `limit` connections. Increase the process's limit of open files if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limit + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -18,7 +18,7 @@ def write_atomically(
     """Write the contents, one after another, to the file at `path`. If writing fails, the old file stays unchanged.
 
     Args:
-        contents: text is written as UTF-8.
+        contents: the contents. Text is written as UTF-8.
         parents: create the file's missing parent directories.
         mode: permissions of the file, before the process's umask is applied.
     """
@@ -32,9 +32,9 @@ def write_atomically(
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield a temporary path. At the end, rename it to `path`; after an error, remove it."""
+    """Yield a temporary path. At the end, rename the file there to `path`. After an error, remove the file."""
     path = pathlib.Path(path)
-    # The random part keeps the name unique among all machines that share the directory. Process and thread ids do not.
+    # The random number makes the name unique on all machines that share the directory. A process id would not.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
     try:
         yield temporary
@@ -48,8 +48,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 class NativePath:
     """A directory's path in a form that C++ libraries in this process can open. These libraries expect UTF-8.
 
-    A path that is not ASCII is replaced by the /proc path of an open descriptor, which is valid until `close`. Its
-    bytes may not be UTF-8, and Python may encode paths differently.
+    The bytes of a non-ASCII path may be invalid UTF-8, and Python may encode paths differently. So a non-ASCII path is
+    replaced by the /proc path of an open descriptor. The /proc path is valid until `close`.
 
     Attributes:
         path: the path to pass to the library.

@@ -1,8 +1,8 @@
-"""Heartbeats: a thread reports at regular intervals that its process is alive, and which phase it is in.
+"""Heartbeats: a thread reports at regular intervals that its process is alive, and the current phase.
 
-The thread writes to a page of shared memory. The process that started this one created the page and watches it. If a
-process is stopped, or a call into C blocks its interpreter, the heartbeats stop. If a process makes no progress, the
-heartbeats continue and report how long it has been in its phase (`rlframe.interprocess.phases`).
+The thread writes to a page of shared memory. The parent process created the page and watches it. If a process is
+stopped, or a call into C blocks its interpreter, the heartbeats stop. If a process makes no progress, the heartbeats
+continue and report how long the process has been in its phase (`rlframe.interprocess.phases`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import weakref
 
 from rlframe.interprocess.phases import STARTING, ThreadProgress, describe_stall
 
-VARIABLE = "RLFRAME_HEARTBEAT"  # "DESCRIPTOR:SECONDS": the page's descriptor, and the heartbeat interval
-TIMEOUT = 30.0  # seconds without a heartbeat after which a process counts as hung
-# Multiplies the timeout while a process starts: the libraries that it imports may block the interpreter for seconds.
+VARIABLE = "RLFRAME_HEARTBEAT"  # its value is "DESCRIPTOR:SECONDS": the page's descriptor and the heartbeat interval
+TIMEOUT = 30.0  # seconds without a heartbeat after which a process is considered hung
+# Factor of the timeout while a process starts, because imports of libraries may block the interpreter for seconds.
 _STARTING_FACTOR = 4.0
-_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0  # interval: a fraction of the timeout; a maximum in seconds
-_watched = threading.Event()  # set if another process watches this one
-# The number of the heartbeat. Then, for the phase that is nearest to its deadline: seconds without progress, seconds
-# allowed, and the name.
+_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0  # the heartbeat interval: fraction of the timeout, maximum in seconds
+_watched = threading.Event()  # set if another process watches this process
+# The page's fields: number of the heartbeat; seconds without progress, allowed seconds and name of the phase that is
+# nearest to its deadline.
 _PAGE = struct.Struct("=qdd64s")
 
 
 class SuspendAwareClock:
     """A clock that stops while this process is suspended. A call returns the time in seconds since the epoch.
 
-    If this process or its machine was suspended, a normal clock would make every watched process look silent for that
-    time.
+    After this process or its machine was suspended, a normal clock would make every watched process look silent for the
+    time of the suspension.
 
     Args:
         max_gap: the most seconds that count between two calls of `tick`. A longer gap counts as a suspension.
@@ -55,22 +55,22 @@ class SuspendAwareClock:
 
 
 def heartbeat_interval(timeout: float) -> float:
-    """Return the seconds between two heartbeats, and between two checks of them."""
+    """Return the seconds between two heartbeats, which are also the seconds between two checks of the heartbeats."""
     return min(timeout * _INTERVAL_FRACTION, _MAX_INTERVAL)
 
 
 class HeartbeatMonitor:
-    """The watcher's side of the heartbeats of one process. Start that process with `descriptor` and `variables`.
+    """Checks the heartbeats of a watched process. Start the watched process with `descriptor` and `variables`.
 
     Args:
-        timeout: seconds without a heartbeat after which the process counts as hung.
-        now: the time, by the clock whose times are passed to `problem`.
+        timeout: seconds without a heartbeat after which the process is considered hung.
+        now: the current time of the clock whose times are passed to `problem`.
 
     Attributes:
-        timeout: the argument.
+        timeout: the argument `timeout`.
         phase: the process's phase at the last check; empty if no phase has a deadline.
-        silent: seconds since the last heartbeat, at the last check.
-        stuck: seconds without progress in that phase, at the last check.
+        silent: seconds from the last heartbeat to the last check.
+        stuck: seconds without progress in `phase` at the last check.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
@@ -82,12 +82,12 @@ class HeartbeatMonitor:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables by which the process finds its page."""
+        """Environment variables that tell the watched process its page and its heartbeat interval."""
         return {VARIABLE: f"{self.descriptor}:{heartbeat_interval(self.timeout)}"}
 
     @property
     def page(self) -> bytes:
-        """The page's content. Set it if a watcher on the process's machine has read the page."""
+        """The page's content. If the process is on another machine, set this to the content that was read there."""
         return os.pread(self.descriptor, _PAGE.size, 0)
 
     @page.setter
@@ -95,10 +95,10 @@ class HeartbeatMonitor:
         os.pwrite(self.descriptor, written, 0)
 
     def problem(self, now: float) -> str:
-        """Return the reason why the process counts as hung; empty if it does not.
+        """Return the reason why the process is considered hung; empty if the process is not considered hung.
 
         Args:
-            now: the time, by a `SuspendAwareClock`. A watcher that was suspended has missed heartbeats, so that time
+            now: the time of a `SuspendAwareClock`. A suspended watcher misses heartbeats, so the time of its suspension
                 must not count.
         """
         beat, seconds, allowed, raw = _PAGE.unpack(self.page)
@@ -113,16 +113,16 @@ class HeartbeatMonitor:
 
 
 def peer_timeout(seconds: float, watched: float = math.inf) -> float:
-    """Return how long to wait for other processes: `watched` seconds if a supervisor kills processes that hang.
+    """Return how long to wait for other processes.
 
-    Otherwise return `seconds`.
+    Return `watched` seconds if a supervisor kills processes that hang. Otherwise return `seconds`.
     """
     return watched if _watched.is_set() else seconds
 
 
 def begin() -> None:
     """Start this process's heartbeats if its parent watches it."""
-    found = os.environ.pop(VARIABLE, "")  # removed, so that child processes do not inherit it
+    found = os.environ.pop(VARIABLE, "")  # child processes must not inherit the variable
     if found:
         descriptor, _, interval = found.partition(":")
         os.set_inheritable(int(descriptor), False)
@@ -132,7 +132,7 @@ def begin() -> None:
 
 
 class HeartbeatSender:
-    """The watched process's side: writes the heartbeats.
+    """Writes the heartbeats of the watched process.
 
     Args:
         descriptor: the page's descriptor.
@@ -141,19 +141,22 @@ class HeartbeatSender:
 
     def __init__(self, descriptor: int, interval: float) -> None:
         self._descriptor, self._interval = descriptor, interval
-        self._clock = SuspendAwareClock(2.0 * interval)  # time while suspended is not time in a phase
+        self._clock = SuspendAwareClock(2.0 * interval)  # the time of a suspension does not count in a phase
         self._progress = ThreadProgress()
         self._beats = 0
         self._has_reported = False
 
     def run(self) -> None:
-        """Write heartbeats forever. The thread needs the interpreter: if other code blocks it, the heartbeats stop."""
+        """Write heartbeats forever. The heartbeats stop if other code blocks the interpreter."""
         while True:
             self.beat(self._clock.tick())
             time.sleep(self._interval)
 
     def beat(self, now: float) -> None:
-        """Write one heartbeat. If the process hangs, print the traceback once, before the watcher kills the process."""
+        """Write one heartbeat.
+
+        If a phase exceeds its limit, print its thread's traceback once, before the watcher kills the process.
+        """
         self._beats += 1
         status = self._progress.look(now)
         if status is None:

@@ -1,12 +1,13 @@
 """Settings of glibc's malloc for a learner's process. docs/performance.md has the measurements.
 
-One arena: by default, glibc gives the threads of a process up to 8 arenas per core. An arena keeps the memory that its
-threads freed, and threads of other arenas cannot use it. Orbax starts about 19 threads for each checkpoint, and each
-thread takes any free arena. So memory grows until every arena has once held the most that any thread needs.
+`use_one_arena`: By default, glibc gives the threads of a process up to 8 arenas per core. An arena keeps the memory
+that its threads freed, and threads of other arenas cannot use this memory. Orbax starts about 19 threads for each
+checkpoint, and each thread uses any free arena. So every arena grows until it has the most memory that any thread
+needs.
 
-Keep freed memory: an update of a convolutional network allocates and frees hundreds of MB. By default, glibc returns
-this memory to the kernel, and the next update faults it in again, page by page. That took a third of the CPU time of
-PPO on Pong.
+`keep_freed_memory`: An update of a convolutional network allocates and frees hundreds of MB. By default, glibc returns
+this memory to the kernel, and the next update causes a page fault for each page. These page faults took a third of the
+CPU time of PPO on Pong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ctypes
 import functools
 import os
 
-# from <malloc.h>; the values are described in mallopt(3)
+# constants from <malloc.h>, which mallopt(3) describes
 _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -8, -1, -2, -4
 _NEVER, _GROWTH = -1, 64 << 20  # bytes
 _KEEP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
@@ -25,11 +26,12 @@ _KEEP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX
 def use_one_arena() -> bool:
     """Limit malloc to one arena for all threads of this process.
 
-    Call this at the start of a process: there is one arena until a second thread allocates. Existing arenas stay. JAX's
-    threads allocate from the first computation on; `import jax` starts none.
+    Call this function at the start of a process, before a second thread allocates memory and so creates another arena.
+    Existing arenas stay. JAX's threads start with the first computation, not with `import jax`.
 
     Returns:
-        True if the limit is set. False if the environment sets the number of arenas, or the C library is not glibc.
+        True if the limit is set. False if an environment variable sets the number of arenas, or if the C library is not
+        glibc.
     """
     if "MALLOC_ARENA_MAX" in os.environ or "glibc.malloc.arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
@@ -41,8 +43,8 @@ def keep_freed_memory() -> bool:
     """Make malloc keep the memory that this process frees from now on.
 
     Returns:
-        True if the options are set. False if updates run on an accelerator, the environment sets one of these options
-        (`MALLOC_TRIM_THRESHOLD_` and so on), or the C library is not glibc.
+        True if malloc's options are set. False if updates run on an accelerator, if an environment variable sets one of
+        these options (such as `MALLOC_TRIM_THRESHOLD_`), or if the C library is not glibc.
     """
     import jax
 

@@ -1,7 +1,7 @@
 """Arrays in memory that the processes of one machine share, a lock, and a sequence lock (`Seqlock`).
 
-The memory is an anonymous file, so a crash leaves nothing behind. The kernel frees it when its creator has closed it or
-died, and no process maps it any more. Pages that were never written to take no memory.
+The memory is an anonymous file, so a crash leaves no file behind. The kernel frees the memory after its creator has
+closed it or died, once no process maps it. Pages that were never written use no memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from rlframe.interprocess.waiting import HAS_FUTEX, NEEDS_FENCE, fence
 
 _RETRY_INTERVAL = 0.002  # seconds between two attempts to take the lock
 
-# An environment variable: only processes with the same value may share memory. It keeps two Ray nodes on one machine
-# separate.
+# An environment variable. Only processes with the same value may share memory, so that two Ray nodes on one machine
+# stay separate.
 MACHINE = "RLFRAME_MACHINE"
 
 SUPPORTED = hasattr(os, "memfd_create") and HAS_FUTEX
 
-_TOKEN, _CLOSED = 0, 1  # words at the start of the memory: a random identifier; 1 once the creator has closed it
+# Indexes of the first words of the memory. The word _TOKEN is a random identifier. The word _CLOSED is 1 once the
+# creator has closed the memory.
+_TOKEN, _CLOSED = 0, 1
 _CACHE_LINE = 64  # bytes
 
 Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # array's name -> its shape and dtype
@@ -49,12 +51,12 @@ class MemoryName(NamedTuple):
 class SharedArrays:
     """Named arrays in shared memory, mapped into this process.
 
-    `create` makes the memory, and `attach` opens it by its `name`. The constructor instead takes a descriptor from
-    `anonymous_file`, which child processes inherit. The caller closes that descriptor.
+    `create` makes the memory, and `attach` opens it by its `name`. The constructor instead takes a descriptor that
+    `anonymous_file` returned, which child processes can inherit. The caller closes this descriptor.
 
     Args:
-        descriptor: the memory's descriptor. The file is grown to fit the arrays.
-        fields: the arrays, in memory order. Every process must pass the same fields.
+        descriptor: the memory's descriptor. A file that is too small for the arrays is enlarged.
+        fields: shape and dtype of each array, in memory order. Every process must pass the same fields.
 
     Attributes:
         arrays: the arrays by name, initially zero.
@@ -71,8 +73,8 @@ class SharedArrays:
             os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
         self._words = memoryview(mapped)[:_CACHE_LINE].cast("q")
-        # Not `frombuffer` and `reshape`: a view of their result refers to a hidden base array, so the reference count
-        # of the array in this dict would not include the view.
+        # Do not use `frombuffer` and `reshape`. A view of their result would refer to a hidden base array, so the view
+        # would not count as a reference to the array in this dict.
         self.arrays: dict[str, np.ndarray] = {
             name: np.ndarray(*fields[name], mapped, place) for name, place in offsets.items()
         }
@@ -81,7 +83,7 @@ class SharedArrays:
     def create(cls, label: str, fields: Fields) -> SharedArrays:
         """Create the memory.
 
-        System tools list it as `label`. It is closed when the returned object is garbage-collected.
+        System tools list the memory as `label`. The memory is closed when the returned object is garbage-collected.
         """
         descriptor = anonymous_file(label)
         created = cls(descriptor, fields)
@@ -92,7 +94,7 @@ class SharedArrays:
 
     @classmethod
     def attach(cls, name: MemoryName, label: str, fields: Fields) -> SharedArrays:
-        """Open memory that this or another process has created.
+        """Open memory that `create` made in this or another process.
 
         Raises:
             PermissionError: the creator runs as another user, or on another Ray node.
@@ -103,7 +105,7 @@ class SharedArrays:
         if name.machine != os.environ.get(MACHINE, ""):
             raise PermissionError("it belongs to another Ray node, which may be on this machine")
         if not os.readlink(path).startswith(f"/memfd:{label}"):
-            raise FileNotFoundError(path)  # closed, and another file has its descriptor number
+            raise FileNotFoundError(path)  # the memory is closed, and another file has its descriptor number
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not name.creator.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:
@@ -119,13 +121,13 @@ class SharedArrays:
         return attached
 
     def rows(self, name: str) -> list[memoryview]:
-        """Return the rows of an int64 array as memoryviews. Reading a scalar from these takes a third of the time."""
+        """Return the rows of an int64 array as memoryviews, from which reading a scalar takes a third of the time."""
         array = self.arrays[name]
         return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]
 
     @property
     def closed(self) -> bool:
-        """True if the creator has closed the memory. A creator that died has not closed it."""
+        """True if the creator has closed the memory. False if the creator died before it closed the memory."""
         return self._words[_CLOSED] == 1
 
     @property
@@ -134,13 +136,13 @@ class SharedArrays:
         return self.name is None or self.name.creator.is_alive
 
     def close(self) -> None:
-        """Release the memory. In its creator, close it for all processes. Later calls do nothing."""
+        """Release the memory. In the creator process, close the memory for all processes. Later calls do nothing."""
         if self._finalizer is not None:
             self._finalizer()
 
     @contextlib.contextmanager
     def lock(self, timeout: float, timeout_error: Exception) -> Iterator[None]:
-        """Hold this memory's lock: one `SharedArrays` object at a time, in all processes. A process's exit releases it.
+        """Hold this memory's lock. Only one `SharedArrays` object in all processes can hold it. Exiting releases it.
 
         Args:
             timeout: seconds to wait for the lock.
@@ -167,7 +169,7 @@ def anonymous_file(label: str) -> int:
 
 
 def _close(name: MemoryName, words: memoryview) -> None:
-    if this_process() == name.creator:  # not in a forked child
+    if this_process() == name.creator:  # a forked child must not close the memory
         words[_CLOSED] = 1
         os.close(name.descriptor)
 
@@ -187,29 +189,29 @@ def _lay_out(fields: Fields) -> tuple[dict[str, int], int]:
 
 
 class Seqlock:
-    """A sequence lock: one process writes a few numbers at once, and readers get all numbers of the same write.
+    """A sequence lock. A process writes a few numbers together, and a reader gets all numbers of one write.
 
-    There are two copies of the numbers. The lowest bit of a count selects the complete copy. So readers never wait for
-    the writer, and a writer that dies during a write changes nothing. Only one thread may write at a time.
+    There are two copies of the numbers. The lowest bit of the number of writes selects the complete copy. So readers
+    never wait for the writer, and a writer that dies during a write changes nothing. Only one thread may write at a
+    time.
 
-    The numbers can also protect data in other places, such as a slot of large arrays. The writer first writes numbers
-    that mark the slot as empty, then the data, then the new numbers. A reader compares `count` before and after it
-    reads the data.
+    A sequence lock can also protect other data, such as a slot of large arrays. The writer first writes numbers that
+    mark the slot as empty, then the data, then the new numbers. A reader compares `count` before and after it reads the
+    data.
 
     Args:
-        words: contiguous int64 words in shared memory, initially zero. There are `Seqlock.words(n)` of them for n
-            numbers.
+        words: contiguous int64 words in shared memory, initially zero. n numbers need `Seqlock.words(n)` words.
     """
 
     def __init__(self, words: memoryview) -> None:
         self._words, size = words, len(words) // 2
         copy = struct.Struct(f"@{size}q")
         self._pack, self._unpack = copy.pack_into, copy.unpack_from
-        self._offsets = 8, 8 + 8 * size  # bytes, of the two copies
+        self._offsets = 8, 8 + 8 * size  # offsets of the two copies in bytes
 
     @staticmethod
     def words(numbers: int) -> int:
-        """Return how many words a `Seqlock` of so many numbers needs."""
+        """Return how many words a `Seqlock` with this many numbers needs."""
         return 1 + 2 * numbers
 
     @property
@@ -218,7 +220,7 @@ class Seqlock:
         return self._words[0]
 
     def write(self, *numbers: int) -> None:
-        """Publish `numbers`, and everything that was written to the memory before."""
+        """Write `numbers`. Readers of these numbers also see everything that was written to the memory before."""
         words = self._words
         count = words[0] + 1
         self._pack(words, self._offsets[count & 1], *numbers)
@@ -231,7 +233,7 @@ class Seqlock:
     def read(self) -> tuple[int, ...]:
         """Return the numbers of the last `write`."""
         words = self._words
-        while True:  # repeats only if two writes happened during the read
+        while True:  # repeat only if two writes happened during the read
             count = words[0]
             if NEEDS_FENCE:
                 fence()

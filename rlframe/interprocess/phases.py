@@ -2,13 +2,13 @@
 
 Phases distinguish a hang from slow work.
 
-Declare the phase of work that should finish within a time:
+Declare the phase of work that should finish within a time limit:
 
     with phases.COMPUTING:
         ...
 
-A wait for another process has no time limit. Only the process that hangs is reported, never a process that waits for
-it.
+A wait for another process has no time limit. So a process that hangs is reported, but the processes that wait for it
+are not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 
 class Phase:
-    """A phase of the thread that enters it. Phases nest: only the time of the innermost phase counts.
+    """The kind of work that a thread does. Phases can be nested. Then only the time of the innermost phase counts.
 
     Args:
-        name: for messages, such as "stepping".
-        allowed: seconds without progress.
-        progress: returns a value that changes when work progresses. Other threads call it. None: only `advance` reports
-            progress.
+        name: name of the phase in messages, such as "stepping".
+        allowed: the phase's limit: most seconds without progress.
+        progress: function that returns a value, which changes when the work makes progress. Other threads call this
+            function. None means that only `advance` reports progress.
     """
 
     __slots__ = ("allowed", "name", "progress")
@@ -37,7 +37,7 @@ class Phase:
     def __init__(self, name: str, allowed: float, progress: Callable[[], Any] | None = None) -> None:
         self.name, self.allowed, self.progress = name, allowed, progress
 
-    # Entered at every step of an environment, so a tenth of a microsecond matters.
+    # Every step of an environment enters a phase, so a tenth of a microsecond matters here.
 
     def __enter__(self) -> None:
         thread = _threads[get_ident()]
@@ -48,15 +48,15 @@ class Phase:
         thread.within = thread.within[1]  # type: ignore[index]
 
 
-STARTING = Phase("starting", 600.0)  # imports, and the constructor of a node's object
+STARTING = Phase("starting", 600.0)  # the phase of imports, and of the constructor of a node's object
 COMPILING = Phase("compiling", 1800.0)
-COMPUTING = Phase("computing", 1800.0)  # includes compilation, for new shapes
+COMPUTING = Phase("computing", 1800.0)  # may include a compilation for new shapes
 SAVING = Phase("saving", 1800.0)
 ENDING = Phase("ending", 60.0)
 
 
 def waiting_for(name: str) -> Phase:
-    """Return the phase of a wait for another process. It has no time limit."""
+    """Return the phase of a wait for another process. This phase has no time limit."""
     return Phase(f"waiting for {name}", math.inf)
 
 
@@ -69,11 +69,11 @@ class _ThreadState:
     __slots__ = ("advances", "within")
 
     def __init__(self) -> None:
-        self.within: tuple[Phase, Any] | None = None  # (the innermost phase, the enclosing phase's entry)
+        self.within: tuple[Phase, Any] | None = None  # (innermost phase, `within` of the enclosing phase)
         self.advances = 0
 
 
-# By thread identifier. The system may reuse the identifier of a thread that has ended; that thread had left its phases.
+# Thread identifier -> state. A new thread may get the identifier of an ended thread, which had left all its phases.
 _threads: collections.defaultdict[int, _ThreadState] = collections.defaultdict(_ThreadState)
 
 
@@ -81,12 +81,12 @@ class PhaseStatus(NamedTuple):
     """A thread's current phase."""
 
     phase: Phase
-    seconds: float  # without progress
+    seconds: float  # seconds without progress
     ident: int  # the thread's identifier
 
     @property
     def overdue(self) -> float:
-        """Seconds beyond the limit of the phase; negative within the limit."""
+        """Seconds by which the phase exceeds its limit. Negative before the limit is reached."""
         return self.seconds - self.phase.allowed
 
     def where(self) -> str:
@@ -96,17 +96,17 @@ class PhaseStatus(NamedTuple):
 
 
 class ThreadProgress:
-    """Measures the seconds without progress of each thread, from one call of `look` to the next."""
+    """Measures how long each thread has made no progress, by comparing the calls of `look`."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, Any, float]] = {}  # by thread id: (phase, progress, time of the last change)
+        self._seen: dict[int, tuple[Any, Any, float]] = {}  # thread id -> (phase, progress, time of the last change)
 
     def look(self, now: float, ident: int | None = None) -> PhaseStatus | None:
-        """Return the status that is nearest to its deadline, or furthest beyond it; None if no thread is in a phase.
+        """Return the status of the most overdue thread. None if no thread is in a phase.
 
         Args:
-            now: in seconds, by any clock.
-            ident: the identifier of the only thread to consider; None: all threads.
+            now: current time in seconds. All calls must use the same clock.
+            ident: identifier of the only thread to consider. None means all threads.
         """
         found = []
         for thread_id, thread in list(_threads.items()):
@@ -123,5 +123,5 @@ class ThreadProgress:
 
 
 def describe_stall(name: str, seconds: float, allowed: float) -> str:
-    """Return a text about a phase that exceeds its limit."""
+    """Return a description of a phase that exceeds its limit."""
     return f"in phase {name} for {seconds:.0f} s, allowed {allowed:g} s"

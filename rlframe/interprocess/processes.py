@@ -17,9 +17,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessId(NamedTuple):
-    """A process: its number, and its start time in clock ticks since boot.
+    """Identifies a process by its number and its start time in clock ticks since boot.
 
-    A later process with the same number differs.
+    A later process with the same number has a different start time.
     """
 
     pid: int
@@ -27,7 +27,7 @@ class ProcessId(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """Return the process that has this number now. `started` is -1 if there is none, or only a zombie."""
+        """Return the process that has this number now. `started` is -1 if no process or only a zombie has it."""
         return ProcessId(pid, _started(pid))
 
     @property
@@ -41,14 +41,14 @@ def this_process() -> ProcessId:
     return _cached_id(os.getpid())
 
 
-_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # cached by process number, because a forked child differs
+_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # by number, because forked children differ
 
 
 def _started(pid: int) -> int:
-    """Return the start time of a process; -1 if there is none, or only a zombie."""
+    """Return the start time of a process. -1 if no process or only a zombie has this number."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The process's name, in parentheses, may contain anything. The fields after it: state, parent, ...
+            # The process's name, in parentheses, may contain any bytes. After the name follow: state, parent, ...
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return -1
@@ -56,9 +56,9 @@ def _started(pid: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, even from SIGKILL. Linux only.
+    """Make the kernel kill this process when its parent dies, even if SIGKILL ends the parent. Linux only.
 
-    To the kernel, the parent is the *thread* that started this process: see `start_process`.
+    The kernel treats the *thread* that started this process as the parent (see `start_process`).
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -66,15 +66,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_soon_after_parent() -> None:
-    """Make the kernel end this process 3 seconds after its parent dies. In these seconds it may close its resources.
+    """Make the kernel end this process 3 seconds after its parent dies, which leaves time to close resources.
 
-    This works even if a call into C holds Python's lock, because no Python code runs. Does nothing on systems other
-    than Linux.
+    This works even if a call into C blocks the interpreter, because no Python code needs to run. Does nothing on
+    systems other than Linux.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        # The handler of SIGQUIT is the C function `alarm`. It receives the signal's number, 3, so SIGALRM follows after
-        # 3 seconds.
+        # The C function `alarm` handles SIGQUIT. Its argument is the signal's number, 3, so SIGALRM follows after 3
+        # seconds.
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         libc.signal(signal.SIGQUIT, ctypes.cast(libc.alarm, ctypes.c_void_p))
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
@@ -83,7 +83,7 @@ def die_soon_after_parent() -> None:
 def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
     """Start a `subprocess.Popen` from a thread that lives as long as this process.
 
-    If the thread that starts a process ends, the kernel treats this as the parent's death.
+    The kernel treats the end of the thread that started a process as the death of the process's parent.
     """
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)
@@ -96,9 +96,9 @@ def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
 def _start_queue(pid: int) -> SimpleQueue[Any]:
     """Return the queue of a daemon thread that starts processes.
 
-    The interpreter would end an executor's thread too early.
+    Do not use an executor, because the interpreter ends the threads of executors too early.
     """
-    # Cached by process number: a forked child would have the queue, but not its thread.
+    # Cached by process number, because a forked child has a copy of the queue, but not the queue's thread.
     queue: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_start_all, args=(queue,), name="rlframe starter", daemon=True).start()
     return queue

@@ -1,8 +1,8 @@
 """A `Futex` wakes other processes. An `Inbox` wakes a thread of this process.
 
-A futex is a word of shared memory. Processes sleep on it until another process changes it. It has no name or
-descriptor, so a crash leaves nothing behind, and it costs nothing while no process sleeps. Wake-ups are hints: a
-sleeper passes a timeout, and checks the shared counters afterwards.
+A futex is a word of shared memory. Processes sleep until another process changes the word. A futex has no name or
+descriptor, so a crash leaves nothing behind. A futex costs nothing while no process sleeps. A wake-up is only a hint.
+So a sleeping process passes a timeout, and checks the shared counters when it wakes up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Generic, TypeVar
 
-_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}  # numbers of the system call
+_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}  # number of the futex system call on each machine type
 _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
 _ALL_WAITERS = 2**31 - 1
@@ -34,10 +34,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Futex:
-    """A word of shared memory. Any process that maps it can sleep on it.
+    """A word of shared memory. Processes that map the memory can sleep until the word changes.
 
     Args:
-        word: one int64, initially zero. Only the lower half is used.
+        word: one int64, initially zero. Only its lower half is used.
     """
 
     def __init__(self, word: memoryview) -> None:
@@ -48,7 +48,7 @@ class Futex:
 
     @property
     def value(self) -> int:
-        """The value to pass to `wait`. Read it before you check the condition that you wait for."""
+        """The value to pass to `wait`. Read this value before you check the condition that you wait for."""
         return self._word.value
 
     def wait(self, value: int, timeout: float) -> bool:
@@ -57,7 +57,7 @@ class Futex:
         Return at once if the word is not `value`.
 
         Returns:
-            False only after a timeout. True may be a false alarm.
+            False after a timeout. True otherwise, although possibly no process has called `wake`.
         """
         fraction, seconds = math.modf(max(0.0, timeout))
         limit = _Timespec(int(seconds), int(fraction * 1e9))
@@ -71,12 +71,12 @@ class Futex:
 
     def wake(self) -> None:
         """Wake all sleepers. A process that is about to sleep returns from `wait` at once."""
-        self._word.value += 1  # wraps at 2^32; two concurrent calls may add only 1, which is still a change
+        self._word.value += 1  # wraps at 2^32; two simultaneous calls may add only 1, which is enough
         _libc.syscall(*self._wake)
 
 
-# On x86-64, other processes see a process's stores in program order, and loads are not reordered with other loads.
-# Other machines need a barrier between the data and the cursor that announces it.
+# On x86-64, other processes see the stores of a process in program order, and loads are not reordered with loads.
+# Other machines need a barrier between writing data and announcing the data.
 NEEDS_FENCE = _MACHINE != "x86_64"
 _fence_word = ctypes.c_uint32()
 
@@ -99,14 +99,14 @@ _Item = TypeVar("_Item")
 class Inbox(Generic[_Item]):
     """A queue with one reader. Threads and signal handlers may add items.
 
-    The standard queues do not work here. Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never returns if a
-    signal handler runs longer than the timeout. `queue.Queue.put` deadlocks if a signal handler calls it while it
-    interrupts the reader.
+    The standard queues do not work with signal handlers. Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never
+    returns if a signal handler runs longer than the timeout. `queue.Queue.put` deadlocks if a signal handler that
+    interrupts the reader calls it.
     """
 
     def __init__(self) -> None:
         self._items: collections.deque[_Item] = collections.deque()
-        self._has_items = threading.Lock()  # released when there may be items
+        self._has_items = threading.Lock()  # released when items may be available
         self._has_items.acquire()
 
     def put(self, item: _Item) -> None:
@@ -116,7 +116,7 @@ class Inbox(Generic[_Item]):
             self._has_items.release()
 
     def get(self, timeout: float) -> _Item:
-        """Remove and return the first item. Wait up to `timeout` seconds for one, then raise `queue.Empty`."""
+        """Remove and return the first item. If no item arrives within `timeout` seconds, raise `queue.Empty`."""
         if self._items:
             return self._items.popleft()
         deadline = time.monotonic() + timeout

@@ -1,24 +1,24 @@
-"""Versions of the parameters, and how they travel from a learner to the inferencers.
+"""Versions of the parameters, and how inferencers get them from a learner.
 
-A learner packs each version once and puts it into its `Publication`. An inferencer reads the newest version from there,
-in one of three ways. `ParamReader` chooses the way.
+A learner packs each version once and publishes the packed version in its `Publication`. An inferencer reads the newest
+version from the `Publication` in one of three ways. `ParamReader` chooses the way.
 
-    Learner -> Packing                      packing.py: a tree as few arrays (`PackedParams`)
-            -> Publication                  publication.py: the newest version
+    Learner -> Packing                      packing.py: packs a tree into few arrays (`PackedParams`)
+            -> Publication                  publication.py: stores the newest version
                  same process:   read directly (`LocalParams`, the base class)
                  same machine:   PublicationReader, through shared memory
                  elsewhere:      a call of `get_packed`
     ParamReader -> Refresher -> Inferencer  reader.py: chooses the way, and follows new versions
 
-Example: one version travels from the learner to an inferencer in another process of the machine.
+Example: an inferencer gets a version from the learner in another process of the machine.
 
 1. `Learner.step` ends with `Publication.publish(7, packed)`.
 2. The inferencer calls `ParamReader.get_packed(6)`, which uses a `PublicationReader`. The two processes copy the arrays
    through shared memory (publication.py has the steps). The call returns (7, `PackedParams`).
-3. The inferencer uploads the few arrays without change, and unpacks the tree inside its jitted call.
+3. The inferencer uploads the packed arrays without change, and unpacks the tree inside its jitted call.
 
-In the elastic topology, the publication is in the coordinator's `ParamStore`. The store's process outlives the learner,
-and the learner puts each version there.
+In the elastic topology, the publication is in the coordinator's `ParamStore`, to which the learner sends each version.
+The store's process outlives the learner.
 """
 
 from rlframe.params.packing import PackedParams

@@ -1,7 +1,7 @@
 """Pack the small leaves of a tree into one array.
 
-Each array that enters or leaves a jitted call costs 3 to 15 us on a CPU, for any size. So a policy with a dozen
-small arrays travels as one array. Large leaves stay separate: a copy of them would take longer than it saves.
+Each argument or result of a jitted call costs 3 to 15 us on a CPU, whatever the array's size. So the small arrays of
+a policy are passed as one array. Large leaves stay separate, because copying a large leaf takes longer than passing it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from rlframe.types import Tree
 
-_LARGE = 64 * 1024  # bytes; larger leaves stay separate
+_LARGE = 64 * 1024  # bytes; leaves larger than this stay separate
 
 
 class _Part(NamedTuple):
@@ -29,7 +29,7 @@ class _Part(NamedTuple):
 
 
 class Packing:
-    """The layout of a packed tree. Trees with equal structure, shapes and dtypes have equal layouts. It can be pickled.
+    """The layout of a packed tree. Trees with equal structure, shapes and dtypes have equal layouts. Can be pickled.
 
     Args:
         tree: the tree to pack. Its leaves are arrays, or any objects with `shape` and `dtype`.
@@ -42,7 +42,7 @@ class Packing:
     def __init__(self, tree: Tree) -> None:
         self.template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         leaves, self._treedef = jax.tree.flatten(self.template)
-        self._parts: list[_Part | None] = []  # one entry per leaf; None for a separate leaf
+        self._parts: list[_Part | None] = []  # one part for each leaf; None for a separate leaf
         self._size = 0
         for leaf in leaves:
             shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
@@ -84,7 +84,7 @@ class Packing:
         return [vector, *(leaf for leaf, part in zip(leaves, self._parts, strict=True) if part is None)]
 
     def floats(self, packed: list[jax.Array]) -> list[jax.Array]:
-        """Return the floating-point numbers of a packed tree in as few arrays as possible. For jitted functions."""
+        """Return all floating-point numbers of a packed tree, in as few arrays as possible. For jitted functions."""
         ranges: list[tuple[int, int]] = []
         for start, stop, _, dtype in filter(None, self._parts):
             if dtype == np.float32 and ranges and ranges[-1][1] == start:
@@ -108,7 +108,7 @@ class Packing:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def pack_numpy(self, tree: Tree) -> list[np.ndarray]:
-        """Pack a tree of numpy arrays. The result has the same form as that of `pack_jax`."""
+        """Pack a tree of numpy arrays. The result has the same layout as the result of `pack_jax`."""
         vector = np.empty(self._size, np.int32)
         others = []
         for leaf, part in zip(jax.tree.leaves(tree), self._parts, strict=True):
@@ -121,9 +121,9 @@ class Packing:
     def unpack_numpy(self, packed: list[Any]) -> Tree:
         """Return the tree as numpy arrays.
 
-        Small leaves are writable views of one copy; large leaves may be read-only.
+        Small leaves are writable views of one new array. Large leaves may be read-only.
         """
-        vector = _fetch(packed[0]).copy()  # a copy, because environments refuse actions that are read-only
+        vector = _fetch(packed[0]).copy()  # a writable copy, because environments refuse read-only actions
         rest = (np.asarray(array) for array in packed[1:])
         leaves = [
             np.ndarray(part.shape, part.dtype, vector, 4 * part.start) if part else next(rest) for part in self._parts
@@ -137,7 +137,7 @@ class PackedParams:
     A pickle contains numpy arrays. A device array is fetched only once, even if it is pickled several times.
 
     Args:
-        packing: the layout.
+        packing: the layout of the packed tree.
         arrays: the result of `Packing.pack_jax`. Do not write to them.
     """
 
@@ -158,7 +158,7 @@ class PackedParams:
         return self.packing.unpack_numpy(self.arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Send bytes and arrays only: Courier cannot send the objects of a template.
+        # Send only bytes and arrays, because Courier cannot send the template's objects.
         return _params_of, (self.packing.pickled, [np.asarray(array) for array in self.arrays])
 
 
@@ -167,7 +167,7 @@ def _params_of(pickled: bytes, arrays: list[np.ndarray]) -> PackedParams:
 
 
 def _packing_of(pickled: bytes) -> Packing:
-    return _load_packing(pickled)  # a separate function, because Launchpad changes how caches are pickled
+    return _load_packing(pickled)  # not pickled directly, because Launchpad changes how cached functions are pickled
 
 
 @functools.lru_cache(maxsize=8)

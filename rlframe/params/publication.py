@@ -1,18 +1,18 @@
 """The newest version of the parameters, in the learner's process and in the machine's shared memory.
 
-`LocalParams` holds a version in one process. `Publication` extends it: it writes versions to shared memory, and a
-`PublicationReader` in another process reads them there. A version that no process reads is never copied.
+`LocalParams` stores a version in one process. Its subclass `Publication` also writes versions to shared memory, where a
+`PublicationReader` in another process reads them. A version that no process reads is never copied.
 
 How version 7 gets from a `Publication` to a reader that has version 6:
 
-1. `Publication.publish(7, packed)` announces version 7 in memory. If no process has read version 6, it does nothing
-   more.
+1. `Publication.publish(7, packed)` announces version 7 in shared memory. If no process has read version 6, `publish`
+   does nothing more.
 2. The reader sees that version 7 is announced, and wakes the publication's thread through the futex `requested`.
-3. The thread copies the arrays into the slot that does not hold version 6. During the copy, the slot's version is -1.
+3. The thread copies the arrays into the slot that does not have version 6. During the copy, the slot's version is -1.
 4. The thread sets the slot's version to 7, and wakes the readers through the futex `changed`.
 5. The reader copies the arrays. If the slot's version changed during the copy, the reader starts again with the newest
    slot.
-6. The reader records that version 7 was read. So `publish(8, packed)` wakes the thread at once, before a reader asks.
+6. The reader records that version 7 was read. So `publish(8, packed)` wakes the thread at once, without a request.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
 _SLOTS = 2  # one slot holds the newest version, and the next version is written to the other slot
-_ROW_WORDS = 8  # words per row of numbers: a whole cache line, of which only the first words are used
+_ROW_WORDS = 8  # int64 words in each row of numbers. A row fills one cache line, but uses only its first words.
 _READ_TIMEOUT = 1.0  # seconds that a reader waits for an announced version
-# Seconds before a reader wakes the thread again: two simultaneous wake-ups may cancel each other.
+# Seconds before a reader wakes the writer thread again, because two simultaneous wake-ups may cancel each other.
 _WAKE_AGAIN_AFTER = 0.02
 _LIVENESS_INTERVAL = 0.1  # seconds between two checks that the publisher is alive
 
 
 class LocalParams:
-    """A `PackedSource` in this process. It holds the version that was published last. Any thread may call it."""
+    """A `PackedSource` in this process. It holds the last published version. Any thread may call it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: tuple[int, PackedParams | None] = (-1, None)
-        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # unpacked once per version
+        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # a cache: each version is unpacked once
 
     @property
     def version(self) -> int:
-        """The version that was published last; -1 if there is none."""
+        """The last published version; -1 if no version was published."""
         return self._newest[0]
 
     def publish(self, version: int, packed: PackedParams) -> None:
-        """Replace the version. If `packed` holds device arrays, do not donate them afterwards."""
+        """Replace the version. If `packed` contains device arrays, do not donate these arrays afterwards."""
         with self._changed:
             self._newest = version, packed
             self._changed.notify_all()
@@ -66,7 +66,7 @@ class LocalParams:
         return version, None if version == known_version else packed
 
     def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
-        """See `ParamSource`. All callers share the arrays: do not write to them."""
+        """See `ParamSource`. All callers share the returned arrays, so do not write to these arrays."""
         version, packed = self.get_packed(known_version)
         if packed is None:
             return version, None
@@ -87,7 +87,7 @@ class Publication(LocalParams):
 
     Args:
         version: the first version.
-        packed: its parameters for acting. All versions have the same packing.
+        packed: the first version's parameters for acting. All versions have the same packing.
     """
 
     def __init__(self, version: int, packed: PackedParams) -> None:
@@ -99,14 +99,14 @@ class Publication(LocalParams):
         self.publish(version, packed)
 
     def publish(self, version: int, packed: PackedParams) -> None:
-        """Replace the version with a newer one, or with a checkpoint's version before any process has read."""
+        """Publish a newer version. A checkpoint's older version is allowed only before any process has read."""
         super().publish(version, packed)
         with self._lock:
             if self._memory is not None:
                 self._memory.announce(version)
 
     def reader(self) -> PublicationReader | None:
-        """Return a reader for other processes of this machine; None if unsupported, or after `close`."""
+        """Return a reader for other processes of this machine. None if unsupported, or after `close`."""
         with self._lock:
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
@@ -135,9 +135,10 @@ class Publication(LocalParams):
             memory.changed.wake()
 
     def close(self) -> None:
-        """End the writer thread and the readers' waits. Later calls do nothing.
+        """End the writer thread, and wake the readers that wait. Later calls do nothing.
 
-        Readers then call the publisher instead. A process that has the memory open can still read the version in it.
+        Readers then call the publisher instead of reading the memory. A process that has opened the memory can still
+        read its version.
         """
         if self._writer is not None and self._memory is not None:
             writer, self._writer = self._writer, None
@@ -148,10 +149,10 @@ class Publication(LocalParams):
 
 
 class PublicationReader:
-    """Reads a `Publication` from another process of the machine. It can be pickled.
+    """A reader of a `Publication` in another process of the machine. The reader can be pickled.
 
     Args:
-        name: of the memory, which is opened at the first use.
+        name: the name of the memory, which the reader opens at its first use.
         packing: the packing of all versions.
     """
 
@@ -181,7 +182,7 @@ class PublicationReader:
 
     @property
     def is_gone(self) -> bool:
-        """True if the publisher has closed the memory or died. The check runs at most ten times a second.
+        """True if the publisher has closed the memory or died. Its death is checked at most ten times a second.
 
         Raises:
             UnavailableError: the memory was closed before this process first used it, or is on another machine.
@@ -194,7 +195,7 @@ class PublicationReader:
         return not arrays.creator_is_alive
 
     def read(self, known_version: int = -1) -> tuple[int, PackedParams | None] | None:
-        """Return the result of `PackedSource.get_packed`; None if the memory has only versions below `known_version`.
+        """Return the result of `PackedSource.get_packed`. None if the memory has only versions below `known_version`.
 
         Waits up to a second until the announced version is written.
         """
@@ -202,7 +203,7 @@ class PublicationReader:
         if memory.announced == known_version:
             return known_version, None
         self._wait_until_written()
-        while True:  # repeats only if the slot was overwritten during the copy
+        while True:  # repeat only if the slot was overwritten during the copy
             version, slot = memory.newest_written()
             if version < 0 or version < known_version:
                 return None
@@ -222,7 +223,7 @@ class PublicationReader:
 
 
 class _Memory:
-    """The memory of a `Publication`, mapped into this process. A version of -1 means that there is none.
+    """The memory of a `Publication`, mapped into this process. -1 means that there is no version.
 
     A reader never waits for a writer's lock, and a killed reader blocks no other process.
 
@@ -235,19 +236,19 @@ class _Memory:
         self.arrays = arrays
         self.changed, self.requested = (Futex(arrays.rows(name)[0]) for name in ("changed", "requested"))
         self._announced, self._last_read = (arrays.rows(name)[0] for name in ("announced", "last_read"))
-        self._versions = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("versions")]  # one per slot
+        self._versions = [Seqlock(words[: Seqlock.words(1)]) for words in arrays.rows("versions")]  # by slot
         count = len(packing.packed_shapes)
         self._packed = [[arrays.arrays[f"{slot}/{i}"] for i in range(count)] for slot in range(_SLOTS)]
 
     def begin(self, version: int) -> None:
-        """Announce the first version, before the memory has readers."""
+        """Announce the first version. Call this before the memory has readers."""
         self._announced[0], self._last_read[0] = version, -1
         for slot in range(_SLOTS):
             self._versions[slot].write(-1)
 
     @property
     def announced(self) -> int:
-        """The newest announced version, which may not be written yet."""
+        """The newest announced version. It may not be written yet."""
         return self._announced[0]
 
     def announce(self, version: int) -> None:
@@ -262,21 +263,21 @@ class _Memory:
         self._last_read[0] = version
 
     def newest_written(self) -> tuple[int, int]:
-        """Return (newest version that is completely written, its slot). The version is -1 if there is none."""
+        """Return (newest completely written version, its slot). The version is -1 if no version is written."""
         written = [version.read()[0] for version in self._versions]
         slot = 0 if written[0] > written[1] else 1
         return written[slot], slot
 
     def write(self, version: int, packed: list[Any]) -> None:
-        """Write a version to the slot with the older one."""
-        slot = 1 - self.newest_written()[1]  # the slot with the older version
+        """Write a version to the slot that has the older version."""
+        slot = 1 - self.newest_written()[1]
         self._versions[slot].write(-1)
         for target, array in zip(self._packed[slot], packed):
             target[...] = np.asarray(array)  # 25 % faster than passing a device array to NumPy
         self._versions[slot].write(version)
 
     def copy_version(self, slot: int, version: int) -> list[np.ndarray] | None:
-        """Return a copy of the arrays of `version`; None if the slot was overwritten."""
+        """Return a copy of the arrays of `version`. None if the slot was overwritten."""
         lock = self._versions[slot]
         count = lock.count
         if lock.read()[0] != version:

@@ -19,7 +19,7 @@ from rlframe.types import Tree
 
 _log = logging.getLogger(__name__)
 
-_POLL_INTERVAL = 0.02  # seconds between two calls of a source without `wait_for_version`
+_POLL_INTERVAL = 0.02  # seconds between two polls of a source that has no `wait_for_version`
 _MAX_WAIT = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
 
 
@@ -44,22 +44,22 @@ def as_packed_source(source: Any) -> PackedSource:
 class ParamReader:
     """A `PackedSource` for a learner, for one policy of a `ParamStore`, or for an object that only has `get_params`.
 
-    A peer in another process of this machine shares its newest version in memory. Any other peer is called. If the
-    memory is gone, or has only versions older than the caller's, the peer was restarted. Then this call goes to the
-    peer, and the next call looks for the peer's new memory. A reader can be pickled.
+    A peer in another process of this machine shares its newest version in memory. The reader calls any other peer. If
+    the memory is gone, or has only versions older than the caller's version, the peer was restarted. Then the reader
+    calls the peer once, and looks for the peer's new memory at the next call. A reader can be pickled.
 
     Args:
-        peer: the learner, store or object, or a `Remote` of one.
+        peer: the learner, the store or the object with `get_params`, or a `Remote` of such an object.
         policy_id: the policy to read, if the peer is a store.
     """
 
     def __init__(self, peer: Any, policy_id: str | None = None) -> None:
         self._peer = peer
-        # A store's methods take the policy as their first argument. A learner has one policy.
+        # Arguments of the peer's methods. A store's methods take the policy; a learner has only one policy.
         self._policy = (policy_id,) if policy_id is not None else ()
         self._memory: PublicationReader | None = None
         self._should_find_memory = isinstance(peer, Remote)
-        # A `Remote` appears to have every method until it is called.
+        # A `Remote` appears to have every method. A call of a missing method raises NoMethodError.
         self._has_get_packed, self._has_wait = hasattr(peer, "get_packed"), hasattr(peer, "wait_for_version")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ class ParamReader:
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Raises the errors of `Remote`."""
         version, packed = self._read_memory(known_version) or self._call(known_version)
-        if version < 0:  # a store shares memory once it has a version
+        if version < 0:  # a store shares no memory before it has a version
             self._should_find_memory = isinstance(self._peer, Remote)
         return version, packed
 
@@ -78,7 +78,7 @@ class ParamReader:
         return version, None if packed is None else packed.unpack_numpy()
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """See `ParamSource`. If the peer lacks this method, poll it."""
+        """See `ParamSource`. If the peer lacks this method, poll its `get_params`."""
         try:
             if self._has_wait:
                 return self._peer.wait_for_version(*self._policy, known_version, timeout)
@@ -90,7 +90,7 @@ class ParamReader:
         return version
 
     def _read_memory(self, known_version: int) -> tuple[int, PackedParams | None] | None:
-        """Return the result of `get_packed`; None if the peer shares no memory, or was restarted."""
+        """Return the result of `get_packed`. None if the peer shares no memory, or was restarted."""
         if self._should_find_memory:
             self._memory, self._should_find_memory = self._find_memory(), False
         if self._memory is None:
@@ -121,18 +121,18 @@ class ParamReader:
 
 
 class Refresher:
-    """Fetches a learner's parameters, once or continuously.
+    """Fetches a learner's parameters for an inferencer, once or continuously.
 
     Args:
-        learner: a `ParamSource`, or a handle to a node that is one. A handle is resolved at the first call.
-        current_version: returns the inferencer's version; -1 if it has none.
+        learner: a `ParamSource`, or a handle to a node that is a `ParamSource`. A handle is resolved at the first call.
+        current_version: returns the inferencer's version; -1 if the inferencer has no version.
         on_newer: called with (version, packed parameters) for each newer version.
         deadline: seconds that a learner in another process may be unreachable.
-        stop: ends `follow`, and every wait for the learner.
+        stop: an event that ends `follow` and every wait for the learner.
 
     Attributes:
-        last_answer_at: time of the learner's last answer, by `time.monotonic()`; None if it has never answered.
-        problem: why the learner does not answer; empty if it does.
+        last_answer_at: `time.monotonic()` of the learner's last answer; None if the learner has never answered.
+        problem: the reason why the learner does not answer; empty if the learner answers.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Refresher:
         return as_packed_source(handles.resolve(learner, "learner", deadline=deadline, stop=self._stop))
 
     def refresh(self) -> None:
-        """Fetch the learner's newest version if it differs from the inferencer's.
+        """Fetch the learner's newest version if it differs from the inferencer's version.
 
         Raises:
             PeerError: a learner in another process did not answer within `deadline`.
@@ -171,16 +171,16 @@ class Refresher:
         return self._learner.wait_for_version(known_version, timeout)
 
     def follow(self, interval: float, *, waits: bool = False, required: bool = True) -> None:
-        """Refresh every `interval` seconds until `stop` is set, or the program ends.
+        """Call `refresh` every `interval` seconds until `stop` is set, or the program ends.
 
         While the learner is unreachable, the inferencer keeps its version.
 
         Args:
-            waits: wait for each new version, instead of for the interval.
-            required: raise an error if there are no parameters and no learner answers.
+            waits: wait for each new version instead of waiting `interval` seconds.
+            required: raise an error if the inferencer has no parameters and no learner answers.
 
         Raises:
-            PeerError: no learner answered within `deadline`, and there are no parameters.
+            PeerError: no learner answered within `deadline`, and the inferencer has no parameters.
         """
         while not self._stop.is_set():
             try:

@@ -14,10 +14,11 @@ The path of one transition through the buffer of one process (`local.py: ReplayB
       StepStore.read -> Transitions.assemble            # items.py: gathers observations, returns and discounts
     replay.update_priorities(batch.keys, priorities)
 
-`base.py` has the protocols, and `Dataset`, which draws batches ahead of time. `layout.py` and `tree_store.py` have the
-arrays, `frames.py` those of stacked frames, and `replay_files.py` the files. The other buffers use the same `StepStore`
-and `RateLimiter`: `shared_memory/` connects the processes of one machine, `service/` runs the replay in separate nodes,
-and `reverb/` uses a Reverb server.
+`base.py` has the protocols, and `Dataset`, which draws batches ahead of time. `layout.py` and `tree_store.py` define
+the arrays, `frames.py` stores stacked frames, and `replay_files.py` writes buffers to disk.
+
+There are three other buffers: `shared_memory/` connects the processes of one machine, `service/` runs the replay in
+separate nodes, and `reverb/` uses a Reverb server.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:
 
     Args:
         target: a replay buffer, which is returned without change, or a client of a Reverb server.
-        specs: returns an object with the agent's `replay_spec` and `step_spec`. Called for a client only.
+        specs: returns an object with the agent's `replay_spec` and `step_spec`. Called only if `target` is a client.
     """
-    # Compare the module's name, so that Reverb is not imported. Only a process with a client has imported it.
+    # Compare the module's name, because importing Reverb is slow. Only a process with a client needs Reverb.
     if type(target).__module__.partition(".")[0] != "reverb":
         return target
     from rlframe.replay.reverb import ReverbReplayBuffer

@@ -20,7 +20,7 @@ from rlframe.shutdown import Closeable
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
-WAKE_INTERVAL = 0.2  # seconds between two checks whether a dataset was closed; a new batch wakes it sooner
+WAKE_INTERVAL = 0.2  # seconds between two checks whether a dataset was closed; a new batch ends the wait sooner
 _RETRY_INTERVAL = 0.01  # seconds
 _TIMEOUT = 600.0  # default seconds that `next` waits for a batch before it raises
 
@@ -37,8 +37,8 @@ class ReplayWriter(Protocol):
     """The methods of a replay that an Actor needs. Any thread may call them.
 
     A writer claims a rank, and then adds batches of steps under global environment ids. The replay makes items
-    (`Transition` or `Sequence`) of the steps, each as soon as its last step is added. The replay does this, not the
-    Actor, because each kind of replay has its own cheapest place for it.
+    (`Transition` or `Sequence`) of the steps. An item is complete when its last step is added. The Actor does not make
+    the items, because each kind of replay makes them where this costs least.
     """
 
     @abc.abstractmethod
@@ -46,10 +46,10 @@ class ReplayWriter(Protocol):
         """Register a writer, and return its (rank, incarnation).
 
         Args:
-            num_envs: number of the writer's environments. None: the writer calls `open_segment` before it adds. (An
-                Actor creates its environments after this call, because their seeds depend on the rank.)
-            rank: the rank to claim; None: the lowest free rank. Each new claim of a rank gets the next incarnation. The
-                predecessor's complete items stay, and its open fragments are discarded.
+            num_envs: number of the writer's environments. None means that the writer calls `open_segment` before it
+                adds steps. (An Actor creates its environments after this call, because their seeds depend on the rank.)
+            rank: the rank to claim. None means the lowest free rank. Each new claim of a rank gets the next
+                incarnation. The complete items of the previous incarnation stay, and its open fragments are discarded.
         """
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class ReplayWriter(Protocol):
         """Add one step of the environments `env_ids`.
 
         Args:
-            env_ids: [B] int64 global ids, all of one rank, without duplicates.
+            env_ids: [B] int64 global ids of environments, all of one rank, without duplicates.
             step: arrays of [B, ...].
         """
 
@@ -71,7 +71,7 @@ class ReplayReader(Protocol):
     """The methods of a replay that a Learner needs. Any thread may call them.
 
     Attributes:
-        spec: the kind of items, and how they are drawn.
+        spec: the kind of the items, and how the items are drawn.
     """
 
     spec: ReplaySpec
@@ -82,7 +82,7 @@ class ReplayReader(Protocol):
 
     @abc.abstractmethod
     def make_dataset(self) -> Iterator[Batch]:
-        """Return an endless iterator of batches. A thread draws them ahead of time."""
+        """Return an endless iterator of batches. A thread draws the batches ahead of time."""
 
     @abc.abstractmethod
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -90,7 +90,7 @@ class ReplayReader(Protocol):
 
     @abc.abstractmethod
     def stats(self) -> dict[str, int]:
-        """Return counters: items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
+        """Return the counters items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
 
 
 # --- base classes of buffers
@@ -102,30 +102,34 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
     A subclass sets `spec`, and defines `claim_rank`, `open_segment`, `add`, `sample` and `stats`.
     """
 
-    is_saved_by_learner = False  # True: the learner's checkpoints call `save(path)` and `restore(path)`
+    is_saved_by_learner = False  # True if the learner's checkpoints call `save(path)` and `restore(path)`
     fetches_by_key = False  # True for a `KeyedReplayBuffer`
     _closed = False
 
     def end_waits(self, rank: int) -> None:
         """Make each present or later `add` of the writer `rank` raise StoppedError instead of waiting for room.
 
-        Its Actor stops.
+        Called when the writer's Actor stops.
         """
 
     def forget_before(self, version: int) -> None:
-        """Drop the items of a queue in which parameters older than `version` acted, now and when they are added.
+        """Drop present and later items of a queue that have a step by parameters older than `version`.
 
-        They count as `evicted_unsampled`. The Learner calls this after each update that makes items too old.
+        The dropped items count as `evicted_unsampled`. The Learner calls this method after each update that makes items
+        too old.
         """
 
     def note_update(self, keys: Any, version: int) -> None:
-        """Record that the Learner reached `version` by learning from the items `keys` ([B, 3]; empty at its start)."""
+        """Record that the Learner reached `version` after it learned from the items `keys` ([B, 3]).
+
+        When the Learner starts, `keys` is empty.
+        """
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
         """Return an endless iterator of batches. A thread draws `prefetch` batches ahead of time.
 
-        Each `next` waits at most `timeout` seconds for its batch; None: see `Dataset`. To end it, close the dataset or
-        the buffer.
+        Each `next` waits at most `timeout` seconds for a batch (None: see `Dataset`). To end the iteration, close the
+        dataset or the buffer.
         """
         dataset = Dataset(self, prefetch, timeout)
         self._datasets.append(dataset)
@@ -134,7 +138,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Return the result of `sample`, but wait up to `timeout` seconds for enough items.
 
-        It may return None earlier.
+        The method may return None earlier.
         """
         batch = self.sample()
         if batch is None and not self.closed:
@@ -149,7 +153,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         self._set_priorities(np.asarray(keys), check_priorities(priorities, len(keys)))
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set checked priorities, [B] float64. Buffers that support prioritized sampling define this."""
+        """Set checked priorities ([B] float64). Buffers that support prioritized sampling define this method."""
         raise NotImplementedError
 
     @property
@@ -177,8 +181,8 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 class Draw(NamedTuple):
     """The keys and probabilities of a batch. Another process can `fetch` the items.
 
-    A key is (rank, incarnation, start): the item's writer, and the number of the item's first timestep (timeline.py).
-    In a buffer that stores whole items, the third part is the item's number.
+    A key is (rank, incarnation, start). Rank and incarnation identify the item's writer. The start is the number of the
+    item's first timestep (timeline.py), or the item's own number in a buffer that stores whole items.
     """
 
     keys: np.ndarray  # [B, 3] int64
@@ -192,32 +196,32 @@ class KeyedReplayBuffer(BaseReplayBuffer):
 
     @abc.abstractmethod
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """Draw a batch like `sample`, but return its keys. `fetch` reads the items, in this or another process.
+        """Draw a batch like `sample`, but return only its keys. Then `fetch` reads the items, in any process.
 
-        The items count as sampled now. Items of a queue are not overwritten before `release`.
+        The items now count as sampled. Items of a queue are not overwritten before `release`.
 
         Args:
-            timeout: seconds to wait for enough items. It may return None earlier.
+            timeout: seconds to wait for enough items. The method may return None earlier.
         """
 
     @abc.abstractmethod
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         """Read the items of a `Draw`. The same items can be fetched again.
 
-        If items of a uniform or prioritized buffer were overwritten, other items of the batch take their rows, with
-        their own keys and probabilities.
+        If items of a uniform or prioritized buffer were overwritten, their rows of the batch get copies of other rows,
+        including the keys and probabilities.
 
         Args:
-            keys: [B, 3]
-            probabilities: [B]
+            keys: [B, 3] keys from `draw`.
+            probabilities: [B] probabilities from `draw`.
 
         Returns:
-            The batch; None if all items were overwritten (for a queue: if any was).
+            The batch. None if all items were overwritten, or if any item of a queue was overwritten.
         """
 
     @abc.abstractmethod
     def release(self, keys: np.ndarray) -> None:
-        """Release the items `keys` of a `Draw` that were learned from or lost. The call may be repeated."""
+        """Release the items `keys` of a `Draw`, after they were learned from or lost. The call may be repeated."""
 
 
 # --- drawing ahead of time
@@ -230,13 +234,13 @@ class DatasetTimeoutError(RlframeError, TimeoutError):
 class Dataset(Closeable):
     """An endless iterator of batches. Close it, or use it as a context manager.
 
-    Drawing ahead of time makes results depend on timing. For results that repeat exactly, call `sample()` instead.
+    Results depend on timing, because batches are drawn ahead of time. For reproducible results, call `sample()`.
 
     Args:
         buffer: the buffer to draw from.
         prefetch: number of batches to draw ahead of time.
-        timeout: seconds that `next` waits for a batch. None: 600, or no limit in a process whose heartbeats are watched
-            (`rlframe.interprocess.heartbeat`).
+        timeout: most seconds that `next` waits for a batch. None means 600 seconds, or no limit in a process whose
+            heartbeats are watched (`rlframe.interprocess.heartbeat`).
     """
 
     def __init__(self, buffer: BaseReplayBuffer, prefetch: int, timeout: float | None):
@@ -289,18 +293,18 @@ class Dataset(Closeable):
                 batch = self._draw()
                 if batch is not None:
                     self._put(batch)
-                del batch  # so that its arrays can be reused once the reader drops it
-        except BaseException as error:  # raised by `next`
+                del batch  # then the arrays can be reused once the reader deletes the batch
+        except BaseException as error:  # `next` raises this error
             self._put(error)
         else:
             self._stop.set()
 
     def _draw(self) -> Batch | None:
-        """Return the next batch; None after a short time without one. The thread calls this."""
+        """Return the next batch. None if no batch is available after a short time. Only the thread calls this."""
         return self._buffer.wait_for_batch(WAKE_INTERVAL)
 
     def _check(self) -> None:
-        """Raise an error if no batch can come any more. Called while the reader waits."""
+        """Raise an error if no further batch is possible. Called while the reader waits."""
 
     def _interrupt(self) -> None:
         """End a `_draw` that waits without a timeout."""
@@ -318,7 +322,7 @@ class Dataset(Closeable):
 
 
 def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies as [B, 3] int64 and [B] float32. Raise `UsageError` if the shapes differ from that."""
+    """Return copies of type [B, 3] int64 and [B] float32. Raise `UsageError` if a shape is wrong."""
     keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
     if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
         raise UsageError(
@@ -332,7 +336,7 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
     """Return `priorities` as [count] float64. Raise `UsageError` unless they are finite and not negative."""
     priorities = np.asarray(priorities, np.float64)
     lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # written so that NaN fails too
+    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # `not` makes NaN fail too
         raise UsageError(
             f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
             f"got shape {priorities.shape}, from {lowest} to {highest}."
@@ -341,9 +345,9 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
 
 
 def replace_evicted(batch: Any, evicted: np.ndarray) -> bool:
-    """Replace the rows of `batch` that are `evicted` ([B] bool) with other rows. Return False if all are evicted.
+    """Replace the `evicted` rows ([B] bool) of `batch` by other rows. Return False if all rows are evicted.
 
-    Draws are independent, so another row of the batch is as good as a new draw.
+    All draws are independent, so another row of the batch can replace a new draw.
     """
     if evicted.all():
         return False

@@ -1,8 +1,9 @@
 """Storage of frame-stacked pixels: one frame per step.
 
-A stack `[k, H, W]` usually repeats the k - 1 newest frames of the stack before it. Then only its newest frame is
-stored. The other frames are compared first, so reads return exactly the stacks that were written, for any kind of
-stacking. If they differ (in an episode's first stack, for example), the older frames are stored separately.
+A stack `[k, H, W]` usually repeats the k - 1 newest frames of the previous stack. Then only the stack's newest frame is
+stored. The store first compares the k - 1 older frames with the previous stack. If they differ, such as in an episode's
+first stack, the older frames are stored separately. So reads return exactly the stacks that were written, for any kind
+of stacking.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import numpy as np
 from rlframe.replay.layout import Allocate, Leaf, OutputArrays
 from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
 
-_ROWS_AT_ONCE = 16  # rows that are read at once: their frames should stay in the second-level cache
-_MIN_ROWS = 256  # rows before the store decides whether it saves memory
+_ROWS_AT_ONCE = 16  # rows that are read at once; their frames should fit into the second-level cache
+_MIN_ROWS = 256  # rows that are stored before the store checks whether it saves memory
 
 
 def looks_stacked(leaf: Leaf) -> bool:
     """Return True if a leaf has the shape and dtype of stacked frames.
 
-    Its data may show later that it is not stacked.
+    The leaf's data may still show later that the frames are not stacked.
     """
     return leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
 
@@ -29,9 +30,9 @@ def looks_stacked(leaf: Leaf) -> bool:
 class FrameStore:
     """Stores stacks of k frames, each frame once.
 
-    A stack consists of k references. A reference is the number of the timestep whose newest frame it is, or -1 - i for
-    the separate frame i. Frames stay `slack` timesteps longer than their timesteps do. If a stack needs an older frame,
-    that frame is stored separately.
+    A stack is stored as k references to frames. A reference is the number of the timestep that has the frame as its
+    newest frame, or -1 - i for the separate frame i. A timestep's frame is kept until `slack` timesteps after the
+    timestep is overwritten. If a stack needs an older frame, this frame is stored separately.
     """
 
     def __init__(self, leaf: Leaf, timeline: Timeline, slack: int, allocate: Allocate):
@@ -46,22 +47,22 @@ class FrameStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full store, if most stacks continue the stack before them."""
+        """Size of the full store in bytes, if most stacks repeat frames of the previous stack."""
         return self._frames.nbytes + self._references.nbytes
 
     @property
     def is_wasteful(self) -> bool:
-        """True if so few stacks continue the stack before that whole rows would take less memory."""
+        """True if whole rows would take less memory, because few stacks repeat frames of the previous stack."""
         return self.rows_seen >= _MIN_ROWS and self.rows_stored_separately > self.rows_seen // 2
 
     def write(self, first: int, index: Index, values: Any, before: Numbers | None) -> None:
         """Store stacks.
 
         Args:
-            first: number of the first timestep; the others follow.
+            first: number of the first timestep. The other timesteps have the following numbers.
             index: slots of the stacks.
-            values: [B, k, H, W]
-            before: the previous timesteps of the same environments; None if there are none.
+            values: the stacks [B, k, H, W].
+            before: the previous timesteps of the same environments. None if there are no previous timesteps.
         """
         if len(self._separate_frames) >= self._sweep_at:
             self._sweep()
@@ -83,13 +84,13 @@ class FrameStore:
         self._references[index] = references
 
     def _differ(self, references: np.ndarray, values: np.ndarray, first: int) -> np.ndarray | None:
-        """Return [B] bool: the rows whose older frames differ from those referred to, or refer too far back.
+        """Return [B] bool: True for a row whose older frames differ from the referenced frames, or are too old.
 
-        Return None if there are none.
+        Return None if there is no such row.
         """
         count = len(values)
         lowest = references[0]
-        # Older frames may be overwritten while a new stack still refers to them.
+        # Frames before this number may be overwritten while a new stack still refers to them.
         youngest = max(0, first + count - self._slack)
         in_blocks = lowest.min() >= youngest and (references == lowest + np.arange(count)[:, None]).all()
         if in_blocks:
@@ -105,7 +106,7 @@ class FrameStore:
         return differ if differ.any() else None
 
     def _store_separately(self, stack: np.ndarray, number: int) -> list[int]:
-        """Store the older frames of `stack` separately, and return references. Equal neighbors are stored once."""
+        """Store the older frames of `stack` separately, and return the references. Equal neighbors are stored once."""
         references = [number]
         for j in range(self._k - 2, -1, -1):
             if np.array_equal(stack[j], stack[j + 1]):
@@ -119,7 +120,7 @@ class FrameStore:
         return references[::-1]
 
     def _sweep(self) -> None:
-        """Drop the separate frames that no slot refers to any more."""
+        """Drop the separate frames to which no slot refers."""
         references = self._timeline.used(self._references)
         used = set((-1 - references[references < 0]).tolist())
         self._separate_frames = {i: frame for i, frame in self._separate_frames.items() if i in used or i == 0}
@@ -135,7 +136,7 @@ class FrameStore:
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[np.ndarray, np.ndarray]:
         """Return (`read(slots)`, `read(others)`) for [B] slots.
 
-        It reads a few rows at a time, so that the second read finds the shared frames in the processor's cache.
+        Only a few rows are read at a time, so that the second read finds the shared frames in the processor's cache.
         """
         references = [self._references.take(index, axis=0, mode="wrap") for index in (slots, others)]
         positions = [numbers % self._rows for numbers in references]
@@ -157,12 +158,12 @@ class FrameStore:
                 out[place] = self._separate_frames[-1 - int(references[place])]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold, except `variable_arrays`."""
+        """Return the arrays that a checkpoint must contain, in addition to `variable_arrays`."""
         name, used = self.leaf.name, self._timeline.used
         return {f"{name} frames": used(self._frames), f"{name} references": used(self._references)}
 
     def variable_arrays(self) -> dict[str, np.ndarray]:
-        """Return the separate frames and the counters: small arrays whose sizes vary."""
+        """Return the separate frames and the counters, which are small arrays whose sizes vary."""
         ids = np.array(list(self._separate_frames), np.int64)
         frames = (
             np.stack(list(self._separate_frames.values()))
@@ -173,7 +174,7 @@ class FrameStore:
         return {"ids": ids, "frames": frames, "counters": counters}
 
     def set_variable_arrays(self, variable_arrays: dict[str, np.ndarray]) -> None:
-        """Restore the result of `variable_arrays`."""
+        """Restore the arrays that `variable_arrays` returned."""
         self._separate_frames = dict(zip(variable_arrays["ids"].tolist(), variable_arrays["frames"]))
         self._next_separate, self._sweep_at, self.rows_seen, self.rows_stored_separately = variable_arrays[
             "counters"
@@ -181,6 +182,6 @@ class FrameStore:
 
 
 def _as_strings(frames: np.ndarray) -> np.ndarray:
-    """Return bytes `[B, H, W]` as [B] strings of equal length. NumPy compares strings twice as fast as numbers."""
+    """Return bytes [B, H, W] as strings [B], because NumPy compares strings twice as fast as numbers."""
     rows = frames.reshape(len(frames), -1)
     return rows.view(f"S{rows.shape[1]}")[:, 0]

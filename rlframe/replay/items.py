@@ -1,9 +1,10 @@
 """How steps become items when they are added, and batches when they are sampled.
 
-timeline.py defines the terms number, block, slot, start and span. `put` stores a step's contents, except observations,
-and adds the items that the step completed to the table, the longest first. `assemble` gathers the items of a batch.
+timeline.py defines the terms number, block, slot, start and span. `put` stores a step's contents, except observations.
+Then `put` adds the items that the step completed to the table, the longest item first. `assemble` gathers the items of
+a batch.
 
-`put` works on two forms of timesteps: on blocks of a writer in lockstep, and on arrays of numbers of any other writer.
+The arguments of `put` are blocks of timesteps for a writer in lockstep, and arrays of numbers for any other writer.
 `WriterFragments` supports both forms.
 """
 
@@ -19,15 +20,15 @@ from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, WriterFragme
 from rlframe.replay.tree_store import TreeStore
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
-# Step types as bytes: a search for LAST takes a tenth of the time of an array comparison. That matters at 64
-# environments.
+# Step types are searched as bytes. A search for LAST then takes a tenth of the time of an array comparison, which
+# matters for 64 environments.
 _LAST_BYTE = int(LAST)
 _IS_LAST = bytes(int(t == _LAST_BYTE) for t in range(256))
 _IS_NOT_LAST = bytes(int(t != _LAST_BYTE) for t in range(256))
 
 
 class _Items:
-    """Base class of both kinds of items. It has columns of scalars, and trees, with one row per slot."""
+    """Base class of both kinds of items. Its columns of scalars and its trees have one row for each slot."""
 
     columns: dict[str, str]
     fields: tuple[str, ...]
@@ -38,18 +39,18 @@ class _Items:
         self._columns = {name: allocate(name, (timeline.slots, *d.shape), d.base) for name, d in dtypes.items()}
         layouts = {name: TreeLayout(name, getattr(spec, name)) for name in self.fields}
         self._trees = {name: TreeStore(layout, timeline, allocate) for name, layout in layouts.items()}
-        self._action = self._trees["action"].only_array  # the usual case, as a direct reference
-        self._span = self._columns["span"]  # how many numbers after the start the item (or the step) ends
+        self._action = self._trees["action"].only_array  # a direct reference, for speed
+        self._span = self._columns["span"]  # end minus start of the item (for sequences: of the step), in numbers
         self.params_version = self._columns["params_version"]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full arrays."""
+        """Size of all arrays in bytes."""
         columns = sum(column.nbytes for column in self._columns.values())
         return columns + sum(tree.nbytes for tree in self._trees.values())
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold."""
+        """Return the arrays that a checkpoint must contain."""
         arrays = {name: self._timeline.used(column) for name, column in self._columns.items()}
         for tree in self._trees.values():
             arrays.update(tree.arrays())
@@ -60,7 +61,7 @@ class _Items:
 
         Args:
             starts: the starts of `count` items.
-            index: their slots.
+            index: the slots of these items.
             which: selects the items that are complete.
             count: number of items.
             shared: the table may already contain other items of the block.
@@ -82,20 +83,20 @@ class _Items:
 
 
 class Transitions(_Items):
-    """Items of up to n steps. Their rewards are summed when steps are added, so sampling is one gather for any n.
+    """Items of up to n steps. An item's rewards are summed when steps are added, so sampling is one gather for any n.
 
-    Example with n = 3 and two environments, for three steps that begin at the blocks 406, 408 and 410 (the last one
-    ends at 412). r, d and g are a step's reward, its discount, and gamma:
+    Example with n = 3 and two environments, for three steps that begin at the blocks 406, 408 and 410 (the last step
+    ends at 412). r and d are a step's reward and discount, and g is gamma:
 
             items      step from 406         step from 408             step from 410
             406, 407   r0, d0 g, span 2      + g r1, * d1 g, span 4    + g^2 r2, * d2 g, span 6: complete
             408, 409                         r1, d1 g, span 2          + g r2, * d2 g, span 4
             410, 411                                                   r2, d2 g, span 2
 
-    If an environment's episode ends at 412, its items 408 and 410 are complete too, with two steps and one step.
+    If an environment's episode ends at 412, its items 408 (two steps) and 410 (one step) are complete too.
     """
 
-    # Reward and discount are adjacent, because sampling waits for memory accesses.
+    # Reward and discount are adjacent, because accesses to memory limit the speed of sampling.
     columns = {"outcome": "(2,)f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras")
 
@@ -111,10 +112,10 @@ class Transitions(_Items):
         self._discounts_at_sampling = self._n == 1
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
-        """Begin a fragment in the slots `index`. There is nothing to store."""
+        """Begin a fragment in the slots `index`. Transitions store nothing for the first timestep."""
 
     def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
-        """Discard the open fragments of `envs`: none of their starts belongs to the current episode any more."""
+        """Discard the open fragments of `envs`. After this, none of their starts belongs to the current episode."""
         fragments.ages[envs] = 0
 
     def put(
@@ -129,7 +130,7 @@ class Transitions(_Items):
 
         Args:
             fragments: the writer's open fragments.
-            envs: [B] indices of the environments; None: all, in lockstep.
+            envs: [B] indices of the environments. None means all environments, in lockstep.
             numbers: the timesteps at which the step begins.
             next_numbers: the timesteps at which the step ends.
             step: arrays of [B, ...].
@@ -155,7 +156,7 @@ class Transitions(_Items):
             self._extend(k, index, next_numbers - starts, reward, discount, continues)
         self._complete(starts, index, continues, count, shared=True)
         next_types = step.next_timestep.step_type.tobytes()
-        if _LAST_BYTE in next_types:  # completes the shorter items of the episodes that it ends
+        if _LAST_BYTE in next_types:  # the step ends episodes, whose shorter items are now complete
             ended = np.frombuffer(next_types.translate(_IS_LAST), bool)
             self._table.append(np.concatenate([_select(some, which & ended) for some, which in reversed(shorter)]))
 
@@ -169,7 +170,7 @@ class Transitions(_Items):
         """
         gained = self._powers[k] * reward
         if not isinstance(continues, bool):
-            if isinstance(index, slice):  # in place, which takes half the time
+            if isinstance(index, slice):  # writing in place takes half the time
                 old_reward, old_discount = self._reward[index], self._discount[index]
                 np.add(old_reward, gained, out=old_reward, where=continues)
                 np.multiply(old_discount, discount, out=old_discount, where=continues)
@@ -182,7 +183,7 @@ class Transitions(_Items):
         self._span[index] = spans
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
-        """Store the step's contents, except observations. Return the discount that multiplies the items' discounts."""
+        """Store the step's contents, except observations. Return the factor for the discounts of open items."""
         after = step.next_timestep
         discount = after.discount if self._discounts_at_sampling else after.discount * self._gamma
         self._reward[index] = after.reward
@@ -206,12 +207,12 @@ class Transitions(_Items):
             next_observation=next_observation,
             extras=self._trees["extras"].read(slots, outputs),
         )
-        # Versions increase, and the action is the first step's.
+        # The batch has the first step's action, and versions increase. So the first step has the oldest version.
         return batch, self.params_version.take(slots, mode="wrap")
 
 
 class Sequences(_Items):
-    """Sequences of consecutive steps. Sampling follows the spans from step to step.
+    """Sequences of consecutive steps. Sampling uses the spans to get from each step to the next step.
 
     With a length of 4 and a period of 2, a sequence starts at the positions 0, 2, 4, ... of a fragment. The step at
     position 3 completes the sequence that started at 0. The step at position 5 completes the sequence that started at
@@ -227,11 +228,11 @@ class Sequences(_Items):
         self.period, self.history = item.period, -(-item.length // item.period)
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
-        """Begin a fragment in the slots `index`: store the type of its first timestep."""
+        """Begin a fragment in the slots `index`, and store the type of its first timestep."""
         self._columns["step_type"][index] = step_type
 
     def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
-        """Discard the open fragments of `envs`: the next sequence starts at the next step."""
+        """Discard the open fragments of `envs`. The next sequence then starts at the next step."""
         fragments.positions[envs] = 0
 
     def put(
@@ -277,7 +278,7 @@ class Sequences(_Items):
             extras=self._trees["extras"].read(before, outputs),
             agent_state=self._trees["agent_state"].read(path[0], outputs),
         )
-        # Not the first step's version: if several inferencers answer, a later step may have an older version.
+        # Compare all steps. If there are several inferencers, a later step may have an older version than the first.
         return batch, self.params_version.take(before, mode="wrap").min(axis=1)
 
 

@@ -1,4 +1,4 @@
-"""Layouts of trees as named flat arrays, checks of steps, and the arrays that batches are gathered into."""
+"""Layouts of trees as named arrays, checks of steps, and the output arrays of batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.types import Step, StepSpec, Tree, specs
 
-_LARGE = 1 << 18  # bytes; for smaller arrays, allocation is faster than reuse
-_KEPT = 6  # arrays per shape and dtype; a reader that holds more batches gets new arrays
+_LARGE = 1 << 18  # bytes; allocating a smaller array is faster than reusing an array
+_KEPT = 6  # most arrays that are kept for each shape and dtype; if more are in use, new arrays are allocated
 
 
 class Leaf(NamedTuple):
@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one row in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
@@ -42,19 +42,19 @@ class TreeLayout:
         self._name = name
 
     def split(self, tree: Tree) -> list[Any]:
-        """Return the leaves of `tree`, in the order of `leaves`."""
+        """Return the leaves of `tree`, in the order of the attribute `leaves`."""
         return [tree] if self.is_leaf else self._treedef.flatten_up_to(tree)
 
     def build(self, leaves: list[Any]) -> Tree:
-        """Return the tree with these leaves."""
+        """Return the tree that has these leaves."""
         return leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
 
     def map(self, tree: Tree, rows: np.ndarray) -> Tree:
-        """Return the tree with `rows` of each leaf."""
+        """Return a tree with only the `rows` of each leaf."""
         return self.build([np.asarray(value)[rows] for value in self.split(tree)])
 
     def check(self, tree: Tree, batch: int) -> None:
-        """Raise `UsageError` if a leaf of `tree` is not `[batch, ...]` of its spec.
+        """Raise `UsageError` if a leaf of `tree` is not a `[batch, ...]` array with the shape and dtype of its spec.
 
         The message names the first such leaf.
         """
@@ -81,7 +81,7 @@ def check_array(leaf: Leaf, value: Any, batch: int) -> None:
 
 
 def step_layouts(step_spec: StepSpec) -> dict[str, TreeLayout]:
-    """Return the layouts for `check_step`."""
+    """Return the layout of each part of a step, for `check_step`."""
     return {name: TreeLayout(name, getattr(step_spec, name)) for name in StepSpec._fields}
 
 
@@ -114,41 +114,40 @@ def _describe(tree: Tree) -> str:
     return str(jtu.tree_map(lambda x: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}", tree))
 
 
-# (name, shape, dtype) -> an array with one row per slot
+# Function (name, shape, dtype) -> array with one row per slot.
 Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
 
 def process_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array in this process's memory. The system provides its pages as the array fills.
+    """Allocate an array in this process's memory. The system provides the array's memory as the array fills.
 
-    Columns of scalars begin at 0, as in shared memory. Larger rows are uninitialized: for arrays of this size, NumPy
-    requests huge pages from the kernel only in `np.empty`. Huge pages make random gathers of pixel rows faster by a
-    tenth.
+    Columns of scalars are initialized with 0, as in shared memory. Larger rows are not initialized, because NumPy
+    requests huge pages from the kernel only in `np.empty`. Huge pages make random reads of pixel rows 10 % faster.
     """
     return np.empty(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
 
 
 def unallocated_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a read-only array without memory. It has the shape and `nbytes` of the real array."""
+    """Return a read-only array that uses no memory, with the shape and `nbytes` of the real array."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 class OutputArrays:
-    """A pool of output arrays for `take`. For pixels, page faults of new arrays cost more than the copy.
+    """A pool of output arrays for `take`. Page faults of a new array for pixels would take longer than the copy.
 
-    An array is free when only this pool refers to it. Views, batches, and device arrays that alias it (JAX on CPU does
-    not copy) all hold a reference. So an array that a caller still uses is never overwritten.
+    An array is free when only this pool refers to it. Views, batches, and device arrays that share its memory (JAX on
+    CPU does not copy) keep a reference to the array. So an array that a caller still uses is never overwritten.
     """
 
     def __init__(self) -> None:
         self._arrays: dict[tuple, list[np.ndarray]] = {}
 
     def take(self, data: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Return `data[slots]`, `[*slots.shape, *data.shape[1:]]`. Slots beyond the end wrap."""
+        """Return `data[slots]` [*slots.shape, *data.shape[1:]]. Slots beyond the end of `data` wrap around."""
         if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
         out = self.empty((*slots.shape, *data.shape[1:]), data.dtype)
-        # Every mode except "raise" writes directly to `out`; "raise" gathers into a buffer first.
+        # The mode "raise" would copy through a temporary buffer. All other modes write directly to `out`.
         data.take(slots, axis=0, mode="wrap", out=out)
         return out
 
@@ -156,7 +155,7 @@ class OutputArrays:
         """Return an array with arbitrary contents that only the caller uses."""
         kept = self._arrays.setdefault((shape, dtype), [])
         for i in range(len(kept)):
-            if sys.getrefcount(kept[i]) == 2:  # this list's reference, and that of getrefcount's argument
+            if sys.getrefcount(kept[i]) == 2:  # references of this list and of getrefcount's argument
                 return kept[i]
         array = np.empty(shape, dtype)
         if len(kept) < _KEPT:

@@ -1,4 +1,4 @@
-"""The replay buffer in the learner's own process. Each step is copied in once, and each batch is copied out once."""
+"""The replay buffer in the learner's own process. Each step and each batch is copied only once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NO_STARTS = np.zeros(0, np.int64)
 class ReplayBuffer(KeyedReplayBuffer):
     """A replay buffer in this process's memory. The agent's `replay_spec` and `step_spec` determine its contents.
 
-    It keeps at least the newest `capacity` timesteps of all writers together, including LAST ones. It holds up to
-    `slots` timesteps, because room is made in whole batches. An item is evicted with its first timestep.
+    The buffer keeps at least the newest `capacity` timesteps of all writers together, including LAST timesteps. It has
+    up to `slots` timesteps, because several timesteps are evicted at once. An item is evicted with its first timestep.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
-        seed: determines the draws.
+        seed: seed of the random draws.
         single_frame: store frame-stacked pixels (`uint8 [k, H, W]`) as one frame per step. None: detect stacked frames.
         overrides: fields of `ReplaySpec` to change.
 
@@ -50,10 +50,10 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._incarnations: dict[int, int] = {}  # rank -> its newest incarnation
         self._writers = Writers[WriterFragments]()
         self._origins: list[tuple[int, int]] = []  # every (rank, incarnation) that has opened a segment
-        self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch, while there is only one writer
+        self._single_writer_keys = np.zeros((0, 3), np.int64)  # template for keys if there is only one writer
         self._store: Any = None  # a StepStore, once a writer has set its number of environments
         self._sampled = self._steps = 0
-        self._drawn_batches: dict[bytes, Batch] = {}  # drawn and unreleased batches of a queue, by their keys
+        self._drawn_batches: dict[bytes, Batch] = {}  # keys -> a queue's batch that was drawn but not released
         self._min_version = -1  # items of older versions are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
@@ -81,7 +81,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             store.marks_origin = len(self._origins) > 1
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Let a writer continue whose claim was made elsewhere, or which lost steps. Its open fragments are dropped."""
+        """Register a writer that claimed its rank elsewhere, or whose steps were lost. Drop its open fragments."""
         with self._lock:
             self._incarnations[rank] = incarnation
             self.open_segment(rank, num_envs)
@@ -98,9 +98,9 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch, or return None before `min_size` items were added (for a queue: while it holds too few).
+        """Draw a batch. Return None before `min_size` items were added, or while a queue has too few items.
 
-        The caller owns the arrays of a batch. Large arrays are reused once nothing refers to them.
+        The caller owns the arrays of a batch. The buffer reuses large arrays once nothing refers to them.
         """
         with self._lock:
             starts, probabilities = self._draw()
@@ -114,7 +114,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
         """Draw a batch, and return (first timesteps of the items, their probabilities).
 
-        Both are empty while there are too few.
+        Both arrays are empty while there are too few items.
         """
         count = self._items_to_sample()
         if count and self._store.forget_before(self._min_version):
@@ -125,7 +125,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store.table.draw(count, self._rng)
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. Items of a queue are copied now, because its writers never wait."""
+        """See `KeyedReplayBuffer`. Items of a queue are copied now, because the queue's writers never wait."""
         with self._added:
             self._wait_for_items(timeout)
             if self.spec.kind == "queue":
@@ -159,7 +159,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._drawn_batches.pop(np.asarray(keys, np.int64).tobytes(), None)
 
     def _keys_of(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return [B, 3] int64: the rank and incarnation that wrote `slots`, and `starts`."""
+        """Return keys [B, 3] int64: the rank and the incarnation that wrote `slots`, and `starts`."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
             return np.concatenate([written_by, starts[:, None]], axis=1)
@@ -170,7 +170,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return keys
 
     def _starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the first timesteps of the items `keys`; -1 if another writer wrote to the slot since."""
+        """Return the first timesteps of the items `keys`. -1 if another writer has overwritten the slot."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
@@ -185,7 +185,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 self._store.forget_before(self._min_version)
 
     def _items_to_sample(self) -> int:
-        """Return the size of a batch now; 0 while there are too few items."""
+        """Return the size of the next batch. 0 while there are too few items."""
         if self._store is None or self._closed:
             return 0
         table = self._store.table
@@ -211,7 +211,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             return self.sample()
 
     def _wait_for_items(self, timeout: float) -> None:
-        """Wait until a step is added, for at most `timeout` seconds.
+        """Wait at most `timeout` seconds until a step is added.
 
         Return at once if there are enough items for a batch.
         """
@@ -233,13 +233,13 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A draw from several shards chooses each shard in proportion to it."""
+        """The sum of the weights of all items. A shard is drawn with a probability proportional to this weight."""
         with self._lock:
             return self._store.table.weight if self._store is not None else 0.0
 
     @property
     def slots(self) -> int:
-        """The number of timesteps that fit; 0 before the first writer."""
+        """The number of timesteps that fit into the buffer. 0 before the first writer."""
         return self._store.timeline.slots if self._store is not None else 0
 
     def stats(self) -> dict[str, int]:
@@ -257,7 +257,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- memory and disk
 
     def _allocate_store(self, num_envs: int, all_envs: int) -> StepStore:
-        """Allocate memory for the first writer, or check that a later writer fits."""
+        """Allocate memory for the first writer. For a later writer, check that its items fit."""
         spec = self.spec
         if self._store is not None:
             timeline = self._store.timeline
@@ -272,7 +272,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the items, open fragments, priorities, counters and the random state to the file `path`.
 
-        The file is streamed, and renamed when it is complete. `add` and `sample` wait until then.
+        The file is streamed, and renamed when it is complete. `add` and `sample` wait until the file is complete.
 
         Raises:
             CheckpointError: the file could not be written. The old file is unchanged.
@@ -310,12 +310,12 @@ class ReplayBuffer(KeyedReplayBuffer):
                     writer.enter_lockstep()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved buffer: the same steps then give exactly the same batches.
+        """Restore a saved buffer. If the same steps are then added, exactly the same batches are drawn.
 
         Writers keep their rank and incarnation. A writer whose environments lost their state must claim its rank again.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or of another agent. This buffer is unchanged.
+            CheckpointError: the file is missing, damaged, or from another agent. This buffer is unchanged.
         """
         with self._lock, replay_files.open_saved(path, self.spec) as saved:
             header, shapes = saved.header, saved.shapes
@@ -358,5 +358,5 @@ class ReplayBuffer(KeyedReplayBuffer):
 
 
 def _writer_arrays(writer: WriterFragments) -> dict[str, np.ndarray]:
-    """Return the arrays of a writer that a checkpoint must hold."""
+    """Return the arrays of a writer that a checkpoint must contain."""
     return {f"writer {writer.rank}/{name}": array for name, array in writer.arrays().items()}

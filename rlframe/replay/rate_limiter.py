@@ -1,9 +1,10 @@
-"""The rate limiter of all replay buffers: it decides when a batch may be sampled, and when an item may be inserted.
+"""The rate limiter of all replay buffers. It decides when a batch may be sampled, and when an item may be inserted.
 
 It follows Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
 
-The lead of writers over a reader in another process is counted in rounds. A round is the samples of one batch, or the
-samples that one item of every environment allows (`samples_per_insert` for each). The larger number counts.
+The number of samples by which writers may be ahead of a reader in another process is given in rounds. A round is the
+samples of one batch, or the samples that one item of every environment allows (`samples_per_insert` for each item),
+whichever is larger.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rlframe.types import ReplaySpec, Sequence
 _log = logging.getLogger(__name__)
 
 ROUNDS_AHEAD = 2  # rounds that writers in another process may be ahead of the reader
-# Multiplies `lapse_after` for a writer without a first step: it may still be compiling.
+# Factor of `lapse_after` for a writer that has not added a step, because it may still be compiling.
 _STARTUP_FACTOR = 2
 
 
@@ -36,21 +37,21 @@ class RateLimiter:
 
     A batch may be sampled
 
-    - from a queue, if it holds a whole batch and at least `min_size` items;
-    - from another replay, if `min_size` items were ever inserted and it holds at least one item. (The limiter counts
-      inserted items, because a full buffer may hold fewer items than its capacity: no item begins at an episode's last
-      timestep.)
+    - from a queue, if the queue has a whole batch and at least `min_size` items;
+    - from another replay, if `min_size` items were ever inserted and the replay has at least one item. (The limiter
+      counts inserted items, because a full buffer may have fewer items than its capacity: no item begins at an
+      episode's last timestep.)
 
-    With `samples_per_insert` there is a second condition, on the lead of the inserts:
+    `samples_per_insert` adds a second condition, which limits how far the inserts are ahead:
 
         ahead = samples_per_insert * (inserted - min_size) - sampled
 
-    A batch may be sampled while `ahead >= 0`, so the first batch is available with item number `min_size`. An item may
-    be inserted while `ahead <= samples_per_insert * run_ahead`, where `run_ahead` is a number of items. Between these
-    bounds neither side waits.
+    A batch may be sampled while `ahead >= 0`, so the first batch is available when `min_size` items were inserted. An
+    item may be inserted while `ahead <= samples_per_insert * run_ahead`, where `run_ahead` is a number of items.
+    Between these bounds, neither writers nor readers wait.
 
-    A batch has `batch_size` items. If that is None, it has one item of each environment of the writers in the quorum:
-    see `WriterQuorum`.
+    A batch has `batch_size` items. If `batch_size` is None, a batch has one item of each environment of the writers in
+    the quorum (see `WriterQuorum`).
 
     Args:
         spec: the agent's `replay_spec`.
@@ -66,10 +67,10 @@ class RateLimiter:
         writers: Callable[[], Mapping[int, WriterState]],
         items: Callable[[], Mapping[int, int]],
     ) -> int:
-        """Return the size of a batch now; 0 while there are too few items, or sampling is ahead.
+        """Return the size of the next batch. 0 while there are too few items, or while sampling is ahead.
 
         Args:
-            counts: numbers of items in the replay.
+            counts: the replay's numbers of items.
             writers: returns the state of each rank's writer, including writers that have not started. Called only if
                 `batch_size` is None.
             items: returns the number of items of each rank. Called only if a batch may exclude some writers.
@@ -83,7 +84,7 @@ class RateLimiter:
         return count if count and self.may_sample(count, counts) else 0
 
     def ahead(self, inserted: int, sampled: int) -> float:
-        """Return the number of samples by which the inserts are ahead of the ratio; 0 if there is no ratio."""
+        """Return the number of samples by which the inserts are ahead of the ratio. 0 if there is no ratio."""
         return 0.0 if self.ratio is None else self.ratio * (inserted - self._min_size) - sampled
 
     def may_sample(self, batch_size: int, counts: ItemCounts) -> bool:
@@ -96,11 +97,11 @@ class RateLimiter:
         return enough and (self.ratio is None or self.ahead(inserted, sampled) >= 0)
 
     def may_insert(self, inserted: int, sampled: int, run_ahead: int) -> bool:
-        """Return True if an item may be inserted while inserts may be `run_ahead` items ahead."""
+        """Return True if an item may be inserted. Inserts may be `run_ahead` items ahead."""
         return self.ratio is None or self.ahead(inserted, sampled) <= self.ratio * run_ahead
 
     def inserts_needed(self, counts: ItemCounts, writers: Callable[[], Mapping[int, WriterState]]) -> int:
-        """Return the total number of inserts that are needed before `items_to_sample` is above 0."""
+        """Return the total number of inserts after which `items_to_sample` is above 0."""
         size, inserted, sampled = counts
         if self._is_queue:
             count = self._batch_size or self._quorum.expected(writers())
@@ -111,13 +112,13 @@ class RateLimiter:
     def reverb_bounds(self, batch_size: int, run_ahead: int) -> tuple[float, float]:
         """Return the bounds of Reverb's `SampleToInsertRatio` on `samples_per_insert * inserted - sampled`.
 
-        Reverb checks the bounds before each item of a batch, not only before the first.
+        Reverb checks the bounds before each item of a batch, not only before the first item.
         """
         assert self.ratio is not None
         zero = self.ratio * self._min_size
         least = zero - batch_size
         # Reverb requires an error buffer of max(1, ratio) on both sides. An insert adds `ratio` to the difference, and
-        # a sample subtracts 1. So with closer bounds, both might be blocked.
+        # a sample subtracts 1. So with closer bounds, inserts and samples might both be blocked.
         return least, max(zero + self.ratio * run_ahead, least + 2 * max(1.0, self.ratio))
 
 
@@ -125,36 +126,38 @@ class WriterState(NamedTuple):
     """The state of a writer, for `WriterQuorum`."""
 
     num_envs: int  # 0 before the writer starts
-    progress: Any  # changes with each step (or with each item, if only items are visible); falsy before the first
+    progress: Any  # changes with each step, or with each item if steps are not visible; falsy before the first change
     is_alive: Callable[[], bool]  # returns False if the writer is known to have exited
 
 
 class WriterQuorum:
     """Decides which writers a batch of one item per environment waits for.
 
-    A batch needs one item of each environment of each writer. A writer that is dead or makes no progress lapses:
-    batches no longer wait for it. It counts again as soon as it makes progress. Only one thread may call this at a
-    time.
+    A batch needs one item of each environment of each writer. If a writer is dead or makes no progress, it lapses, and
+    batches no longer wait for its items. When the writer makes progress again, batches wait for it again. Only one
+    thread may call this object at a time.
 
     Args:
-        lapse_after: seconds without progress after which a writer lapses, while items of other writers wait.
+        lapse_after: seconds without progress after which a writer lapses if items of other writers are waiting.
         clock: returns the time in seconds.
     """
 
     def __init__(self, lapse_after: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lapse_after, self._clock = lapse_after, clock
-        self._lapsed: set[int] = set()  # ranks
+        self._lapsed: set[int] = set()  # ranks of lapsed writers
         self._progress: dict[int, Any] = {}
         self._progress_changed_at: dict[int, float] = {}  # time of the last change of the progress
         self._items: Mapping[int, int] = {}
         self._items_changed_at = 0.0  # time of the last change of the items
 
     def complete_items(self, writers: Mapping[int, WriterState], items: Mapping[int, int]) -> int:
-        """Return the number of items of the writers whose items are complete; 0 while the batch must wait for a writer.
+        """Return the total number of items of the writers that have all their items.
+
+        Return 0 while the batch must wait for another writer.
 
         Args:
-            writers: by rank.
-            items: number of items of each rank. Ranks without items may be missing.
+            writers: rank -> state of the rank's writer.
+            items: rank -> number of items. Ranks without items may be missing.
         """
         now = self._clock()
         if items != self._items:
@@ -170,7 +173,7 @@ class WriterQuorum:
             elif rank not in self._lapsed:
                 missing.append(rank)
         if not whole:
-            self._items_changed_at = now  # no items wait yet
+            self._items_changed_at = now  # no items are waiting
             return 0
         waited_for = [rank for rank in missing if not self._check_lapse(rank, writers[rank], now)]
         return 0 if waited_for else whole
@@ -185,7 +188,7 @@ class WriterQuorum:
         if writer.is_alive():
             if waited <= limit:
                 return False
-            _log.warning("Writer %d has made no progress for %.0f s: batches no longer wait for it.", rank, waited)
+            _log.warning("Writer %d has made no progress for %.0f s. Batches no longer wait for it.", rank, waited)
         self._lapsed.add(rank)
         return True
 
@@ -197,16 +200,16 @@ def items_kept(spec: ReplaySpec) -> int:
 
 
 def samples_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> float:
-    """Return the number of samples in a number of rounds.
+    """Return the number of samples in `rounds` rounds.
 
-    Writers in another process may be this far ahead of `samples_per_insert`. So neither side waits for the other at
-    each item, and few updates are left when the last item is inserted.
+    Writers in another process may be this many samples ahead of `samples_per_insert`. So writers and readers do not
+    wait for each other at each item, and few updates are left when the last item is inserted.
     """
     return rounds * max(spec.batch_size or num_envs, (spec.samples_per_insert or 0.0) * num_envs)
 
 
 def items_of_rounds(spec: ReplaySpec, num_envs: int, rounds: int) -> int | None:
-    """Return the number of items in a number of rounds; None if there is no ratio."""
+    """Return the number of items in `rounds` rounds. None if there is no ratio."""
     ratio = spec.samples_per_insert
     return None if ratio is None else math.ceil(samples_of_rounds(spec, num_envs, rounds) / ratio)
 

@@ -1,8 +1,8 @@
-"""Replay buffers on disk: the files that belong to checkpoints, when they are written, and their format.
+"""Replay buffers on disk: which files belong to checkpoints, when files are written, and the format of files.
 
-A file is streamed array by array, so saving a buffer of 7 GB takes no further 7 GB of memory. A file consists of a
-magic line, the length and the CRC-32 of a JSON header, the header, and each array's bytes followed by their CRC-32. It
-is written under a temporary name, and renamed when it is complete.
+A file is streamed array by array, so saving a buffer of 7 GB does not need another 7 GB of memory. A file consists of a
+magic line, the length and the CRC-32 of a JSON header, the header, and each array's bytes followed by the bytes'
+CRC-32. A file is written under a temporary name, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-# The largest fraction of time that saves may take, if they are large or block inserts and samples.
+# The largest fraction of time for saves that are large, or that block inserts and samples.
 _MAX_SAVE_FRACTION = 0.05
 _PIECE_BYTES = 1 << 24  # bytes that are read, written and checked at once
-# A buffer up to this size is saved with every checkpoint, so a resumed run continues exactly.
+# A buffer of up to this size is saved with every checkpoint, so that a resumed run continues exactly.
 _SMALL_BYTES = 64 * 2**20
 _AT_END_BYTES = 2**30  # a larger buffer is not saved at the end, because a program that stops has only seconds
 Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
@@ -41,12 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 class ReplayFiles:
-    """Saved replay buffers, `directory/NUMBER`.
+    """Saved replay buffers in the files `directory/NUMBER`.
 
-    It keeps the last `keep` files of small buffers, and the last file of a large one.
+    The last `keep` files of small buffers are kept, but only the last file of a large buffer.
 
     Args:
-        directory: created at the first save.
+        directory: directory of the files, which is created at the first save.
         keep: number of files of small buffers to keep.
     """
 
@@ -59,7 +59,7 @@ class ReplayFiles:
         return sorted(int(path.name) for path in self._directory.glob("*") if path.name.isdigit())
 
     def newest(self) -> int | None:
-        """Return the highest number; None if there is no file."""
+        """Return the highest number of a complete file. None if there is no file."""
         return max(self.numbers(), default=None)
 
     @staticmethod
@@ -70,11 +70,11 @@ class ReplayFiles:
     def is_due(self, replay_buffer: Any, final: bool = False) -> bool:
         """Return True if the buffer should be saved now.
 
-        This is always true for small buffers. It is true for large buffers if saves take less than 5 % of the time.
+        Small buffers should always be saved, and large buffers if saves take less than 5 % of the time.
 
         Args:
             replay_buffer: the buffer to save. The result is False for an empty buffer.
-            final: the program is ending. The result is then True for a buffer of up to 1 GiB.
+            final: True if the program is ending. The result is then True for a buffer of up to 1 GiB.
         """
         stats = replay_buffer.stats()
         most = _AT_END_BYTES if final else _SMALL_BYTES
@@ -95,7 +95,7 @@ class ReplayFiles:
         self._next_large_save = time.monotonic() + (time.monotonic() - began) / _MAX_SAVE_FRACTION
 
     def prune(self) -> None:
-        """Remove files that no checkpoint needs any more, and incomplete files of killed processes."""
+        """Remove files that no checkpoint needs, and incomplete files of killed processes."""
         for age, number in enumerate(reversed(self.numbers())):
             # Keep only one large file, because it may be as large as the memory.
             if age and (age >= self._keep or self.path(number).stat().st_size > _SMALL_BYTES):
@@ -104,13 +104,13 @@ class ReplayFiles:
             unfinished.unlink()
 
     def drop_after(self, number: int) -> None:
-        """Remove the files with higher numbers: their checkpoints were never completed."""
+        """Remove the files with higher numbers, whose checkpoints were never completed."""
         for later in self.numbers():
             if later > number:
                 self.path(later).unlink()
 
     def restore(self, replay_buffer: Any, number: int) -> int | None:
-        """Restore a buffer from the newest file up to `number`, and return its number. Warn if there is none.
+        """Restore a buffer from the newest file up to `number`, and return the file's number. Warn if there is no file.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -137,8 +137,8 @@ def save_periodically(save: Callable[[], None], stop: threading.Event, seconds: 
     Args:
         save: writes a checkpoint.
         stop: ends the loop.
-        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of that.
-        at_end: seconds available for the last checkpoint. It is skipped if the previous one took longer.
+        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of this time.
+        at_end: seconds available for the last checkpoint, which is skipped if the previous checkpoint took longer.
     """
     took = 0.0
     while not stop.wait(max(seconds, took / _MAX_SAVE_FRACTION)):
@@ -170,12 +170,12 @@ def write(
             os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
-            f"The replay buffer could not be saved to {path}: {error}. The file that was there before is unchanged."
+            f"The replay buffer could not be saved to {path}: {error}. The file that existed before is unchanged."
         ) from error
 
 
 class SavedReplay(NamedTuple):
-    """A file of `write`, open for reading."""
+    """A file that `write` wrote, open for reading."""
 
     path: Path
     header: dict[str, Any]
@@ -191,7 +191,7 @@ class SavedReplay(NamedTuple):
                 raise CheckpointError(f"{self.path} was saved by another agent: {name} is {there}, not {here}.")
 
     def read(self, arrays: dict[str, np.ndarray]) -> None:
-        """Fill `arrays` from the file's arrays with the same names. Skip other arrays. Call it once.
+        """Fill `arrays` from the file's arrays with the same names. Skip other arrays. Call this method only once.
 
         Raises:
             CheckpointError: the file is damaged. Some of the arrays may already be filled.
@@ -207,10 +207,10 @@ class SavedReplay(NamedTuple):
 
 @contextlib.contextmanager
 def open_saved(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
-    """Open the file `path` of a buffer with this `spec`, and read its header.
+    """Open the file `path` of a buffer with this `spec`, and read the file's header.
 
     Raises:
-        CheckpointError: the file is missing, damaged, not a replay buffer, or from a buffer with another `spec`.
+        CheckpointError: the file is missing, damaged, not a replay buffer, or from a buffer with a different `spec`.
     """
     path = Path(path)
     try:
@@ -226,7 +226,7 @@ def open_saved(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[Saved
             shapes = header.pop("arrays")
             if header["spec"] != repr(spec):
                 saved = header["spec"]
-                raise CheckpointError(f"{path} was saved by a replay buffer with {saved}; this one has {spec!r}.")
+                raise CheckpointError(f"{path} was saved by a replay buffer with {saved}, but this one has {spec!r}.")
             yield SavedReplay(path, header, shapes, file)
     except OSError as error:
         raise CheckpointError(f"The replay buffer could not be read from {path}: {error}.") from error
@@ -239,7 +239,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _write_array(file: BinaryIO, array: np.ndarray) -> None:
     crc, data = 0, _bytes(array)
     for low in range(0, len(data), _PIECE_BYTES):
-        piece = bytes(data[low : low + _PIECE_BYTES])  # a copy, because another process may write to the array now
+        piece = bytes(data[low : low + _PIECE_BYTES])  # copy: another process may now write to the array
         crc = zlib.crc32(piece, crc)
         file.write(piece)
     file.write(_CRC.pack(crc))
@@ -262,4 +262,4 @@ def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
 
 def _check_intact(good: bool, path: Path, where: str) -> None:
     if not good:
-        raise CheckpointError(f"{path} is damaged: {where} is incomplete or changed. Delete it, or use another.")
+        raise CheckpointError(f"{path} is damaged: {where} is incomplete or changed. Delete this file, or use another.")

@@ -1,9 +1,10 @@
-"""A ring of timesteps and the items that they form. One class serves process and shared memory, writers and readers.
+"""A ring of timesteps, and the items that consist of these timesteps.
 
-A buffer in this process has one `StepStore`. In shared memory, each writer has one over its segment, and each reader
-has one over all segments. A writer to a Reverb server has a small one, which drops each complete item at once.
+All buffers use the class `StepStore`. An in-process buffer has one store. In shared memory, each writer has a store for
+its segment, and each reader has a store for all segments. A writer to a Reverb server has a small store, which drops
+each item as soon as it is complete.
 
-`ItemAssembler` is for replays that store whole items: a Reverb server, or your own.
+`ItemAssembler` is for replays that store whole items, such as a Reverb server or your own replay.
 """
 
 from __future__ import annotations
@@ -22,28 +23,27 @@ from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
 _CHUNK = 1024  # the most timesteps that are evicted at once
-_TABLE_BYTES = 1 + 2 * 8  # bytes per slot: the mark of an item's start, and the table's entries
-_MAX_SLOWDOWN = 8  # how much slower than others an environment may be without losing its open items
+_TABLE_BYTES = 1 + 2 * 8  # bytes per slot for the flag of an item's start, and for the table's entries
+_MAX_SLOWDOWN = 8  # an environment that is slower than the others by a larger factor loses its open items
 
 
 class StepStore:
-    """Steps in a ring of slots, with one row per timestep. Writers add steps; readers read items.
+    """Steps in a ring of slots, with one row per timestep. Writers add steps, and readers read items.
 
-    timeline.py explains the terms with an example: number, slot, block, index, floor, start, span, origin, and
-    lockstep.
+    timeline.py explains these terms with an example: number, slot, block, index, floor, start, span, origin, lockstep.
 
     Args:
         spec: the agent's `replay_spec`.
         step_spec: the agent's `step_spec`.
         timeline: the timesteps and their slots.
-        table: the items. The store adds each complete item to it, and evicts items that are overwritten.
-        num_envs: environments of the first writer.
-        single_frame: store frame-stacked pixels as one frame per step; None: detect stacked frames.
-        allocate: returns the arrays.
+        table: table of the items. The store adds each complete item to the table, and evicts overwritten items.
+        num_envs: number of environments of the first writer.
+        single_frame: store frame-stacked pixels as one frame per step. None: detect stacked frames.
+        allocate: function that returns the arrays.
 
     Attributes:
         items: the contents of items, except observations.
-        observations: each observation, once.
+        observations: the observations. Each observation is stored once.
         origin: [slots] int32, the index of the (rank, incarnation) that wrote the slot.
         marks_origin: True if `origin` must be written.
     """
@@ -71,24 +71,24 @@ class StepStore:
     def in_process_memory(
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
-        """Create a store of `slots` timesteps in this process's memory. Raise `UsageError` if it does not fit."""
+        """Create a store of `slots` timesteps in this process's memory. Raise `UsageError` if they do not fit."""
         check_fits(spec, step_spec, slots, num_envs, single_frame)
         timeline = Timeline(slots, chunk)
         table = make_table(spec.kind, timeline, spec.priority_exponent)
         return cls(spec, step_spec, timeline, table, num_envs, single_frame)
 
     def open(self, rank: int, incarnation: int, num_envs: int, origin: int) -> WriterFragments:
-        """Return the open fragments of a writer. `origin` is its index for the slots that it writes."""
+        """Return the open fragments of a writer. `origin` is the writer's index, which marks the writer's slots."""
         fragments = WriterFragments(rank, incarnation, num_envs, self.items.period, self.items.history)
         fragments.origin = origin
         fragments.margin = num_envs + self.timeline.chunk - self.timeline.slots
         return fragments
 
     def add(self, fragments: WriterFragments, envs: np.ndarray | None, step: Step) -> None:
-        """Add a step of the environments `envs` [B] of one writer; None means all environments of the writer, in order.
+        """Add a step of the environments `envs` [B] of one writer. None means all environments of the writer, in order.
 
-        Most writers are in lockstep (see `WriterFragments`): each step begins at the writer's open timesteps. Then this
-        method adds a whole block. Otherwise it calls `_add_scattered`.
+        Most writers are in lockstep (see `WriterFragments`), so each step begins at the writer's open timesteps. Then
+        this method adds a whole block. Otherwise it calls `_add_scattered`.
         """
         after, observations = step.next_timestep, self.observations
         if not fragments.checked:
@@ -111,11 +111,11 @@ class StepStore:
             self._add_scattered(fragments, fragments.range if envs is None else envs, step)
 
     def _add_scattered(self, fragments: WriterFragments, envs: np.ndarray, step: Step) -> None:
-        """Add a step of some environments of a writer, or of all if a fragment begins or is broken."""
+        """Add a step of some environments of a writer, or of all environments if a fragment begins or is broken."""
         fragments.leave_lockstep()
         before, after, count = step.timestep, step.next_timestep, len(envs)
         numbers = fragments.open[envs]
-        # Count the timesteps that this call may overwrite (two for each environment) as evicted.
+        # Treat the timesteps that this call may overwrite (two for each environment) as evicted.
         kept = (numbers >= self.timeline.floor_after_allocating(2 * count)) & (
             fragments.types[envs] == before.step_type
         )
@@ -136,7 +136,7 @@ class StepStore:
             fragments.enter_lockstep()
 
     def _allocate(self, count: int, fragments: WriterFragments) -> tuple[int, Index]:
-        """Allocate `count` timesteps, and evict the items that they replace."""
+        """Allocate `count` timesteps, and evict the items that the new timesteps overwrite."""
         timeline = self.timeline
         first = timeline.head
         if first + count - timeline.floor > timeline.slots:
@@ -149,7 +149,7 @@ class StepStore:
         return first, index
 
     def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Return (data of the items that start in `slots` [B], oldest version that acted in each, [B]).
+        """Return (data of the items that start in `slots` [B], oldest version that acted in each item [B]).
 
         The data is a copy.
         """
@@ -157,17 +157,17 @@ class StepStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full store and table."""
+        """Size of the full store and its table in bytes."""
         return self.items.nbytes + self.observations.nbytes + self.origin.nbytes + _TABLE_BYTES * self.timeline.slots
 
     def forget_before(self, version: int) -> int:
-        """Drop the items of a queue in which a version below `version` acted. Return their number."""
+        """Drop the items of a queue in which a version below `version` acted. Return the number of dropped items."""
         if version < 0 or not isinstance(self.table, QueueTable) or not self.table.size:
             return 0
         return self.table.forget_before(version, self.items.params_version)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold, without unused rows."""
+        """Return the arrays that a checkpoint must contain, without unused rows."""
         parts = {"items": self.items, "observations": self.observations, "table": self.table}
         arrays = {f"{part}/{name}": array for part, it in parts.items() for name, array in it.arrays().items()}
         return {**arrays, "origin": self.timeline.used(self.origin)}
@@ -178,21 +178,21 @@ class Writer(Protocol):
 
     rank: int
     num_envs: int
-    id_bytes: bytes  # the ids of all its environments, in order
+    id_bytes: bytes  # the ids of all environments of the writer, in order
 
 
 W = TypeVar("W", bound=Writer)
 
 
 class Writers(Generic[W]):
-    """The writers of a buffer. They are found by the ids of their environments."""
+    """The writers of a buffer. `find` returns the writer of given environment ids."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, W] = {}
-        self._last: W | None = None  # the writer that added last
+        self._last: W | None = None  # the writer that added the last step
 
     def put(self, writer: W) -> None:
-        """Register a writer, and replace the previous writer of its rank."""
+        """Register a writer. It replaces the previous writer of the same rank."""
         self.by_rank[writer.rank], self._last = writer, None
 
     def drop(self, rank: int) -> None:
@@ -203,7 +203,7 @@ class Writers(Generic[W]):
     def find(self, env_ids: np.ndarray) -> tuple[W, np.ndarray | None]:
         """Return (writer of `env_ids`, indices of the environments).
 
-        The indices are None for all environments, in order.
+        The indices are None if `env_ids` are all environments of the writer, in order.
 
         Raises:
             UsageError: the ids do not belong to one writer.
@@ -227,7 +227,7 @@ class Writers(Generic[W]):
 
 
 def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemTable:
-    """Return the table for the items of `timeline`; `kind` determines how it draws."""
+    """Return the table for the items of `timeline`. `kind` determines how items are drawn."""
     if kind == "prioritized":
         return PrioritizedTable(timeline, priority_exponent)
     return QueueTable(timeline) if kind == "queue" else UniformTable(timeline)
@@ -236,7 +236,7 @@ def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemT
 def ring_sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> tuple[int, int]:
     """Return (slots, chunk) such that the newest `spec.capacity` timesteps are always present, in whole batches.
 
-    A chunk is evicted at once. There are at least `chunks` chunks in the capacity.
+    `chunk` timesteps are evicted at once. The capacity contains at least `chunks` such chunks.
     """
     chunk = -(-min(_CHUNK, max(1, spec.capacity // chunks)) // num_envs) * num_envs
     slots = -(-max(spec.capacity + num_envs, timesteps_needed(spec, all_envs)) // num_envs) * num_envs + chunk
@@ -244,7 +244,7 @@ def ring_sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16)
 
 
 def timesteps_needed(spec: ReplaySpec, all_envs: int) -> int:
-    """Return the number of timesteps for one item of each environment, plus those that one call may allocate."""
+    """Return the number of timesteps that one item of each environment and one call of `add` may need."""
     item = spec.item
     return all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
 
@@ -252,7 +252,7 @@ def timesteps_needed(spec: ReplaySpec, all_envs: int) -> int:
 def bytes_needed(
     spec: ReplaySpec, step_spec: StepSpec, slots: int, num_envs: int = 1, single_frame: bool | None = False
 ) -> int:
-    """Return the bytes of a full buffer."""
+    """Return the size of a full buffer in bytes."""
     table = UniformTable(Timeline(1, 1))
     return StepStore(spec, step_spec, Timeline(slots, 1), table, num_envs, single_frame, unallocated_array).nbytes
 
@@ -271,15 +271,15 @@ def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
     if needed + chunk > slots:
         raise UsageError(
             f"The replay buffer holds {slots - chunk} timesteps, but {all_envs} environments need {needed} for one "
-            f"item each. Set its capacity to at least {needed}."
+            f"item each. Set the buffer's capacity to at least {needed}."
         )
 
 
 class ItemAssembler:
-    """Completes the items of this process's writers, and returns each item once it is complete.
+    """Makes items of the steps of this process's writers. Each item is returned once it is complete.
 
-    It handles n-step returns, the ends of episodes, environments that are stepped in any order, and broken fragments.
-    Only one thread may call it at a time.
+    The assembler handles n-step returns, the ends of episodes, environments that are stepped in any order, and broken
+    fragments. Only one thread may call the assembler at a time.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
@@ -292,7 +292,7 @@ class ItemAssembler:
         self._next: dict[int, int] = {}
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Register a writer. If its rank was registered before, drop the open fragments."""
+        """Register a writer. If its rank was registered before, drop the rank's open fragments."""
         spec = self._agent.replay_spec
         length = spec.item.length if isinstance(spec.item, Sequence) else spec.item.n_step
         spec = dataclasses.replace(spec, capacity=_MAX_SLOWDOWN * num_envs * (length + 4))
@@ -308,13 +308,13 @@ class ItemAssembler:
         self._writers.drop(rank)
 
     def rank_of(self, env_ids: np.ndarray) -> int:
-        """Return the rank of the writer of `env_ids`. Raise `UsageError` if there is none."""
+        """Return the rank of the writer of `env_ids`. Raise `UsageError` if no writer has these ids."""
         return self._writers.find(env_ids)[0].rank
 
     def add(self, env_ids: np.ndarray, step: Step) -> Batch | None:
-        """Add a step, and return the items that it completed, oldest first; None if there are none.
+        """Add a step, and return the items that the step completed, oldest first. None if it completed no items.
 
-        The third part of a key is the item's number within its writer (see `renumber`). Ignore the `probabilities`.
+        The third part of a key numbers the items of a writer (see `renumber`). Ignore the batch's `probabilities`.
         """
         fragments, envs = self._writers.find(env_ids)
         store, table = self._stores[fragments.rank]
@@ -330,7 +330,10 @@ class ItemAssembler:
         return Batch(data, keys, probabilities, versions)
 
     def renumber(self, batch: Batch, at_least: int) -> None:
-        """Number the items that the last `add` returned, and later items, from `at_least` on. Never lower a number."""
+        """Number the items of `batch`, which the last `add` returned, and later items from `at_least` on.
+
+        Do nothing if the numbers are already higher.
+        """
         more = at_least - int(batch.keys[0, 2])
         if more > 0:
             batch.keys[:, 2] += more

@@ -1,7 +1,7 @@
-"""The items of a replay, and how they are drawn: one table class for each kind of `ReplaySpec`.
+"""The items of a replay, and how items are drawn. There is one table class for each kind of `ReplaySpec`.
 
-An item is identified by its `start`, the number of its first timestep (timeline.py). It is evicted when that timestep
-is overwritten.
+An item is identified by its `start`, the number of its first timestep (timeline.py). An item is evicted when its first
+timestep is overwritten.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rlframe.replay.base import STATS
 from rlframe.replay.sum_tree import SumTree
 from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of, ring_index
 
-MIN_PRIORITY = 1e-8  # so that an item with priority 0 can still be drawn
+MIN_PRIORITY = 1e-8  # an item with priority 0 gets this priority, so that it can be drawn
 
 
 class ItemTable(abc.ABC):
     """Marks the slots at which items start, and counts items.
 
-    Readers draw from it. The table of a writer is not drawn from.
+    Readers draw from their table. Writers only add to their table.
     """
 
-    dropped = 0  # updates of the priorities of evicted items
+    dropped = 0  # number of priority updates for evicted items
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
@@ -42,7 +42,7 @@ class ItemTable(abc.ABC):
             mask: selects the timesteps at which items start.
             shared: the table may already contain other items of the block.
         """
-        if self._timeline.is_evicted(first):  # a slow writer's block: at least some items are already evicted
+        if self._timeline.is_evicted(first):  # the writer was slow, so some items of the block are already evicted
             self.append(numbers_of(first, count, mask))
             return
         if isinstance(mask, bool):
@@ -95,7 +95,7 @@ class ItemTable(abc.ABC):
             self._advance(num_evicted)
 
     def holds(self, starts: np.ndarray) -> np.ndarray:
-        """Return [B] bool: True for the items `starts` that are still present."""
+        """Return [B] bool, which is True for the items of `starts` that are still present."""
         return self._timeline.holds(starts) & self._present[self._timeline.slots_of(starts)]
 
     def starts(self) -> np.ndarray:
@@ -104,10 +104,10 @@ class ItemTable(abc.ABC):
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A draw from several tables chooses each table in proportion to it."""
+        """The sum of the weights of all items. A table is drawn with a probability proportional to this weight."""
         return float(self.size)
 
-    def _advance(self, num_evicted: int) -> None:  # noqa: B027  nothing to do where there is no order
+    def _advance(self, num_evicted: int) -> None:  # noqa: B027  tables without an order do nothing
         """Handle the eviction of `num_evicted` items."""
 
     def stats(self, steps: int, sampled: int, nbytes: int) -> dict[str, int]:
@@ -116,15 +116,15 @@ class ItemTable(abc.ABC):
         return dict(zip(STATS, (*items, self.dropped, nbytes)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold, except `state`."""
+        """Return the arrays that a checkpoint must contain, in addition to `state`."""
         return {"present": self._timeline.used(self._present)}
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars that a checkpoint must hold."""
+        """Return the scalars that a checkpoint must contain."""
         return {key: getattr(self, key) for key in self._scalars}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
+        """Restore the scalars that `state` returned."""
         for key in self._scalars:
             setattr(self, key, state[key])
 
@@ -132,22 +132,22 @@ class ItemTable(abc.ABC):
 
 
 class Ring(ItemTable):
-    """Items in the order of their completion.
+    """A ring of items in the order in which they were completed.
 
-    With n-step items or asynchronous environments, a newer item may start before an older item, and so be evicted
-    earlier. Then evicted entries stay between `tail` and `end` until the tail has passed them, and readers must skip
-    them.
+    With n-step items or asynchronous environments, an item that was completed later may start earlier, and so be
+    evicted earlier. Then evicted entries stay between `tail` and `end` until the tail has passed these entries, and
+    readers must skip them.
     """
 
     _scalars = (*ItemTable._scalars, "tail", "end", "ordered", "last")
-    # Adjacent blocks are written to the ring together, when a reader needs them: (first number, end).
+    # (first number, end) of adjacent blocks, which are written to the ring together when a reader needs them.
     _pending = (0, 0)
 
     def __init__(self, timeline: Timeline):
         super().__init__(timeline)
-        # Entries between a live tail and the end started less than two laps ago, and their numbers differ.
+        # If the tail is not evicted, all items up to the end started less than two laps ago, at different numbers.
         self._starts = np.zeros(2 * timeline.slots, np.int64)
-        self.tail = self.end = 0  # positions, which only increase
+        self.tail = self.end = 0  # positions in the ring, which only increase
         self.ordered = True  # True if the starts never decrease
         self.last = -1
 
@@ -195,7 +195,7 @@ class Ring(ItemTable):
         self.end += size
 
     def _compact(self) -> None:
-        """Remove the evicted entries. This is needed only if a writer pauses, so that its live items hold the tail."""
+        """Remove the evicted entries. This is needed only if a writer pauses, because its items then keep the tail."""
         entries = np.arange(self.tail, self.end)
         live = self._starts[entries[self._is_live(entries)] % len(self._starts)]
         self.tail, self.end = 0, len(live)
@@ -236,13 +236,13 @@ class UniformTable(Ring):
         self._write_pending()
         starts = self._draw_starts(count, rng)
         if not self.ordered:
-            # Evicted entries are few: draw again for them, so that all live entries keep the same probability.
+            # Replace the few draws of evicted entries by new draws, so that all live entries keep the same probability.
             while 1 in (evicted_draws := self._timeline.is_evicted(starts)).tobytes():
                 starts[evicted_draws] = self._draw_starts(int(np.count_nonzero(evicted_draws)), rng)
         return starts, _full(count, 1.0 / self.size)
 
     def _draw_starts(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        # Takes a quarter of the time of `rng.integers`. The bias is that of doubles: at most size / 2^53.
+        # This takes a quarter of the time of `rng.integers`. Rounding of doubles causes a bias of at most size / 2^53.
         draws = rng.random(count)
         draws *= float(self.end - self.tail)
         positions = draws.astype(np.int64)
@@ -254,7 +254,7 @@ class UniformTable(Ring):
 
 
 class QueueTable(Ring):
-    """Draws each item once, the oldest first."""
+    """Draws each item once, and the oldest items first."""
 
     def draw(self, count: int, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Remove the `count` oldest items, which must exist, and return (starts, probabilities)."""
@@ -270,9 +270,9 @@ class QueueTable(Ring):
         return starts, probabilities
 
     def forget_before(self, version: int, versions: np.ndarray) -> int:
-        """Drop the items in which a version below `version` acted, and return their number.
+        """Drop the items in which a version below `version` acted. Return the number of dropped items.
 
-        `versions` has one row per slot.
+        `versions` has one row for each slot: the version that acted.
         """
         starts = self.starts()
         slots = self._timeline.slots_of(starts)
@@ -311,7 +311,7 @@ def _full(count: int, value: float) -> np.ndarray:
 class PrioritizedTable(ItemTable):
     """Draws items with probabilities proportional to priority^exponent (Schaul et al. 2016).
 
-    New items get the highest priority so far.
+    A new item gets the highest priority that any item has had.
     """
 
     _scalars = (*ItemTable._scalars, "highest", "dropped")
@@ -343,7 +343,7 @@ class PrioritizedTable(ItemTable):
         return self._timeline.numbers_in(slots), probabilities
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of the items `starts`. If an item occurs twice, the last priority counts."""
+        """Set the priorities of the items `starts`. If an item occurs twice, its last priority is set."""
         there = self.holds(starts)
         if not there.all():
             self.dropped += int(np.count_nonzero(~there))
@@ -357,7 +357,7 @@ class PrioritizedTable(ItemTable):
         return self._timeline.numbers_in(self._present.nonzero()[0])
 
     def leaves(self, starts: np.ndarray) -> np.ndarray:
-        """Return the weights of the items `starts`: priority^exponent."""
+        """Return the weights of the items `starts`. An item's weight is priority^exponent."""
         return self._tree.leaves.take(self._timeline.slots_of(starts))
 
     def set_leaves(self, starts: np.ndarray, leaves: np.ndarray) -> None:

@@ -1,19 +1,19 @@
-"""The numbering of timesteps: a ring of slots that all writers share, and the open fragments of each writer.
+"""The numbering of timesteps in a ring of slots that all writers share, and the open fragments of each writer.
 
-Each timestep gets a number when it is allocated. It stays in the slot `number % slots` until the ring wraps to it.
-Example with 100 slots, two environments and an n-step of 3:
+Each timestep gets a number when it is allocated. The timestep stays in the slot `number % slots` until the ring wraps
+around to this slot. Example with 100 slots, two environments and an n-step of 3:
 
     number  identifies a timestep: 412 and 413 are the newest timesteps of the two environments
-    slot    the timestep's row: 12 and 13 (`slots_of`)
-    block   the numbers of one batch, identified by the first one: 412
+    slot    the timestep's row in the arrays: 12 and 13 (`slots_of`)
+    block   the numbers of one batch, identified by the first number: 412
     index   the slots of a block, as an array index: `index(412, 2)` is slice(12, 14)
     floor   the lowest number that is not evicted: 314
-    start   the number of an item's first timestep: 406. Tables and keys identify an item by it
-    span    the number of an item's end minus that of its start: 412 - 406 = 6, for three steps of two environments
+    start   the number of an item's first timestep: 406. Tables and keys identify an item by its start
+    span    an item's end minus its start: 412 - 406 = 6, for three steps of two environments
     origin  the index of the (rank, incarnation) that wrote a slot
 
-A batch is allocated in one piece, so large arrays are always written with one copy, for any set of environments. Adding
-the span of one step to a timestep's number gives the environment's next timestep.
+A batch gets consecutive numbers, so large arrays are always written with one copy, for any set of environments. A
+timestep's number plus the span of its step is the number of the environment's next timestep.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import numpy as np
 from rlframe.types import global_env_ids
 
 Index = Union[slice, np.ndarray]
-Numbers = Union[int, np.ndarray]  # the first number of a block, or one number per environment
-Mask = Union[bool, np.ndarray]  # [B] bool: selects environments; True: all, False: none
-_NONE = 255  # not a step type
+Numbers = Union[int, np.ndarray]  # the first number of a block, or one number for each environment
+Mask = Union[bool, np.ndarray]  # [B] bool selects environments; True selects all, False selects none
+_NONE = 255  # differs from all step types
 
 
 def ring_index(first: int, count: int, size: int, base: int = 0) -> Index:
-    """Return the positions of `count` numbers from `first` on in a ring of `size` positions.
+    """Return the positions of the `count` numbers from `first` on in a ring that has `size` positions.
 
-    The ring begins at the position `base`. The result is a slice if the positions do not wrap.
+    The ring begins at the position `base`. The result is a slice if the positions do not wrap around.
     """
     low = first % size
     return slice(base + low, base + low + count) if low + count <= size else base + (low + np.arange(count)) % size
@@ -47,8 +47,8 @@ def numbers_of(block: int, count: int, mask: Mask = True) -> np.ndarray:
 class Timeline:
     """Allocates timestep numbers and maps them to slots.
 
-    Eviction removes `chunk` timesteps at a time, because a search for evicted items at every call would cost more than
-    the write.
+    Eviction removes `chunk` timesteps at a time, because searching for evicted items at every call would take longer
+    than writing the timesteps.
     """
 
     def __init__(self, slots: int, chunk: int):
@@ -57,7 +57,7 @@ class Timeline:
         self.floor = 0  # the lowest number that is not evicted
 
     def raise_floor(self, count: int) -> list[Index]:
-        """Raise the floor to make room for a block of `count` timesteps. Return the slots that this evicts."""
+        """Increase the floor to make room for a block of `count` timesteps. Return the slots that are evicted."""
         floor, self.floor = self.floor, self.head + count - self.slots + self.chunk
         low, high = floor % self.slots, self.floor % self.slots
         if low < high:
@@ -69,10 +69,10 @@ class Timeline:
         return max(0, self.head + count + self.chunk - self.slots)
 
     def index(self, numbers: Numbers, count: int) -> Index:
-        """Return the slots of a block of `count` numbers (a slice if it does not wrap), or of an array of numbers."""
+        """Return the slots of a block of `count` numbers (a slice, unless it wraps), or of an array of numbers."""
         if isinstance(numbers, int):
             low = numbers % self.slots
-            if low + count <= self.slots:  # the usual case, without a further call
+            if low + count <= self.slots:  # the usual case
                 return slice(low, low + count)
             numbers = numbers_of(numbers, count)
         return self.slots_of(numbers)
@@ -82,7 +82,7 @@ class Timeline:
         return numbers % self.slots
 
     def follow(self, slots: np.ndarray, spans: Numbers) -> np.ndarray:
-        """Return the slots that are `spans` numbers after `slots`, for `take(mode="wrap")`."""
+        """Return the slots that are `spans` numbers after `slots`. Use them with `take(mode="wrap")`."""
         return slots + spans
 
     def is_evicted(self, numbers: Numbers) -> Any:
@@ -90,7 +90,7 @@ class Timeline:
         return numbers < self.floor
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
-        """Return [B] bool: True for the `numbers` (any integers) that are present."""
+        """Return [B] bool, which is True for the `numbers` (any integers) that are present."""
         return (numbers >= self.floor) & (numbers < self.head)
 
     def numbers_in(self, slots: np.ndarray) -> np.ndarray:
@@ -99,33 +99,33 @@ class Timeline:
         return np.where(numbers >= self.head, numbers - self.slots, numbers)
 
     def used(self, rows: np.ndarray) -> np.ndarray:
-        """Return the written part of an array that has one row per slot."""
+        """Return the rows that were written, from an array that has one row per slot."""
         return rows[: self.head]
 
 
 class WriterFragments:
     """The open fragments of one rank's environments.
 
-    A fragment is an environment's timesteps without a gap. Its last timestep is open: the next step continues it. An
-    item may start at every `period`-th step of a fragment. Row `n % history` of `starts` has the number of start n,
-    counted from 0.
+    A fragment is a series of timesteps of an environment without a gap. Its last timestep is open, because the next
+    step continues there. An item may start at every `period`-th step of a fragment. Row `n % history` of `starts` has
+    the number of start n, counted from 0.
 
-    A writer is in lockstep if each of its batches holds all its environments in order. Then its open timesteps are one
-    block, and one integer is enough for all environments. `enter_lockstep` and `leave_lockstep` convert between the two
-    forms. In the example above, after 6 steps from number 400 on, with a period of 1 and a history of 3:
+    A writer is in lockstep if each of its batches contains all its environments in order. Then its open timesteps are
+    one block, and one integer is enough for all environments. `enter_lockstep` and `leave_lockstep` convert between the
+    two forms. In the example above, after 6 steps from number 400 on, with a period of 1 and a history of 3:
 
-        fact                             in lockstep                      otherwise, for each environment
+        value                            in lockstep                      otherwise, for each environment
         open timesteps                   open_block = 412                 open = [412, 413]
-        their step types                 type_bytes: MID MID              types = [MID, MID]
+        step types of these timesteps    type_bytes: MID MID              types = [MID, MID]
         steps since the fragment began   position = 6                     positions = [6, 6]
         newest starts                    start_blocks = [406, 408, 410]   starts = [[406, 407], [408, 409], [410, 411]]
         steps in the same episode        unbroken = [True, True, True]    ages = [3, 3]
 
-    `unbroken[k]` is a `Mask` of the environments that acted (not at LAST) in each of the last k + 1 steps. Their age is
-    above k. `ages` counts up to `history`. Outside lockstep, `open_block` is -1.
+    `unbroken[k]` is a `Mask` of the environments that acted (not at LAST) in each of the last k + 1 steps. The ages of
+    these environments are above k. `ages` counts up to `history`. Outside lockstep, `open_block` is -1.
 
     `record_starts` and `record_acting` record a step. Then `starts_before` and `starts_in_episode` return results for
-    both forms. Their argument `envs` is [B], or None for all environments in lockstep.
+    both forms. The argument `envs` is [B], or None for all environments in lockstep.
     """
 
     def __init__(self, rank: int, incarnation: int, num_envs: int, period: int, history: int):
@@ -133,8 +133,8 @@ class WriterFragments:
         self.period, self.history = period, history
         self.id_bytes = global_env_ids(rank, np.arange(num_envs)).tobytes()
         self.range = np.arange(num_envs)
-        self.checked = False  # True once a step was compared with the spec
-        self.margin = 0  # the next call may overwrite an open block below head + margin
+        self.checked = False  # True once a step of the writer was compared with the spec
+        self.margin = 0  # the next call of `add` may overwrite an open block below head + margin
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
         # In lockstep:
         self.open_block = -1
@@ -163,7 +163,7 @@ class WriterFragments:
         self.open_block, self.type_bytes = -1, b""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold. Leaves lockstep; call `enter_lockstep` afterwards."""
+        """Leave lockstep, and return the arrays that a checkpoint must contain. Call `enter_lockstep` afterwards."""
         self.leave_lockstep()
         names = ("open", "types", "positions", "starts", "ages")
         return {name: getattr(self, name) for name in names}
@@ -196,7 +196,7 @@ class WriterFragments:
     def starts_before(self, steps: int, envs: np.ndarray | None) -> Numbers:
         """Return the starts that are `steps` steps before the open timesteps.
 
-        Entries without `have_start_before` are arbitrary.
+        Where the mask `have_start_before` is False, the result is arbitrary.
         """
         if envs is None:
             return self.start_blocks[(self.position - steps) // self.period % self.history]
@@ -208,7 +208,7 @@ class WriterFragments:
         return (position >= 0) & (position % self.period == 0)
 
     def record_acting(self, acting: Mask, envs: np.ndarray | None) -> None:
-        """Record which of `envs` are `acting` in this step, and are not at LAST."""
+        """Record which of `envs` are `acting` in this step, which means that they are not at LAST."""
         if envs is None:
             older = self.unbroken[:-1]
             self.unbroken = [acting, *(older if acting is True else [acting & each for each in older])]

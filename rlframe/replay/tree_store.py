@@ -1,4 +1,4 @@
-"""Arrays with one row per slot, and checks that they fit into the available memory."""
+"""Arrays with one row per slot, and checks that the arrays fit into the available memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _PROCESS_CGROUPS = pathlib.Path("/proc/self/cgroup")
-# (limit, usage, the cache in that usage which the kernel would release) of cgroups v2 and v1
+# File names of cgroups v2 and v1: (limit, usage, key in memory.stat of the used cache that the kernel can release).
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -24,18 +24,18 @@ _CGROUP_FILES = (
 
 
 class TreeStore:
-    """Stores trees of arrays, one row per slot. Frame-stacked pixels are stored as single frames.
+    """Stores trees of arrays with one row per slot. Frame-stacked pixels are stored as single frames.
 
     Args:
         layout: the layout of the tree.
         timeline: the timesteps and their slots.
-        allocate: returns the arrays.
-        single_frame: True or False for every leaf. None: True for each leaf that looks stacked, until its data shows
-            that it is not.
-        num_envs: environments of the first writer. They determine how far back a frame may be.
+        allocate: function that returns the arrays.
+        single_frame: store frame-stacked leaves as single frames. None: detect stacked frames by a leaf's shape and
+            dtype, and store whole rows if the leaf's data are not stacked.
+        num_envs: number of the first writer's environments, which determines how far back a frame may be.
 
     Attributes:
-        only_array: the array of a tree that is one leaf with whole rows; None for other trees.
+        only_array: the array, if the tree is one leaf with whole rows. None for other trees.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TreeStore:
         for i, leaf in enumerate(layout.leaves):
             if _stores_frames(leaf, single_frame):
                 self._rows.append(np.zeros(0, leaf.dtype))
-                slack = 4 * leaf.shape[0] * num_envs  # enough for a batch a few steps behind the others
+                slack = 4 * leaf.shape[0] * num_envs  # enough if a batch is a few steps behind the others
                 self._frames[i] = FrameStore(leaf, timeline, slack, allocate)
             else:
                 self._rows.append(allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype))
@@ -61,7 +61,8 @@ class TreeStore:
     def write(self, index: Index, tree: Any, first: int = 0, before: Numbers | None = None) -> None:
         """Store the tree of `[B, ...]` in the slots `index`.
 
-        Frames also need the number of the `first` timestep, and the timesteps `before`, which they follow, if any.
+        Frames also need `first`, the number of the first timestep, and `before`, the previous timesteps of the same
+        environments (None: no previous timesteps).
         """
         if self.only_array is not None:
             self.only_array[index] = tree
@@ -99,13 +100,13 @@ class TreeStore:
         return self._layout.build([a for a, _ in pairs]), self._layout.build([b for _, b in pairs])
 
     def _store_whole_rows(self, i: int, store: FrameStore) -> None:
-        """Store whole rows of leaf `i` from now on, because its stacks do not continue each other."""
+        """Store whole rows of leaf `i` from now on, because its stacks do not repeat frames of the previous stacks."""
         leaf = self._layout.leaves[i]
         if self._forced:
             raise UsageError(
                 f"{leaf.name}: single_frame=True needs frame-stacked observations, but in "
                 f"{store.rows_stored_separately} of {store.rows_seen} observations the older frames differ "
-                "from those of the step before. Leave single_frame out."
+                "from the previous step's frames. Leave single_frame out."
             )
         slots = self._timeline.slots
         check_memory(
@@ -121,7 +122,7 @@ class TreeStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full arrays."""
+        """Size of all arrays in bytes."""
         return sum(data.nbytes for data in self._rows) + sum(store.nbytes for store in self._frames.values())
 
     def single_frame_leaves(self) -> list[str]:
@@ -129,20 +130,20 @@ class TreeStore:
         return [store.leaf.name for store in self._frames.values()]
 
     def restore_single_frame_leaves(self, names: list[str]) -> None:
-        """Store the leaves that are not in `names` as whole rows. Call it only before anything was written."""
+        """Store the leaves that are not in `names` as whole rows. Call this method before the first write."""
         for i, store in list(self._frames.items()):
             if store.leaf.name not in names:
                 self._store_whole_rows(i, store)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must hold, except `variable_arrays`."""
+        """Return the arrays that a checkpoint must contain, in addition to `variable_arrays`."""
         arrays: dict[str, np.ndarray] = {}
         for i, (leaf, data) in enumerate(zip(self._layout.leaves, self._rows)):
             arrays.update(self._frames[i].arrays() if i in self._frames else {leaf.name: self._timeline.used(data)})
         return arrays
 
     def variable_arrays(self) -> dict[str, np.ndarray]:
-        """Return small arrays whose sizes vary."""
+        """Return the small arrays whose sizes vary, for a checkpoint."""
         return {
             f"{store.leaf.name} {name}": array
             for store in self._frames.values()
@@ -150,7 +151,7 @@ class TreeStore:
         }
 
     def set_variable_arrays(self, variable_arrays: dict[str, np.ndarray]) -> None:
-        """Restore the result of `variable_arrays`."""
+        """Restore the arrays that `variable_arrays` returned."""
         for store in self._frames.values():
             prefix = f"{store.leaf.name} "
             store.set_variable_arrays(
@@ -168,7 +169,7 @@ def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
 def check_memory(needed: int, capacity: int, what: str) -> None:
     """Raise `UsageError` if `needed` bytes for `capacity` steps exceed the available memory.
 
-    The system provides pages only as the buffer fills. Without this check, the machine would run out of memory later.
+    The system provides memory only as the buffer fills. Without this check, memory would run out later.
     """
     available = available_memory()
     if needed > available:
@@ -180,18 +181,18 @@ def check_memory(needed: int, capacity: int, what: str) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can take without swapping, on its machine and in its container."""
+    """Return how many bytes this process can allocate without swapping, in its container on this machine."""
     containers = [left for directory in _cgroups() if (left := _available_in(directory)) is not None]
     return max(0, min([psutil.virtual_memory().available, *containers]))
 
 
 def _cgroups() -> Iterator[pathlib.Path]:
-    """Return the directories of this process's memory cgroups, from its own up to the visible root."""
+    """Return the directories of this process's memory cgroups, from the process's own cgroup to the visible root."""
     try:
         lines = _PROCESS_CGROUPS.read_text().splitlines()
     except OSError:
         return
-    for line in lines:  # `0::/path` in version 2, `4:memory:/path` in version 1
+    for line in lines:  # a line is `0::/path` in version 2, `4:memory:/path` in version 1
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):
             continue

@@ -1,4 +1,4 @@
-"""A `Transport` carries calls to objects in other processes. There is one file for each transport.
+"""A `Transport` calls objects in other processes. There is one file for each transport.
 
 A call from an actor to a learner, over Unix sockets (`sockets.py`):
 
@@ -19,5 +19,5 @@ from rlframe.transport.base import CALL_TIMEOUT, Client, Future, MappedFuture, S
 
 __all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Future", "MappedFuture", "Server", "Transport"]
 
-# The transport for nodes of Launchpad programs, and for addresses from users.
+# The transport for nodes of Launchpad programs, and for addresses that users give.
 DEFAULT: Transport = courier.CourierTransport()

@@ -1,4 +1,4 @@
-"""The transport Courier, which calls nodes of Launchpad programs. Addresses are "host:port".
+"""The Courier transport, which calls nodes of Launchpad programs. Addresses are "host:port".
 
 Courier's servers listen on all interfaces, without authentication, and unpickle the data that they receive.
 """
@@ -17,13 +17,13 @@ from rlframe import errors, extras
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
 from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
-_UNAVAILABLE_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # codes of Courier's StatusNotOk
+_UNAVAILABLE_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # status codes in Courier's error StatusNotOk
 
 _Raw = concurrent.futures.Future[Any]
 
-# Courier clients that were deleted while calls were pending, and these calls. If the client's own thread, which
-# receives answers, held the last reference to the client, the process would crash. So this dict holds each client until
-# all its calls have ended.
+# Courier clients that were deleted while calls were pending, with these calls. The process would crash if the last
+# reference to a client were in the client's own thread, which receives answers. So this dict keeps a reference to each
+# client until all calls of the client have ended.
 _dropped: dict[int, tuple[Any, set[_Raw]]] = {}
 
 
@@ -36,7 +36,7 @@ class CourierTransport:
         return CourierClient(_courier().Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False))
 
     def is_reachable(self, address: str) -> bool:
-        """Return True if the port is open. gRPC's own reconnects would have growing pauses."""
+        """Return True if the port is open. Reconnecting with gRPC instead would wait longer and longer."""
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
@@ -70,7 +70,7 @@ class CourierClient:
             _dropped[id(self._pending)] = self._client, self._pending
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """See `Client`. This method does not use a future, which would take four times as long for a small call."""
+        """See `Client`. This method uses no future, since small calls with a future take four times as long."""
         try:
             return getattr(self._client, method)(*args, **kwargs)
         except Exception as error:
@@ -102,13 +102,13 @@ class CourierServer:
 
 
 def address_of(target: Any) -> str | None:
-    """Return the address of a `courier.Client`, or None for other objects. Launchpad's handles are clients in nodes."""
-    # Check the type: a `courier.Client` has every attribute name.
+    """Return the address of a `courier.Client`, such as a Launchpad handle in a node. None for other objects."""
+    # Check the type, because a `courier.Client` appears to have every attribute.
     return target.address if extras.is_instance(target, "courier.python.client", "Client") else None
 
 
 def _courier() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # set it before TensorFlow's libraries are loaded
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # works only before TensorFlow's libraries are loaded
     with extras.explain_import_error("A call to another process", "launchpad"):
         import courier
     return courier
@@ -122,10 +122,10 @@ def _release_dropped_clients() -> None:
 
 @contextlib.contextmanager
 def _free_port() -> Iterator[int]:
-    """Yield a free port, and reserve it during the `with`, in which a server must bind it."""
+    """Yield a free port. The port is reserved until the `with` block ends, and the server must bind it in the block."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server may bind the same port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server may then bind the same port
         if family == socket.AF_INET6:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.bind(("", 0))
@@ -134,14 +134,14 @@ def _free_port() -> Iterator[int]:
 
 def _result(future: _Raw) -> Any:
     try:
-        # Courier ends the call after its timeout. Do not cancel the future: a late answer would then fail in C++.
+        # Courier ends the call after its timeout. Do not cancel the future, because a late answer would fail in C++.
         return future.result(timeout=CALL_TIMEOUT + 1.0)
     except Exception as error:
         _raise(error)
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Convert an error of Courier to the errors of `Client`. Raise local errors, such as of pickling, unchanged."""
+    """Raise an error of `Client` for an error of Courier. Raise local errors, such as pickling errors, unchanged."""
     if isinstance(error, concurrent.futures.TimeoutError):
         raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
     code = getattr(getattr(error, "code", None), "name", None)
@@ -152,7 +152,7 @@ def _raise(error: Exception) -> NoReturn:
         raise UnavailableError(text) from None
     if (
         code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text
-    ):  # a method's KeyError has this code too
+    ):  # a KeyError that the method raised has this code too
         raise NoMethodError(text) from None
     raised = _raised(text)
     if raised is None:
@@ -161,7 +161,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _raised(text: str) -> RlframeError | None:
-    """Return the error of this package at the end of a remote traceback, or None if there is none."""
+    """Return the error of this package at the end of a remote traceback. None if the traceback ends differently."""
     _, _, last = text.rstrip().rpartition("\nrlframe.errors.")
     name, _, message = last.partition(": ")
     error = getattr(errors, name, None)

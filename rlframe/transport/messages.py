@@ -1,7 +1,7 @@
-"""Messages on a stream socket: a pickle, followed by its large arrays without pickling.
+"""Messages on a stream socket. A message is a pickle, followed by the large arrays, which are not pickled.
 
-A message contains the number of its parts, their lengths, the pickle, and each array of at least `_OUT_OF_BAND` bytes.
-Such an array is copied only into and out of the kernel.
+A message contains the number of its parts, the parts' lengths, the pickle, and each array of at least `_OUT_OF_BAND`
+bytes. Such an array is copied only into and out of the kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-_OUT_OF_BAND = 1 << 14  # bytes; smaller arrays are faster inside the pickle
-_READ_AHEAD = 1 << 16  # bytes of the first read, which is enough for most messages
-_MAX_PARTS = 512  # number of parts in one system call; the kernel's limit is 1,024
+_OUT_OF_BAND = 1 << 14  # bytes of an array; smaller arrays are sent faster inside the pickle
+_READ_AHEAD = 1 << 16  # bytes of the first read; most messages are shorter
+_MAX_PARTS = 512  # most parts in one system call; the kernel's limit is 1,024
 
 Parts = list[np.ndarray]  # uint8 arrays: the pickle, and the large arrays
 
 
 def pack(content: Any) -> Parts:
-    """Return the message for an object. Raise pickle's errors if the object cannot be pickled."""
+    """Return a message that contains an object. Raise pickle's errors if the object cannot be pickled."""
     arrays: Parts = []
 
     def keeps_in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -42,7 +42,7 @@ def unpack(parts: Parts) -> Any:
 
 
 def send(connection: socket.socket, parts: Parts) -> None:
-    """Send a message. Raise OSError if the other side has closed the connection, or after a timeout."""
+    """Send a message. Raise OSError if the peer has closed the connection, or after the socket's timeout."""
     header = struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts))
     if len(parts) == 1:
         connection.sendall(b"".join((header, parts[0].data)))
@@ -57,11 +57,11 @@ def send(connection: socket.socket, parts: Parts) -> None:
 
 
 def receive(connection: socket.socket) -> Parts:
-    """Receive the next message. The other side must not send another message before it gets an answer.
+    """Receive the next message. The peer must not send another message before it gets an answer.
 
     Raises:
-        EOFError: the other side has closed the connection.
-        OSError: the connection failed, or a timeout passed.
+        EOFError: the peer has closed the connection.
+        OSError: the connection failed, or the socket's timeout passed.
     """
     ahead = bytearray(_READ_AHEAD)
     got = _fill(connection, ahead, 0, 8)
@@ -75,7 +75,7 @@ def receive(connection: socket.socket) -> Parts:
     if count == 1 and end <= len(ahead):  # the common case: the whole message fits
         _fill(connection, ahead, got, end)
         return [np.frombuffer(ahead, np.uint8)[begin:end]]
-    # Each part gets its own memory, uninitialized. Copy the bytes that were read ahead to it, and read the rest.
+    # Each part gets its own uninitialized memory. Copy the part's bytes that were read ahead, then read the rest.
     arrived, parts = np.frombuffer(ahead, np.uint8)[begin:got], []
     for length in lengths:
         part = np.empty(length, np.uint8)
@@ -89,7 +89,7 @@ def receive(connection: socket.socket) -> Parts:
 
 def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], arrays: Parts) -> bytes:
     loaded = sys.modules.get("cloudpickle")
-    # Use cloudpickle only for objects that other processes cannot import: it takes three times as long as pickle.
+    # Use cloudpickle only for objects that other processes cannot import. cloudpickle takes three times as long.
     if loaded is None or not loaded.list_registry_pickle_by_value():
         try:
             return pickle.dumps(content, 5, buffer_callback=keeps_in_band)
@@ -102,7 +102,7 @@ def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], a
 
 
 def _fill(connection: socket.socket, into: bytearray | memoryview, got: int, least: int) -> int:
-    """Read until `into` has at least `least` bytes. It already has `got` bytes. Return the number of its bytes."""
+    """Read until `into` has at least `least` bytes, `got` of which were read before. Return how many bytes it has."""
     view = memoryview(into)
     while got < least:
         count = connection.recv_into(view[got:])

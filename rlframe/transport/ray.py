@@ -1,7 +1,11 @@
 """The transport for nodes on a Ray cluster. Addresses are names of nodes, such as `actor/1`, on any machine.
 
-A call to a node on the same Ray node uses a socket. A call to a node on another Ray node goes through a relay: over a
-socket to the caller's relay, then, still packed, as a call of a Ray actor, and from there over a socket to the node.
+A call to a node on the same Ray node uses a socket. A call to a node on another Ray node has three steps:
+
+1. The caller sends the packed call over a socket to the caller's relay.
+2. The relay forwards the packed call to the other Ray node, as a call of a Ray actor.
+3. That actor sends the packed call over a socket to the node.
+
 The relay is in `rlframe.engines.ray_nodes.host`, so this file and the nodes do not import Ray.
 """
 
@@ -36,10 +40,10 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class RaySockets:
-    """The sockets of a program on one Ray node, and the relay for a process on it.
+    """The sockets of a program on one Ray node, and the relay that a process on this Ray node uses.
 
     Attributes:
-        directory: directory of the sockets of all nodes on this Ray node. Only this user can enter it.
+        directory: directory that contains the sockets of all nodes on this Ray node. Only this user can enter it.
         relay: name of the relay's socket in the directory.
     """
 
@@ -64,10 +68,10 @@ class RaySockets:
         """Create the directory, unless it exists.
 
         Args:
-            *paths: paths of sockets. They are removed when this process ends, even if it is killed.
+            *paths: paths of sockets, which are removed when this process ends, even if it is killed.
 
         Returns:
-            A function that removes the sockets now. The last such call removes the directory.
+            A function that removes the sockets now. If no sockets remain, it removes the directory too.
         """
         pathlib.Path(self.directory).mkdir(mode=0o700, exist_ok=True)
         about = os.stat(self.directory, follow_symlinks=False)
@@ -80,26 +84,26 @@ _current: RaySockets | None = None
 
 
 def use_sockets(ray_sockets: RaySockets | None) -> None:
-    """Set the sockets that this process uses. Nodes need not call this: their environment has SOCKETS_VARIABLE."""
+    """Set the sockets that this process uses. Nodes instead read them from the environment (SOCKETS_VARIABLE)."""
     global _current
     _current = ray_sockets
     _client.cache_clear()
 
 
 def current_sockets() -> RaySockets:
-    """Return the sockets that this process uses. Raise UsageError if it does not belong to a program on Ray."""
+    """Return the sockets that this process uses. Raise UsageError if the process is not part of a program on Ray."""
     if _current is not None:
         return _current
     directory, _, relay = os.environ.get(SOCKETS_VARIABLE, "").partition(":")
     if not relay:
         raise UsageError(
-            "Handles to nodes on Ray work only in processes of the same program, and this process is not one."
+            "Handles to nodes on Ray work only in processes of the same program. This process is not part of a program."
         )
     return RaySockets(directory, relay)
 
 
 def call_relay(method: str, *args: Any) -> Any:
-    """Call a method of this process's relay. Raise as `Client.call`."""
+    """Call a method of this process's relay. Raises the same errors as `Client.call`."""
     return _relay().call(method, *args)
 
 
@@ -122,7 +126,7 @@ class RayTransport:
             return False
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
-        """See `Transport`. The relay and the nodes on this Ray node connect to the socket."""
+        """See `Transport`. The relay and the nodes on this Ray node can connect to the server's socket."""
         name = address or f"node-{os.getpid()}-{next(_numbers)}"
         return SocketServer(methods, current_sockets().socket(name), name)
 
@@ -131,7 +135,7 @@ class RayTransport:
 
 
 class _RayClient:
-    """See `Client`. Each call looks for the node again, because the node may restart on another Ray node."""
+    """See `Client`. Each call looks up the node again, because the node may restart on another Ray node."""
 
     def __init__(self, address: str) -> None:
         self._address, self._path = address, current_sockets().socket(address)

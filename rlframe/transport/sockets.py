@@ -1,10 +1,10 @@
 """The transport for processes of one user on one machine: Unix-domain sockets. Addresses are paths.
 
-Received data is unpickled, so other users must not connect: the sockets are in a directory of mode 0700
-(`SocketDirectory`), and both ends check the user of the other process (SO_PEERCRED). No network port is opened.
+Received data is unpickled, so other users must not connect. The sockets are in a directory of mode 0700
+(`SocketDirectory`), and both processes check the peer's user (SO_PEERCRED). No network port is opened.
 
-Each pending call has its own connection, which is reused after the answer. So answers need no numbers, and the calling
-thread reads its answer itself. benchmarks/calls.py compares this transport with libraries.
+Each pending call has its own connection, which is reused after the answer. So an answer needs no call number, and the
+calling thread itself reads the answer. benchmarks/calls.py compares this transport with other libraries.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rlframe.errors import NoMethodError, RemoteError, RlframeError, Unavailable
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
-_BACKLOG = 1024  # connections that wait to be accepted
-_SEND_TIMEOUT = 60  # seconds for a client to read an answer
+_BACKLOG = 1024  # most connections that wait to be accepted
+_SEND_TIMEOUT = 60  # seconds in which a client must read an answer
 _ACCEPT_PAUSE = 0.1  # seconds before the next `accept` if the server has too many open files
-_MAX_IDLE = 16  # idle connections that a client keeps for later calls
-_MAX_PARENT_LENGTH = 50  # bytes of the parent directory's path; the whole path of a socket may have 107
+_MAX_IDLE = 16  # most idle connections that a client keeps for later calls
+_MAX_PARENT_LENGTH = 50  # most bytes of the parent directory's path; a socket's complete path may have 107 bytes
 
-# A shell script that removes sockets after the end of the process whose pipe it reads, even if that process is killed.
-# The script runs as a background process without a parent, because Ray kills the children of its actors. If it reads a
-# line, it exits without removing anything.
+# A shell script that waits for the end of this process, even by SIGKILL, and then removes the sockets. To wait, the
+# script reads a pipe from this process. If it reads a line, it exits without removing anything. The script runs as a
+# background process without a parent, because Ray kills the children of its actors.
 _REMOVE_AT_END = """exec 3<&0
 { read _ <&3 || { rm -rf -- "$@"; rmdir -- "$0"; }; } &"""
 
@@ -86,7 +86,7 @@ class SocketClient:
         return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
     def exchange(self, request: messages.Parts) -> messages.Parts:
-        """Return the packed answer to a packed call (method, args, kwargs), for relays. See `unpack_answer`."""
+        """Return the packed answer to a packed call (method, args, kwargs). Relays use this method."""
         return self._send(request).result()
 
     def _send(self, parts: messages.Parts) -> SocketFuture:
@@ -113,12 +113,12 @@ class SocketClient:
 
 
 class SocketFuture:
-    """See `rlframe.transport.Future`. The result is the packed answer: see `unpack_answer`.
+    """See `rlframe.transport.Future`. The result is the packed answer, which `unpack_answer` unpacks.
 
     Args:
-        connection: connection of the call; None if the call was not sent.
+        connection: connection of the call. None if the call was not sent.
         idle: list to which the connection is added after the answer.
-        error: why the call was not sent; None if it was sent.
+        error: the reason why the call was not sent. None if the call was sent.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class SocketFuture:
 
 
 class SocketServer:
-    """See `rlframe.transport.Server`. Each connection has a thread, and one call at a time.
+    """See `rlframe.transport.Server`. Each connection has its own thread, and at most one call at a time.
 
     Args:
         methods: the methods, by name.
-        path: path of the socket; None means a new directory.
-        address: address for clients; None means the path.
+        path: path of the socket. None means a socket in a new directory.
+        address: address that clients use. None means the path.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class SocketServer:
         self._connections: set[socket.socket] = set()
         self._stopped = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Rename the socket after it listens. This also replaces the socket of a killed predecessor.
+        # Rename the socket once it listens. Renaming also replaces the socket of a killed predecessor.
         unready = f"{path}.{os.getpid()}"
         self._listener.bind(unready)
         self._listener.listen(_BACKLOG)
@@ -209,7 +209,7 @@ class SocketServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if not self._stopped:  # too many open files: wait until some are closed
+                if not self._stopped:  # there are too many open files, so wait until some are closed
                     time.sleep(_ACCEPT_PAUSE)
                 continue
             self._connections.add(connection)
@@ -242,7 +242,7 @@ class SocketServer:
 
 
 def _open_connection(address: str, timeout: float) -> socket.socket:
-    """Return a connection. Raise OSError if no server listens, and UnavailableError if it belongs to another user."""
+    """Return a connection. Raise OSError if no server listens; UnavailableError if another user owns the server."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
@@ -255,8 +255,8 @@ def _open_connection(address: str, timeout: float) -> socket.socket:
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raise UnavailableError if the process at the other end belongs to another user."""
-    if not hasattr(socket, "SO_PEERCRED"):  # on other systems than Linux, only the directory's mode protects it
+    """Raise UnavailableError if the peer process belongs to another user."""
+    if not hasattr(socket, "SO_PEERCRED"):  # not Linux: only the directory's mode protects the sockets
         return
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3i", raw)
@@ -271,9 +271,9 @@ def _unavailable(error: Exception) -> UnavailableError:
 
 
 def _error_parts(error: Exception) -> tuple[str, str, str]:
-    """Return the parts of an error for the answer: its class name in `rlframe.errors`, message and traceback."""
+    """Return (class name in `rlframe.errors`, message, traceback) of an error, for the answer."""
     names = [each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__]
-    is_ours = names and not isinstance(error, RemoteError)  # a RemoteError comes from a node that this node has called
+    is_ours = names and not isinstance(error, RemoteError)  # a RemoteError came from another node
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
@@ -292,17 +292,17 @@ def _value_or_error(value: Any, name: str | None = None, message: str = "", text
 
 
 class SocketDirectory:
-    """A directory for a program's sockets, which only its user can enter.
+    """A directory for a program's sockets. Only the program's user can enter the directory.
 
-    The directory is in TMPDIR, or in /tmp if the paths of sockets would be too long. It is removed by `close`, and when
-    this process ends, even if it is killed.
+    The directory is in TMPDIR, or in /tmp if the paths of sockets would be too long. The directory is removed by
+    `close`, or when this process ends, even if the process is killed.
 
     Attributes:
         path: path of the directory.
     """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=socket_parent_directory())  # of mode 0700
+        self.path = tempfile.mkdtemp(prefix="rlframe-", dir=socket_parent_directory())  # has mode 0700
         self._finalizer = weakref.finalize(self, remove_at_exit(self.path, self.path))
 
     def close(self) -> None:
@@ -314,15 +314,15 @@ def remove_at_exit(directory: str, *paths: str) -> Callable[[], None]:
     """Remove paths when this process ends, even if it is killed. Then remove the directory if it is empty.
 
     Args:
-        directory: the directory.
+        directory: the directory that contains the paths.
         *paths: the paths to remove.
 
     Returns:
-        A function that removes them now. Call it once.
+        A function that removes the paths now. Call the function only once.
     """
     ends, alive = os.pipe()  # the kernel closes `alive` when this process ends
     command, null_device = ["/bin/sh", "-c", _REMOVE_AT_END, directory, *paths], subprocess.DEVNULL
-    # A new session, so that Ctrl-C does not end the script.
+    # Start the script in a new session, so that Ctrl-C does not end it.
     subprocess.run(command, stdin=ends, stdout=null_device, stderr=null_device, start_new_session=True, check=True)
     os.close(ends)
 

@@ -25,8 +25,9 @@ class Target:
 
     Attributes:
         url: URL without a trailing slash.
-        reads, changes: (method, path, body) of requests that a program may send.
-        state: Returns the part of the service's state that `changes` modify.
+        reads: (method, path, body) of each request that only reads.
+        changes: (method, path, body) of each request that changes the state.
+        state: Returns the part of the service's state that the requests in `changes` modify.
     """
 
     url: str
@@ -41,7 +42,7 @@ class Target:
 
 @contextlib.contextmanager
 def trajectories(host: str = "127.0.0.1", **settings: Any) -> Iterator[Target]:
-    """Start a trajectory service with a complete batch in its queue. `url` is the loopback address for every `host`."""
+    """Start a trajectory service with a complete batch in its queue. The URL always has the loopback address."""
     server = TrajectoryServer(Settings(host, port=0, store="memory", **settings))
     url = f"http://127.0.0.1:{server.url.rpartition(':')[2]}"
     try:

@@ -17,7 +17,7 @@ CHROMIUM = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"}
 
 
 def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, token=False, **options) -> bool:
-    """Return whether a request passes `SameOrigin`. The service's names are `OWN` and train.example."""
+    """Return True if a request passes `SameOrigin`. The service's names are `OWN` and train.example."""
     sent = []
 
     async def application(scope, receive, send):
@@ -37,22 +37,22 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
 @pytest.mark.parametrize(
     "method, path, headers, expected",
     [
-        # Programs, which do not send Origin or Sec-Fetch-Site.
+        # Requests of programs, which do not send Origin or Sec-Fetch-Site.
         ("GET", "/batch", {}, True),
         ("POST", "/reset_data", {"user-agent": "python-requests/2.32"}, True),
-        # The service's own pages, and addresses that a person typed.
+        # Requests of the service's own pages, and requests to addresses that a person typed.
         ("GET", "/report", {"sec-fetch-site": "same-origin"}, True),
         ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": f"http://{OWN}"}, True),
         ("POST", "/pause", {"origin": f"http://{OWN}", **CHROMIUM}, True),
         ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, True),
         ("GET", "/reset_data", {"sec-fetch-site": "none", **NAVIGATION}, True),
         ("GET", "/report", CHROMIUM, True),
-        # Pages of other sites, recognized by Sec-Fetch-Site,
+        # Requests of other sites' pages, recognized by Sec-Fetch-Site.
         ("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, False),
         ("GET", "/reset_data", {"sec-fetch-site": "same-site", **IMAGE}, False),
         ("GET", "/report", {"sec-fetch-site": "cross-site"}, False),
         ("GET", "/report", {"sec-fetch-site": "something new"}, False),
-        # by Origin,
+        # Requests of other sites' pages, recognized by Origin.
         ("POST", "/pause", {"origin": "http://evil.example"}, False),
         ("POST", "/pause", {"origin": "null"}, False),
         ("POST", "/pause", {"origin": "http://127.0.0.1"}, False),
@@ -61,11 +61,12 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
         ("GET", "/batch", {"origin": "http://evil.example", "sec-fetch-site": "none"}, False),
         ("POST", "/pause", {"origin": f"http://{OWN}", "sec-fetch-site": "cross-site"}, False),
         ("OPTIONS", "/pause", {"origin": "http://evil.example", "access-control-request-method": "POST"}, False),
-        # or by User-Agent: to http addresses other than loopback, browsers send neither header.
+        # Requests of other sites' pages, recognized by User-Agent. Browsers send neither Sec-Fetch-Site nor Origin to
+        # http addresses other than loopback.
         ("GET", "/batch", CHROMIUM, False),
         ("GET", "/runs/mine/batch", CHROMIUM, False),
         ("GET", "/reset_data", CHROMIUM, False),
-        # Links may lead only to the pages.
+        # Links on other sites' pages may lead only to the service's pages.
         ("GET", "/", {"sec-fetch-site": "cross-site", **NAVIGATION}, True),
         ("GET", "/docs", {"sec-fetch-site": "same-site", **NAVIGATION}, True),
         ("GET", "/", {"sec-fetch-site": "cross-site", **FRAME}, False),

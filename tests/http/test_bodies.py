@@ -43,14 +43,14 @@ def read_body(body, encoding):
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_several_compressed_parts_become_one_body(encoding):
     compress = COMPRESS[encoding]
-    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]  # the parts end at various places of a piece
+    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]  # the parts end at different offsets within a piece
     assert read_body(b"".join(map(compress, parts)), encoding) == (200, [b"".join(parts)])
     assert read_body(b"".join(map(compress, parts))[:-1], encoding) == (400, [])
 
 
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_many_empty_parts_are_refused(encoding):
-    """An empty part takes as long as a kilobyte, but the size limit does not count it."""
+    """An empty part takes as long as a part of a kilobyte, but adds nothing to the size that is limited."""
     empty = COMPRESS[encoding](b"")
     assert DECOMPRESS[encoding](empty * 10_000, LIMIT) == b""
     with pytest.raises(ValueError, match="10000 parts"):

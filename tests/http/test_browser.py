@@ -23,7 +23,7 @@ from tests.trajectories.serving import outer_address
 
 pytestmark = [NEEDS_CHROMIUM, pytest.mark.system]
 
-# JavaScript that sends requests in every way that needs no permission, and waits for each response or error.
+# JavaScript that sends requests in every way that a browser permits, and waits for each response or error.
 FIRE = """async ([images, posts]) => {
   const image = url => new Promise(done => {
     const element = new Image();
@@ -95,9 +95,9 @@ def page_of(browser: Browser, url: str) -> Iterator[Page]:
     context.close()
 
 
-# The same site (same host, other port) and another site.
+# A page of the same site (same host, other port), and a page of another site.
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_images_forms_and_posts_of_another_origin_change_nothing(browser, elsewhere, host):
+def test_requests_from_a_page_of_another_origin_change_nothing(browser, elsewhere, host):
     with trajectories() as groups, policy() as model, control() as run:
         images = [groups.url + path for path in ("/reset_data", "/batch", "/runs/default/batch")]
         images += [run.url + "/pause", run.url + "/stop", model.url + "/v1/completions"]
@@ -108,7 +108,7 @@ def test_images_forms_and_posts_of_another_origin_change_nothing(browser, elsewh
         with page_of(browser, f"http://{host}:{elsewhere}") as page:
             page.evaluate(FIRE, [images, posts])
         assert [target.state() for target in (groups, model, run)] == before
-        # The services answer the same requests from programs.
+        # The services answer the same requests if programs send them.
         assert len(httpx.get(groups.url + "/batch", timeout=60.0).json()["batch"]) == 2
         assert httpx.get(groups.url + "/reset_data", timeout=60.0).status_code == 200
         assert httpx.post(run.url + "/pause", timeout=60.0).status_code == 200 and run.state() == [("pause",)]

@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 DEADLINE = 60.0
 
 
-LARGE = 64 << 20  # bytes: more than the operating system buffers
+LARGE = 64 << 20  # bytes; the operating system buffers less
 
 
 PARTS = {"/large": [LARGE], "/parts": [LARGE // 4, LARGE]}  # path -> bytes of each part of the response
@@ -36,7 +36,7 @@ async def _answer(scope, receive, send):
 
 @contextlib.contextmanager
 def served(**bounds):
-    """Serve with these bounds. Yield the port."""
+    """Serve `_answer` with these arguments of `bounded`. Yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(_answer, http=bounded(**bounds), lifespan="off", log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -64,7 +64,7 @@ def test_client_that_does_not_finish_its_headers_is_disconnected(sent):
     with (
         served(limit=8, head_deadline=0.2) as port,
         connect(port) as connection,
-        contextlib.suppress(ConnectionError),  # it may be disconnected before it has sent
+        contextlib.suppress(ConnectionError),  # the server may disconnect before all is sent
     ):
         connection.sendall(sent)
         assert read_to_end(connection) == b""
@@ -94,7 +94,7 @@ def test_connection_over_the_limit_gets_503():
 def refused(port):
     try:
         return httpx.get(f"http://127.0.0.1:{port}/", timeout=DEADLINE).status_code == 503
-    except httpx.TransportError:  # disconnected before the response was read
+    except httpx.TransportError:  # the server disconnected before the client read the response
         return True
 
 
@@ -103,7 +103,7 @@ def test_client_that_does_not_read_is_disconnected(more):
     with served(limit=1, read_deadline=0.2) as port, connect(port) as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
         assert connection.recv(1) == b"H"
-        wait_until(lambda: not refused(port))  # until the client is disconnected, the limit is reached
+        wait_until(lambda: not refused(port))  # the server refuses new clients until it disconnects the first
         assert len(read_to_end(connection)) < LARGE
 
 
@@ -113,7 +113,7 @@ def test_client_that_reads_gets_a_large_response():
 
 
 def test_read_deadline_restarts_with_each_part():
-    """The client has the full time even if more data waits than before."""
+    """The client has the full time for each part, even if the second part is larger."""
     with served(limit=8, read_deadline=4.0) as port, connect(port) as connection:
         connection.sendall(b"GET /parts HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         read = 0

@@ -1,4 +1,4 @@
-"""Access to the trajectory service, the policy server and the control of a run, with real servers and real requests."""
+"""Access to the trajectory service, the policy server and a run's control service, tested with real requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlframe.trajectories.config import Settings
 from tests.http.services import COMPLETION, Target, control, policy, trajectories
 from tests.trajectories.serving import outer_address
 
-DEADLINE = 60.0  # seconds; long enough for a busy machine
+DEADLINE = 60.0  # seconds, which is long enough on a busy machine
 KINDS = {"trajectories": trajectories, "policy": policy, "control": control}
 
 
@@ -63,7 +63,7 @@ def test_requests_from_programs_and_pages_of_the_service_are_answered(target):
 
 
 @pytest.mark.parametrize("open_one", [trajectories, control])
-def test_links_on_other_sites_open_the_live_page(open_one, targets):
+def test_link_on_another_site_can_open_the_live_page(open_one, targets):
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     url = targets[open_one.__name__].url
     page = httpx.get(url, headers={**link, "Accept": "text/html"}, timeout=DEADLINE)
@@ -85,7 +85,7 @@ def test_any_host_name_is_accepted_with_a_token(tmp_path):
         assert target.state() == []
 
 
-def test_other_machines_reach_the_trajectory_service_with_no_token():
+def test_no_token_option_lets_other_machines_reach_the_trajectory_service():
     address = outer_address()
     with trajectories("0.0.0.0", no_token=True, allowed_hosts=("rollouts.example",)) as target:
         outer = f"http://{address}:{target.port}"
@@ -97,14 +97,14 @@ def test_other_machines_reach_the_trajectory_service_with_no_token():
         )
 
 
-def test_other_machines_reach_the_policy_server_with_no_token():
+def test_no_token_option_lets_other_machines_reach_the_policy_server():
     with policy(host="0.0.0.0", no_token=True) as target:
         outer = f"http://{outer_address()}:{target.port}/v1/completions"
         answer = httpx.post(outer, json=COMPLETION, headers={"Host": "policy:8001"}, timeout=DEADLINE)
         assert answer.status_code == 200
 
 
-def test_listening_at_all_addresses_needs_a_token_or_no_token(tmp_path):
+def test_listening_at_all_addresses_requires_a_token_or_the_no_token_option(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     message = "Other machines can reach 0.0.0.0, and every client that reaches this service can .*--no-token"
     with pytest.raises(UsageError, match=message):

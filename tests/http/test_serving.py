@@ -28,14 +28,14 @@ async def app(scope, receive, send):
         return
     if scope["path"] == "/block":
         blocked.set()
-        release.wait(60.0)  # a mistake on purpose: blocks the event loop
+        release.wait(60.0)  # a deliberate mistake, which blocks the event loop
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[tuple[str, int]]:
-    """Serve `app`. Yield the URL and the thread's ident."""
+    """Serve `app` in a thread. Yield the URL and the thread's identifier."""
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
     server = HttpServer(app, 10, ready.set)
@@ -63,7 +63,7 @@ def test_blocked_event_loop_reports_no_progress():
 
         for _ in range(3):
             wait_until(lambda: phase_status().seconds > 0.0)
-            wait_until(lambda: phase_status().seconds == 0.0)  # progress since the last look
+            wait_until(lambda: phase_status().seconds == 0.0)  # there was progress since the last look
         client = threading.Thread(target=lambda: urllib.request.urlopen(f"{url}/block").close())
         client.start()
         assert blocked.wait(60.0)
@@ -88,11 +88,11 @@ def test_log_handlers_of_the_process_stay_open(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
-def test_ipv4_and_ipv6_addresses_can_be_listened_at(host):
+def test_service_listens_at_ipv4_and_ipv6_addresses(host):
     listener = listen(host, 0)
     try:
         port = listener.getsockname()[1]
-        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # :: includes IPv4
+        socket.create_connection(("::1" if host == "::1" else "127.0.0.1", port), 10.0).close()  # :: also accepts IPv4
         with pytest.raises(UsageError, match=f"Port {port} of {host} is in use"):
             listen(host, port)
     finally:

@@ -8,7 +8,7 @@ import pytest
 from rlframe.interprocess.files import replacing, write_atomically
 
 
-def test_write_atomically_replaces_a_file_with_all_contents(tmp_path):
+def test_write_atomically_replaces_a_file_by_all_contents(tmp_path):
     path = tmp_path / "file"
     path.write_text("the old contents, which are longer than the new ones")
     write_atomically(path, "a text, ", b"bytes", memoryview(b" and more"), " ü")
@@ -16,7 +16,7 @@ def test_write_atomically_replaces_a_file_with_all_contents(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_failed_write_leaves_the_old_file_unchanged(tmp_path):
+def test_old_file_is_unchanged_after_a_failed_write(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, "before")
     with pytest.raises(TypeError):
@@ -28,7 +28,7 @@ def test_failed_write_leaves_the_old_file_unchanged(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_file_mode_applies_before_the_contents_are_written(tmp_path):
+def test_file_has_its_mode_before_the_contents_are_written(tmp_path):
     with pytest.raises(ZeroDivisionError), replacing(tmp_path / "secret") as temporary:
         write_atomically(temporary, "token", mode=0o600)
         assert stat.S_IMODE(temporary.stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""How a watcher judges a process by its heartbeats. The test controls the clock."""
+"""When a monitor considers a watched process hung. The tests set the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlframe.interprocess.phases import COMPILING, STARTING, Phase, ThreadProgre
 
 @pytest.fixture(autouse=True)
 def look_at_this_thread_only(monkeypatch: pytest.MonkeyPatch):
-    """Threads of earlier tests may still be in a phase."""
+    """Look only at this thread, because threads of earlier tests may still be in a phase."""
     look = functools.partialmethod(ThreadProgress.look, ident=threading.get_ident())
     monkeypatch.setattr(ThreadProgress, "look", look)
 
@@ -37,7 +37,7 @@ class Watched:
         self.sender = HeartbeatSender(self.monitor.descriptor, 1.0)
 
     def advance_time(self, seconds: float, *, beats: bool) -> str:
-        """Advance the time until there is a problem, and return it."""
+        """Advance the time by `seconds`, or until there is a problem. Return the problem."""
         end = self.now + seconds
         while self.now < end:
             self.now += 1.0
@@ -48,14 +48,14 @@ class Watched:
         return ""
 
 
-def test_missing_heartbeats_are_a_hang():
+def test_process_without_heartbeats_is_considered_hung():
     watched = Watched()
     assert watched.advance_time(1000.0, beats=True) == ""
     assert watched.advance_time(30.0, beats=False) == ""
     assert watched.advance_time(1.0, beats=False) == "no heartbeat for 31 s"
 
 
-def test_starting_process_may_be_silent_for_longer():
+def test_starting_process_may_send_no_heartbeat_for_longer():
     watched = Watched()
     assert watched.advance_time(120.0, beats=False) == ""
     assert watched.advance_time(1.0, beats=False) == "no heartbeat for 121 s"
@@ -89,7 +89,7 @@ def test_environment_step_is_considered_hung_after_its_allowed_time():
         assert watched.advance_time(10.0, beats=True) == "in phase stepping for 606 s, allowed 605 s"
 
 
-def test_suspended_watcher_reports_no_hang(monkeypatch: pytest.MonkeyPatch):
+def test_time_of_a_suspension_is_not_reported_as_a_hang(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     watchers, workers = SuspendAwareClock(2.0), SuspendAwareClock(2.0)
@@ -105,7 +105,7 @@ def test_suspended_watcher_reports_no_hang(monkeypatch: pytest.MonkeyPatch):
         for _ in range(10):
             now += 1.0
             assert look(beats=True) == ""
-        now += 3600.0  # the machine was suspended, or the whole group stopped
+        now += 3600.0  # the machine was suspended, or all processes were stopped
         assert look(beats=False) == ""
         for _ in range(590):
             now += 1.0
@@ -116,7 +116,7 @@ def test_suspended_watcher_reports_no_hang(monkeypatch: pytest.MonkeyPatch):
         assert problem.startswith("in phase stepping for 6")
 
 
-def test_page_is_closed_with_its_monitor():
+def test_page_is_closed_when_its_monitor_is_deleted():
     monitor = HeartbeatMonitor(1.0, time.time())
     descriptor = monitor.descriptor
     assert monitor.variables == {VARIABLE: f"{descriptor}:0.1"}
@@ -126,11 +126,11 @@ def test_page_is_closed_with_its_monitor():
         os.fstat(descriptor)
 
 
-def test_heartbeat_interval_is_a_tenth_of_the_timeout_and_at_most_a_second():
+def test_heartbeat_interval_is_a_tenth_of_the_timeout_but_at_most_one_second():
     assert [heartbeat_interval(timeout) for timeout in (0.5, 2.0, 30.0, 600.0)] == [0.05, 0.2, 1.0, 1.0]
 
 
-def test_clock_stands_still_while_its_process_is_stopped(monkeypatch):
+def test_clock_does_not_advance_while_its_process_is_stopped(monkeypatch):
     now = 100.0
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     clock = SuspendAwareClock()
@@ -139,7 +139,7 @@ def test_clock_stands_still_while_its_process_is_stopped(monkeypatch):
         now += 0.5
         clock.tick()
     assert clock() - start == pytest.approx(5.0)
-    now += 600.0  # SIGSTOP, and SIGCONT ten minutes later
+    now += 600.0  # the process was stopped (SIGSTOP) for ten minutes
     clock.tick()
     assert clock() - start == pytest.approx(7.0)
     now += 0.5

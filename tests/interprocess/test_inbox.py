@@ -1,4 +1,4 @@
-"""The queue with one reader."""
+"""`Inbox`, the queue with one reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.interprocess.waiting import Inbox
 
 @pytest.fixture
 def on_alarm():
-    """Set the handler of SIGALRM, and send the signal after a delay."""
+    """Return a function that sets the handler of SIGALRM, and sends this signal after a delay."""
     before = signal.getsignal(signal.SIGALRM)
 
     def after(seconds, handle):
@@ -26,7 +26,7 @@ def on_alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_wait_times_out_although_a_signal_handler_runs_longer(on_alarm):
+def test_get_times_out_even_if_a_signal_handler_runs_longer(on_alarm):
     inbox = Inbox()
     on_alarm(0.05, lambda: time.sleep(0.2))
     rescue = threading.Timer(20.0, inbox.put, ("too late",))
@@ -42,7 +42,7 @@ def test_signal_handler_can_put_an_item_while_the_reader_waits(on_alarm):
     assert inbox.get(20.0) == "stop"
 
 
-def test_items_arrive_once_and_in_the_order_of_their_thread():
+def test_items_of_each_thread_arrive_once_and_in_order():
     inbox, per_thread = Inbox(), 2_000
     threads = [
         threading.Thread(target=lambda k=k: [inbox.put((k, i)) for i in range(per_thread)], daemon=True)

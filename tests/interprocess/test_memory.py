@@ -1,4 +1,4 @@
-"""Arrays in shared memory: their layout, opening them, and reads while another process writes."""
+"""Arrays in shared memory: the layout, opening the memory, and reading while another process writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_arrays_share_no_cache_line_and_large_arrays_share_no_page():
         assert not shared.arrays[name].any()
 
 
-def test_attached_memory_shows_writes_and_close():
+def test_attached_process_sees_writes_and_that_the_memory_is_closed():
     created = SharedArrays.create(LABEL, FIELDS)
     attached = SharedArrays.attach(created.name, LABEL, FIELDS)
     created.arrays["pixels"][1] = 7
@@ -45,7 +45,7 @@ def test_attached_memory_shows_writes_and_close():
     created.close()
     created.close()
     assert attached.closed
-    assert attached.arrays["pixels"][1, 0, 0] == 7  # mapped memory stays readable
+    assert attached.arrays["pixels"][1, 0, 0] == 7  # attached memory stays readable
     with pytest.raises(FileNotFoundError):
         SharedArrays.attach(created.name, LABEL, FIELDS)
 
@@ -64,7 +64,7 @@ def test_unreferenced_memory_is_closed_and_leaves_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_attach_refuses_other_memory():
+def test_attach_refuses_memory_with_a_different_name_or_layout():
     created = SharedArrays.create(LABEL, FIELDS)
     name: MemoryName = created.name
     larger = {**FIELDS, "more": ((10_000,), np.dtype(np.int64))}
@@ -88,7 +88,7 @@ def test_memory_of_another_ray_node_on_this_machine_is_refused(monkeypatch):
         SharedArrays.attach(created.name, "test", FIELDS)
 
 
-def test_memory_opens_by_an_inherited_descriptor():
+def test_memory_can_be_opened_with_an_inherited_descriptor():
     descriptor = anonymous_file(LABEL)
     here, there = SharedArrays(descriptor, FIELDS), SharedArrays(descriptor, FIELDS)
     os.close(descriptor)
@@ -105,7 +105,7 @@ def write_at_full_speed(name, connection):
         lock.write(number, -number, 3 * number)
 
 
-def test_seqlock_reads_all_numbers_of_one_write():
+def test_reads_of_a_seqlock_return_all_numbers_of_one_write():
     created = SharedArrays.create(LABEL, FIELDS)
     lock = Seqlock(created.rows("words")[0])
     assert lock.read() == (0, 0, 0) and lock.count == 0
@@ -131,12 +131,12 @@ def test_unfinished_seqlock_write_changes_nothing():
     lock = Seqlock(words)
     lock.write(1, 2)
     lock.write(3, 4)
-    for place in (3, 4):  # the copy that the next write would fill; the count stays
+    for place in (3, 4):  # write into the copy of the next write, but do not change the count
         words[place] = 99
     assert lock.read() == (3, 4)
 
 
-def test_futex_wakes_a_sleeper_and_a_late_wait_returns_at_once():
+def test_wake_ends_a_wait_and_waiting_for_an_old_value_returns_at_once():
     futex = Futex(SharedArrays.create(LABEL, FIELDS).rows("words")[0][:1])
     assert not futex.wait(futex.value, 0.01)
     value = futex.value

@@ -17,7 +17,7 @@ STEPPING = Phase("stepping", 600.0)
 
 @pytest.fixture
 def look() -> Look:
-    """Return a function that looks at this thread only. Threads of earlier tests may still be in a phase."""
+    """Return a function that looks only at this thread, because threads of earlier tests may still be in a phase."""
     found = functools.partial(ThreadProgress().look, ident=threading.get_ident())
     assert found(0.0) is None
     return found
@@ -32,7 +32,7 @@ def test_phase_time_counts_from_entry_to_exit(look: Look):
         assert look(17.0)[1] == 0.0  # type: ignore[index]
 
 
-def test_phase_that_is_entered_again_between_two_looks_has_made_progress(look: Look):
+def test_entering_the_same_phase_again_counts_as_progress(look: Look):
     for now in (10.0, 20.0, 30.0):
         with STEPPING:
             assert look(now)[1] == 0.0  # type: ignore[index]
@@ -55,7 +55,7 @@ def test_changed_progress_value_restarts_the_phase_time(look: Look):
         assert look(501.0)[1] == 0.0  # type: ignore[index]
 
 
-def test_wait_for_another_process_does_not_count_in_the_enclosing_phase(look: Look):
+def test_time_of_waiting_for_another_process_does_not_count_in_the_enclosing_phase(look: Look):
     with STARTING:
         look(0.0)
         with waiting_for("the learner"):

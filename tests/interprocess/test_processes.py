@@ -1,12 +1,12 @@
-"""Child processes that die with their parent, and not before."""
+"""Child processes that die with their parent, but not earlier."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# A thread that outlives the main thread starts two processes. To the kernel, the thread is their parent. One process
-# starts before the interpreter begins to exit, and the other while it waits for this thread.
+# A thread that outlives the main thread starts two processes. The kernel treats this thread as their parent. The first
+# process starts before the interpreter begins to exit, the second one while the interpreter waits for this thread.
 SCRIPT = """
 import subprocess, sys, threading
 from rlframe.interprocess.processes import start_process

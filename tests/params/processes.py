@@ -1,4 +1,4 @@
-"""Processes around a param store. Every array of a version holds the version's number."""
+"""Processes that use a param store. All numbers in a version's arrays are the version's number."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0  # seconds for each wait of a test
+DEADLINE = 60.0  # most seconds of each wait of a test
 
 
 def params(version: int, size: int = 300_000) -> dict[str, Any]:
-    """Return parameters: small leaves, which are packed together, and a large leaf.
+    """Return parameters with small leaves, which are packed together, and a large leaf.
 
-    A copy of the large leaf takes long enough to be torn.
+    Copying the large leaf takes so long that a write may happen during the copy.
     """
     fill = np.float32(version)
     return {
@@ -62,7 +62,7 @@ def print_line(thing: Any) -> None:
 
 
 def write(store: Any, first: int, last: int) -> None:
-    """Put versions as fast as possible."""
+    """Put the versions into the store as fast as possible."""
     print_line("begins")
     for version in range(first, last + 1):
         store.put("main", version, params(version), {"version": version})

@@ -1,4 +1,4 @@
-"""Unpacking returns the packed tree bit for bit, inside and outside of a jitted call."""
+"""Unpacking returns exactly the packed tree, inside and outside of a jitted call."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_tree_without_small_leaves_can_be_packed(empty):
     assert_same(packing.unpack_numpy(jax.jit(packing.pack_jax)(empty)), empty)
 
 
-def test_floating_point_numbers_are_returned_in_few_arrays():
-    nan_bits = np.full(2, 0x7FC00000, np.int32)  # as a float, this would be a NaN
+def test_floats_returns_the_floating_point_numbers_in_few_arrays():
+    nan_bits = np.full(2, 0x7FC00000, np.int32)  # these integers have the bits of a NaN
     tree = {
         "a": np.float32([1.0, 2.0]),
         "b": np.float32([[3.0]]),

@@ -29,7 +29,7 @@ DEADLINE = 60.0
 
 
 class CountedLearner(Learner):
-    """A learner that learns when `learn` is called. It counts the parameters that it returned by Courier."""
+    """A learner that learns when `learn` is called. `given` returns the number of calls for parameters."""
 
     def __init__(self, agent=None, checkpoint_dir=None, resumes=False):
         super().__init__(LearnerConfig(checkpoint_dir=checkpoint_dir), agent or counting_agent(), RecordingBuffer())
@@ -80,7 +80,7 @@ def child(address, *args):
         process.close()
 
 
-def test_learner_in_another_process_shares_its_parameters_in_memory():
+def test_parameters_of_a_learner_in_another_process_are_read_from_shared_memory():
     address = free_address()
     with child(address, CountedLearner):
         learner, reader = connect(address)
@@ -137,7 +137,7 @@ def test_reader_finds_the_successor_of_a_killed_learner(tmp_path):
         process.kill()
         learner._deadline = 1.0
         with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_packed\(\) within 1 s"):
-            for _ in range(int(DEADLINE / 0.01)):  # its death is checked ten times a second
+            for _ in range(int(DEADLINE / 0.01)):  # the reader checks ten times a second that the learner is alive
                 assert reader.get_params(newest) == (newest, None)
                 threading.Event().wait(0.01)
     with child(address, CountedLearner, None, str(tmp_path), True):
@@ -163,7 +163,7 @@ def test_learner_without_local_memory_is_called_by_courier():
     learner.close()
 
 
-def test_readers_of_a_closed_learner_return_to_courier():
+def test_readers_of_a_closed_learner_call_it_by_courier():
     address = free_address()
     learner = CountedLearner()
     with serving(learner, address):
@@ -189,7 +189,7 @@ def written(reader):
 
 
 def publish_at_full_speed(connection):
-    """Publish versions without a pause. Each array holds its version."""
+    """Publish versions without a pause. All numbers in a version's arrays are the version's number."""
     version = 1
     publication = Publication(version, packed(version))
     connection.send(publication.reader())
@@ -200,7 +200,7 @@ def publish_at_full_speed(connection):
 
 
 @pytest.mark.system
-def test_reads_are_never_torn_or_older_while_a_publisher_runs_at_full_speed():
+def test_reads_during_fast_publishing_return_complete_and_increasing_versions():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=publish_at_full_speed, args=(there,))
@@ -237,20 +237,20 @@ def test_version_is_written_only_after_a_request():
     assert publication.get_packed()[0] == 49
 
 
-def test_version_after_a_read_version_is_written_without_a_request():
+def test_next_version_after_a_read_is_written_without_a_request():
     publication = Publication(1, packed(1))
     reader = pickle.loads(pickle.dumps(publication.reader()))
     wait_until(lambda: reader.read(-1) is not None)
     publication.publish(2, packed(2))
     wait_until(lambda: written(reader) == 2)
-    for version in range(3, 50):  # version 2 was not read
+    for version in range(3, 50):  # version 2 was not read, so no later version is written
         publication.publish(version, packed(version))
     assert written(reader) == 2
     assert reader.read(2)[0] == 49
     publication.close()
 
 
-def test_closed_memory_can_be_read_only_by_readers_that_have_opened_it():
+def test_only_readers_that_opened_the_memory_can_read_it_after_close():
     publication = Publication(1, packed(1))
     late, early = pickle.dumps(publication.reader()), pickle.loads(pickle.dumps(publication.reader()))
     wait_until(lambda: early.read() is not None)
@@ -279,7 +279,7 @@ def read_forever(address, connection):
 
 
 def test_killed_reader_blocks_no_other_process():
-    before = set(threading.enumerate())  # learners of other tests may still be open
+    before = set(threading.enumerate())  # includes threads of other tests' learners
     address = free_address()
     learner = CountedLearner()
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""On every way from a learner's update to an inferencer's call, parameters are packed once and unpacked once."""
+"""Parameters are packed once and unpacked once between an update and inference, by every connection."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def by_a_store(learner, stack):
     stack.append(made.close)
     store = pickle.loads(pickle.dumps(made))
 
-    def publish():  # like a LearnerWorker
+    def publish():  # as a `LearnerWorker` does
         version, packed = learner.get_packed(store.newest_version("main"))
         if packed is not None:
             store.put("main", version, packed)
@@ -102,6 +102,6 @@ def test_each_version_is_packed_once_and_unpacked_once(way, monkeypatch):
         w += 0.5 * (reward - w)
         expected.append((reward + 2, w))
     assert learned == expected
-    # Only the two jitted calls pack and unpack. They were traced for the first version.
+    # Only jitted functions pack and unpack. JAX traced these functions once, for the first version.
     assert counts["unpack_jax"] > 0 and counts == traced
     assert not counts["pack_numpy"] and not counts["unpack_numpy"]

@@ -2,10 +2,10 @@
 
 Reverb: A Framework For Experience Replay (Cassirer et al. 2021), https://arxiv.org/abs/2102.04736
 
-A writer completes its items in its own process, with the code of the in-process buffer, and sends them when they are
-complete. In a uniform or prioritized replay, each row of the table is one item, so the server's own selectors draw it.
-In a queue, each row may be a block of items (`tables(block=)`). The server then handles whole unrolls `[B, T, ...]`,
-which makes it a hundred times as fast, in steps per second.
+A writer completes items in its own process, with the code of the in-process buffer, and sends each complete item to the
+server. In a uniform or prioritized replay, each row of the server's table is one item, so Reverb's own selectors draw
+items. In a queue, each row may be a block of items (`tables(block=)`). The server then handles whole unrolls
+`[B, T, ...]`, so it handles a hundred times as many steps per second.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from rlframe.replay.reverb.writer import ReverbWriter
 from rlframe.replay.tables import MIN_PRIORITY
 from rlframe.types import AgentSpecs, Batch, Step
 
-_DRAW_TIMEOUT = 10.0  # for items that the server reported; the draw waits only if another reader was faster
+_DRAW_TIMEOUT = 10.0  # seconds to draw items that the server reported; a draw waits only if another reader was faster
 
 
 class ReverbReplayBuffer(BaseReplayBuffer):
-    """One process's client of a replay on a Reverb server. It pickles as the server's address.
+    """One process's client of a replay on a Reverb server. A pickled client contains the specs and the address.
 
-    `add` returns once the server has the items. It waits up to `patience` seconds while the server blocks it, because a
-    queue is full, or sampling is behind `samples_per_insert`. `sample` never waits for items.
+    `add` returns once the server has the items. The server blocks `add` if a queue is full, or if sampling is behind
+    `samples_per_insert`. Then `add` waits up to `patience` seconds. `sample` never waits for items.
 
-    If the server is unreachable, calls wait up to `timeout` seconds for it. A server that restarts at the same address
-    is used again. Then it has the items of its checkpoint, and the items that it had not confirmed to their writers.
+    If the server is unreachable, calls wait up to `timeout` seconds until it is reachable. Clients also continue with a
+    server that was restarted at the same address. After its restart, the server has the items of its checkpoint, and
+    the items that it had not yet confirmed to their writers.
 
     Args:
-        agent: an Agent, or any object with `replay_spec` and `step_spec`, which the server's tables were created from.
+        agent: the Agent of the server's tables, or any object with the same `replay_spec` and `step_spec`.
         server: a `reverb.Client`, or "host:port".
-        timeout: seconds to wait for a server that does not answer. None: 120, or 600 in a process whose heartbeats are
-            watched (`rlframe.interprocess.heartbeat`), such as a program's nodes.
-        patience: seconds that `add` waits while the server blocks it. None: 600, or no limit in such a process.
+        timeout: seconds to wait for a server that does not answer. None means 120, or 600 in a process whose heartbeats
+            are watched (`rlframe.interprocess.heartbeat`), such as a program's nodes.
+        patience: seconds that `add` waits while the server blocks it. None means 600, or no limit in a process whose
+            heartbeats are watched.
 
     Raises (every method that calls the server):
         PeerError: the server did not answer in time.
@@ -77,7 +79,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         timeout = peer_timeout(120.0, watched=600.0) if timeout is None else timeout
         self._connection = ReverbConnection(address, timeout)
         self._registry = RankRegistry(self._connection, timeout)
-        self._block = 0  # items per row of the table; 0 before the first call of the server
+        self._block = 0  # items per row of the table; 0 before the first call to the server
         patience = peer_timeout(600.0) if patience is None else patience
         self._writer = ReverbWriter(self._agent, self._connection, self._registry, self._rows, patience)
         self._read_lock = threading.RLock()
@@ -85,7 +87,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         is_queue = self.spec.kind == "queue"
         self._drawn = DrawnItems(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
         self._quorum = WriterQuorum(self.spec.lapse_after)
-        self._envs: dict[int, int] = {}  # environments of each rank, from the last call
+        self._envs: dict[int, int] = {}  # rank -> number of environments, when `batch_size` was last called
         self._server_keys = ServerKeys()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,15 +106,17 @@ class ReverbReplayBuffer(BaseReplayBuffer):
 
         Args:
             agent: an Agent, or any object with `replay_spec` and `step_spec`.
-            block: items of a queue that are sent, stored and drawn as one row. Each writer's `num_envs` must be a
-                multiple of it. Use it if all environments of an actor complete their unrolls with the same step.
-            when_full: "wait": writers wait for the reader of a full queue. "drop": the oldest items are dropped.
+            block: number of items of a queue that are sent, stored and drawn as one row. Each writer's `num_envs` must
+                be a multiple of `block`. Use blocks if all environments of an actor complete their unrolls with the
+                same step.
+            when_full: if a queue is full, "wait" makes its writers wait for the reader, and "drop" drops the oldest
+                items.
             run_ahead: number of items by which inserts may be ahead of `samples_per_insert`.
             overrides: fields of `ReplaySpec` to change.
 
         Returns:
-            A callable that returns a list of `reverb.Table`, as `lp.ReverbNode` expects. It can also be iterated over:
-            `reverb.Server(tables, port)`.
+            A callable that returns a list of `reverb.Table`, as `lp.ReverbNode` expects. The result is also an iterable
+            of tables, as `reverb.Server(tables, port)` expects.
         """
         spec = override(agent.replay_spec, overrides)
         ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
@@ -127,7 +131,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._writer.open(self._connect(), rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
+        """Add one step of the environments `env_ids`, as `BaseReplayBuffer` describes. May wait (see this class).
 
         Raises:
             StoppedError: `end_waits` was called, or the buffer was closed.
@@ -143,7 +147,8 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def sample(self) -> Batch | None:
         """Draw a batch. Return None while there are too few items, or sampling is ahead of `samples_per_insert`.
 
-        The server draws the items, so no seed can repeat the draws. `probabilities` are those at the time of each draw.
+        The server draws the items, so draws cannot be repeated with a seed. An item's probability is the probability at
+        the time of its draw.
         """
         if self._connection.closed.is_set():
             return None
@@ -159,8 +164,8 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             return self.take(number) if number else None
 
     def _draw_queue(self, count: int, left: int) -> None:
-        # Take the missing items even if there are too few. Otherwise a full queue could block the writer of the
-        # remaining items.
+        # Draw the available items even if they are too few for a batch. Otherwise a full queue could block the writer
+        # of the missing items.
         while left > 0 and (missing := self.missing(count)) > 0:
             drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_TIMEOUT)
             self.keep(drawn)
@@ -169,7 +174,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def batch_size(self) -> int:
         """Return the number of items of a full batch.
 
-        If that is one item of each environment, it is 0 until a writer is known.
+        If a batch has one item of each environment, return 0 until a writer is known.
         """
         if self.spec.batch_size is not None:
             return self.spec.batch_size
@@ -177,10 +182,10 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return sum(self._envs.values())
 
     def items_to_take(self, count: int) -> int:
-        """Return how many items make a batch now; 0 while there are too few. A full batch has `count` items.
+        """Return the size of the next batch. 0 while there are too few items. A full batch has `count` items.
 
         The server does not record which writers are alive. So if a batch has one item of each environment, a writer
-        lapses when none of its items arrived for `lapse_after` seconds, while items of other writers wait.
+        lapses when none of its items have arrived for `lapse_after` seconds, and items of other writers are waiting.
         """
         with self._read_lock:
             if not count or self.missing(count) <= 0:
@@ -197,17 +202,17 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._drawn.forget_before(version)
 
     def missing(self, count: int) -> int:
-        """Return how many rows of the server's table must still be drawn for a batch of `count` items."""
+        """Return how many more rows of the server's table must be drawn for a batch of `count` items."""
         least = max(count, self.spec.min_size) if self.spec.kind == "queue" else count
         return -(-(least - self._drawn.size) // self._block)
 
     def keep(self, drawn: list[Any]) -> None:
-        """Store drawn rows for `take`."""
+        """Store drawn rows, which `take` returns later."""
         with self._read_lock:
             self._drawn.put(drawn)
 
     def take(self, count: int) -> Batch:
-        """Return a batch of stored items; see `missing`."""
+        """Return a batch of `count` stored items, which must exist."""
         with self._read_lock:
             rows, probabilities, server_keys = self._drawn.take(count)
             batch = self._rows.unpack(rows, probabilities)
@@ -220,9 +225,10 @@ class ReverbReplayBuffer(BaseReplayBuffer):
 
         A thread draws `prefetch` batches ahead of time, in addition to Reverb's own prefetching.
 
-        A uniform or prioritized replay uses `threads` of Reverb's samplers at once, and a queue uses one. If the
-        dataset is closed, items that were drawn from a queue but not read are lost. Each `next` waits at most `timeout`
-        seconds for its batch; None: see `Dataset`. To end it, close the dataset or the buffer, from any thread.
+        A uniform or prioritized replay uses `threads` of Reverb's samplers in parallel. A queue uses one sampler. If
+        the dataset is closed, items that were drawn from a queue but not read are lost. Each `next` waits at most
+        `timeout` seconds for a batch (None: see `Dataset`). To end the iteration, close the dataset or the buffer, from
+        any thread.
         """
         self._connect()
         dataset = ReverbDataset(self, self._connection, prefetch, timeout, threads)
@@ -236,7 +242,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         writers, an item that was about to be evicted may be counted wrongly.
         """
         info = self._connection.info("update_priorities")
-        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items are evicted in insertion order
+        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items are evicted in the order of their inserts
         with self._read_lock:
             server_keys = self._server_keys.find(keys, floor)
             self._dropped += server_keys.count(None)
@@ -259,11 +265,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return self._connection.info("size")[REPLAY].current_size * block + self._drawn.size
 
     def stats(self) -> dict[str, int]:
-        """Return the server's counters, over all writers and readers.
+        """Return the server's counters, for all writers and readers.
 
-        `steps` and `dropped_priorities` count this process only.
+        `steps` and `dropped_priorities` are the counters of this process only.
 
-        In a queue of blocks, blocks that are not full count as full. `bytes` is the size before Reverb's compression.
+        In a queue of blocks, all blocks are counted as full. `bytes` is the size before Reverb's compression.
         """
         block = self._connect()
         table, waiting = self._connection.info("stats")[REPLAY], self._drawn.size
@@ -285,7 +291,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Make the server write a checkpoint to its checkpointer's directory.
 
-        Write the checkpoint's name to the file `path`.
+        Then write the checkpoint's name to the file `path`.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -299,12 +305,12 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Check that the server has loaded the checkpoint of this `save`, or has kept running since then.
+        """Check that the server has not lost the items of the checkpoint in the file `path`, which `save` wrote.
 
         A Reverb server loads its latest checkpoint only when it starts.
 
         Raises:
-            CheckpointError: the server has not loaded it, or the file cannot be read.
+            CheckpointError: the server was restarted without this checkpoint, or the file cannot be read.
         """
         try:
             saved = json.loads(Path(path).read_text())
@@ -326,7 +332,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._writer.close()
 
     def _connect(self) -> int:
-        """Return the number of items per block. Raise UsageError if the server's tables belong to another agent."""
+        """Return the number of items in a block. Raise UsageError if the server's tables belong to another agent."""
         if not self._block:
             self._block = block_size(self._connection.signature(REPLAY), self._rows, self._connection.address)
         return self._block

@@ -1,8 +1,9 @@
 """Connections of clients to a Reverb server. Every call has a deadline. A call that gets no answer is retried.
 
 Reverb and TensorFlow are imported when the first server or client is created. This module uses Reverb's internal layer
-below `reverb.Client`: there, a sampler can be closed while a thread waits for it, and items cost half as much. Calls
-that have no deadline in this layer (drawing, setting priorities) run in a thread that can be abandoned.
+below `reverb.Client`, because this layer takes half the time for each item, and because a thread can close a sampler
+while another thread waits for it. Calls that have no deadline in this layer (drawing, setting priorities) run in a
+separate thread, which is abandoned after the deadline.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from rlframe import extras
 from rlframe.errors import PeerError, StoppedError
 from rlframe.replay.base import ReplayClosedError
 
-REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # the server's tables
+REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # names of the server's tables
 
 _INFO_TIMEOUT = 1  # seconds
 _RETRY_INTERVAL = 0.1  # seconds between two attempts
-_FLUSH_TIMEOUT_MS = 500  # wait for a confirmation before the next check for errors and stops
-_MAX_UNCONFIRMED = 32  # items without a confirmation at once; Reverb warns above 50
-_JOIN_TIMEOUT = 10.0  # seconds; the thread of a closed sampler ends at once
+_FLUSH_TIMEOUT_MS = 500  # milliseconds to wait for confirmations before the next check for errors and stops
+_MAX_UNCONFIRMED = 32  # most unconfirmed items; Reverb prints a warning above 50
+_JOIN_TIMEOUT = 10.0  # seconds for the thread of a closed sampler to end
 
 
 @functools.cache
@@ -42,11 +43,11 @@ def import_reverb() -> tuple[Any, Any]:
 
 
 class ReverbConnection:
-    """A server's address, and calls to the server. Any thread may use it.
+    """A server's address, and calls to the server. Any thread may use the connection.
 
     Args:
         address: "host:port".
-        timeout: seconds to wait for a server that does not answer. A restart takes about ten.
+        timeout: seconds to wait for a server that does not answer. A restart takes about ten seconds.
     """
 
     def __init__(self, address: str, timeout: float) -> None:
@@ -57,7 +58,7 @@ class ReverbConnection:
 
     @property
     def client(self) -> Any:
-        """Reverb's own client, created at the first call because a constructor should not wait for TensorFlow."""
+        """Reverb's own client. Created at the first call, because the constructor should not wait for TensorFlow."""
         with self._lock:
             if self._client is None:
                 self._client = import_reverb()[0].pybind.Client(self.address)
@@ -80,7 +81,7 @@ class ReverbConnection:
             self._wait_before_retry(call, began)
 
     def try_info(self) -> dict[str, Any] | None:
-        """Like `info`, but try once, and return None if there is no answer within a second."""
+        """Return the result of `info`, but try only once. Return None if there is no answer within a second."""
         client = self.client
         from reverb.cc import schema_pb2
 
@@ -92,7 +93,7 @@ class ReverbConnection:
         return {info.name: info for info in infos}
 
     def signature(self, table: str) -> Any:
-        """Return the only `TensorSpec` of a table's signature; None if there is no such table."""
+        """Return the only `TensorSpec` of a table's signature. None if there is no such table."""
         answers = self.info("server_info")
         if table not in answers:
             return None
@@ -100,10 +101,10 @@ class ReverbConnection:
         return next(iter(info.signature.values())) if info.signature else None
 
     def draw(self, table: str, count: int, seconds: float) -> list[list[np.ndarray]]:
-        """Draw up to `count` items, as many as arrive within `seconds`.
+        """Draw up to `count` items. Return the items that arrive within `seconds`.
 
         Returns:
-            For each item, [key uint64, probability, size of the table, priority, *columns].
+            [key uint64, probability, size of the table, priority, *columns] for each item.
         """
         drawn: list[list[np.ndarray]] = []
         samplers: list[Any] = []
@@ -124,13 +125,13 @@ class ReverbConnection:
 
     def sampler(self, table: str, ahead: int) -> Any:
         """Return an endless Reverb sampler that draws up to `ahead` items ahead of time."""
-        self.info("sample")  # raises if the server is unreachable; the sampler would wait without a deadline
+        self.info("sample")  # raises if the server is unreachable, while a sampler would wait forever
         return self.client.NewSampler(table, -1, ahead)
 
     def samplers(self, table: str, ahead: int, count: int) -> SamplerPool:
-        """Return `count` samplers as one; see `SamplerPool`.
+        """Return a `SamplerPool` of `count` samplers.
 
-        If `count` is 1, the items that are drawn ahead stay in the sampler.
+        If `count` is 1, the sampler stores the items that are drawn ahead. Otherwise the pool stores them.
         """
         return SamplerPool([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
 
@@ -143,7 +144,7 @@ class ReverbConnection:
         return self.call("checkpoint", lambda: self.client.Checkpoint())
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run a call within a deadline, since Reverb's calls have none. Retry it while the server is unreachable."""
+        """Run a call with a deadline, since Reverb's calls have no deadline. Retry while the server is unreachable."""
         began, result = time.monotonic(), []
         while True:
             self.info(name)
@@ -156,7 +157,7 @@ class ReverbConnection:
             self._wait_before_retry(name, began)
 
     def is_connection_error(self, error: RuntimeError) -> bool:
-        """Return True if a Reverb error means that the server was unreachable. It may already be reachable again."""
+        """Return True if an error of Reverb means that the server was unreachable, even if it is reachable again."""
         lost = ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset")
         return any(text in str(error) for text in lost) or self.try_info() is None
 
@@ -190,7 +191,7 @@ class ReverbConnection:
         return not thread.is_alive()
 
     def _wait_before_retry(self, call: str, began: float) -> None:
-        """Wait before the next attempt. Raise an error if the timeout is over."""
+        """Wait before the next attempt. Raise an error after the timeout."""
         waited = time.monotonic() - began
         if waited >= self.timeout:
             raise self.no_answer_error(call, waited)
@@ -202,7 +203,7 @@ class ReverbInserter:
     """Inserts items into a table. Each item is one array. `insert` returns once the server has confirmed the items.
 
     Args:
-        connection: the server.
+        connection: the connection to the server.
         table: the table's name.
         patience: seconds to wait for a server that answers, but does not accept the items.
     """
@@ -211,16 +212,16 @@ class ReverbInserter:
         self._connection, self._table, self._patience = connection, table, patience
         pybind = import_reverb()[0].pybind
         self._writer = connection.client.NewTrajectoryWriter(pybind.ConstantChunkerOptions(1, 1), None)
-        # If a Reverb writer is dropped without a close, its destructor waits forever for an unreachable server.
+        # Close the writer explicitly, because a Reverb writer's destructor waits forever for an unreachable server.
         self.close = weakref.finalize(self, self._writer.Close)
 
     def insert(self, arrays: Any, priority: float = 1.0, stop: threading.Event | None = None) -> None:
         """Insert items.
 
         Args:
-            arrays: with the shape and dtype of the table's signature.
+            arrays: the items, as arrays with the shape and dtype of the table's signature.
             priority: the priority of all items.
-            stop: ends the wait. Unconfirmed items are still sent until this inserter is closed.
+            stop: an event that ends the wait. Unconfirmed items are still sent until this inserter is closed.
 
         Raises:
             StoppedError: `stop` was set.
@@ -270,16 +271,16 @@ class ReverbInserter:
 
 
 class SamplerPool:
-    """Draws with several of Reverb's samplers at once, since each one waits for its round trips.
+    """Draws with several of Reverb's samplers in parallel, because each sampler waits for network round trips.
 
-    A thread reads each sampler.
+    There is one thread for each sampler.
 
-    No sampler or thread holds back draws while a reader waits for them. So it is enough if the rate limiter allows
-    exactly one batch. The draws of several samplers have no order, so a queue uses one sampler.
+    While a reader waits for draws, it gets each draw at once. So it is enough if the rate limiter allows exactly one
+    batch. The draws of several samplers have no order, so a queue uses one sampler.
 
     Args:
         samplers: endless samplers of one table.
-        ahead: the most draws to store here.
+        ahead: the most draws to store in the pool.
     """
 
     def __init__(self, samplers: list[Any], ahead: int) -> None:
@@ -296,12 +297,12 @@ class SamplerPool:
             thread.start()
 
     def draw(self, least: int, most: int, seconds: float) -> list[list[np.ndarray]]:
-        """Wait up to `seconds` for `least` draws, and return the available draws, at most `most`.
+        """Wait up to `seconds` for `least` draws. Then return the available draws, at most `most`.
 
-        Each is [key uint64, probability, size of the table, priority, *columns].
+        A draw is [key uint64, probability, size of the table, priority, *columns].
 
         Raises:
-            RuntimeError: from Reverb's sampler, also if it was closed.
+            RuntimeError: Reverb's sampler failed or was closed.
         """
         with self._changed:
             self._wanted = least
@@ -315,7 +316,7 @@ class SamplerPool:
             return drawn
 
     def Close(self) -> None:
-        """End a waiting `draw`, and the threads. After this, no thread is inside a sampler. Any thread may call it."""
+        """End a waiting `draw`, and all threads, so that no thread is inside a sampler. Any thread may call this."""
         with self._changed:
             self._failure = self._failure or RuntimeError("The samplers were closed.")
             self._changed.notify_all()
@@ -326,7 +327,7 @@ class SamplerPool:
             thread.join(timeout=_JOIN_TIMEOUT)
 
     def _drain(self, sampler: Any) -> None:
-        drawn, draw = self._drawn, sampler.GetNextTrajectory  # raises if the sampler is closed
+        drawn, draw = self._drawn, sampler.GetNextTrajectory  # GetNextTrajectory raises if the sampler is closed
         try:
             while True:
                 drawn.append(draw())

@@ -1,7 +1,8 @@
-"""Items as rows of bytes: their format for sending to, storing on, and reading from a Reverb server.
+"""Rows of bytes, the format in which items are sent to, stored on, and read from a Reverb server.
 
-A row is a numpy record that holds all data of one item. It is sent as one array, because the cost of Reverb's client
-depends on the number of arrays: seven named columns would reduce the items per second to a quarter, in both directions.
+A row is a numpy record that contains all data of one item. A row is sent as one array, because the speed of Reverb's
+client depends on the number of arrays. With seven named columns instead, writing and reading items would take four
+times as long.
 
 `ReverbDataset` draws batches ahead of time with endless samplers.
 """
@@ -21,18 +22,18 @@ from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, SamplerPo
 from rlframe.types import AgentSpecs, Batch, Sequence, SequenceBatch, Transition, TransitionBatch, Tree, specs
 
 _MAX_SERVER_KEYS = 1 << 17  # the most items whose server keys are stored
-_KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # positions in a sampler's result
+_KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # indexes of these values in a sampler's result
 _SCALAR = specs.Array((), np.float32)
 _CHECK_INTERVAL = 2.0  # seconds without a batch between two checks that the server is reachable
-_MIN_AHEAD = 256  # items; with fewer, round trips limit the speed
+_MIN_AHEAD = 256  # items to draw ahead of time; with fewer items, round trips would limit the speed
 
 
 class ItemRows:
     """Converts batches of an agent's items to rows, and rows to batches.
 
     Attributes:
-        dtype: the record: `key` [3] int64 (rank, incarnation, number), `params_version` int64, and the item's leaves.
-        description: JSON of the rows' contents. Two processes are compatible if their descriptions are equal.
+        dtype: a record of `key` [3] int64 (rank, incarnation, number), `params_version` int64, and the item's leaves.
+        description: JSON text that describes the contents of rows. Processes with equal descriptions are compatible.
     """
 
     def __init__(self, agent: AgentSpecs) -> None:
@@ -49,7 +50,7 @@ class ItemRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Size of a row in bytes."""
         return self.dtype.itemsize
 
     def pack(self, batch: Batch) -> np.ndarray:
@@ -62,11 +63,11 @@ class ItemRows:
         return records.view(np.uint8).reshape(len(records), self.nbytes)
 
     def records(self, rows: np.ndarray) -> np.ndarray:
-        """Return the records of rows, [B] of `dtype`. The number of a padding record is negative."""
+        """Return rows as records, [B] of `dtype`. Padding records have a negative number in their key."""
         return rows.reshape(-1).view(self.dtype)
 
     def unpack(self, rows: np.ndarray, probabilities: np.ndarray) -> Batch:
-        """Return the batch of rows that `pack` returned, with the probabilities of the draws ([B] float32)."""
+        """Convert rows of `pack` to a batch. `probabilities` ([B] float32) are the probabilities of the draws."""
         records = self.records(rows)
         data = {
             field: layout.build([np.ascontiguousarray(records[leaf.name]) for leaf in layout.leaves])
@@ -83,7 +84,7 @@ class ItemRows:
 
 
 def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
-    """Return a dict: field of a batch -> (its tree of specs, the time axis of its leaves)."""
+    """Return a dict: field of a batch -> (the field's tree of specs, length of the time axis, if there is one)."""
     item, step = agent.replay_spec.item, agent.step_spec
     if isinstance(item, Sequence):
         steps, ends = (item.length,), (item.length + 1,)
@@ -107,7 +108,7 @@ def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
 
 
 class ServerKeys:
-    """The server's keys of the items that were drawn last. Later priority updates need them."""
+    """The server's keys of the items that were drawn last, for later updates of the priorities."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[int, ...], int] = {}
@@ -121,33 +122,33 @@ class ServerKeys:
             del self._keys[next(iter(self._keys))]
 
     def find(self, keys: np.ndarray, floor: int) -> list[int | None]:
-        """Return the server's keys of the items `keys` [B, 3]; None for items that are unknown or below `floor`."""
+        """Return the server's keys of the items `keys` [B, 3]. None for items that are unknown or below `floor`."""
         return [self._keys.get(key) if key[2] >= floor else None for key in map(tuple, keys.tolist())]
 
 
 class DrawnItems:
-    """Items that were drawn but not returned in a batch yet, in order.
+    """Drawn items that were not yet returned in a batch, in order.
 
     Attributes:
         size: number of items.
-        received: number of all items of each rank so far, if a batch is one item of each environment.
+        received: rank -> number of items received so far, if a batch has one item of each environment.
         forgotten: number of items that were dropped because of their age.
     """
 
     def __init__(self, rows: ItemRows, queue: bool, by_rank: bool) -> None:
         self._rows, self._queue, self._by_rank = rows, queue, by_rank
-        # A sampler's results: [key, probability, size of the table, priority, rows [block, nbytes]].
+        # Results of a sampler. Each is [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self._oldest = -1
         self.received: collections.Counter[int] = collections.Counter()
         self.size = self.forgotten = 0
 
     def put(self, samples: list[list[np.ndarray]]) -> None:
-        """Add a sampler's results."""
+        """Add the results of a sampler."""
         for sample in samples:
             if len(sample[_ROWS]) > 1:
                 numbers = self._rows.records(sample[_ROWS])["key"][:, 2]
-                if numbers[-1] < 0:  # padding is at the end
+                if numbers[-1] < 0:  # the last rows are padding
                     sample[_ROWS] = sample[_ROWS][numbers >= 0]
             if self._by_rank:
                 self.received.update(self._ranks(sample))
@@ -157,7 +158,7 @@ class DrawnItems:
             self.forget_before(self._oldest)
 
     def forget_before(self, version: int) -> None:
-        """Drop the items in which a version below `version` acted, now and when they arrive."""
+        """Drop present and later items in which a version below `version` acted."""
         self._oldest = max(self._oldest, version)
         kept = []
         for sample in self._samples:
@@ -182,7 +183,7 @@ class DrawnItems:
         return self._rows.records(sample[_ROWS])["key"][:, 0].tolist()
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return (rows [count, nbytes] uint8, probabilities [count] float32, server key of each)."""
+        """Return (rows [count, nbytes] uint8, probabilities [count] float32, server's key of each draw)."""
         samples, missing = [], count
         while missing > 0:
             samples.append(self._samples.popleft())
@@ -195,7 +196,7 @@ class DrawnItems:
         keys, chances, sizes, _, rows = zip(*samples)
         lengths = [len(own) for own in rows]
         probabilities = np.fromiter(chances, np.float64, len(rows))
-        if self._queue:  # a queue's probability: one draw among the items that it held
+        if self._queue:  # in a queue, an item's probability is 1 / the number of items at the draw
             probabilities = 1.0 / (np.maximum(np.fromiter(sizes, np.int64, len(rows)), 1) * lengths)
         all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
         return all_rows, np.repeat(probabilities.astype(np.float32), lengths), list(keys)
@@ -231,21 +232,21 @@ class ReverbDataset(Dataset):
             return None
         missing = self._buffer.missing(count)
         if self._samplers is None:
-            # Other readers cannot get the items that are drawn ahead from a queue, and all items that are drawn ahead
-            # get older.
+            # Draw only a few items of a queue ahead of time, because other readers cannot get these items. In every
+            # replay, items that are drawn ahead of time become older before they are used.
             is_queue, blocks = self._buffer.spec.kind == "queue", max(0, missing) + 1
             ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _MIN_AHEAD), self._num_samplers)
             self._samplers = self._connection.samplers(REPLAY, ahead, samplers)
         if missing > 0:
-            # If a batch is one item of each environment, one further item may complete it, because other writers may
-            # lapse.
+            # If a batch has one item of each environment, one more item may complete the batch, because the writers of
+            # the missing items may lapse.
             self._collect(self._samplers, 1 if self._buffer.spec.batch_size is None else missing, missing)
         number = self._buffer.items_to_take(count)
         return self._buffer.take(number) if number else None
 
     def _collect(self, samplers: SamplerPool, least: int, missing: int) -> None:
-        """Wait a short time for `least` of the `missing` draws."""
-        if self._stop.is_set():  # `close` may have been called before the samplers existed
+        """Wait a short time until `least` of the `missing` rows are drawn."""
+        if self._stop.is_set():  # `close` may have run before the samplers existed
             return
         try:
             self._buffer.keep(samplers.draw(least, missing, WAKE_INTERVAL))
@@ -271,7 +272,7 @@ class ReverbDataset(Dataset):
 
     def close(self) -> None:
         super().close()
-        self._interrupt()  # also samplers that the thread opened after the first call
+        self._interrupt()  # close samplers that the thread opened during `super().close()`
 
     def _interrupt(self) -> None:
         samplers = self._samplers

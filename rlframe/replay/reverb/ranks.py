@@ -1,4 +1,4 @@
-"""The ranks that writers claim on a Reverb server, their numbers of environments, and the highest priority."""
+"""The ranks that writers claim on a Reverb server, the writers' numbers of environments, and the highest priority."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from rlframe.errors import PeerError
 from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, ReverbConnection, ReverbInserter
 from rlframe.replay.reverb.server_tables import CLAIM_FIELDS, inserted
 
-# Values of the fourth number of an entry (rank, incarnation, token, kind, environments).
+# Values of `kind` in an entry (rank, incarnation, token, kind, number of environments).
 _CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
 _READ_AHEAD = 64
 
 
 class RankRegistry:
-    """Ranks, the number of environments of each, and the highest priority so far.
+    """The ranks of all writers, each writer's number of environments, and the highest priority so far.
 
-    Reverb has no compare-and-swap, so ranks are claimed in a log that only grows (the table of claims). A writer
-    appends its claim and then reads the whole log. It has the rank if there is no other valid claim to it. If two
-    writers claim the same rank at once, at least one of them sees the other's claim, since both write before they read.
-    That writer withdraws its claim, and retries after a random backoff. So no two writers ever hold the same (rank,
-    incarnation), even if many processes start together or die during a claim.
+    Reverb has no compare-and-swap operation. So ranks are claimed in a log that only grows (the table of claims). A
+    writer appends its claim and then reads the whole log. The writer has the rank if no other claim of this rank is
+    valid. If two writers claim the same rank at the same time, at least one of them sees both claims, because writers
+    write before they read. A writer that sees another claim withdraws its own claim, and retries after a random
+    backoff. So two writers never have the same (rank, incarnation), even if many processes start together or die during
+    a claim.
 
     Args:
-        connection: the server.
-        patience: seconds after which a claim without success is an error.
+        connection: the connection to the server.
+        patience: seconds after which an unsuccessful claim raises an error.
     """
 
     def __init__(self, connection: ReverbConnection, patience: float) -> None:
@@ -38,16 +39,16 @@ class RankRegistry:
         self._random = random.Random()  # not seeded, because tokens must differ between processes
         self._lock = threading.RLock()
         self._own_entries: dict[tuple[int, int], list[list[int]]] = {}  # entries that this process wrote
-        # Requested rank -> ((rank, incarnation) of the claim, its token).
+        # Requested rank -> ((rank, incarnation) of the claim, token of the claim).
         self._pending_claims: dict[int | None, tuple[tuple[int, int], int]] = {}
         self._counters: list[int] = []
         self._envs: tuple[int, dict[int, int]] = (-1, {})  # (number of entries at the last read, rank -> environments)
         self._highest = (-1, 1.0)  # (number of inserted values at the last read, highest priority)
 
     def claim(self, rank: int | None) -> tuple[int, int]:
-        """Return the (rank, incarnation) of a new claim. No other writer has it.
+        """Return the (rank, incarnation) of a new claim. No other writer gets the same result.
 
-        If a claim failed because the server was unreachable, call this again to continue it.
+        If a claim failed because the server was unreachable, call this method again to continue the claim.
         """
         pauses = retry.backoff(0.05, 2.0, self._patience, since=time.monotonic(), jitter=1.0)
         with self._lock:
@@ -77,7 +78,7 @@ class RankRegistry:
                 time.sleep(pause)
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Write the number of a writer's environments to the log."""
+        """Write a writer's number of environments to the log."""
         with self._lock:
             entry = [rank, incarnation, 0, _OPENED, num_envs]
             if entry not in self._own_entries[rank, incarnation]:
@@ -85,13 +86,13 @@ class RankRegistry:
             self._append(entry)
 
     def restore_lost_entries(self, tables: dict[str, Any]) -> None:
-        """Write this process's entries again if the server's counters show that it has lost some.
+        """Write this process's entries again if the server's counters show that the server has lost entries.
 
         Args:
             tables: the server's current `TableInfo` of each table.
 
         Raises:
-            PeerError: another writer has claimed a rank of this process since then.
+            PeerError: another writer has claimed a rank of this process since the entries were lost.
         """
         counters = [inserted(table) for _, table in sorted(tables.items())]
         with self._lock:
@@ -114,9 +115,9 @@ class RankRegistry:
                 )
 
     def envs(self) -> dict[int, int]:
-        """Return the number of environments of each rank's newest incarnation.
+        """Return a dict: rank -> number of environments of the rank's newest incarnation.
 
-        If the server does not answer, the numbers are the last known ones.
+        If the server does not answer, return the last known numbers.
         """
         tables = self._connection.try_info()
         with self._lock:
@@ -130,7 +131,7 @@ class RankRegistry:
             return self._envs[1]
 
     def highest_priority(self, written: int) -> float:
-        """Return the highest priority so far, 1 at first. `written` is the server's count of inserted priorities."""
+        """Return the highest priority so far (initially 1). `written` is the server's number of inserted priorities."""
         with self._lock:
             if written and self._highest[0] != written:
                 for _, _, _, _, value in self._connection.draw(HIGHEST, 1, self._connection.timeout):
@@ -138,15 +139,15 @@ class RankRegistry:
             return self._highest[1]
 
     def raise_highest_priority(self, priority: float, written: int) -> None:
-        """Make `priority` the highest so far, if it is higher."""
+        """Store `priority` as the highest priority, if it is higher than the highest priority so far."""
         with self._lock:
             if priority > self.highest_priority(written):
                 self._insert(HIGHEST, np.array([priority], np.float64))
 
     def _valid_claims(self) -> dict[tuple[int, int], set[int]]:
-        """Return a dict: (rank, incarnation) -> tokens of its valid claims.
+        """Return a dict: (rank, incarnation) -> tokens of valid claims.
 
-        The set is empty if all claims were withdrawn.
+        A set of tokens is empty if all claims were withdrawn.
         """
         claims: dict[tuple[int, int], set[int]] = {}
         withdrawn = set()
@@ -158,10 +159,10 @@ class RankRegistry:
         return {key: tokens - withdrawn for key, tokens in claims.items()}
 
     def _read(self) -> list[list[int]]:
-        """Return all entries that were in the log at the call, and possibly later ones.
+        """Return all entries that were in the log when this method was called, and possibly newer entries.
 
-        A table can only be sampled, so this draws until it has as many different entries as the table holds. Entries
-        are never removed, so these are all.
+        A table can only be sampled, so this method draws entries until it has as many different entries as the table.
+        Entries are never removed, so these are all entries.
         """
         samplers: list[Any] = []
 

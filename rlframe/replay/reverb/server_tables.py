@@ -1,4 +1,4 @@
-"""The tables of a Reverb server for an agent, and functions on their counters."""
+"""The tables of a Reverb server for an agent, and functions that read a table's counters."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, import_rev
 from rlframe.replay.reverb.item_bytes import ItemRows
 from rlframe.types import AgentSpecs
 
-CLAIM_FIELDS = 5  # int64 numbers of an entry of CLAIMS, see `ranks.py: RankRegistry`
+CLAIM_FIELDS = 5  # int64 numbers in an entry of the table CLAIMS (see `ranks.py: RankRegistry`)
 _CLAIMS_KEPT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class ReverbTables:
-    """Creates tables: call it, or iterate over it.
+    """Creates tables, either when it is called or when it is iterated over.
 
-    It can be pickled without Reverb, which only the server's node needs.
+    The object can be pickled without Reverb, which only the server's node needs.
 
     See `ReverbReplayBuffer.tables`.
     """
@@ -37,7 +37,7 @@ class ReverbTables:
             raise UsageError(f"A block needs at least one item, got block={self.block}.")
         if self.block > 1 and kind != "queue":
             raise UsageError(
-                f"Only queues can have blocks: a {kind} replay draws single items. Leave block={self.block} out."
+                f"Only queues can have blocks. A {kind} replay draws single items. Leave block={self.block} out."
             )
         if self.when_full not in ("wait", "drop"):
             raise UsageError(f"when_full must be 'wait' or 'drop', got {self.when_full!r}.")
@@ -51,7 +51,7 @@ class ReverbTables:
         return iter(self())
 
     def __call__(self) -> list[Any]:
-        """Return new `reverb.Table`s: for items, for claims of ranks, and for the highest priority."""
+        """Return new `reverb.Table`s for items, for claims of ranks, and for the highest priority."""
         reverb, tf = import_reverb()
         selectors, limiters = reverb.selectors, reverb.rate_limiters
         spec, rows = self.agent.replay_spec, ItemRows(self.agent)
@@ -60,7 +60,7 @@ class ReverbTables:
             "prioritized": lambda: selectors.Prioritized(spec.priority_exponent),
             "queue": selectors.Fifo,
         }[spec.kind]()
-        # The signature's name describes the fields of a row. Each client compares it with its own description.
+        # The signature's name describes the fields of a row. Each client compares this name with its own description.
         signature = {"rows": tf.TensorSpec((self.block, rows.nbytes), tf.uint8, name=rows.description)}
         items = reverb.Table(
             REPLAY,
@@ -93,19 +93,19 @@ class ReverbTables:
 
 
 def inserted(table: Any) -> int:
-    """Return how many items (for a queue of blocks: blocks) were ever inserted into a table, from its `TableInfo`."""
+    """Return how many rows (items, or blocks of a queue) were ever inserted into a table with this `TableInfo`."""
     return table.rate_limiter_info.insert_stats.completed
 
 
 def may_sample(table: Any, count: int) -> bool:
-    """Return True if a table's rate limiter allows sampling of `count` items now."""
+    """Return True if a table's rate limiter now allows `count` items to be sampled."""
     limiter = table.rate_limiter_info
     ahead = limiter.insert_stats.completed * limiter.samples_per_insert - limiter.sample_stats.completed - count
     return table.current_size >= limiter.min_size_to_sample and ahead >= limiter.min_diff
 
 
 def block_size(signature: Any, rows: ItemRows, address: str) -> int:
-    """Return the number of items per block of the table with this signature (None: there is no such table).
+    """Return the number of items in a block of the table with this signature (None means that there is no table).
 
     Raises:
         UsageError: the table's items do not match `rows`.
@@ -113,13 +113,13 @@ def block_size(signature: Any, rows: ItemRows, address: str) -> int:
     if signature is None or not (signature.name or "").startswith("{"):
         raise UsageError(
             f"The Reverb server at {address} has no table of rlframe. "
-            "Make its tables with ReverbReplayBuffer.tables(agent)."
+            "Make the server's tables with ReverbReplayBuffer.tables(agent)."
         )
     if signature.name != rows.description:
         there, here = json.loads(signature.name), json.loads(rows.description)
         differs = next(name for name in here if here[name] != there.get(name))
         raise UsageError(
             f"The Reverb server at {address} has the items of another agent: {differs} is {there.get(differs)} "
-            f"there, {here[differs]} here. Make its tables from the same agent."
+            f"there, {here[differs]} here. Make the server's tables from the same agent."
         )
     return int(signature.shape[0])

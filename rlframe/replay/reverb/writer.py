@@ -26,7 +26,7 @@ _CHECK_INTERVAL = 1.0
 
 
 class ReverbWriter:
-    """The writing side of `ReverbReplayBuffer`, which documents the methods. Any thread may call it.
+    """The writers of a `ReverbReplayBuffer`, which documents the methods. Any thread may call them.
 
     Args:
         agent: the specs of the agent.
@@ -54,7 +54,7 @@ class ReverbWriter:
         self._checked_at = 0.0
 
     def claim(self, block: int, num_envs: int | None, rank: int | None) -> tuple[int, int]:
-        """See `BaseReplayBuffer.claim_rank`. Rows of the server's table hold `block` items."""
+        """See `BaseReplayBuffer.claim_rank`. Each row of the server's table has `block` items."""
         with self._lock:
             rank, incarnation = self._registry.claim(rank)
             self._claimed[rank] = incarnation
@@ -70,7 +70,7 @@ class ReverbWriter:
         if num_envs % block:
             raise UsageError(
                 f"The queue at {self._connection.address} holds blocks of {block} items, which a writer of {num_envs} "
-                f"environments cannot fill. Make its tables with a block that divides {num_envs}."
+                f"environments cannot fill. Make the queue's tables with a block that divides {num_envs}."
             )
         with self._lock:
             self._block, incarnation = block, self._claimed[rank]
@@ -85,7 +85,7 @@ class ReverbWriter:
         stop = self._stop_events[self._assembler.rank_of(env_ids)]
         with self._writing(stop):
             if self._connection.closed.is_set():
-                raise ReplayClosedError("The replay buffer is closed: nothing can be added.")
+                raise ReplayClosedError("The replay buffer is closed. No steps can be added.")
             batch = self._assembler.add(env_ids, step)
             self.steps += len(env_ids)
             if batch is None:
@@ -94,8 +94,8 @@ class ReverbWriter:
             if self._agent.replay_spec.kind == "prioritized":
                 info = self._connection.info("add", stop)
                 before, priority = inserted(info[REPLAY]), self._registry.highest_priority(inserted(info[HIGHEST]))
-            # Items are numbered in the order of the prioritized table's inserts. So their numbers show which items are
-            # evicted.
+            # Items are numbered in the order of the prioritized table's inserts. So the number of an item shows if the
+            # item is evicted.
             self._assembler.renumber(batch, at_least=before)
             if self._inserter is None:
                 self._inserter = ReverbInserter(self._connection, REPLAY, self._patience)
@@ -112,7 +112,7 @@ class ReverbWriter:
         self._stop_events[rank].set()
 
     def close(self) -> None:
-        """Give up unconfirmed items. The connection must be closed already."""
+        """Give up unconfirmed items. The caller must have closed the connection."""
         with self._lock:
             if self._inserter is not None:
                 self._inserter.close()
@@ -121,7 +121,7 @@ class ReverbWriter:
     def _writing(self, stop: threading.Event) -> Iterator[None]:
         """Hold the lock of this process's writers.
 
-        The server may block another writer, which then holds the lock for long.
+        If the server blocks another writer of this process, that writer holds the lock for a long time.
         """
         while not self._lock.acquire(timeout=_STOP_CHECK_INTERVAL):
             if stop.is_set():

@@ -27,11 +27,11 @@ from rlframe.replay.service.server import SendBuffer, WriterId
 from rlframe.replay.steps import Writers
 from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 
-_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # limits of the steps that are collected, and sent at once
-_WARN_AFTER = 60.0  # seconds that a writer waits before a warning; the learner may be compiling
+_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # the most steps, and their bytes, that are collected and sent together
+_WARN_AFTER = 60.0  # seconds that a writer waits before a warning, because the learner may be compiling
 _STOP_CHECK_INTERVAL = 0.2  # seconds between two checks for a stop
 _DEADLINE = 120.0  # seconds to wait for a service that does not answer
-_RETRY_INTERVAL = 0.01  # seconds between two checks of several shards without a batch
+_RETRY_INTERVAL = 0.01  # seconds between two checks of several shards if no shard has a batch
 _WEIGHT_INTERVAL = 0.2  # seconds between two updates of the shards' weights
 
 _log = logging.getLogger(__name__)
@@ -41,14 +41,13 @@ class StepSender:
     """Sends the steps of one writer in order. A thread sends one message at a time.
 
     Args:
-        service: a `ReplayService`, or a client of one.
+        service: a `ReplayService`, or a client of a `ReplayService`.
         writer: the writer of the steps.
-        max_steps: the most unsent steps; None: 256. With `samples_per_insert`, the learner owes samples for these steps
-            too.
+        max_steps: the most unsent steps. None means 256. `samples_per_insert` limits this number too.
 
     Attributes:
         rank, num_envs, id_bytes: see `Writer`.
-        checked: True once a step's shapes and dtypes were checked.
+        checked: True once the shapes and dtypes of a step were checked.
     """
 
     def __init__(self, service: Any, writer: WriterId, max_steps: int | None = None) -> None:
@@ -59,9 +58,9 @@ class StepSender:
         self.checked = False
         self._changed = threading.Condition()
         self._buffers: collections.deque[SendBuffer] = collections.deque()  # steps that are not delivered yet
-        self._waiting = self._bytes = 0  # number and size of these steps
-        self._number = 0  # number of the first of these steps
-        self._held_back_reason = ""  # why the service makes the writer wait
+        self._waiting = self._bytes = 0  # number and size of the undelivered steps
+        self._number = 0  # number of the first undelivered step
+        self._held_back_reason = ""  # the reason why the service makes the writer wait
         self._error: BaseException | None = None
         self._is_stopped = self._closed = False
         threading.Thread(target=self._run, name="rlframe replay sender", daemon=True).start()
@@ -69,7 +68,7 @@ class StepSender:
     def put(self, env_ids: np.ndarray, step: Step) -> None:
         """Add a step.
 
-        Wait while too many steps are unsent, or the service makes the writer wait. Raise errors of earlier sends.
+        Wait while too many steps are unsent, or while the service makes the writer wait. Raise errors of earlier sends.
         """
         with self._changed:
             self._wait(self._has_room)
@@ -87,11 +86,11 @@ class StepSender:
         self._wait(lambda: not self._waiting)
 
     def settle(self) -> None:
-        """Wait until all steps are delivered, or the service makes the writer wait."""
+        """Wait until all steps are delivered, or until the service makes the writer wait."""
         self._wait(lambda: not self._waiting or bool(self._held_back_reason))
 
     def end_waits(self) -> None:
-        """Make each `put` that waits raise StoppedError, now and later."""
+        """Make each present or later `put` raise StoppedError instead of waiting."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -112,14 +111,14 @@ class StepSender:
             raise ReplayClosedError("The replay buffer is closed.")
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over()`, which is called with the lock held. Raises the errors of `put`."""
+        """Wait until `is_over` returns True. Call it with the lock held. Raises the errors of `put`."""
         with self._changed:
             self._check()
             if not is_over():
                 self._sleep_until(is_over)
 
     def _sleep_until(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until `is_over()`. Warn once if the service makes the writer wait for a long time."""
+        """Sleep until `is_over` returns True. Warn once if the service makes the writer wait for a long time."""
         began, warned = time.monotonic(), False
         with waiting_for("the replay service"):
             while not is_over():
@@ -159,9 +158,9 @@ class StepSender:
                 self._changed.notify_all()
 
     def _remove_delivered(self, number: int, why: str) -> None:
-        """Remove the steps with lower numbers, which were delivered.
+        """Remove the steps with numbers below `number`, which were delivered.
 
-        `why` is the reason why the next step must wait.
+        `why` is the reason why the next step must wait. It is empty if the step need not wait.
         """
         with self._changed:
             self._held_back_reason = why
@@ -178,22 +177,24 @@ class StepSender:
 
 
 class ServiceReplayBuffer(BaseReplayBuffer):
-    """Adds steps to one or more `ReplayService`s, and samples from them. It pickles as the services' handles.
+    """Adds steps to one or more `ReplayService`s, and samples from these services.
 
-    A writer belongs to the shard `rank % len(services)`. `add` returns before the step is delivered: steps are
-    collected while earlier steps are sent. So an Actor that is killed may lose its last steps (at most 256 steps or 16
-    MiB; with `samples_per_insert`, two rounds). A service that dies loses the steps since its checkpoint. The death of
-    other processes loses no steps.
+    A pickled buffer contains the specs and the services' handles.
 
-    If a service makes a writer wait, the next `add` waits. A single thread that both adds and samples needs a service
-    that never makes it wait: set `waits=False`, or a larger `capacity` or `run_ahead`.
+    Each service is a shard of the replay. A writer adds to the shard `rank % len(services)`. `add` returns before the
+    step is delivered, and steps are collected while earlier steps are sent. So an Actor that is killed may lose its
+    last steps: at most 256 steps or 16 MiB, and at most two rounds with `samples_per_insert`. A service that dies loses
+    the steps since its checkpoint. No steps are lost if other processes die.
 
-    Each batch comes from one shard. The shards of a queue take turns. Other shards are chosen in proportion to their
-    weights. `probabilities` refer to the items of all shards.
+    If a service makes a writer wait, the next `add` waits. If a single thread both adds and samples, the service must
+    never make it wait: set `waits=False`, or a larger `capacity` or `run_ahead`.
+
+    All items of a batch are from one shard. The shards of a queue take turns. Shards of other replays are chosen in
+    proportion to their weights. `probabilities` refer to the items of all shards.
 
     Args:
-        agent: an Agent, or any object with `replay_spec` and `step_spec`, which the services were created with.
-        services: their handles (or the objects), in order.
+        agent: the Agent of the services, or any object with the same `replay_spec` and `step_spec`.
+        services: the services, or handles to the services, in order.
 
     Raises (every method that calls a service):
         PeerError: the service did not answer for two minutes (ten minutes in a process whose heartbeats are watched,
@@ -213,9 +214,9 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             )
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
         self._writers: Writers[StepSender] = Writers()
-        self._added = threading.local()  # the sender that each thread added to last
+        self._added = threading.local()  # thread -> the sender to which it added last
         self._layouts = step_layouts(agent.step_spec)
-        self._claimed: dict[int, int] = {}  # its incarnation in this process
+        self._claimed: dict[int, int] = {}  # rank -> its incarnation in this process
         self._reader, self._numbers = secrets.randbits(62), [0] * len(self._handles)
         self._chances, self._weighed_at = np.ones(len(self._handles)), -math.inf  # probabilities of the shards
         self._turns = itertools.count()
@@ -225,7 +226,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return ServiceReplayBuffer, (self._agent, self._handles)
 
     @functools.cached_property
-    # Resolved at the first call, because the process that makes a program must not call nodes.
+    # Handles are resolved at the first call, because the process that makes a program must not call nodes.
     def _services(self) -> list[Any]:
         deadline = peer_timeout(_DEADLINE, watched=600.0)
         return [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
@@ -255,7 +256,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             self._writers.put(StepSender(service, writer, None if ahead is None else -(-ahead // num_envs)))
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`; see `ReplayWriter`. It may wait; see the class.
+        """Add one step of the environments `env_ids`, as `ReplayWriter` describes. May wait (see this class).
 
         Raises:
             StoppedError: `end_waits` was called, or the rank was claimed again, or the buffer is closed.
@@ -267,7 +268,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         if not sender.checked:
             check_step(self._layouts, step, len(env_ids))
             sender.checked = True
-        if sender is not getattr(self._added, "sender", None):  # keeps the order of this thread's steps across writers
+        if sender is not getattr(self._added, "sender", None):  # keep this thread's steps in order
             self._settle()
             self._added.sender = sender
         sender.put(env_ids, step)
@@ -283,7 +284,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             sender.flush()
 
     def _settle(self) -> None:
-        """Wait until the steps of this thread are delivered, or must wait. Do not wait for other threads."""
+        """Wait until the steps of this thread are delivered, or the service makes them wait. Ignore other threads."""
         sender = getattr(self._added, "sender", None)
         if sender is not None:
             with contextlib.suppress(StoppedError):
@@ -298,7 +299,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     def wait_for_batch(self, timeout: float) -> Batch | None:
         """Return the result of `sample`, but wait up to `timeout` seconds for enough items.
 
-        It may return None earlier.
+        The method may return None earlier.
         """
         if self._closed:
             return None
@@ -313,7 +314,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 if several and self.spec.kind != "queue":
                     batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
                 return batch
-        if several and timeout:  # do not wait at one shard, because another may get a batch first
+        if several and timeout:  # do not wait at one shard, because another shard may have a batch first
             time.sleep(min(timeout, _RETRY_INTERVAL))
         return None
 
@@ -327,7 +328,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             return iter([(first + i) % count for i in range(count)])
         if time.monotonic() > self._weighed_at + _WEIGHT_INTERVAL:
             self._weighed_at = time.monotonic()
-            weights = np.maximum([service.weight() for service in self._services], 1e-9)  # above 0: call every shard
+            weights = np.maximum([service.weight() for service in self._services], 1e-9)  # above 0, to call all shards
             self._chances = weights / weights.sum()
         return iter(self._rng.choice(count, count, replace=False, p=self._chances).tolist())
 
@@ -342,7 +343,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             service.forget_before(version)
 
     def stats(self) -> dict[str, int]:
-        """Return the sums of all services' counters; see `ReplayReader`."""
+        """Return the counters of `ReplayReader.stats`, summed over all services."""
         self._settle()
         found = [service.stats() for service in self._services]
         return {name: sum(each[name] for each in found) for name in found[0]}

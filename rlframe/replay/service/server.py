@@ -1,4 +1,4 @@
-"""The node that holds a replay, and the stacks in which steps are sent to it, with each observation only once."""
+"""The node that contains a replay, and the stacks in which steps are sent to the node, each observation only once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_STEPS, _MAX_BYTES = 256, 8 * 2**20  # limits of a `SendBuffer`
 _leaves, _flatten = jax.tree_util.tree_leaves, jax.tree_util.tree_flatten
 
 _MAX_WAIT = 0.5  # seconds that a call waits for room, or for a batch, before it returns
-_MAX_READERS = 8  # readers whose last answer is kept, in case a call is repeated
+_MAX_READERS = 8  # most readers whose last batch is kept for repeated calls
 _log = logging.getLogger(__name__)
 
 
@@ -43,19 +43,19 @@ class StepStack(NamedTuple):
 
 
 class SendBuffer:
-    """Buffers consecutive steps of the same environments until they are delivered.
+    """Buffers consecutive steps of the same environments until the steps are delivered.
 
-    It copies the steps, because environments may reuse their arrays.
+    The buffer copies the steps, because environments may reuse their arrays.
 
     Args:
-        env_ids: [B] int64.
-        step: the first step to `put`. Its shapes determine those of the buffer.
-        before: the buffer before this one. If steps come in short runs, the new buffer is small.
+        env_ids: ids of the environments, [B] int64.
+        step: the first step to `put`. Its shapes determine the shapes of the buffer.
+        before: the previous buffer. If it has few steps, the new buffer is small.
 
     Attributes:
         count: number of steps in the buffer.
         delivered: number of delivered steps in the buffer.
-        nbytes: bytes of one step.
+        nbytes: size of one step in bytes.
     """
 
     def __init__(self, env_ids: np.ndarray, step: Step, before: SendBuffer | None = None) -> None:
@@ -67,19 +67,19 @@ class SendBuffer:
         self._size: int = max(1, min(_MAX_STEPS, steps, _MAX_BYTES // max(self.nbytes, 1)))
         self._timesteps, self._rest = _rows(timestep, self._size + 1), _rows(rest, self._size)
         self._versions: list[Any] = []
-        self._next: Any = None  # the timestep that ended the last step
+        self._next: Any = None  # the timestep at which the last step ended
         self.count: int = 0
         self.delivered: int = 0
         for rows, leaf in zip(self._timesteps, timestep):
             rows[0] = leaf
 
     def accepts(self, env_ids: np.ndarray, step: Step) -> bool:
-        """Return True if the step continues the last one and there is room."""
+        """Return True if the step begins where the last step ended, and there is room for it."""
         follows = self._next is step.timestep or self._next is None
         return follows and self.count < self._size and env_ids.tobytes() == self._id_bytes
 
     def put(self, step: Step) -> None:
-        """Copy a step. It must be one that `accepts` allows."""
+        """Copy a step, for which `accepts` must return True."""
         at = self.count
         for rows, leaf in zip(self._timesteps, _leaves(step.next_timestep)):
             rows[at + 1] = leaf
@@ -90,7 +90,7 @@ class SendBuffer:
         self.count = at + 1
 
     def stack(self, until: int) -> StepStack:
-        """Return the undelivered steps before the step number `until`, as views."""
+        """Return views of the undelivered steps before the step number `until`."""
         low = self.delivered
         timesteps = self._timestep_def.unflatten([rows[low : until + 1] for rows in self._timesteps])
         rest = self._rest_def.unflatten([rows[low:until] for rows in self._rest])
@@ -98,7 +98,7 @@ class SendBuffer:
 
 
 def unstack(stack: StepStack, skip: int = 0) -> Iterator[Step]:
-    """Return the steps of a stack, except the first `skip`, as views."""
+    """Return views of the steps in a stack, without the first `skip` steps."""
     leaves, treedef = _flatten(stack.timesteps)
     others, other_treedef = _flatten(stack.rest)
     if skip >= len(stack.versions):
@@ -124,18 +124,18 @@ class WriterId(NamedTuple):
 
 
 class ReplayService:
-    """A node that holds a `ReplayBuffer` for `ServiceReplayBuffer`s in other processes.
+    """A node that contains a `ReplayBuffer` for `ServiceReplayBuffer`s in other processes.
 
-    Calls may arrive twice: claims have a token, and steps and draws are numbered. If a service dies, its successor
-    continues from the newest checkpoint. Later data is lost, and all writers begin new fragments.
+    A call may be received twice, so claims have a token, and steps and draws are numbered. If a service dies, its
+    successor continues from the newest checkpoint. Later data is lost, and all writers begin new fragments.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
-        directory: directory of the checkpoint; None: no checkpoints.
-        seed: determines the draws.
-        waits: True: writers wait for the reader of a full queue. False: the oldest items are dropped.
+        directory: directory of the checkpoint. None means no checkpoints.
+        seed: seed of the random draws.
+        waits: If a queue is full: True makes its writers wait for the reader; False drops the oldest items.
         run_ahead: number of items by which inserts may be ahead of `samples_per_insert`.
-        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of that.
+        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of this time.
         at_end: seconds available for the last checkpoint when the program stops.
         overrides: fields of `ReplaySpec` to change.
     """
@@ -158,7 +158,7 @@ class ReplayService:
         self._limiter = RateLimiter(spec)
         self._run_ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
         self._max_items = items_kept(spec) if spec.kind == "queue" and waits else None
-        if self._max_items is not None:  # writers wait before anything is overwritten
+        if self._max_items is not None:  # writers then wait before the buffer overwrites items
             spec = dataclasses.replace(spec, capacity=2 * spec.capacity)
         self._buffer = ReplayBuffer(AgentSpecs(spec, agent.step_spec), seed=seed)
         self._room = threading.Condition()
@@ -166,7 +166,8 @@ class ReplayService:
         self._writers: dict[int, int] = {}  # rank -> newest incarnation that added steps
         self._next: dict[WriterId, int] = {}  # writer -> number of its next step
         self._add_locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
-        self._answers: collections.OrderedDict[int, tuple[int, Batch | None]] = collections.OrderedDict()  # by reader
+        # Reader -> (number, batch) of its last draw.
+        self._answers: collections.OrderedDict[int, tuple[int, Batch | None]] = collections.OrderedDict()
         self._draw_lock = threading.Lock()
         self._stop = threading.Event()
         if self._path is not None and self._path.exists():
@@ -182,7 +183,7 @@ class ReplayService:
             return self._claims[token]
 
     def open(self, writer: WriterId) -> None:
-        """Register a writer that has claimed its rank here or at another shard. Raises the errors of `add`."""
+        """Register a writer that has claimed its rank at this or another shard. Raises the errors of `add`."""
         with self._add_locks[writer.rank]:
             self._open(writer, 0)
 
@@ -193,10 +194,10 @@ class ReplayService:
             writer: the writer of the steps.
             number: number of the first step.
             stacks: the steps, in order.
-            waits: False: return at once if there is no room.
+            waits: wait for room. False means to return at once if there is no room.
 
         Returns:
-            (number of the first step that was not added, the reason why that step must wait).
+            (number of the first step that was not added, reason why this step must wait, or "").
 
         Raises:
             StoppedError: another writer has claimed the rank.
@@ -205,7 +206,7 @@ class ReplayService:
             self._open(writer, number)
             held, until = "", time.monotonic() + _MAX_WAIT * waits
             for stack in stacks:
-                skip = max(self._next[writer] - number, 0)  # added by an earlier call
+                skip = max(self._next[writer] - number, 0)  # number of steps that an earlier call added
                 for step in unstack(stack, skip):
                     if held := self._wait_for_room(until):
                         return self._next[writer], held
@@ -215,17 +216,20 @@ class ReplayService:
             return self._next[writer], held
 
     def _open(self, writer: WriterId, number: int) -> None:
-        """Register a writer that is new, or whose steps were lost. Its fragments begin again."""
+        """Register a writer that is new, or whose steps were lost. The writer then begins new fragments."""
         newest = self._writers.get(writer.rank, -1)
         if writer.incarnation < newest:
             raise StoppedError(f"Rank {writer.rank} was claimed again, so this writer may not add steps.")
         expected = self._next.get(writer, -1)
-        if number > expected:  # a new writer, or steps were lost with a service that died
+        if number > expected:  # the writer is new, or its steps were lost when a service died
             self._buffer.resume_rank(writer.rank, writer.incarnation, writer.num_envs)
             self._writers[writer.rank], self._next[writer] = writer.incarnation, number
 
     def _wait_for_room(self, until: float) -> str:
-        """Wait until a step may be inserted, or until the time `until`. Return the reason why it must still wait."""
+        """Wait until a step may be inserted, or until the time `until`. Return the reason why the step must still wait.
+
+        The reason is empty if the step may be inserted.
+        """
         if not (why := self._reason_to_wait()):
             return ""
         with self._room:
@@ -253,9 +257,9 @@ class ReplayService:
 
         Args:
             reader: the number of the reader.
-            number: the number of the draw. It increases by one with each batch. A repeated number returns the same
+            number: the number of the draw, which increases by one with each batch. A repeated number returns the same
                 batch.
-            wait: seconds to wait for enough items, half a second at most.
+            wait: seconds to wait for enough items (at most half a second).
         """
         with self._draw_lock:
             last, batch = self._answers.get(reader, (-1, None))
@@ -271,7 +275,7 @@ class ReplayService:
         return batch
 
     def weight(self) -> float:
-        """Return the sum of the weights of all items. Draws choose each shard in proportion to it."""
+        """Return the sum of the weights of all items. A shard is chosen with a probability proportional to this sum."""
         return self._buffer.weight
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -291,7 +295,7 @@ class ReplayService:
     # --- as a node
 
     def run(self) -> None:
-        """Save periodically until the program ends or `stop` is called, and once more at the end."""
+        """Save the replay periodically until the program ends or `stop` is called, and once more at the end."""
         with stop_with_program(self.stop):
             replay_files.save_periodically(self._save, self._stop, self._seconds, self._at_end)
 
@@ -306,8 +310,8 @@ class ReplayService:
         self._buffer.close()
 
     def _save(self) -> None:
-        """Write a checkpoint. Warn if that fails."""
-        # Also for an empty queue: restored items would be learned from twice.
+        """Write a checkpoint. Log a warning if writing fails."""
+        # Save an empty queue too. Otherwise older items would be restored, and learned from twice.
         if self._path is not None and self._buffer.slots:
             try:
                 with SAVING:

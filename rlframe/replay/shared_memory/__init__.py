@@ -1,6 +1,6 @@
 """A replay buffer in memory that the processes of one machine share. Users call `buffer.py: SharedMemReplayBuffer`.
 
-Example: two actors add, and a learner samples. They take no locks:
+Example: two actors add steps, and a learner samples. These processes take no locks.
 
     replay = SharedMemReplayBuffer(agent, num_writers=2, max_envs=8)   # a pickle contains only the memory's name
     replay.add(env_ids, step)                   # in an actor
@@ -11,7 +11,7 @@ Example: two actors add, and a learner samples. They take no locks:
       SegmentReader.sync                        # segment_reader.py: reads new entries of all logs into its table
       SegmentReader.read                        # copies the rows, and draws again for rows that a writer overwrote
 
-`block.py` defines the layout of the memory. `saving.py` writes it to a checkpoint while its writers continue.
+`block.py` defines the layout of the memory. `saving.py` writes the buffer to a checkpoint while writers continue.
 """
 
 from __future__ import annotations

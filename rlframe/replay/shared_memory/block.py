@@ -1,16 +1,16 @@
-"""The memory of a shared replay buffer. It is anonymous: processes open it through the process that created it.
+"""The memory of a shared replay buffer. It has no file name, so processes open it through the process that created it.
 
     control     counters and flags of the whole buffer
-    headers     for each writer's segment: its cursors, the claim of its rank, and the sampler's position in it
-    logs        for each segment: the items that it completed, in order
-    arrays      the data of each timestep: [num_writers * rows, ...], so that one gather reads from all segments
+    headers     for each writer's segment: the cursors, the claim of the rank, and the sampler's position in the segment
+    logs        for each segment: the completed items, in order
+    arrays      the data of each timestep [num_writers * rows, ...], so that one gather reads from all segments
 
-The memory's file is sparse: pages without steps take no memory.
+The memory's file is sparse, so pages without steps use no memory.
 
-A writer's segment is a ring of timesteps, and a log of the items that they complete. The writer runs the code of the
-in-process buffer on its part of the shared arrays. Instead of adding an item to a table, it writes an entry to the log,
-which readers follow. No process waits or takes a lock: data is written before the cursor that announces it, and the
-floor is raised before the data below it is overwritten.
+A writer's segment is a ring of timesteps, and a log of the items that these timesteps complete. The writer runs the
+code of the in-process buffer on its part of the shared arrays. Instead of adding an item to a table, it writes an entry
+to the log, which readers read. No process waits or takes a lock, because data is written before the cursor that
+announces the data, and the floor is raised before the data below the floor is overwritten.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from rlframe.replay.tables import ItemTable, UniformTable
 from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of
 from rlframe.types import ReplaySpec, Sequence, Step, StepSpec
 
-# Words of the control block, each an int64. A futex uses the lower half of its word.
+# Indexes of the int64 words in the control block. A futex uses the lower half of its word.
 SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims lock
-RESTORED_FROM = 4  # token of the buffer whose file filled this one, else 0; written under the claims lock
-WAKE_AT = 8  # written by the sampler: total number of added items that wakes it; NEVER if it does not wait
+RESTORED_FROM = 4  # token of the buffer that saved the restored file, or 0; written under the claims lock
+WAKE_AT = 8  # the sampler wakes up at this total number of added items; NEVER if the sampler does not wait
 ADDED_FUTEX = 9  # wakes readers that wait for items
-# Written by the sampler, for `stats` in other processes.
+# Counters that the sampler writes, for `stats` in other processes.
 SAMPLED, SIZE, EVICTED, EVICTED_UNSAMPLED, DROPPED = range(16, 21)
 ROOM_FUTEX = 24  # wakes writers that wait for room
 
-# Words of a segment's header. Written by its writer, first its `Cursors`.
+# Indexes of the words in a segment's header. The segment's writer writes these words. CURSORS are its `Cursors`.
 CURSORS = slice(0, Seqlock.words(4))
-FLOOR = 9  # timesteps below this may be overwritten at any time; raised before they are
-LOG_RESERVED = 10  # entries of the log below this may be incomplete
+FLOOR = 9  # timesteps below the floor may be overwritten; the floor is raised before they are overwritten
+LOG_RESERVED = 10  # entries of the log below this number may be incomplete
 IS_WAITING = 11  # 1 while the writer waits for room
-# Written under the claims lock. NUM_RESTORES counts how often `restore` filled the segment. IN_USE is 1 once `restore`
-# must not fill it any more.
+# Words that are written under the claims lock. NUM_RESTORES counts how often `restore` filled the segment. IN_USE is 1
+# from the writer's first step on, because then `restore` must not fill the segment.
 NUM_CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, NUM_RESTORES, IN_USE = range(16, 24)
-# Written by the sampler of a queue.
-SYNCED = 24  # number of log entries that it has read
-LOWEST_NEEDED = 25  # the lowest timestep of an unsampled or unreleased item; NO_ITEM if there is none
-# (SYNCED, number of unsampled items in those entries): the position where the next sampling process continues.
+# Words that the sampler of a queue writes.
+SYNCED = 24  # number of log entries that the sampler has read
+LOWEST_NEEDED = 25  # the lowest timestep of an unsampled or unreleased item; NO_ITEM if there is no such item
+# (SYNCED, number of unsampled items in the entries up to SYNCED), where the next sampling process continues.
 READ_POSITION = slice(26, 26 + Seqlock.words(2))
 
-_WORDS = 32  # 4 cache lines: no cache line has counters that different processes write
+_WORDS = 32  # 4 cache lines, so that different processes write to different cache lines
 NEVER = NO_ITEM = 2**62
 _FILE = "rlframe-replay"
 _CLAIM_TIMEOUT = 30.0  # seconds; a claim takes microseconds
@@ -66,7 +66,7 @@ class BufferGoneError(RlframeError):
 
 
 def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> SharedArrays:
-    """Create the memory of a buffer. It exists until it is closed and no process maps it."""
+    """Create the memory of a buffer. The memory exists until it is closed and no process maps it."""
     if not SUPPORTED:
         raise UsageError(
             "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
@@ -80,14 +80,15 @@ class BufferMemory:
     """The memory of the buffer `name`, mapped into this process.
 
     Attributes:
-        control: memoryview of int64 words.
-        headers: one memoryview of int64 words for each segment.
-        header_words: the same words as an array, [num_writers, words].
+        control: the control block, as a memoryview of int64 words.
+        headers: the header of each segment, as a memoryview of int64 words.
+        header_words: the words of all headers, as an array [num_writers, words].
         cursors: the `Cursors` of each segment.
         read_positions: the READ_POSITION of each segment.
-        logs: [num_writers, 2 * rows] int64.
-        arrays: name -> [num_writers * rows, ...].
-        added, room: futexes on which readers and writers sleep.
+        logs: the logs of all segments, [num_writers, 2 * rows] int64.
+        arrays: name -> array [num_writers * rows, ...].
+        added: futex on which readers sleep.
+        room: futex on which writers sleep.
 
     Raises:
         BufferGoneError: the process that created the memory has exited.
@@ -100,7 +101,7 @@ class BufferMemory:
         except PermissionError as error:
             raise UsageError(
                 f"The shared replay buffer of process {name.creator.pid} cannot be opened: {error}. "
-                "All its processes must run as the same user, in the same container or on the same Ray node. "
+                "All processes that use it must run as the same user, in the same container or on the same Ray node. "
                 "The option --replay service needs no shared memory."
             ) from None
         except OSError:
@@ -123,7 +124,7 @@ class BufferMemory:
         return Cursors(*self.cursors[rank].read())
 
     def claims(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the claims lock. Only one process has it at a time."""
+        """Hold the claims lock. Only one process can hold this lock at a time."""
         overdue = RlframeError(
             f"A process has held the claims lock of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: it was "
             "stopped (SIGSTOP) while it claimed a rank. Continue it (SIGCONT), or kill it."
@@ -141,7 +142,7 @@ class BufferMemory:
 
     @property
     def sampler(self) -> ProcessId:
-        """The process that samples, or sampled last."""
+        """The process that samples, or that was the last to sample."""
         return ProcessId(self.control[SAMPLER_PID], self.control[SAMPLER_STARTED])
 
     @property
@@ -150,7 +151,7 @@ class BufferMemory:
         return [header[NUM_CLAIMS] for header in self.headers]
 
     def added_items(self) -> int:
-        """Return the number of items that were ever added, in all segments."""
+        """Return the number of items that were ever added to all segments."""
         return sum([cursors.read()[2] for cursors in self.cursors])
 
     def _creator_gone_error(self) -> BufferGoneError:
@@ -163,8 +164,8 @@ class BufferMemory:
 class Cursors(NamedTuple):
     """The current ends of a segment's data."""
 
-    head: int  # next timestep
-    end: int  # next entry of its log
+    head: int  # number of the next timestep
+    end: int  # number of the next entry of the log
     added: int  # number of items so far
     steps: int
 
@@ -185,12 +186,12 @@ def _fields(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) 
     return shapes
 
 
-# An entry of the log describes consecutive timesteps, from `entry >> COUNT_BITS` on. Items begin at those that are
-# marked present.
+# An entry of the log describes consecutive timesteps, from `entry >> COUNT_BITS` on. Items begin at those of the
+# timesteps that are marked as present.
 COUNT_BITS = 20  # enough for the environments of any rank
 COUNT_MASK = (1 << COUNT_BITS) - 1
-# Readers skip the chunks that are overwritten next. If they skipped only one, then with a writer at full speed they
-# would read its log for every second batch, which takes three times as long as the batch.
+# Readers skip this many of the chunks that are overwritten next. If readers skipped only one chunk, they would read the
+# log of a writer at full speed for every second batch, which takes three times as long as the batch.
 MARGIN_CHUNKS = 4
 
 
@@ -202,12 +203,12 @@ def log_entries(starts: np.ndarray) -> np.ndarray:
 def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[int, int]:
     """Return (slots, chunk) of a segment with its share of the capacity, for a writer of `num_envs` environments.
 
-    A segment of a queue can hold a whole batch on its own, so that no writer waits for another writer.
+    Each segment of a queue has room for a whole batch, so that no writer waits for another writer.
     """
     share = -(-spec.capacity // num_writers)
     if spec.kind == "queue":
         batch = 2 * num_envs if spec.batch_size is None else spec.batch_size
-        period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every other step may be at LAST
+        period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every second step may be at LAST
         share = max(share, max(spec.min_size, batch) * period + steps.timesteps_needed(spec, num_envs))
     spec = dataclasses.replace(spec, capacity=share)
     slots, chunk = steps.ring_sizes(spec, num_envs, num_envs, chunks=16 * MARGIN_CHUNKS)
@@ -215,8 +216,8 @@ def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[in
 
 
 def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
-    """Return enough slots for a writer with up to `max_envs` environments."""
-    return segment_sizes(spec, num_writers, max_envs)[0] + 4 * max_envs  # for any rounding
+    """Return a number of slots that is enough for a writer with up to `max_envs` environments."""
+    return segment_sizes(spec, num_writers, max_envs)[0] + 4 * max_envs  # added for rounding
 
 
 def init_segment(memory: BufferMemory, rank: int, spec: ReplaySpec, num_envs: int) -> None:
@@ -231,11 +232,11 @@ def init_segment(memory: BufferMemory, rank: int, spec: ReplaySpec, num_envs: in
 
 
 class SegmentWriter:
-    """Adds the steps of one writer to its segment. Only one thread may call it at a time.
+    """Adds the steps of one writer to its segment. Only one thread may call this object at a time.
 
     Attributes:
-        num_restores: how often the segment had been restored when it was opened.
-        owns_segment: True if this writer may add. From then on, the segment cannot be restored.
+        num_restores: how often the segment was restored before it was opened.
+        owns_segment: True if this writer may add steps. Then the segment can no longer be restored.
     """
 
     def __init__(
@@ -258,28 +259,28 @@ class SegmentWriter:
         self._steps = now.steps
 
     def add(self, envs: np.ndarray | None, step: Step) -> None:
-        """Add a step of the environments `envs` [B]; None: of all of them, in order."""
+        """Add a step of the environments `envs` [B]. None means all environments, in order."""
         self._store.add(self.writer, envs, step)
         self._steps += self.writer.num_envs if envs is None else len(envs)
         log = self._log
         self._cursors.write(self._timeline.head, log.end, log.added, self._steps)
 
     def floor_after(self, count: int) -> int:
-        """Return the floor after a step of `count` environments; 0 if it does not change."""
+        """Return the floor after a step of `count` environments. 0 if the floor does not change."""
         head, timeline = self._timeline.head + 2 * count, self._timeline
         return head - timeline.slots + timeline.chunk if head - timeline.floor > timeline.slots else 0
 
     def unsampled_below(self, floor: int) -> bool:
-        """Return True if a queue's item that starts below `floor` was not sampled yet."""
+        """Return True if a queue has an unsampled item that starts below `floor`."""
         header = self._header
-        synced = header[SYNCED]  # read first, because it is written after the LOWEST_NEEDED of its entries
+        synced = header[SYNCED]  # read SYNCED first, because the sampler writes it after LOWEST_NEEDED
         if self._timeline.floor <= header[LOWEST_NEEDED] < floor:
             return True
         return self._log.any_below(synced, floor)
 
 
 class LogTable(ItemTable):
-    """The table of a segment's writer. It writes items to the log."""
+    """The table of a segment's writer, which writes items to the log."""
 
     def __init__(self, timeline: Timeline, present: np.ndarray, log: np.ndarray, header: memoryview, cursors: Cursors):
         super().__init__(timeline)
@@ -308,7 +309,7 @@ class LogTable(ItemTable):
         super().evict(index)
 
     def any_below(self, position: int, floor: int) -> bool:
-        """Return True if the log, from `position` on, has a present item that starts below `floor`."""
+        """Return True if the log from `position` on has an item that is not evicted and starts below `floor`."""
         after = self._log[np.arange(max(position, self.end - len(self._log)), self.end) % len(self._log)]
         starts = after >> COUNT_BITS
         return bool(((starts < floor) & (starts + (after & COUNT_MASK) > self._timeline.floor)).any())

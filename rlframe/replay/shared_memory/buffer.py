@@ -1,7 +1,7 @@
-"""The replay buffer between processes of one machine. Experience is passed in shared memory.
+"""The replay buffer for processes of one machine. Experience is passed in shared memory.
 
-Each writer owns a segment, which is a ring, and takes no lock to write to it. A reader copies data, and then checks
-that the data was not overwritten during the copy. See `docs/data.md`.
+Each writer owns a segment, which is a ring, and writes to the segment without a lock. A reader copies data, and then
+checks that the data was not overwritten during the copy. See `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from rlframe.types import Batch, Step
 _T = TypeVar("_T")
 _pickled_buffers: set[SharedMemReplayBuffer] = (
     set()
-)  # created here and pickled; kept alive, because other processes may still open them
+)  # buffers that this process created and pickled, and must keep, because other processes may still open them
 
 
 class SharedMemReplayBuffer(KeyedReplayBuffer):
     """A replay buffer in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
 
-    The process that creates it must stay alive until the other processes have opened it. The first process to sample is
-    the sampler: it owns the priorities, and takes the items of a queue. Other processes can read uniformly.
+    The process that creates the buffer must stay alive until the other processes have opened it. The first process that
+    samples is the sampler. The sampler owns the priorities, and takes the items of a queue. Other processes can only
+    read uniformly.
 
     A writer in another process than the sampler waits in `add`, so that it does not overwrite unsampled items of a
-    queue, or get ahead of `samples_per_insert` by more than `rounds_ahead` rounds. A writer in the sampler's process
-    never waits, like that of the in-process buffer. Before any process samples, writers in the process that created the
-    buffer do not wait either.
+    queue, and is at most `rounds_ahead` rounds ahead of `samples_per_insert`. A writer in the sampler's process never
+    waits, as with the in-process buffer. Before any process samples, writers in the process that created the buffer do
+    not wait either.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
-        num_writers: number of actors. Each keeps the newest `capacity / num_writers` timesteps of its environments.
-        seed: determines the draws.
-        max_envs: the most environments of one writer. A high value costs address space, but no memory.
-        timeout: seconds that `add` waits at most.
-        in_threads: True: writers are threads of the sampler's process, and also wait for the sampler.
+        num_writers: number of actors. The buffer keeps each actor's newest `capacity / num_writers` timesteps.
+        seed: seed of the random draws.
+        max_envs: the most environments of one writer. A high value uses address space, but no memory.
+        timeout: most seconds that `add` waits.
+        in_threads: True if writers are threads of the sampler's process. These writers also wait for the sampler.
         rounds_ahead: rounds (batches, or steps of all environments) that writers may be ahead of `samples_per_insert`.
-        elastic_writers: True: a batch of one item per environment does not wait for writers that have not started yet.
+        elastic_writers: True if a batch of one item per environment does not wait for writers that have not started.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -61,7 +62,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     """
 
     is_saved_by_learner = True
-    _created: SharedArrays | None = None  # None in a copy
+    _created: SharedArrays | None = None  # memory that this object created; None in a copy
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         self._own_view: _ProcessView | None = None
 
     def _view(self) -> _ProcessView:
-        """Return this process's view of the buffer, opened at the first use. All copies in the process share it."""
+        """Return this process's view of the buffer, which all copies in the process share. Open it at the first use."""
         if self._own_view is None:
             with _views_lock:
                 found = _views.get(self._plan.name.token)
@@ -108,7 +109,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[Sampler]:
-        """Make this process the sampler, and hold its lock. Raise `UsageError` if another process samples."""
+        """Make this process the sampler, and hold the view's lock. Raise `UsageError` if another process samples."""
         view = self._view()
         with view.lock:
             view.sampler.require_sampler()
@@ -117,9 +118,9 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     # --- writing
 
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
-        """Register a writer; see `BaseReplayBuffer`.
+        """Register a writer, as `BaseReplayBuffer` describes.
 
-        A rank is free if no process has claimed it, or the process that claimed it has exited.
+        A rank is free if no process has claimed this rank, or if the process that claimed it has exited.
 
         Raises:
             UsageError: all ranks are taken, or `rank` is taken by a running process.
@@ -133,7 +134,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             view.writers.open(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`; see `BaseReplayBuffer`. It may wait; see the class.
+        """Add one step of the environments `env_ids`, as `BaseReplayBuffer` describes. May wait (see this class).
 
         Raises:
             WriterTimeoutError: there was no room for `timeout` seconds.
@@ -149,15 +150,15 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     # --- reading
 
     def forget_before(self, version: int) -> None:
-        """See `BaseReplayBuffer`. Call it in the sampler's process."""
+        """See `BaseReplayBuffer`. Call this method in the sampler's process."""
         if self.spec.kind == "queue":
             with self._sampling() as sampler:
                 sampler.forget_before(version)
 
     def sample(self) -> Batch | None:
-        """Draw a batch. Return None before `min_size` items were added (for a queue: while it holds too few).
+        """Draw a batch. Return None before `min_size` items were added, or while a queue has too few items.
 
-        The caller owns the arrays of a batch. Large arrays are reused once nothing refers to them.
+        The caller owns the arrays of a batch. The buffer reuses large arrays once nothing refers to them.
 
         Raises:
             UsageError: another process samples this queue.
@@ -168,7 +169,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             return None if self._closed else view.sampler.sample()
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. Call it in the sampler's process.
+        """See `KeyedReplayBuffer`. Call this method in the sampler's process.
 
         Raises:
             UsageError: another process samples.
@@ -180,10 +181,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             return None if self._closed else sampler.draw()
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
-        """See `KeyedReplayBuffer`. Any process may call it. It does not make the process the sampler.
+        """See `KeyedReplayBuffer`. Any process may call this method without becoming the sampler.
 
-        Items of a queue can be overwritten only if the sampler was replaced, or if a writer in the sampler's own
-        process, which does not wait, overwrote them.
+        Drawn items of a queue can be overwritten only if a new sampler took over, or by a writer in the sampler's own
+        process, because this writer does not wait.
         """
         keys, probabilities = check_keys(keys, probabilities)
         view = self._view()
@@ -194,7 +195,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         return batch if replace_evicted(batch, evicted) else None
 
     def release(self, keys: np.ndarray) -> None:
-        """See `KeyedReplayBuffer`. Call it in the sampler's process."""
+        """See `KeyedReplayBuffer`. Call this method in the sampler's process."""
         if self.spec.kind == "queue":
             with self._sampling() as sampler:
                 sampler.release(keys)
@@ -204,7 +205,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         return self._wait_for(self.sample, timeout)
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
-        """Return the result of `take` once there may be enough items; None after about `timeout` seconds."""
+        """Return the result of `take` once there may be enough items. Return None after about `timeout` seconds."""
         read_positions = take()
         if read_positions is not None or timeout <= 0 or self.closed:
             return read_positions
@@ -214,7 +215,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         with view.lock:
             memory.control[block.WAKE_AT] = view.sampler.inserts_needed()
         try:
-            read_positions = take()  # items may have been added before writers could see WAKE_AT
+            read_positions = take()  # writers may have added items before they could see WAKE_AT
             if read_positions is not None:
                 return read_positions
             memory.added.wait(value, timeout)
@@ -240,13 +241,13 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     @property
     def closed(self) -> bool:
-        """True if this object, or the original buffer of this copy, was closed: nothing is sampled any more."""
+        """True if this object, or the original buffer of this copy, was closed. Then no more batches are sampled."""
         return self._closed or (self._own_view is not None and self._own_view.memory.closed)
 
     def close(self) -> None:
         """Stop the datasets.
 
-        In the process that created the buffer, also end all sampling and waiting in other processes.
+        In the process that created the buffer, also end sampling and waiting in all processes.
         """
         if self._created is not None:
             self._created.close()
@@ -256,9 +257,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     # --- disk
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write items, priorities, counters and the random state to the file `path`. Call it in the sampler's process.
+        """Write items, priorities, counters and the random state to the file `path`.
 
-        Writers continue during the save. Items that they overwrite before the end are not in the file.
+        Call this method in the sampler's process. Writers continue during the save. Items that they overwrite before
+        the save ends are not in the file.
 
         Raises:
             CheckpointError: the file could not be written. The old file is unchanged.
@@ -268,13 +270,13 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             saving.save(path, self._view().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved buffer. Call it in the sampler's process, before writers add.
+        """Continue from a saved buffer. Call this method in the sampler's process, before writers add steps.
 
-        If a learner restarts while the buffer still exists, the buffer keeps its items and only restores their
-        priorities.
+        If a learner restarts while the buffer still exists, the buffer keeps its items, and only their priorities are
+        restored.
 
         Raises:
-            CheckpointError: the file is missing, damaged or of another agent, or writers have already added.
+            CheckpointError: the file is missing, damaged or from another agent, or writers have already added steps.
             UsageError: another process samples.
         """
         memory = self._view().memory
@@ -283,11 +285,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
 
 class _ProcessView:
-    """One process's view of a buffer: its writers and its sampler, over the same memory.
+    """One process's view of a buffer: the writers and the sampler of this process, which use the same memory.
 
     Attributes:
-        lock: held while this process adds or samples, but not while it waits.
-        fetch_lock: held while this process reads items by their keys, with `fetcher`.
+        lock: lock that is held while this process adds or samples, but not while it waits.
+        fetch_lock: lock that is held while this process reads items by their keys with `fetcher`.
     """
 
     def __init__(self, plan: BufferPlan) -> None:
@@ -296,8 +298,8 @@ class _ProcessView:
         self.lock, self.fetch_lock = threading.RLock(), threading.Lock()
         self.writers = SegmentWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, elastic_writers=plan.elastic_writers)
-        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # does not read the logs
+        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # `fetch` does not read logs
 
 
 _views_lock = threading.Lock()
-_views: weakref.WeakValueDictionary[int, _ProcessView] = weakref.WeakValueDictionary()  # by the token of the memory
+_views: weakref.WeakValueDictionary[int, _ProcessView] = weakref.WeakValueDictionary()  # memory token -> view

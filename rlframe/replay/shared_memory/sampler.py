@@ -1,7 +1,7 @@
-"""The sampling side of a shared replay buffer, in one process.
+"""Sampling from a shared replay buffer in one process.
 
-One process is the sampler: its table determines the next draws, and writers wait for its counters. Other processes
-may read uniformly, without any effect on the writers or the sampler.
+One process is the sampler. Its table determines the next draws, and writers wait for its counters. Other processes may
+read uniformly, without any effect on the writers or the sampler.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from rlframe.replay.shared_memory.segment_reader import RANK_BITS, SegmentReader
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
-# Seconds between two reads of the logs. Reading them for each batch would take a quarter of the time.
+# Seconds between two reads of the logs. Reading the logs for each batch would take a quarter of the sampling time.
 _SYNC_INTERVAL = 0.001
-
 
 _NO_STARTS = np.zeros(0, np.int64)
 
 
 class Sampler:
-    """Draws batches from the segments of `memory`. Only one thread may call it at a time.
+    """Draws batches from the segments of `memory`. Only one thread may call this object at a time.
 
     Attributes:
-        is_sampler: True if this process is the sampler. Otherwise it reads uniformly.
+        is_sampler: True if this process is the sampler. Otherwise this process reads uniformly.
     """
 
     def __init__(
@@ -54,9 +53,9 @@ class Sampler:
         self._sync_interval, self._synced_until = (0.0 if spec.kind == "queue" else _SYNC_INTERVAL), 0.0
 
     def choose_role(self) -> None:
-        """Make this process the sampler if there is none, or its process has exited.
+        """Make this process the sampler if there is no sampler, or if the sampler's process has exited.
 
-        Otherwise make it a uniform reader.
+        Otherwise make this process a uniform reader.
 
         Raises:
             UsageError: the buffer is a queue that another process samples.
@@ -69,7 +68,7 @@ class Sampler:
             if other != this_process() and other.is_alive:
                 if kind == "queue":
                     raise UsageError(
-                        f"This replay buffer is a queue, and process {other.pid} samples it. No other process can."
+                        f"This replay buffer is a queue, and process {other.pid} samples it. No other process may."
                     )
                 self.reader = SegmentReader(memory, self._spec, self._step_spec, "uniform")
                 self.rng = np.random.Generator(np.random.PCG64([this_process().pid, this_process().started]))
@@ -85,11 +84,11 @@ class Sampler:
         if not self.is_sampler:
             pid = self._memory.sampler.pid
             raise UsageError(
-                f"Process {pid} samples this replay buffer. Call this method there: this process only reads."
+                f"Process {pid} samples this replay buffer. Call this method there, because this process only reads."
             )
 
     def _take_over(self) -> None:
-        """Continue for a previous sampler process: take over its counters, and its position in a queue."""
+        """Continue with the counters of the previous sampler process, and with its position in a queue."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unreleased = _NO_STARTS
         if isinstance(reader.table, QueueTable):
@@ -100,7 +99,7 @@ class Sampler:
         reader.table.dropped = self._control[block.DROPPED]
 
     def resume(self, starts: np.ndarray, sampled: int, rng: Any, evicted_unsampled: int) -> None:
-        """Continue from a saved buffer. Its segments must already be filled."""
+        """Continue from a saved buffer. The segments must already be filled."""
         self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unreleased = _NO_STARTS
         self.reader.resume(starts)
@@ -117,7 +116,7 @@ class Sampler:
 
     @property
     def is_sampled_elsewhere(self) -> bool:
-        """True if another process samples, or sampled. Then the buffer's counters are those in shared memory."""
+        """True if another process samples or has sampled. Then the counters in shared memory are correct."""
         return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
 
     def sample(self) -> Batch | None:
@@ -151,7 +150,7 @@ class Sampler:
             self.publish(True)
 
     def _prepare(self) -> tuple[int, bool]:
-        """Read the logs if necessary, and drop old items. Return (items to draw now, True if items were dropped)."""
+        """Read the logs if necessary, and drop old items. Return (items to draw now, whether items were dropped)."""
         now = time.monotonic()
         if now > self._synced_until or self.reader.is_behind:
             self.reader.sync()
@@ -166,7 +165,7 @@ class Sampler:
         return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
-        """Drop the items of a queue in which a version below `version` acted, now and when they are added."""
+        """Drop present and later items of a queue in which a version below `version` acted."""
         self._min_version = max(self._min_version, version)
         self.reader.sync()
         self.publish(self.reader.store.forget_before(self._min_version) > 0)
@@ -176,7 +175,7 @@ class Sampler:
         starts, probabilities = reader.table.draw(count, self.rng)
         batch = reader.read(starts, probabilities)
         torn_items = reader.torn_items(starts)
-        while torn_items is not None:  # a writer overwrote these items during the copy: draw other items
+        while torn_items is not None:  # a writer overwrote these items during the copy, so draw other items
             rows = torn_items.nonzero()[0]
             reader.sync()
             if reader.table.size < (len(rows) if self._spec.kind == "queue" else 1):
@@ -192,22 +191,22 @@ class Sampler:
         return batch
 
     def _items_to_sample(self) -> int:
-        """Return the size of a batch now; 0 while there are too few items, or sampling is ahead."""
+        """Return the size of the next batch. 0 while there are too few items, or while sampling is ahead."""
         if self._memory.closed:
             return 0
         return self._limiter.items_to_sample(self._counts(), self._writers, self.reader.items_by_rank)
 
     def _counts(self) -> ItemCounts:
         reader = self.reader
-        # The ratio does not limit a process that is not the sampler.
+        # The ratio limits only the sampler, so 0 samples count in other processes.
         return ItemCounts(reader.table.size, reader.added, self.sampled if self.is_sampler else 0)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # A writer that has not started counts as alive, unless writers are elastic. A writer that waits for the release
-        # of items counts as making progress.
+        # A writer that has not started is considered alive, unless writers are elastic. A writer that waits for the
+        # release of items is considered to make progress.
         is_held_up = header[block.IS_WAITING] and len(self._unreleased)
         return WriterState(
             header[block.NUM_ENVS],
@@ -223,31 +222,31 @@ class Sampler:
         changed = has_drawn
         if isinstance(table, QueueTable):
             changed = self.reader.publish_needed_items(self._unreleased) or has_drawn
-        # Written last: if a sampler dies before this, the items that it took from a queue count as evicted.
+        # Write these counters last. If a sampler dies before, the items that it took from a queue count as evicted.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
         control[block.DROPPED] = table.dropped
         fence()
-        if changed and self._writers_wait():  # otherwise, waiting writers and readers would keep waking each other
+        if changed and self._writers_wait():  # otherwise, waiting writers and readers would wake each other forever
             self._memory.room.wake()
 
     def _writers_wait(self) -> bool:
         return any(header[block.IS_WAITING] for header in self._memory.headers)
 
     def inserts_needed(self) -> int:
-        """Return the total number of inserts that are needed before the next batch."""
+        """Return the total number of inserts after which the next batch is possible."""
         return self._limiter.inserts_needed(self._counts(), self._writers)
 
     @property
     def size(self) -> int:
-        """Number of items that can be sampled now. In other processes than a queue's sampler, as of its last batch."""
+        """Number of items that can be sampled now. Other processes get the number after the last batch of a queue."""
         if self._spec.kind == "queue" and self.is_sampled_elsewhere:
             return self._control[block.SIZE]
         self.reader.sync()
         return self.reader.table.size
 
     def stats(self, bytes_taken: int) -> dict[str, int]:
-        """Return the counters. In other processes than the sampler, some are as of its last batch."""
+        """Return the counters. Other processes get some counters as they were after the sampler's last batch."""
         size, control, memory = self.size, self._control, self._memory
         steps = sum(cursors.read()[3] for cursors in memory.cursors)
         stats = {**self.reader.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.reader.added}

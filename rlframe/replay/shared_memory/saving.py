@@ -1,7 +1,8 @@
 """Saving and restoring of a shared replay buffer.
 
-Writers continue during a save, so rows may be overwritten while they are streamed to the file. The floors are saved
-last, and show which rows were not overwritten. Open fragments are in the writers' processes, and are not saved.
+Writers continue during a save, so rows may be overwritten while they are streamed to the file. The segments' floors are
+saved last. The floors show which rows were not overwritten. Open fragments are in the writers' processes, and are not
+saved.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
     arrays["numbers"] = table.starts()
     if isinstance(table, PrioritizedTable):
         arrays["leaves"] = table.leaves(arrays["numbers"])
-    # Read when they are written, after all other arrays: rows above these floors are intact.
+    # The headers with the floors are read last, when they are written to the file. Rows above the floors are intact.
     arrays["headers"] = memory.header_words
     header = {
         "shared": [memory.num_writers, memory.token],
@@ -54,20 +55,20 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
 
 
 def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
-    """Restore a file of `save`. The caller must hold the claims lock.
+    """Restore a file that `save` wrote. The caller must hold the claims lock.
 
-    If the file was saved by this buffer, or has filled it before, the items in memory are newer. Then only priorities
+    If this buffer saved the file, or was already restored from it, the items in memory are newer. Then only priorities
     are restored.
 
     Raises:
-        CheckpointError: the file is missing, damaged or of another agent, or writers have already added.
+        CheckpointError: the file is missing, damaged or from another agent, or writers have already added steps.
     """
     with replay_files.open_saved(path, spec) as saved:
         header, shapes = saved.header, saved.shapes
         num_writers, token = header.get("shared", (None, None))
         if num_writers != memory.num_writers:
             raise CheckpointError(
-                f"{path} was saved by a replay buffer with num_writers={num_writers}; this one has num_writers="
+                f"{path} was saved by a replay buffer with num_writers={num_writers}, but this one has num_writers="
                 f"{memory.num_writers}. (None means an in-process buffer.)"
             )
         is_same = token in (memory.token, memory.control[block.RESTORED_FROM])
@@ -100,7 +101,7 @@ def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler
 
 
 def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
-    """Return the used part of a segment, without the marks of items: the saved starts determine these."""
+    """Return the used rows of a segment, without the flags of items, which are restored from the saved starts."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
@@ -108,7 +109,7 @@ def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, n
 def _fill(
     memory: BufferMemory, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
 ) -> None:
-    """Register the rows of a segment, which are already in memory. `starts` are those of its items."""
+    """Register the rows of a segment, which are already in memory. `starts` are the starts of the segment's items."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[starts % slots] = True

@@ -1,7 +1,7 @@
 """A reader's table of the items of all segments, updated from the segments' logs.
 
-Here, the start of an item of rank r at timestep n is `r << RANK_BITS | n`. So one table, of the same class as in the
-in-process buffer, holds the items of all segments.
+In this table, the start of an item of rank r at timestep n is `r << RANK_BITS | n`. So one table contains the items of
+all segments. Its class is the same as in the in-process buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlframe.types import Batch, ReplaySpec, StepSpec
 
 RANK_BITS = 43
 NUMBER_MASK = (1 << RANK_BITS) - 1
-_MAX_BLOCKS = 3  # more blocks than this are added as single items
+_MAX_BLOCKS = 3  # if there are more blocks, their items are added one by one
 
 
 class SegmentsTimeline(Timeline):
@@ -36,7 +36,7 @@ class SegmentsTimeline(Timeline):
         self._ranks = np.arange(num_segments)
         self._bases = self._ranks * rows
         self.sizes = np.full(num_segments, rows)
-        self.heads = self._ranks << RANK_BITS  # for each segment, as numbers
+        self.heads = self._ranks << RANK_BITS  # head of each segment, as a number
         self.floors = self.heads.copy()
 
     def index(self, numbers: Numbers, count: int) -> Index:
@@ -70,7 +70,7 @@ class SegmentsTimeline(Timeline):
     def numbers_in(self, slots: np.ndarray) -> np.ndarray:
         ranks = slots // self._rows
         heads, sizes = self._per_rank(self.heads, ranks), self._per_rank(self.sizes, ranks)
-        # The newest timestep is in the slot before the head's slot. The others are up to one lap older.
+        # The newest timestep is in the slot before the head's slot. Other timesteps are up to one lap older.
         behind = (self._per_rank(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
         return heads - 1 - behind
 
@@ -83,7 +83,7 @@ class SegmentReader:
 
     Attributes:
         store: the steps of all segments.
-        cursors: for each segment, the position that was read last.
+        cursors: the cursors of each segment when it was last read.
         added: number of items in the logs so far.
     """
 
@@ -92,11 +92,11 @@ class SegmentReader:
         self.timeline = SegmentsTimeline(memory.num_writers, memory.rows)
         self.table: ItemTable = make_table(kind, self.timeline, spec.priority_exponent)
         if isinstance(self.table, Ring) and memory.num_writers > 1:
-            self.table.ordered = False  # the order of eviction is per segment
+            self.table.ordered = False  # items are evicted in order only within a segment
         self._is_queue = kind == "queue"
         self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
         self._cursor_counts, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
-        self._kept_from = [0] * memory.num_writers  # for each segment, the lowest number in the table
+        self._kept_from = [0] * memory.num_writers  # lowest number in the table, for each segment
         self.added = 0
         self._pid = this_process().pid
 
@@ -110,11 +110,11 @@ class SegmentReader:
 
     @property
     def is_behind(self) -> bool:
-        """True if items in the table may soon be overwritten, or a writer in this process has added."""
+        """True if items in the table may soon be overwritten, or a writer in this process has added steps."""
         memory = self._memory
         for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept_from, self._cursor_counts):
             floor = header[block.FLOOR]
-            is_near = floor and floor + header[block.CHUNK] > kept  # may be evicted during the copy of a batch
+            is_near = floor and floor + header[block.CHUNK] > kept  # may be evicted during a copy
             if is_near or (header[block.PID] == self._pid and cursors.count != version):
                 return True
         return False
@@ -130,7 +130,7 @@ class SegmentReader:
                 self._sync(rank, header)
                 changed = True
         if changed:
-            # Items that were overwritten before they were read only increase the counters.
+            # For items that were overwritten before they were read, only increase the counters.
             self.added = sum([cursors.added for cursors in self.cursors])
             missed = self.added - self.table.added
             self.table.added += missed
@@ -147,7 +147,7 @@ class SegmentReader:
         firsts, counts = self._entries(rank, header, cursors.end)
         new = self._expand(mark + firsts, counts)
         fence()
-        # Read after the entries, because entries of older timesteps may be torn.
+        # Read the floor after the entries, because the entries of timesteps below the floor may be overwritten.
         self._floors[rank] = header[block.FLOOR]
         timeline.heads[rank] = mark + cursors.head
         self._raise_floor(rank, header)
@@ -159,7 +159,7 @@ class SegmentReader:
         self._cursor_counts[rank], self.cursors[rank] = version, cursors
 
     def _entries(self, rank: int, header: memoryview, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first timesteps, counts) of the log's new entries that were not overwritten."""
+        """Return (first timesteps, counts) of the new log entries that were not overwritten."""
         log = self._memory.logs[rank]
         low = max(self.cursors[rank].end, header[block.LOG_RESERVED] - len(log))
         log_entries = log.take(np.arange(low, end), mode="wrap")
@@ -168,7 +168,7 @@ class SegmentReader:
         return log_entries >> COUNT_BITS, log_entries & COUNT_MASK
 
     def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, Mask]] | np.ndarray:
-        """Return the items of entries, as a few blocks (first number, count, mask) or as single starts."""
+        """Return the items of log entries, as a few blocks (first number, count, mask) or as an array of starts."""
         if not len(firsts):
             return []
         begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
@@ -181,12 +181,12 @@ class SegmentReader:
         return blocks
 
     def _starts(self, firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the starts of the items of entries."""
+        """Return the starts of the items of log entries."""
         starts = np.repeat(firsts - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
         return starts[self._present[self.timeline.slots_of(starts)]]
 
     def _raise_floor(self, rank: int, header: memoryview) -> None:
-        """Evict items shortly before a writer overwrites them. Otherwise they would often be overwritten during a copy.
+        """Evict items shortly before a writer overwrites them. Otherwise many would be overwritten during a copy.
 
         Items of a queue are not evicted early, because the queue's writers wait.
         """
@@ -209,7 +209,7 @@ class SegmentReader:
         return Batch(data, self.keys(starts, slots), probabilities, versions)
 
     def keys(self, starts: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Return the keys of the items `starts`, which begin in `slots`: [B, 3] int64."""
+        """Return the keys [B, 3] int64 of the items `starts`, which begin in `slots`."""
         keys = np.zeros((len(starts), 3), np.int64)
         keys[:, 2] = starts & NUMBER_MASK
         if len(self.cursors) > 1:
@@ -219,7 +219,7 @@ class SegmentReader:
         return keys
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copy items that another process has drawn. Return (batch, [B] bool: True for evicted items)."""
+        """Copy items that another process has drawn. Return (batch, mask [B] bool of evicted items)."""
         for rank, header in enumerate(self._memory.headers):
             self.timeline.sizes[rank] = max(1, header[block.SLOTS])
         heads = np.array([cursors.read()[0] for cursors in self._memory.cursors])
@@ -235,7 +235,7 @@ class SegmentReader:
         return batch, ~known | ((starts & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
-        """Take over a queue from its previous sampler process. The items that it had drawn are gone."""
+        """Take over a queue from its previous sampler process. The items that this process had drawn are lost."""
         for rank, header in enumerate(self._memory.headers):
             end, count = self._memory.read_positions[rank].read()
             if not end:
@@ -245,7 +245,7 @@ class SegmentReader:
             starts = self._starts((rank << RANK_BITS) + firsts, counts)
             fence()
             self._floors[rank] = header[block.FLOOR]
-            # While the table is empty, because the slots had lower numbers one lap before.
+            # Raise the floor while the table is empty, because the slots had lower numbers one lap before.
             self._raise_floor(rank, header)
             starts = starts[starts >= (rank << RANK_BITS) + self._floors[rank]]
             self.table.append(starts[max(0, len(starts) - count) :])
@@ -253,9 +253,9 @@ class SegmentReader:
         self.sync()
 
     def resume(self, starts: np.ndarray) -> None:
-        """Begin with the items `starts`, except evicted ones, as the complete contents of the segments."""
+        """Begin with the items `starts`, except evicted items, as the complete contents of the segments."""
         for rank, header in enumerate(self._memory.headers):
-            self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` replace the log so far
+            self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` replaces all entries so far
             self._sync(rank, header)
         self.table.append(starts[~self.timeline.is_evicted(starts)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
@@ -266,17 +266,17 @@ class SegmentReader:
         return dict(enumerate(counts.tolist()))
 
     def publish_needed_items(self, unreleased: np.ndarray) -> bool:
-        """Publish which items a queue's writers must not overwrite. Return True if this changed.
+        """Publish which items a queue's writers must not overwrite. Return True if these items changed.
 
         Args:
-            unreleased: items that were drawn, and are not released yet.
+            unreleased: starts of items that were drawn but not released.
         """
         assert isinstance(self.table, QueueTable)
         waiting = self.table.starts()
         left = [len(waiting)]
         if len(self.cursors) > 1:
             left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
-        if len(unreleased):  # without overwritten items, of a writer that does not wait
+        if len(unreleased):  # exclude items that a writer in this process has overwritten without waiting
             waiting = np.concatenate([waiting, unreleased[~self.timeline.is_evicted(unreleased)]])
         ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
         changed = False
@@ -291,9 +291,9 @@ class SegmentReader:
         return changed
 
     def torn_items(self, starts: np.ndarray) -> np.ndarray | None:
-        """Return [B] bool: True for the items just read that may have been overwritten during the copy.
+        """Return a mask [B] bool of the items just read that may have been overwritten during the copy.
 
-        None if there are none.
+        Return None if there are no such items.
         """
         fence()
         floors = [header[block.FLOOR] for header in self._memory.headers]
@@ -303,7 +303,7 @@ class SegmentReader:
         return torn_items if torn_items.any() else None
 
     def starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the starts of the items `keys` [B, 3]; -1 if the key's writer did not write the slot."""
+        """Return the starts of the items `keys` [B, 3]. -1 if the key's writer did not write the slot."""
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         starts = np.where(known, rank << RANK_BITS | number, 0)

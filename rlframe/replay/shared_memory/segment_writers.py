@@ -1,4 +1,4 @@
-"""The writing side of a shared replay buffer, in one process: ranks, segments, and waits for the sampler."""
+"""The writers of one process to a shared replay buffer: their ranks, their segments, and waits for the sampler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlframe.replay.timeline import WriterFragments
 from rlframe.replay.tree_store import check_memory
 from rlframe.types import ReplaySpec, Step, StepSpec
 
-_CHECK_INTERVAL = 0.2  # seconds between two checks during a wait; wake-ups usually end the wait much sooner
+_CHECK_INTERVAL = 0.2  # seconds between two checks during a wait; a wake-up usually ends the wait sooner
 _EXIT_TIMEOUT = 10.0  # seconds that a new claim waits for the exit of the rank's last process
 
 
@@ -31,7 +31,7 @@ class WriterTimeoutError(RlframeError, TimeoutError):
 
 
 class BufferPlan(NamedTuple):
-    """The description of a buffer that all its processes share: the memory's name and layout, and the options."""
+    """The description of a buffer, which all its processes share: the memory's name and layout, and the options."""
 
     name: MemoryName
     spec: ReplaySpec
@@ -52,7 +52,7 @@ class SegmentWriters:
     Args:
         plan: the description of the buffer.
         memory: the buffer's memory, mapped into this process.
-        lock: held while this process adds or samples, but not while it waits.
+        lock: lock that is held while this process adds or samples, but not while it waits.
     """
 
     def __init__(self, plan: BufferPlan, memory: BufferMemory, lock: threading.RLock):
@@ -61,7 +61,7 @@ class SegmentWriters:
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
         self._pid = this_process().pid
         self._is_creator = plan.name.creator == this_process()
-        self._incarnations: dict[int, int] = {}  # rank -> incarnation, for the claims of this process
+        self._incarnations: dict[int, int] = {}  # rank -> incarnation, for ranks that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
         self._writers = Writers[WriterFragments]()
         self._stopped_ranks: set[int] = set()  # see `end_waits`
@@ -69,12 +69,12 @@ class SegmentWriters:
     # --- ranks
 
     def claim(self, num_envs: int | None, rank: int | None) -> tuple[int, int]:
-        """Return (rank, incarnation); see `SharedMemReplayBuffer.claim_rank`."""
+        """Claim a rank, and return (rank, incarnation). See `SharedMemReplayBuffer.claim_rank`."""
         memory, count = self._memory, self._plan.num_writers
         if rank is not None and not 0 <= rank < count:
             raise UsageError(
                 f"Rank {rank} was claimed, but this replay buffer was created with num_writers={count} (ranks 0 to "
-                f"{count - 1}). Create it with a larger num_writers."
+                f"{count - 1}). Create the buffer with a larger num_writers."
             )
         if num_envs is not None:
             self._check_envs(num_envs)
@@ -101,7 +101,7 @@ class SegmentWriters:
                 return rank
         raise UsageError(
             f"No rank is free: this replay buffer was created with num_writers={len(holders)}, and all ranks are "
-            f"taken (by processes {', '.join(str(holder.pid) for holder in holders)}). Create it with a larger "
+            f"taken (by processes {', '.join(str(holder.pid) for holder in holders)}). Create the buffer with a larger "
             "num_writers."
         )
 
@@ -115,7 +115,7 @@ class SegmentWriters:
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"This process has not claimed rank {rank}. Call claim_rank first.")
         block.init_segment(memory, rank, plan.spec, num_envs)
-        # The system provides pages as they fill. So the memory for the unfilled part of all segments must be available.
+        # The system provides memory only as segments fill. So check that there is enough for all unfilled segments.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
         needed = steps.bytes_needed(plan.spec, plan.step_spec, left)
@@ -141,7 +141,7 @@ class SegmentWriters:
     # --- adding
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`, once there is room."""
+        """Add one step of the environments `env_ids`. If there is no room, wait."""
         check_added(env_ids, step)
         writer, envs = self._writers.find(env_ids)
         segment = self._segments[writer.rank]
@@ -160,7 +160,7 @@ class SegmentWriters:
     def _acquire_segment(self, segment: SegmentWriter) -> SegmentWriter:
         """Acquire a segment before a writer's first step.
 
-        `restore` may have filled the segment since it was opened. After this call, it must not.
+        `restore` may have filled the segment since it was opened. After this call, `restore` must not fill the segment.
         """
         rank = segment.writer.rank
         with self._memory.claims():
@@ -174,7 +174,7 @@ class SegmentWriters:
 
     @property
     def waits(self) -> bool:
-        """True if this process's writers wait for the sampler; see `SharedMemReplayBuffer`."""
+        """True if this process's writers wait for the sampler, as `SharedMemReplayBuffer` describes."""
         control = self._memory.control
         sampler = control[block.SAMPLER_PID]
         if self._memory.closed:
@@ -186,7 +186,7 @@ class SegmentWriters:
         return sampler != 0 or not self._is_creator
 
     def end_waits(self, rank: int) -> None:
-        """End the waits of the writer `rank` of this process, now and later."""
+        """End present and later waits of this process's writer `rank`."""
         self._stopped_ranks.add(rank)
         self._memory.room.wake()
 
@@ -217,7 +217,7 @@ class SegmentWriters:
             while True:
                 value = memory.room.value
                 if memory.control[block.WAKE_AT] != block.NEVER:
-                    memory.added.wake()  # so that the sampler checks which items it can release
+                    memory.added.wake()  # the sampler then checks which items it can release
                 if not blocked() or not self.waits:
                     return
                 if rank in self._stopped_ranks:
