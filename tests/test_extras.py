@@ -1,4 +1,4 @@
-"""Errors for missing and broken optional packages, and the extra of each import."""
+"""Errors for missing and broken optional packages. Each optional import belongs to one of our extras."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Batcher:
             batch.done.set()
 
     def _take_turn(self, batch: _Batch) -> bool:
-        """Wait until the batch may run. Return False if the batch failed before."""
+        """Wait until the batch may run. Return False if the batch fails before then."""
         with self._changed:
             came = self._changed.wait_for(
                 lambda: batch.error is not None or self._is_ready_to_run(batch), self._timeout

@@ -36,7 +36,7 @@ class Experiment:
     env: str = "CartPole-v1"  # A name from `rlframe envs`, or file.py:make_env.
     steps: int = number(100_000, at_least=1)  # Environment steps; for language models, learner steps.
     seed: int = 1  # Random seed.
-    num_envs: int = number(8, at_least=1)  # Environments of all actors together.
+    num_envs: int = number(8, at_least=1)  # Total number of environments of all actors.
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
     eval_every: int = number(0, at_least=0)  # Steps between evaluations. 0 means only the final one.
     checkpoint_every: int = number(100_000, at_least=0)  # Steps between checkpoints. 0 means only at the end.

@@ -102,7 +102,7 @@ def test_each_environment_adds_the_items_of_a_synchronous_run(kind, wait_num, it
 
 
 @pytest.mark.parametrize("item", ITEMS)
-def test_envpool_adds_the_items_of_a_synchronous_run(item):
+def test_envpool_adds_the_same_items_as_a_synchronous_run(item):
     _, sync_items, _ = act(lambda seed: SyncEnv("CartPole-v1", NUM_ENVS, "envpool", seed=seed), item, 400)
     _, items, _ = act(lambda seed: AsyncEnv("CartPole-v1", NUM_ENVS, 2, "envpool", seed=seed), item, 100)
     assert {as_bytes(one) for one in items} <= {as_bytes(one) for one in sync_items}

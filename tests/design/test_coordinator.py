@@ -115,7 +115,7 @@ def test_start_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
 
 def test_learning_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, LEARNER)
-    # document: request learner start task (policy config, learner config), return learner start info
+    # The document: "request learner start task (policy config, learner config), return learner start info".
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "learn", "main")
     assert start.args[0].overrides == {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
     assert isinstance(replies(cluster, LEARNER, "start_task")[0], Started)
@@ -133,11 +133,11 @@ def test_learning_follows_the_document(job: Traced, cluster: FakeCluster) -> Non
     learned = replies(cluster, LEARNER, "learn")
     assert all(isinstance(reply, Learned) for reply in learned)
     names = {field.name for field in dataclasses.fields(Learned)}
-    assert {"params_version", "logs", "updates"} <= names  # document: policy meta, train stat
-    # document: Learner -> Middleware: send policy info. Here each answer contains a newer version.
+    assert {"params_version", "logs", "updates"} <= names  # in the document: "policy meta" and "train stat"
+    # The document: "Learner -> Middleware: send policy info". Here each answer contains a newer version.
     versions = [reply.params_version for reply in learned]
     assert versions == sorted(set(versions)) and set(versions) <= set(cluster.store.versions)
-    # document: request learner close task, return learner close info: save final policy
+    # The document: "request learner close task, return learner close info: save final policy".
     assert (close.method, close.args) == ("close_task", (True,))
     assert isinstance(replies(cluster, LEARNER, "close_task")[0], Closed)
     assert cluster.saved == cluster.store.versions[-1]

@@ -190,7 +190,7 @@ def test_answer_timeout_must_be_positive_and_finite(seconds):
 
 @pytest.mark.parametrize("type", ["thread", "process"])
 def test_close_ends_all_threads_processes_and_descriptors(type):
-    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # create the caches and imports that outlive a pool
+    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # fill caches and import modules first
         pool.reset()
     del pool
     gc.collect()

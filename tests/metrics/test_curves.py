@@ -173,7 +173,7 @@ def test_label_names_topology_and_network_instead_of_their_options(tmp_path):
     ]
 
 
-def test_label_names_the_head_instead_of_its_options(tmp_path):
+def test_label_contains_the_name_of_the_head_but_not_the_options(tmp_path):
     heads = [
         {"name": "expectation", "huber_threshold": 1.0},
         {"name": "categorical", "num_atoms": 51, "value_min": -10.0},

@@ -10,7 +10,7 @@ import pytest
 from tests.programs.running_program import WITH_ELASTIC, RunningProgram, options_of
 from tests.programs.test_language import SMALL
 
-# Agents that make their process write each call of a pack or unpack method to a file. Every node makes an agent.
+# These agents log each call of a pack or unpack method to a file. Every node has such an agent.
 AGENTS = """
 import os
 

@@ -1,4 +1,4 @@
-"""A process with Reverb servers that tests start, stop and kill."""
+"""Run Reverb servers in a separate process. Tests can start, stop and kill each server."""
 
 from __future__ import annotations
 

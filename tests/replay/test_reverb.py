@@ -204,7 +204,7 @@ def test_every_call_names_a_dead_server(own_process: Any) -> None:
                 next(dataset)
 
 
-# --- waits, and stops
+# --- waiting and stopping
 
 
 def test_close_ends_a_waiting_reader(serve: Serve) -> None:
@@ -292,7 +292,7 @@ def test_blocked_writer_stops_after_end_waits(serve: Serve) -> None:
         seen: list[int] = []
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
         assert len(set(seen)) == 12  # the unconfirmed items have arrived
-        assert buffer.claim_rank(4, rank=0) == (0, 1)  # the next incarnation may add
+        assert buffer.claim_rank(4, rank=0) == (0, 1)  # a restarted actor can add items
         buffer.add(*StepStream(4, 0, end=0.0).step())
 
 

@@ -171,7 +171,7 @@ def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: p
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", 0.05)
     with pytest.raises(UsageError, match="and is still running"):
         buffer.claim_rank(2, rank=1)
-    os.kill(writers[1].popen.pid, signal.SIGKILL)  # it stays a zombie, which holds no rank
+    os.kill(writers[1].popen.pid, signal.SIGKILL)  # the killed process stays a zombie, which has no rank
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 

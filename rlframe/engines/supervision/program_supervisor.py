@@ -112,7 +112,7 @@ class ProgramSupervisor(Supervisor):
     def _end_if_complete(self) -> None:
         """End the program if all nodes with the rule `ends_program` have ended with exit code 0.
 
-        A node that failed waits for its restart, or the program has already ended.
+        Failed nodes need no check here: they wait to be restarted, or the program has already ended.
         """
         ending = [slot for slot in self.slots.values() if slot.rules.ends_program]
         if ending and all(slot.state == "ENDED" for slot in ending):

@@ -114,7 +114,7 @@ def operator_class(name: str) -> Any:
 
 
 def agent_class(name: str) -> type[Agent]:
-    """Return the `Agent` subclass of a name or `file.py:Class`.
+    """Return the `Agent` subclass for a registered name or for `file.py:Class`.
 
     Raises:
         UsageError: the name does not exist, or is not an Agent.

@@ -27,7 +27,7 @@ REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # names of the server's
 
 _INFO_TIMEOUT = 1  # seconds
 _RETRY_INTERVAL = 0.1  # seconds between two attempts
-_FLUSH_TIMEOUT_MS = 500  # milliseconds to wait for confirmations before the next check for errors and stops
+_FLUSH_TIMEOUT_MS = 500  # milliseconds to wait for confirmations before checking for errors again
 _MAX_UNCONFIRMED = 32  # most unconfirmed items; Reverb prints a warning above 50
 _JOIN_TIMEOUT = 10.0  # seconds for the thread of a closed sampler to end
 

@@ -46,7 +46,7 @@ class Env(EnvSummary):
 
     @property
     def scaled_weight(self) -> Fraction:
-        """Maximum tokens times weight, as an exact fraction: no sum of such weights has a rounding error."""
+        """The weight multiplied by `max_token_length`. It is a fraction, so that sums have no rounding error."""
         return self.max_token_length * Fraction(max(0.0, self.weight))
 
     def count_added(self, sequences: int, tokens: int) -> None:

@@ -50,7 +50,7 @@ class EpochCounters(Counters):
     staleness_largest: int = 0
 
     def count_served(self, sequences: int, staleness: Iterable[int | None]) -> None:
-        """Count a served batch with the staleness of each group."""
+        """Count a served batch, and record the staleness of its groups."""
         self.batches_served += 1
         self.sequences_served += sequences
         for age in staleness:

@@ -115,10 +115,10 @@ def _mirrored(sums: int, target: int) -> int:
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A queued group, or a unit of several undersized groups (`parts`, oldest first)."""
 
-    id: int  # id of the group; in a unit, the id of the newest group
+    id: int  # id of the group, or of the newest group in a unit
     sequences: int
     size_bytes: int
-    policy_version: int | None  # in a unit, the version of the oldest policy
+    policy_version: int | None  # version of the group's policy, or of the oldest policy in a unit
     added_at: float  # seconds
     parts: tuple[QueuedGroup, ...] = ()
 

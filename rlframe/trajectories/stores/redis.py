@@ -23,10 +23,10 @@ DEADLINE = 15.0  # seconds; longer than a restart of the server, but shorter tha
 _ATTEMPT_TIMEOUT = 5.0  # seconds for the server to send or accept the next bytes
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: the first and the longest pause of the exponential backoff
 _BLOCK = 1.0  # maximum seconds of one blocking read, which delays the end of a closed store
-_PAYLOADS_PER_READ = 64  # payloads in one answer
+_PAYLOADS_PER_READ = 64  # maximum number of payloads in one answer
 _WRITER_EXPIRES = 86_400  # seconds for which the last commit number of a process is stored, much more than the deadline
 _FORMAT = b"2"
-_COMMITS_PER_READ = 64  # commits in one answer; each commit has up to 1024 records
+_COMMITS_PER_READ = 64  # maximum number of commits in one answer; a commit has up to 1024 records
 
 _UNANSWERED = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
 _LATEST = 2**64 - 1  # largest second part of a stream id; it is sorted after all other ids with the same first part

@@ -27,7 +27,7 @@ class OperatorDriver:
         return self._workers(1)
 
     def list_workers(self) -> list[WorkerInfo]:
-        """Return the live workers after a complete round of the thread."""
+        """Wait until the thread has run one full cycle. Then return the live workers."""
         return self._workers(len(self.events) + 2)
 
     def scale(self, role: Role, n: int) -> None:

@@ -50,7 +50,7 @@ def make():
 
 @pytest.fixture
 def evaluator(make):
-    """Return a caller of a worker. The param store contains two different versions of a policy."""
+    """Return a function that calls an evaluator worker. The worker's store contains two versions of one policy."""
     store = ParamStore()
     params, agent = cartpole_params(DQN, DQNConfig())
     for version in (1, 2):

@@ -242,7 +242,7 @@ def test_call_for_an_older_attempt_is_refused(worker, call):
     assert worker.log == ["start"]
 
 
-def test_call_for_a_task_that_does_not_run_is_refused(worker, call):
+def test_call_for_a_task_that_is_not_running_is_refused(worker, call):
     assert "has not started" in worker.get_data(call.header(), GetData()).why
     call.until_done("start_task", COLLECT)
     assert "has task, attempt 0" in Caller(worker, "other", call.seq).call_once("get_data", GetData()).why
