@@ -89,7 +89,7 @@ class Program:
         self.folder = folder
         self._shared = set(os.listdir("/dev/shm"))
         self._log = b""
-        self._terminal, written_to = pty.openpty()  # Launchpad's `sed` buffers what it writes to a file
+        self._terminal, written_to = pty.openpty()  # Launchpad's `sed` buffers output to a file
         if redirect:
             os.close(written_to)
             written_to = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY)

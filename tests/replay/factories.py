@@ -1,4 +1,4 @@
-"""The buffers that the conformance tests run on. Add a factory here to test another buffer."""
+"""Factories of the buffers that the conformance tests check. To test another buffer, add a factory here."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from tests.replay.reverb_servers import Servers
 
 def local(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
     """Return a buffer in this process."""
-    del num_writers  # it supports any number
+    del num_writers  # this buffer supports any number of writers
     return ReplayBuffer(agent, seed=seed)
 
 
 def shared_memory(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """Return a shared-memory buffer that one process uses. `test_shared_memory.py` uses several processes."""
+    """Return a shared-memory buffer for one process. `test_shared_memory.py` tests several processes."""
     return SharedMemReplayBuffer(agent, seed=seed, num_writers=num_writers)
 
 
 def reverb(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """Return a buffer on its own Reverb server, in another process."""
-    del num_writers, seed  # the server draws without a seed, for any number of writers
+    """Return a buffer with its own Reverb server in another process."""
+    del num_writers, seed  # the server supports any number of writers, and has no seed
     tables = ReverbReplayBuffer.tables(agent, when_full="drop")  # "drop", because one thread writes and reads
     return _Served(agent, servers().start(tables))
 
 
 def service(agent: Any, num_writers: int = 1, seed: int = 0) -> BaseReplayBuffer:
-    """Return a replay service's buffer. `test_service.py` uses several threads."""
-    del num_writers  # it supports any number
-    # No waits, because one thread writes and reads.
+    """Return the client of a new replay service. `test_service.py` tests several threads."""
+    del num_writers  # this buffer supports any number of writers
+    # Writers must not wait, because one thread writes and reads.
     return ServiceReplayBuffer(agent, [ReplayService(agent, seed=seed, waits=False)])
 
 
 @functools.cache
 def servers() -> Servers:
-    """Return the process for the servers of all tests."""
+    """Return the process that runs the Reverb servers of all tests."""
     needs("reverb")
     made = Servers()
     atexit.register(made.close)

@@ -1,4 +1,4 @@
-"""Processes around a shared replay buffer. The contents of all steps follow from their ids, so tests can check them."""
+"""Processes that use a shared replay buffer. Each step's contents are computed from its id, so tests can check them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.testing.streams import fake_agent
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0  # seconds for each wait of a test
+DEADLINE = 60.0  # most seconds of each wait of a test
 PIXELS = 400
 STEP_SPEC = StepSpec(
     observation={"id": specs.Array((), np.int64), "image": specs.Array((PIXELS,), np.uint8)},
@@ -34,12 +34,12 @@ PER_ENV = 10**9
 
 
 def first_id(rank: int, incarnation: int, env: Any) -> Any:
-    """Return the id of an environment's first timestep. The following timesteps have the following ids."""
+    """Return the id of an environment's first timestep. Later timesteps have the next ids."""
     return ((rank * 10 + incarnation) * 1000 + env) * PER_ENV
 
 
 def place_in_episode(ids: np.ndarray) -> np.ndarray:
-    """Return the positions of timesteps in their episodes. The environments begin at different positions."""
+    """Return the positions of timesteps in their episodes. Environments begin at different positions."""
     return (ids + ids // PER_ENV) % EPISODE
 
 
@@ -70,9 +70,9 @@ def timestep(ids: np.ndarray) -> TimeStep:
 
 
 def make_step(ids: np.ndarray) -> Step:
-    """Return the step from the timesteps `ids` [B].
+    """Return the step that begins at the timesteps `ids` [B].
 
-    The version that acted is the timestep's number in its environment.
+    Its params version is the timestep's number in the environment.
     """
     output = AgentOutput(actions(ids), {"log_prob": (ids % 1013).astype(np.float32)})
     state = (np.stack([ids % 11, ids % 13], axis=-1).astype(np.float32),)
@@ -92,7 +92,7 @@ def expected_ids(item: Any, rank: int, incarnation: int, num_envs: int, steps: i
 
 
 def assert_whole(batch: Any, item: Any) -> np.ndarray:
-    """Check that all fields of all items match the items' first ids. Return the first ids [B]."""
+    """Check that all fields of each item match the id of its first timestep. Return these first ids [B]."""
     data = batch.data
     if isinstance(item, Transition):
         ids = data.observation["id"]
@@ -142,7 +142,7 @@ class Process:
             thread.start()
 
     def read_line(self) -> Any:
-        """Return the next line that the process prints; None after its end."""
+        """Return the next line that the process prints. None after the process has ended."""
         return self._lines.get(timeout=DEADLINE)
 
     def send_line(self, *thing: Any) -> None:
@@ -156,7 +156,7 @@ class Process:
         self.popen.wait(DEADLINE)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end of the process. Return (exit code, its stderr)."""
+        """Wait for the end of the process. Return (exit code, stderr)."""
         code = self.popen.wait(DEADLINE)
         assert self.popen.stdin is not None
         self.popen.stdin.close()
@@ -182,7 +182,7 @@ def print_line(thing: Any) -> None:
 
 
 def write(buffer: Any, num_envs: int, steps: int, rank: int | None = None, subsets: bool = False) -> None:
-    """Write at full speed. Print the rank and incarnation before, and "done" after."""
+    """Print the rank and incarnation, write steps at full speed, and print "done"."""
     rank, incarnation = buffer.claim_rank(rank=rank)
     buffer.open_segment(rank, num_envs)
     print_line([rank, incarnation])
@@ -196,7 +196,7 @@ def write(buffer: Any, num_envs: int, steps: int, rank: int | None = None, subse
 
 
 def write_until_stopped(buffer: Any, num_envs: int) -> None:
-    """Write until the process is killed, or the buffer is closed."""
+    """Write steps until the process is killed or the buffer is closed."""
     rank, incarnation = buffer.claim_rank(num_envs)
     ids = first_id(rank, incarnation, np.arange(num_envs))
     print_line([rank, incarnation])
@@ -207,7 +207,7 @@ def write_until_stopped(buffer: Any, num_envs: int) -> None:
 
 
 def write_until_end_waits(buffer: Any, num_envs: int) -> None:
-    """Write until the writer waits for room. Then another thread calls `end_waits`."""
+    """Write steps until the writer waits for room. Then another thread calls `end_waits`."""
     rank, incarnation = buffer.claim_rank(num_envs)
     ids = first_id(rank, incarnation, np.arange(num_envs))
     header = buffer._view().memory.headers[rank]
@@ -241,7 +241,7 @@ def claim(buffer: Any) -> None:
 
 
 def sample(buffer: Any, batches: int) -> None:
-    """Print the first ids of some batches, and the probabilities of the last one. Keep running."""
+    """Print the first ids of some batches, and the probabilities of the last batch. Keep running."""
     for _ in range(batches):
         deadline = time.monotonic() + DEADLINE
         while (batch := buffer.wait_for_batch(1.0)) is None:
@@ -254,7 +254,10 @@ def sample(buffer: Any, batches: int) -> None:
 
 
 def draw_on_request(buffer: Any) -> None:
-    """Draw, release, save, restore or count, as each line of stdin requests, and print the result."""
+    """Read requests from stdin, one for each line: draw, release, save, restore, or return the counters.
+
+    Print each result.
+    """
     for line in sys.stdin.buffer:
         what, *arguments = json.loads(line)
         if what == "draw":
@@ -269,7 +272,7 @@ def draw_on_request(buffer: Any) -> None:
 
 
 def draw_until_killed(buffer: Any) -> None:
-    """Draw forever, and print the keys. Release each draw after two more draws."""
+    """Draw batches forever, and print their keys. Release each batch after two more draws."""
     held = []
     while True:
         drawn = buffer.draw(timeout=0.2)
@@ -281,7 +284,7 @@ def draw_until_killed(buffer: Any) -> None:
 
 
 def read_dataset(buffer: Any) -> None:
-    """Read a dataset to its end."""
+    """Read a dataset until it ends."""
     with buffer.make_dataset() as dataset:
         print_line("reads")
         for _ in dataset:

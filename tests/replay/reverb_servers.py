@@ -13,9 +13,9 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Servers:
-    """A process that serves tables until its parent exits.
+    """A process that runs Reverb servers until its parent exits.
 
-    One process serves all tests, because importing TensorFlow is slow.
+    One process runs the servers of all tests, because importing TensorFlow is slow.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Servers:
         )
 
     def start(self, tables: Any, port: int | None = None, checkpoints: Path | None = None) -> str:
-        """Serve `tables`, and return the address."""
+        """Start a server with `tables`, and return its address."""
         return f"localhost:{self._ask('start', tables, port, checkpoints)}"
 
     def stop(self, address: str) -> None:
@@ -41,7 +41,7 @@ class Servers:
         self.close()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and its servers."""
         for pipe in (self.process.stdin, self.process.stdout):
             pipe.close()
         self.process.wait(timeout=30)
@@ -53,7 +53,7 @@ class Servers:
 
 
 def main() -> None:
-    """Answer each request (start, tables, port, checkpoints) with a port, and end a server at (stop, port)."""
+    """Answer requests. ("start", tables, port, checkpoints) returns the server's port; ("stop", port) returns None."""
     asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

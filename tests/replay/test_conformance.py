@@ -1,4 +1,4 @@
-"""Properties of every replay buffer: those of `rlframe.testing.check_replay`, and those of this package's buffers."""
+"""All replay buffers pass `rlframe.testing.check_replay`, and further checks for the buffers of this package."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.waiting import wait_until
 
-# The in-process buffer, which also completes the items for Reverb, runs all cases. Reverb, which needs a server for
-# each case, runs every third. In `make test`, the in-process buffer runs every sixth case, with each item and each
-# scenario; the others run every twelfth.
+# All cases are tested for the in-process buffer, because writers to Reverb use its code too. For Reverb, every third
+# case is tested, because each case needs a server. `make test` runs only every sixth case of the in-process buffer
+# (with each item and each scenario), and every twelfth case of the other buffers.
 EACH_SCENARIO = pytest.mark.parametrize(
     ("make", "item", "scenario"),
     [
@@ -49,7 +49,7 @@ EACH_SCENARIO = pytest.mark.parametrize(
     ],
     indirect=["make"],
 )
-# A Reverb server takes no seed, and cannot fetch items by their keys.
+# A Reverb server has no seed, and cannot return items by their keys.
 NOT_REVERB = pytest.mark.parametrize("make", [local, shared_memory], indirect=True, ids=["local", "shared_memory"])
 
 
@@ -80,7 +80,7 @@ def test_full_buffer_evicts_and_counts_the_oldest_items(make: Any, item: Any, sc
 
 
 @pytest.mark.parametrize(("kind", "check"), [(kind, check) for kind in KINDS for check in CHECKS[kind]])
-def test_buffer_passes_the_checks_of_its_kind(make: Any, kind: str, check: Any) -> None:
+def test_buffer_passes_the_checks_for_each_kind_of_items(make: Any, kind: str, check: Any) -> None:
     check(make.factory, kind)
 
 
@@ -88,7 +88,7 @@ def test_buffer_passes_the_checks_of_its_kind(make: Any, kind: str, check: Any) 
     "item", [pytest.param(item, marks=[pytest.mark.system] * (i > 0)) for i, item in enumerate(PRIORITY_ITEMS)], ids=str
 )
 @pytest.mark.parametrize("check", PRIORITY_CHECKS)
-def test_buffer_passes_the_checks_of_priorities(make: Any, item: Any, check: Any) -> None:
+def test_buffer_passes_the_checks_for_priorities(make: Any, item: Any, check: Any) -> None:
     check(make.factory, item)
 
 
@@ -101,7 +101,7 @@ class WrongRewards(ReplayBuffer):
 
 
 class RepeatedItems(ReplayBuffer):
-    """A replay that returns a queue's items twice."""
+    """A replay that returns some items of a queue twice."""
 
     @functools.cached_property
     def _given(self) -> list[Any]:
@@ -132,11 +132,11 @@ def test_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str,
         pass
     items = buffer.stats()["items"]
     drawn: set[int] = set()
-    for _ in range(2000):  # 200 are enough with a seed
+    for _ in range(2000):  # with a fixed seed, 200 batches are enough
         drawn.update(first_ids(buffer.sample()).tolist())
         if len(drawn) == items:
             break
-    # Reverb counts items, and evicts them in the order of completion, except within one call.
+    # Reverb's capacity is a number of items. Items are evicted in the order of completion, except items of one call.
     if make.is_reverb:
         at_once = num_envs * getattr(item, "n_step", 1)
         must_stay = set(list(reference.items)[len(reference.items) - max(0, items - at_once) :])
@@ -147,7 +147,7 @@ def test_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str,
 
 
 @pytest.mark.parametrize("item", [pytest.param(Transition(1), marks=pytest.mark.system), Transition(3)], ids=str)
-def test_environment_whose_steps_were_evicted_begins_a_new_fragment(make: Any, item: Any) -> None:
+def test_environment_begins_a_new_fragment_after_its_steps_were_evicted(make: Any, item: Any) -> None:
     buffer, reference, stream = make("uniform", item, 8, 40), ReferenceReplay(item), StepStream(4, end=0.1)
     buffer.claim_rank(4)
     reference.claim_rank(4, 0)
@@ -160,7 +160,7 @@ def test_environment_whose_steps_were_evicted_begins_a_new_fragment(make: Any, i
 
 
 @NOT_REVERB
-def test_equal_seeds_draw_equal_batches(make: Any) -> None:
+def test_buffers_with_equal_seeds_draw_equal_batches(make: Any) -> None:
     first, second, other = (make("uniform", Transition(1), 16, 1000, seed=seed) for seed in (1, 1, 2))
     stream = StepStream(4)
     for buffer in (first, second, other):
@@ -183,13 +183,13 @@ def test_forget_before_drops_present_and_later_items(make: Any) -> None:
     )
     buffer.claim_rank(4)
     reference.claim_rank(4, 0)
-    for t in range(12):  # each environment completes an item every third step; each step has another version
+    for t in range(12):  # each environment completes an item every third step; each step has a new version
         ids, step = stream.step()
         buffer.add(ids, step)
         reference.add(ids, step)
         if t == 2:
             assert buffer.size == 4
-            # The versions of the first item are 1 to 3; those of the others are 4 to 6, 7 to 9, and 10 to 12.
+            # The first item has the versions 1 to 3. The next items have 4 to 6, 7 to 9, and 10 to 12.
             buffer.forget_before(8)
             assert buffer.sample() is None
         elif t != 11:
@@ -211,7 +211,7 @@ def add_steps(buffers: list[Any], stream: StepStream, steps: int) -> None:
 
 
 def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a buffer that can fetch items by their keys, with a writer of 6 environments."""
+    """Return a buffer that can fetch items by their keys. It has a writer with 6 environments."""
     buffer = make(*args, **kwargs)
     assert buffer.fetches_by_key
     buffer.claim_rank(6)
@@ -234,7 +234,7 @@ def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, it
                 np.testing.assert_array_equal(given, expected)
                 assert given.dtype == expected.dtype
             draws.release(drawn.keys)
-            draws.release(drawn.keys)  # calls may be repeated
+            draws.release(drawn.keys)  # a call may be repeated
             batches += 1
     assert batches > 10
     stats = draws.stats()
@@ -245,7 +245,7 @@ def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, it
 
 @NOT_REVERB
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_fetch_replaces_evicted_items_with_others_of_the_batch(make: Any, kind: str) -> None:
+def test_fetch_replaces_evicted_items_by_other_items_of_the_batch(make: Any, kind: str) -> None:
     buffer, reference, stream = (
         keyed(make, kind, Transition(2), 64, 300),
         ReferenceReplay(Transition(2)),
@@ -266,7 +266,7 @@ def test_fetch_replaces_evicted_items_with_others_of_the_batch(make: Any, kind: 
     by_key = dict(zip(map(tuple, drawn.keys.tolist()), drawn.probabilities.tolist()))
     assert batch.probabilities.tolist() == [by_key[tuple(key)] for key in batch.keys.tolist()]
     if kind == "prioritized":
-        # A shared buffer evicts items shortly before they are overwritten. Then they can be read, but not drawn.
+        # A shared buffer evicts items shortly before they are overwritten. Evicted items can be read, but not drawn.
         given_up = batch.keys[:, 2].min() + (0 if isinstance(buffer, ReplayBuffer) else 40)
         buffer.update_priorities(
             batch.keys[batch.keys[:, 2] >= given_up], np.full(sum(batch.keys[:, 2] >= given_up), 5)
@@ -311,13 +311,13 @@ def test_queue_keeps_drawn_items_until_release(make: Any) -> None:
     buffer.release(second.keys)
     buffer.release(first.keys)
     assert buffer.draw() is not None
-    assert buffer.draw() is None  # there were 12 items
+    assert buffer.draw() is None  # all 12 items were drawn
     stats = buffer.stats()
     assert (stats["added"], stats["sampled"], stats["evicted"], stats["items"]) == (12, 12, 0, 0)
 
 
 @NOT_REVERB
-def test_samples_per_insert_limits_draws(make: Any) -> None:
+def test_samples_per_insert_limits_the_number_of_draws(make: Any) -> None:
     buffer = keyed(make, "uniform", Transition(1), 8, 1000, min_size=12, samples_per_insert=2.0)
     stream, drawn = StepStream(6, end=0.0), []
     for _ in range(10):
@@ -345,9 +345,9 @@ def test_waiting_draw_returns_once_enough_items_were_added(make: Any) -> None:
     thread.start()
     begins = time.monotonic()
     began.set()
-    drawn = wait_until(lambda: buffer.draw(timeout=100.0))  # a call may return early
+    drawn = wait_until(lambda: buffer.draw(timeout=100.0))  # `draw` may return before the timeout
     thread.join()
-    assert time.monotonic() - begins < 60.0  # the wait was woken
+    assert time.monotonic() - begins < 60.0  # the new items ended the wait
     assert drawn.keys.shape == (8, 3)
 
 
@@ -376,7 +376,7 @@ def test_steps_of_an_unclaimed_rank_are_refused(make: Any) -> None:
         ("log_prob", lambda step: step.agent_output.extras.clear()),
     ],
 )
-def test_leaf_that_does_not_match_the_spec_is_refused_by_name(make: Any, leaf: str, spoil: Any) -> None:
+def test_error_names_a_leaf_that_does_not_match_the_spec(make: Any, leaf: str, spoil: Any) -> None:
     buffer = make("uniform", Transition(1), 8, 1000)
     buffer.claim_rank(4)
     ids, step = StepStream(4).step()

@@ -1,4 +1,4 @@
-"""Storage of frame-stacked pixels: reads return exactly the stacks that were written."""
+"""Storage of frame-stacked pixels. Reads return exactly the stacks that were written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = (4, 32, 36)
 
 
 class FrameStream:
-    """Environments that stack frames. The pixels [-1, 0, 0:4] hold the number of the newest frame."""
+    """Environments that stack frames. The pixels [-1, 0, 0:4] of a stack contain the number of its newest frame."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FrameStream:
         self.open = np.stack([self.stack(None, FIRST) for _ in range(num_envs)])
 
     def stack(self, before: np.ndarray | None, step_type: int) -> np.ndarray:
-        """Return the stack that follows `before`."""
+        """Return the next stack of an environment after the stack `before`."""
         new = self.rng.integers(0, 255, self.shape).astype(np.uint8)
         new[-1, 0, :4] = np.frombuffer(np.uint32(self.count).tobytes(), np.uint8)
         if step_type != FIRST and self.stacked:
@@ -64,7 +64,7 @@ class FrameStream:
         return new
 
     def step(self, envs: np.ndarray | None = None) -> tuple[np.ndarray, Step]:
-        """Step some environments."""
+        """Step the environments `envs` (None: all), and return the arguments of `add`."""
         envs = np.arange(self.num_envs) if envs is None else envs
         count = len(envs)
         types = np.where(self.rng.random(count) < 0.1, LAST, MID).astype(np.uint8)
@@ -101,7 +101,7 @@ def test_stacks_are_read_exactly_as_they_were_written(item: Any, first: str, sub
     stream, buffer = FrameStream(rng, 4, first=first), ReplayBuffer(pixel_agent(item, 150))
     buffer.claim_rank(4)
     for t in range(150):
-        # One environment is slow, so its frames must outlive those of the others.
+        # One environment is slow, so its frames must be kept longer than the frames of other environments.
         envs = np.array([0, 2, 3, 1][: 1 + t % 3]) if subsets and t % 17 else None
         buffer.add(*stream.step(envs))
         batch = buffer.sample()
@@ -123,7 +123,7 @@ def test_single_frames_take_a_quarter_of_the_memory() -> None:
     assert sizes[0] < 0.26 * sizes[1]
 
 
-def test_images_that_only_look_stacked_are_stored_whole() -> None:
+def test_images_that_are_not_stacked_are_stored_as_whole_rows() -> None:
     stream, buffer = FrameStream(np.random.default_rng(0), 4, stacked=False), ReplayBuffer(pixel_agent(Transition(1)))
     buffer.claim_rank(4)
     for _ in range(150):
@@ -146,7 +146,7 @@ def test_single_frame_option_is_refused_for_images_that_are_not_stacked() -> Non
             buffer.add(*stream.step())
 
 
-def test_separate_frames_are_dropped_with_their_steps() -> None:
+def test_separate_frames_are_dropped_when_their_steps_are_evicted() -> None:
     stream = FrameStream(np.random.default_rng(0), 4, first="random")
     buffer = ReplayBuffer(pixel_agent(Transition(1), 100))
     buffer.claim_rank(4)

@@ -1,4 +1,4 @@
-"""Items by their keys, between processes: one process writes, one draws, and one fetches."""
+"""Items that are fetched by their keys. One process writes, another process draws, and a third process fetches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_each_item_is_fetched_once_while_writers_run_at_full_speed(resources: Re
     assert draw(drawer) is None
     writers = [resources.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
     seen: list[int] = []
-    held: list[Any] = []  # draws that are fetched later, and released even later
+    held: list[Any] = []  # batches that are fetched later, and then released
     while True:
         are_done = all(writer.popen.poll() is not None for writer in writers)
         drawn = draw(drawer)
@@ -76,12 +76,12 @@ def test_each_item_is_fetched_once_while_writers_run_at_full_speed(resources: Re
     assert stats["added"] == len(expected)
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
-    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # the process that fetches is not the sampler
+    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # this process fetches, but is not the sampler
     with pytest.raises(UsageError, match=f"process {drawer.popen.pid} samples it"):
         buffer.draw()
 
 
-def test_unreleased_items_block_their_writer(resources: Resources) -> None:
+def test_writer_waits_until_drawn_items_are_released(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 10, 40, timeout=DEADLINE)
     drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
@@ -90,14 +90,14 @@ def test_unreleased_items_block_their_writer(resources: Resources) -> None:
     memory = buffer._view().memory
     header = memory.headers[0]
     wait_until(lambda: header[block.IS_WAITING] == 1)
-    held += list(iter(lambda: draw(drawer), None))  # items that were added since; now the queue is empty
+    held += list(iter(lambda: draw(drawer), None))  # draw until the queue is empty
     stands_at = memory.cursors_of(0).steps
     assert stands_at < 200
     for drawn in reversed(held):
         assert_whole(buffer.fetch(*drawn), Transition(1))
     for drawn in held[1:]:
         release(drawer, drawn)
-    assert header[block.IS_WAITING] == 1  # the oldest item is not released yet
+    assert header[block.IS_WAITING] == 1  # the oldest items are not released yet
     assert memory.cursors_of(0).steps == stands_at
     release(drawer, held[0])
     wait_until(lambda: memory.cursors_of(0).steps > stands_at)
@@ -114,20 +114,20 @@ def test_items_drawn_by_a_dead_process_are_not_drawn_again(resources: Resources)
     drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     writers = [resources.process(processes.write, buffer, 3, 200, rank) for rank in (0, 1)]
-    read_positions: list[Any] = []
-    while len(read_positions) < 5:
+    draws: list[Any] = []
+    while len(draws) < 5:
         if (drawn := draw(drawer)) is not None:
-            read_positions.append(drawn)
-    release(drawer, read_positions[0])
+            draws.append(drawn)
+    release(drawer, draws[0])
     header = buffer._view().memory.headers
     wait_until(lambda: header[0][block.IS_WAITING] == header[1][block.IS_WAITING] == 1)
-    for drawn in read_positions[1:]:
+    for drawn in draws[1:]:
         assert_whole(buffer.fetch(*drawn), item)
     drawer.kill()
-    keys = [tuple(key) for drawn in read_positions for key in drawn[0].tolist()]
+    keys = [tuple(key) for drawn in draws for key in drawn[0].tolist()]
     following = resources.process(processes.draw_on_request, buffer)
     seen: list[int] = []
-    while True:  # the writers continue, and may overwrite lost items
+    while True:  # the writers continue, and may overwrite the items that the killed process drew
         are_done = all(writer.popen.poll() is not None for writer in writers)
         if (drawn := draw(following)) is not None:
             keys += [tuple(key) for key in drawn[0].tolist()]
@@ -142,11 +142,11 @@ def test_items_drawn_by_a_dead_process_are_not_drawn_again(resources: Resources)
     assert stats["evicted"] == 0
     assert stats["sampled"] == len(keys) == len(seen) + 100
     assert stats["added"] == len(expected)
-    assert buffer.fetch(*read_positions[1]) is None  # overwritten since: the whole batch is dropped
+    assert buffer.fetch(*draws[1]) is None  # items were overwritten, so the whole batch is dropped
 
 
 @pytest.mark.system
-def test_killed_drawers_cause_no_double_draws_and_no_wrong_counts(
+def test_items_are_drawn_once_and_counted_correctly_if_drawing_processes_are_killed(
     resources: Resources,
 ) -> None:
     item = Transition(1)
@@ -173,44 +173,44 @@ def test_killed_drawers_cause_no_double_draws_and_no_wrong_counts(
     stats = ask(following, "stats")
     assert_adds_up(stats)
     assert stats["added"] == sum(len(expected_ids(item, rank, 0, 4, 300)) for rank in (0, 1))
-    # Items that a process took but had not printed when it was killed count as sampled or as evicted.
+    # A killed process may have drawn items without printing them. These items count as sampled or as evicted.
     assert 0 <= stats["sampled"] + stats["evicted"] - len(keys) <= 4 * 20
     assert stats["evicted"] >= 0
 
 
 @pytest.mark.system
-def test_next_drawing_process_gets_the_items_of_a_wrapped_ring(resources: Resources) -> None:
+def test_next_drawing_process_gets_all_items_after_the_ring_wrapped(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
     drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
     writer = resources.process(processes.write, buffer, 2, 300)
-    read_positions: list[Any] = []
-    while len(read_positions) < 15:
+    draws: list[Any] = []
+    while len(draws) < 15:
         if (drawn := draw(drawer)) is not None:
-            read_positions.append(drawn)
+            draws.append(drawn)
             release(drawer, drawn)
     header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.IS_WAITING] == 1)
     assert header[block.FLOOR] > header[block.SLOTS]
-    read_positions.append(draw(drawer))  # from a full queue: most of its items stay
+    draws.append(draw(drawer))  # the queue was full, so most of its items are not drawn
     drawer.kill()
     following = resources.process(processes.draw_on_request, buffer)
     while True:
         is_done = writer.popen.poll() is not None
         if (drawn := draw(following)) is not None:
-            read_positions.append(drawn)
+            draws.append(drawn)
             release(following, drawn)
         elif is_done:
             break
     stats = ask(following, "stats")
     assert_adds_up(stats)
     assert stats["evicted"] == 0
-    assert stats["sampled"] == 20 * len(read_positions) == stats["added"] // 20 * 20
+    assert stats["sampled"] == 20 * len(draws) == stats["added"] // 20 * 20
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_late_fetch_is_never_torn_while_the_ring_wraps(resources: Resources, kind: str) -> None:
+def test_late_fetch_returns_only_complete_items_while_the_ring_wraps(resources: Resources, kind: str) -> None:
     buffer = resources.buffer(kind, Transition(3, 0.9), 64, 400)
     drawer = resources.process(processes.draw_on_request, buffer)
     writer = resources.process(processes.write_until_stopped, buffer, 4)
@@ -256,13 +256,13 @@ def test_drawing_process_saves_and_restores_while_another_fetches(resources: Res
     assert after == {**before, "bytes": after["bytes"]}
     assert_adds_up(after)
     keys = [tuple(key) for one in drawn for key in one[0].tolist()]
-    while (one := draw(following)) is not None:  # items that were drawn before are lost, and never learned from twice
+    while (one := draw(following)) is not None:  # items that were drawn before are lost, so none is drawn twice
         assert_whole(other.fetch(*one), item)
         keys += [tuple(key) for key in one[0].tolist()]
     assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
 
 
-def test_writer_that_waits_for_a_release_does_not_lapse(resources: Resources) -> None:
+def test_writer_does_not_lapse_while_it_waits_for_a_release(resources: Resources) -> None:
     buffer = resources.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
     for rank, num_envs in ((0, 3), (1, 2)):
         buffer.claim_rank(num_envs, rank)
@@ -274,8 +274,8 @@ def test_writer_that_waits_for_a_release_does_not_lapse(resources: Resources) ->
     for _ in range(2):
         buffer.add(*next(streams[0]))
     header = buffer._view().memory.headers[1]
-    header[block.IS_WAITING] = 1  # as if it could not continue before `release`
+    header[block.IS_WAITING] = 1  # as if the writer waited for `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.release(drawn.keys)
-    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now it makes no progress
+    following = wait_until(lambda: buffer.draw(timeout=0.02))  # without progress, the writer lapses now
     assert following.keys[:, 0].tolist() == [0, 0, 0]

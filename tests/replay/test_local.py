@@ -1,4 +1,4 @@
-"""The buffer in this process: memory, options, shapes, and datasets."""
+"""The in-process buffer: memory, options, shapes, and datasets."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_container_limits_reduce_the_available_memory(
             (directory / name).write_text(f"anon 7\n{cache} {number}\n" if name == "memory.stat" else number + "\n")
     monkeypatch.setattr(tree_store, "_PROCESS_CGROUPS", own)
     monkeypatch.setattr(tree_store, "_CGROUPS", root)
-    assert tree_store.available_memory() == 2_000_000  # limited by the pod; the box alone could take 5,000,000
+    assert tree_store.available_memory() == 2_000_000  # the limit of `pod`; `box` alone would have 5,000,000
     (inner.parent / limit).write_text("max\n" if version == 2 else f"{2**63 - 4096}\n")
     assert tree_store.available_memory() == 5_000_000
 
 
-def test_sampling_begins_with_min_size_equal_to_the_capacity() -> None:
+def test_sampling_begins_even_if_min_size_equals_the_capacity() -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100, min_size=100))
-    stream = StepStream(4, end=0.5)  # half of its timesteps begin no item
+    stream = StepStream(4, end=0.5)  # no item begins at half of the timesteps
     buffer.claim_rank(4)
     for _ in range(100):
         buffer.add(*stream.step())
@@ -60,7 +60,7 @@ def test_bytes_in_stats_match_the_arrays() -> None:
         buffer = ReplayBuffer(fake_agent("uniform", item, 8, 10_000))
         buffer.claim_rank(4)
         store = buffer._store
-        store.timeline.head = store.table.end = 2 * buffer.slots  # so that `arrays` returns all rows
+        store.timeline.head = store.table.end = 2 * buffer.slots  # `arrays` then returns all rows
         taken = sum(array.nbytes for array in store.arrays().values())
         assert buffer.stats()["bytes"] == pytest.approx(taken, rel=0.05)
 
@@ -77,7 +77,7 @@ def test_priorities_of_a_uniform_buffer_are_refused() -> None:
         ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100)).update_priorities(np.zeros((1, 3)), np.ones(1))
 
 
-def test_error_for_a_too_large_writer_names_the_needed_capacity() -> None:
+def test_error_for_a_writer_with_too_many_environments_names_the_needed_capacity() -> None:
     buffer = ReplayBuffer(fake_agent("queue", Sequence(20), None, 100))
     buffer.claim_rank(4)
     buffer.add(*StepStream(4).step())
@@ -93,7 +93,7 @@ def test_queue_grows_to_one_item_per_environment() -> None:
     assert buffer.sample().data.reward.shape == (8, 20)
 
 
-def test_batches_that_do_not_divide_the_ring_are_stored_correctly() -> None:
+def test_batches_whose_size_does_not_divide_the_ring_are_stored_correctly() -> None:
     buffer, reference = ReplayBuffer(fake_agent("uniform", Transition(3), 8, 100)), ReferenceReplay(Transition(3))
     streams = [StepStream(4, 0), StepStream(7, 1)]
     for stream in streams:
@@ -108,13 +108,13 @@ def test_batches_that_do_not_divide_the_ring_are_stored_correctly() -> None:
 
 
 class Memory(NamedTuple):
-    """A recurrent state in the form that libraries use."""
+    """A recurrent state as a named tuple, as in many libraries."""
 
     hidden: Any
     cell: Any
 
 
-def test_trees_keep_their_structure() -> None:
+def test_batches_have_the_same_tree_structures_as_steps() -> None:
     leaf = specs.Array((2,), np.float32)
     spec = StepSpec({"a": leaf, "b": (leaf, leaf)}, [leaf], {}, Memory(leaf, leaf))
     buffer = ReplayBuffer(fake_agent("queue", Sequence(2), 3, 100, spec))
@@ -145,7 +145,7 @@ def test_large_arrays_are_reused_only_without_references() -> None:
         after = timestep()
         buffer.add(np.arange(2), Step(before, AgentOutput(np.zeros(2, np.int32)), (), 0, after))
         before = after
-    held = buffer.sample().data.observation[1:]  # a view, so that only the view refers to its base array
+    held = buffer.sample().data.observation[1:]  # a view, which has the only reference to its base array
     copy = held.copy()
     places = set()
     for _ in range(10):
@@ -180,7 +180,7 @@ def test_dataset_returns_added_items_and_ends_with_its_buffer() -> None:
     assert not dataset._thread.is_alive()
 
 
-def test_dataset_raises_errors_of_its_thread_and_closes() -> None:
+def test_dataset_raises_the_error_of_its_thread_and_closes() -> None:
     buffer, stream = ReplayBuffer(fake_agent("uniform", Transition(1), 5, 1000)), StepStream(5)
     buffer.claim_rank(5)
     buffer.add(*stream.step())

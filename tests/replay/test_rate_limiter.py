@@ -1,4 +1,4 @@
-"""When a batch may be sampled, when writers wait, and which writers a batch of one item per environment waits for."""
+"""When a batch may be sampled, when writers must wait, and when a batch waits for a writer's items."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def limiter(kind: str, batch_size: int | None = 8, **options: object) -> RateLim
 def test_replay_may_be_sampled_after_min_size_inserts() -> None:
     uniform = limiter("uniform", min_size=10)
     assert not uniform.may_sample(8, ItemCounts(9, 9, 0))
-    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # the other items are evicted
+    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # seven items were evicted
     assert not uniform.may_sample(8, ItemCounts(0, 10, 0))
     assert uniform.inserts_needed(ItemCounts(9, 9, 0), dict) == 10
     assert uniform.inserts_needed(ItemCounts(0, 20, 0), dict) == 21
 
 
-def test_queue_may_be_sampled_while_it_holds_a_batch_and_min_size_items() -> None:
+def test_queue_may_be_sampled_while_it_has_a_batch_and_min_size_items() -> None:
     queue = limiter("queue", min_size=10)
     assert not queue.may_sample(8, ItemCounts(9, 900, 0))
     assert queue.may_sample(8, ItemCounts(10, 900, 0))
@@ -32,7 +32,7 @@ def test_queue_may_be_sampled_while_it_holds_a_batch_and_min_size_items() -> Non
 
 def test_samples_per_insert_limits_samples_and_inserts() -> None:
     paced = limiter("uniform", min_size=10, samples_per_insert=2.0)
-    assert paced.may_sample(8, ItemCounts(10, 10, 0))  # the first batch is available with item number `min_size`
+    assert paced.may_sample(8, ItemCounts(10, 10, 0))  # the first batch is available after `min_size` inserts
     assert not paced.may_sample(8, ItemCounts(13, 13, 8))
     assert paced.may_sample(8, ItemCounts(14, 14, 8))
     assert paced.inserts_needed(ItemCounts(13, 13, 8), dict) == 14
@@ -51,12 +51,12 @@ def test_reverb_bounds_allow_the_same_samples_and_inserts(run_ahead: int) -> Non
             assert (diff - 8 >= least) == paced.may_sample(8, ItemCounts(inserted, inserted, sampled))
             if run_ahead:
                 assert (diff <= most) == paced.may_insert(inserted, sampled, run_ahead)
-    assert most - least >= 4.0  # otherwise both sides could be blocked
+    assert most - least >= 4.0  # otherwise writers and readers could both be blocked
 
 
 def test_items_to_sample_is_a_whole_batch_or_zero() -> None:
     def unasked() -> dict:
-        raise AssertionError("the writers must not be needed")
+        raise AssertionError("the limiter must not need this argument")
 
     assert limiter("uniform").items_to_sample(ItemCounts(9, 9, 0), unasked, unasked) == 8
     assert limiter("queue").items_to_sample(ItemCounts(7, 7, 0), unasked, unasked) == 0
@@ -87,11 +87,11 @@ def clock() -> Clock:
 
 
 def writers(*steps: int, dead: tuple[int, ...] = ()) -> dict[int, WriterState]:
-    """Return the states of writers with four environments each, which have taken `steps` steps."""
+    """Return the states of writers with four environments each. Writer i has taken `steps[i]` steps."""
     return {rank: WriterState(4, count, lambda rank=rank: rank not in dead) for rank, count in enumerate(steps)}
 
 
-def test_batch_is_complete_with_all_items_of_each_writer(clock: Clock) -> None:
+def test_batch_is_complete_when_each_writer_has_all_its_items(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
     assert both.complete_items(writers(8, 8), {}) == 0
     assert both.complete_items(writers(16, 8), {0: 4}) == 0
@@ -99,22 +99,22 @@ def test_batch_is_complete_with_all_items_of_each_writer(clock: Clock) -> None:
     assert both.complete_items(writers(16, 16), {0: 4, 1: 4}) == 8
 
 
-def test_writer_without_progress_lapses_until_it_progresses(clock: Clock) -> None:
+def test_writer_without_progress_lapses_until_it_makes_progress(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
     assert both.complete_items(writers(16, 8), {0: 4}) == 0
     clock.now += 9.0
-    assert both.complete_items(writers(16, 9), {0: 4}) == 0  # slow, but making progress
+    assert both.complete_items(writers(16, 9), {0: 4}) == 0  # writer 1 is slow, but makes progress
     clock.now += 9.0
     assert both.complete_items(writers(16, 9), {0: 4}) == 0
     clock.now += 2.0
     assert both.complete_items(writers(16, 9), {0: 4}) == 4
     assert both.expected(writers(16, 9)) == 4
-    assert both.complete_items(writers(32, 9), {0: 4}) == 4  # at once
+    assert both.complete_items(writers(32, 9), {0: 4}) == 4  # the lapsed writer causes no wait
     assert both.complete_items(writers(48, 10), {0: 4}) == 0
     assert both.expected(writers(48, 10)) == 8
 
 
-def test_dead_writer_lapses_at_once_and_starting_writer_lapses_later(clock: Clock) -> None:
+def test_dead_writer_lapses_at_once_but_a_starting_writer_lapses_later(clock: Clock) -> None:
     three = WriterQuorum(10.0, clock)
     there = writers(16, 8, 0, dead=(1,))
     assert three.complete_items(there, {0: 4}) == 0
@@ -124,10 +124,10 @@ def test_dead_writer_lapses_at_once_and_starting_writer_lapses_later(clock: Cloc
     assert three.complete_items(there, {0: 4}) == 4
 
 
-def test_no_writer_lapses_while_no_items_wait(clock: Clock) -> None:
+def test_no_writer_lapses_if_no_items_are_waiting(clock: Clock) -> None:
     both = WriterQuorum(10.0, clock)
     assert both.complete_items(writers(8, 8), {}) == 0
-    clock.now += 100.0  # an update took this long
+    clock.now += 100.0  # an update of the learner took 100 s
     assert both.complete_items(writers(8, 8), {}) == 0
     assert both.complete_items(writers(16, 8), {0: 4}) == 0
     clock.now += 9.0

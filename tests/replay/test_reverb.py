@@ -1,4 +1,4 @@
-"""A Reverb server that restarts, does not answer, or blocks its writers, and several writers at once."""
+"""A Reverb server that restarts, does not answer or blocks its writers, and several writers of one server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Serve = Callable[..., str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Return a function that serves tables and returns the address. The servers end with the test."""
+    """Return a function that starts a server with tables and returns its address. The servers stop after the test."""
     needs("reverb")
     started: list[str] = []
 
@@ -53,7 +53,7 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def own_process() -> Iterator[Callable[[], Servers]]:
-    """Return a function that starts a process for servers. The test may kill the process."""
+    """Return a function that starts a separate process for servers, which the test may kill."""
     needs("reverb")
     made: list[Servers] = []
 
@@ -128,7 +128,7 @@ def test_restarted_server_has_the_items_of_its_checkpoint(own_process: Any, tmp_
         dataset = buffer.make_dataset()
         assert_batch_matches(next(dataset), reference)
         first.kill()
-        adding, _ = in_thread(step)  # waits for the server
+        adding, _ = in_thread(step)  # this thread waits until the server is reachable again
         second = own_process()
         second.start(tables, port, tmp_path / "server")
         adding.join(timeout=60.0)
@@ -138,14 +138,14 @@ def test_restarted_server_has_the_items_of_its_checkpoint(own_process: Any, tmp_
         while len({first for _ in range(20) for first in first_ids(buffer.sample()).tolist()}) < 24:
             pass
         assert_batch_matches(buffer.sample(), reference)
-        for _ in range(20):  # the old sampler continues
+        for _ in range(20):  # the dataset continues with the new server
             assert_batch_matches(next(dataset), reference)
         assert buffer.claim_rank(4) == (1, 0)  # the checkpoint includes the ranks
         dataset.close()
 
 
 @pytest.mark.system
-def test_restore_detects_a_server_that_restarted_empty(own_process: Any, tmp_path: Path) -> None:
+def test_restore_raises_if_the_server_restarted_without_its_items(own_process: Any, tmp_path: Path) -> None:
     agent, stream = fake_agent("uniform", Transition(1), 8, 1000), StepStream(4, end=0.0)
     tables, first = ReverbReplayBuffer.tables(agent), own_process()
     address = first.start(tables)
@@ -158,13 +158,13 @@ def test_restore_detects_a_server_that_restarted_empty(own_process: Any, tmp_pat
         with pytest.raises(CheckpointError, match="has received 0 items, but .* after 4"):
             buffer.restore(tmp_path / "replay")
         buffer.add(*stream.step())
-        assert other.claim_rank(4) == (1, 0)  # the running writer has claimed its rank again
+        assert other.claim_rank(4) == (1, 0)  # the first buffer's writer has written its claim of rank 0 again
 
 
 @pytest.mark.parametrize("silent", ["no answer", "no listener"])
-def test_error_names_a_server_that_never_answers(silent: str) -> None:
+def test_error_contains_the_address_of_a_server_that_never_answers(silent: str) -> None:
     needs("reverb")
-    connection.import_reverb()  # importing TensorFlow takes time
+    connection.import_reverb()  # import TensorFlow before the test measures time
     port = free_port()
     address = f"127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
@@ -178,7 +178,7 @@ def test_error_names_a_server_that_never_answers(silent: str) -> None:
                 assert time.monotonic() - began < 30.0
 
 
-def test_every_call_names_a_dead_server(own_process: Any) -> None:
+def test_error_of_a_dead_server_contains_the_name_of_the_call(own_process: Any) -> None:
     agent, stream = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0)
     process = own_process()
     address = process.start(ReverbReplayBuffer.tables(agent))
@@ -220,7 +220,7 @@ def test_close_ends_a_waiting_reader(serve: Serve) -> None:
         assert not dataset._thread.is_alive()
 
 
-def test_writers_of_a_full_queue_wait_for_its_reader(serve: Serve) -> None:
+def test_writer_of_a_full_queue_waits_for_the_reader(serve: Serve) -> None:
     agent, stream, reference = (
         fake_agent("queue", Transition(1), 4, 8),
         StepStream(4, end=0.0),
@@ -281,7 +281,7 @@ def test_blocked_writer_stops_after_end_waits(serve: Serve) -> None:
             buffer.add(*streams[0].step())
         held, result = in_thread(lambda: buffer.add(*streams[0].step()))
         wait_until(lambda: is_adding(buffer))
-        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # it waits for the first writer
+        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # this writer waits for the first writer
         for rank, thread in ((1, behind), (0, held)):
             assert thread.is_alive()
             buffer.end_waits(rank)
@@ -291,12 +291,12 @@ def test_blocked_writer_stops_after_end_waits(serve: Serve) -> None:
         assert all(type(error) is StoppedError for error in (*result, *other))
         seen: list[int] = []
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
-        assert len(set(seen)) == 12  # the unconfirmed items have arrived
-        assert buffer.claim_rank(4, rank=0) == (0, 1)  # a restarted actor can add items
+        assert len(set(seen)) == 12  # the server has received the unconfirmed items
+        assert buffer.claim_rank(4, rank=0) == (0, 1)  # a restarted actor can add steps
         buffer.add(*StepStream(4, 0, end=0.0).step())
 
 
-def test_actor_blocked_by_a_full_queue_stops(serve: Serve) -> None:
+def test_actor_stops_while_a_full_queue_blocks_it(serve: Serve) -> None:
     spec = dataclasses.replace(counting_agent().replay_spec, kind="queue", batch_size=2, capacity=4)
     agent = AgentSpecs(spec, counting_agent().step_spec)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
@@ -311,7 +311,7 @@ def test_actor_blocked_by_a_full_queue_stops(serve: Serve) -> None:
 
 
 @pytest.mark.system
-def test_writer_that_waits_for_a_dead_server_stops_after_end_waits(own_process: Any) -> None:
+def test_end_waits_stops_a_writer_that_waits_for_a_dead_server(own_process: Any) -> None:
     agent, stream, process = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0), own_process()
     with buffer_of(agent, process.start(ReverbReplayBuffer.tables(agent))) as buffer:
         buffer.claim_rank(4)
@@ -351,7 +351,7 @@ def test_repeated_claim_continues_an_interrupted_claim(serve: Serve, monkeypatch
 
 
 @pytest.mark.parametrize("scenario", ["lockstep", "broken"])
-def test_blocks_hold_the_same_items_as_single_rows(serve: Serve, scenario: str) -> None:
+def test_queue_of_blocks_returns_the_same_items_as_a_queue_of_single_items(serve: Serve, scenario: str) -> None:
     item = Sequence(3, period=2)
     agent, stream, reference, seen = fake_agent("queue", item, 5, 2000), StepStream(6), ReferenceReplay(item), []
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=3))) as buffer:
@@ -374,7 +374,7 @@ def test_blocks_hold_the_same_items_as_single_rows(serve: Serve, scenario: str) 
         assert max(abs(position[first] - i) for i, first in enumerate(seen)) < 6
 
 
-def test_blocks_that_cannot_be_filled_or_drawn_are_refused(serve: Serve) -> None:
+def test_block_size_that_does_not_fit_the_writer_or_the_kind_is_refused(serve: Serve) -> None:
     agent = fake_agent("queue", Sequence(2), 4, 100)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent, block=4))) as buffer:
         with pytest.raises(UsageError, match="a block that divides 6"):
@@ -384,7 +384,7 @@ def test_blocks_that_cannot_be_filled_or_drawn_are_refused(serve: Serve) -> None
         ReverbReplayBuffer.tables(fake_agent("uniform", Transition(1), 4, 100), block=2)
 
 
-# --- several processes
+# --- several clients of one server
 
 
 def test_concurrent_claims_get_different_ranks_and_incarnations(serve: Serve) -> None:
@@ -410,7 +410,7 @@ def test_batch_has_one_item_of_each_environment_of_each_writer(serve: Serve) -> 
     with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:
         streams = StepStream(3, rank=0, end=0.0), StepStream(5, rank=1, end=0.0)
         assert (a.claim_rank(3), b.claim_rank(5)) == ((0, 0), (1, 0))
-        dataset = reader.make_dataset()  # a batch has one item of each environment that is known at the draw
+        dataset = reader.make_dataset()  # a batch has one item of each environment that is known at that time
         for buffer, stream in zip((a, b), streams):
             for _ in range(2):
                 buffer.add(*stream.step())
@@ -419,7 +419,7 @@ def test_batch_has_one_item_of_each_environment_of_each_writer(serve: Serve) -> 
         dataset.close()
 
 
-def test_new_items_get_the_highest_priority_of_another_process(serve: Serve) -> None:
+def test_new_items_get_the_highest_priority_that_another_process_has_set(serve: Serve) -> None:
     agent = fake_agent("prioritized", Transition(1), 4, 1000, priority_exponent=1.0)
     address = serve(ReverbReplayBuffer.tables(agent))
     with buffer_of(agent, address) as writer, buffer_of(agent, address) as learner:
@@ -449,7 +449,7 @@ def test_actor_and_learner_accept_a_reverb_client(serve: Serve) -> None:
     learner.close()
 
 
-def test_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
+def test_learner_stops_while_it_waits_for_its_first_batch(serve: Serve) -> None:
     import reverb
 
     agent = counting_agent()
@@ -464,7 +464,7 @@ def test_learner_that_waits_for_its_first_batch_stops(serve: Serve) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_learner_blocked_in_update_priorities_stops_and_saves(
+def test_learner_that_is_blocked_in_update_priorities_can_stop_and_save(
     own_process: Any, tmp_path: Path, how: signal.Signals
 ) -> None:
     import reverb
@@ -480,7 +480,7 @@ def test_learner_blocked_in_update_priorities_stops_and_saves(
     buffer = learner._replay.buffer
     batch = buffer.sample()
     process.process.send_signal(how)
-    buffer.make_dataset = lambda: (each for each in [batch])  # drawn before the server was stopped
+    buffer.make_dataset = lambda: (each for each in [batch])  # this batch was drawn before the server was stopped
     running, result = in_thread(learner.run)
     wait_until(lambda: learner.learner_steps == 1)
     learner.stop()
@@ -518,7 +518,7 @@ def test_queue_dataset_returns_each_item_once_and_in_order(serve: Serve) -> None
 # --- arguments
 
 
-def test_tables_are_a_picklable_callable_and_an_iterable(serve: Serve) -> None:
+def test_tables_can_be_pickled_called_and_iterated_over(serve: Serve) -> None:
     import launchpad as lp
     import reverb
 
@@ -529,7 +529,7 @@ def test_tables_are_a_picklable_callable_and_an_iterable(serve: Serve) -> None:
     assert infos["replay"].max_size == 50
     assert infos["replay"].sampler_options.prioritized.priority_exponent == pytest.approx(0.7)
     assert infos["replay"].signature["rows"].shape == (1, _row_bytes(agent))
-    server = reverb.Server(tables)  # without calling them
+    server = reverb.Server(tables)  # `Server` iterates over the tables
     server.stop()
 
 
@@ -558,7 +558,7 @@ def test_invalid_options_of_tables_are_refused(options: dict[str, Any], message:
         ReverbReplayBuffer.tables(fake_agent("queue", Sequence(4), 4, 100), **options)
 
 
-def test_reverb_buffer_pickles_as_its_address(serve: Serve) -> None:
+def test_copy_of_a_pickled_reverb_buffer_uses_the_same_server(serve: Serve) -> None:
     agent, stream = fake_agent("uniform", Transition(1), 4, 100), StepStream(2, end=0.0)
     with buffer_of(agent, serve(ReverbReplayBuffer.tables(agent))) as buffer:
         copy = pickle.loads(pickle.dumps(buffer))

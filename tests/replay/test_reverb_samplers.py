@@ -1,4 +1,4 @@
-"""A pool of several samplers of one server."""
+"""`SamplerPool`, which has several samplers of one server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def stop_servers():
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-def test_samplers_form_whole_batches_of_the_samples_that_the_rate_limiter_allows(kind, stop_servers):
-    """No sampler holds back draws while a batch waits for them."""
+def test_samplers_return_a_whole_batch_if_the_rate_limiter_allows_exactly_one(kind, stop_servers):
+    """No sampler keeps a draw that a waiting batch needs."""
     agent = fake_agent(kind, Transition(1), 8, 1000, min_size=8, samples_per_insert=1.0)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
     buffer, stream, reference = (
@@ -45,7 +45,7 @@ def test_samplers_form_whole_batches_of_the_samples_that_the_rate_limiter_allows
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_close_ends_the_threads_of_waiting_samplers(number, stop_servers):
+def test_close_ends_the_threads_while_samplers_are_waiting(number, stop_servers):
     agent = fake_agent("uniform", Transition(1), 8, 1000)
     stop_servers.append(servers().start(ReverbReplayBuffer.tables(agent)))
     buffer = ReverbReplayBuffer(agent, stop_servers[0])

@@ -1,4 +1,4 @@
-"""A restored replay buffer continues exactly like the saved buffer."""
+"""A restored replay buffer continues exactly as the saved buffer would."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_single_frames_and_separate_frames_are_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "garbage", "longer"])
-def test_error_names_a_damaged_file_and_the_buffer_is_unchanged(tmp_path: Path, damage: str) -> None:
+def test_restoring_a_damaged_file_raises_and_leaves_the_buffer_unchanged(tmp_path: Path, damage: str) -> None:
     agent = fake_agent("uniform", Transition(1), 6, 120)
     buffer = ReplayBuffer(agent)
     buffer.claim_rank(4)
@@ -118,7 +118,7 @@ def test_error_names_a_damaged_file_and_the_buffer_is_unchanged(tmp_path: Path, 
         assert buffer.sample() is not None
 
 
-def test_missing_file_and_file_of_another_agent_are_refused(tmp_path: Path) -> None:
+def test_restoring_a_missing_file_or_the_file_of_another_agent_is_refused(tmp_path: Path) -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 6, 120))
     with pytest.raises(CheckpointError, match="nowhere"):
         buffer.restore(tmp_path / "nowhere")

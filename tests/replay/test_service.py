@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 
 class Served:
-    """A service behind sockets, and a handle to it."""
+    """A service that is called through sockets, and a handle to the service."""
 
     def __init__(self, service: ReplayService) -> None:
         names = ("claim", "open", "add", "sample", "update_priorities", "forget_before", "stats")
@@ -39,7 +39,7 @@ class Served:
 
 
 class RepeatedCalls:
-    """Makes each call twice, as a transport may, and returns the second answer."""
+    """Makes each call twice, which may also happen with a transport. Returns the second answer."""
 
     def __init__(self, service: ReplayService) -> None:
         self._service = service
@@ -53,7 +53,7 @@ class RepeatedCalls:
 
 
 @pytest.mark.parametrize("kind", ["queue", "uniform"])
-def test_repeated_calls_count_once(kind):
+def test_a_call_that_is_made_twice_counts_once(kind):
     agent, reference, seen = fake_agent(kind, Transition(3), 4, 10_000), ReferenceReplay(Transition(3)), []
     buffer = ServiceReplayBuffer(agent, [RepeatedCalls(ReplayService(agent))])
     for _ in add_experience("broken fragments", buffer, reference, 60):
@@ -69,7 +69,7 @@ def test_repeated_calls_count_once(kind):
     buffer.close()
 
 
-def test_items_sampled_over_a_transport_were_added():
+def test_items_are_added_and_sampled_correctly_through_a_transport():
     agent, reference = fake_agent("uniform", Sequence(5, period=2), 8, 10_000), ReferenceReplay(Sequence(5, period=2))
     served = Served(ReplayService(agent))
     buffer = pickle.loads(pickle.dumps(ServiceReplayBuffer(agent, [served.handle])))
@@ -107,7 +107,7 @@ def test_items_of_two_shards_are_drawn_with_the_right_probabilities(kind):
         np.testing.assert_allclose(batch.probabilities, 1 / items, rtol=1e-5)
         of_rank += np.bincount(batch.keys[:, 0], minlength=2)
     there = np.array([service.stats()["items"] for service in buffer._services])
-    # Four standard deviations for this number of batches.
+    # The tolerance is four standard deviations for this number of batches.
     np.testing.assert_allclose(of_rank / count, there / items, atol=0.08)
     if kind == "prioritized":
         batch = buffer.sample()
@@ -147,7 +147,7 @@ def test_writer_of_a_full_queue_waits_and_logs_the_reason(monkeypatch, caplog):
     assert 10 <= held <= 20 and service.stats()["evicted"] == 0
     reader = ServiceReplayBuffer(agent, [service])
     taken = 0
-    while taken < 236:  # 60 steps of 4 environments; the last step of each stays open
+    while taken < 236:  # 59 steps of 4 environments, one step less than the writer adds
         batch = reader.wait_for_batch(0.2)
         taken += 0 if batch is None else len(batch.keys)
     writer.join(20.0)
@@ -176,7 +176,7 @@ def test_reader_does_not_wait_for_a_blocked_writer_of_the_same_buffer(monkeypatc
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
     wait_until(lambda: buffer._writers.by_rank[0]._held_back_reason, "The queue does not fill.")
-    assert 10 <= len(added) <= 18  # 10 steps in the service, and 8 collected steps at most
+    assert 10 <= len(added) <= 18  # 10 steps in the service, and at most 8 collected steps
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(20.0)
@@ -186,7 +186,7 @@ def test_reader_does_not_wait_for_a_blocked_writer_of_the_same_buffer(monkeypatc
     assert not writer.is_alive()
 
 
-def test_add_returns_in_time_while_the_queue_drains_slowly():
+def test_add_returns_in_time_while_the_reader_is_slow():
     agent = fake_agent("queue", Transition(1), 4, 40)
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)
@@ -206,7 +206,7 @@ def test_add_returns_in_time_while_the_queue_drains_slowly():
     sender, began = threading.Thread(target=send), time.monotonic()
     sender.start()
     number = 0
-    while not answered and time.monotonic() < began + 10.0:  # room for one step every 0.2 s
+    while not answered and time.monotonic() < began + 10.0:  # the reader makes room for one step every 0.2 s
         sender.join(0.2)
         number += service.sample(0, number) is not None
     sender.join()
@@ -218,7 +218,7 @@ def test_new_writer_with_the_same_incarnation_is_not_a_repeated_call():
     agent = fake_agent("uniform", Transition(1), 4, 1000)
     service = ReplayService(agent)
     stream = StepStream(4, end=0.0)
-    for _ in range(2):  # with the same incarnation, because the service has forgotten the first one
+    for _ in range(2):  # the service forgets the first writer, so both get the same incarnation
         buffer = ServiceReplayBuffer(agent, [service])
         service._buffer._incarnations.clear()
         assert buffer.claim_rank(4) == (0, 0)
@@ -229,7 +229,7 @@ def test_new_writer_with_the_same_incarnation_is_not_a_repeated_call():
     assert service.stats()["steps"] == 2 * 5 * 4
 
 
-def test_shard_without_writers_does_not_delay_the_others():
+def test_shard_without_writers_does_not_delay_batches_of_other_shards():
     agent = fake_agent("queue", Transition(1), 4, 1000)
     buffer = ServiceReplayBuffer(agent, [ReplayService(agent), ReplayService(agent)])
     buffer.claim_rank(4, 1)
@@ -239,11 +239,11 @@ def test_shard_without_writers_does_not_delay_the_others():
     began = time.monotonic()
     for _ in range(20):
         assert buffer.wait_for_batch(0.5) is not None
-    assert time.monotonic() < began + 2.0  # waiting half a second for every other batch would take five seconds
+    assert time.monotonic() < began + 2.0  # waiting 0.5 s for every second batch would take 5 s
     buffer.close()
 
 
-def test_each_shard_of_a_queue_can_hold_a_whole_batch(tmp_path):
+def test_each_shard_of_a_queue_has_room_for_a_whole_batch(tmp_path):
     agent = fake_agent("queue", Transition(1), 32, 1000)
     config = HeavyEnv(replay="service", replay_shards=4, grace_seconds=8.0)
     run = types.SimpleNamespace(
@@ -266,7 +266,7 @@ def test_restored_queue_does_not_contain_sampled_items(tmp_path):
     agent = fake_agent("queue", Transition(1), 4, 40)
     service = ReplayService(agent, tmp_path)
     buffer = ServiceReplayBuffer(agent, [service])
-    service._save()  # no writer yet: nothing is saved, and there is no warning
+    service._save()  # there is no writer yet, so nothing is saved, without a warning
     assert not list(tmp_path.iterdir())
     buffer.claim_rank(4)
     stream = StepStream(4, end=0.0)
@@ -316,18 +316,18 @@ def test_new_service_continues_from_the_checkpoint(tmp_path):
     assert before == len(reference.items)
     first._save()
     stream = StepStream(6, 0, seed=1)
-    for _ in range(5):  # lost with the service
+    for _ in range(5):  # these steps are lost when the service is replaced
         buffer.add(*stream.step())
     buffer.flush()
     second = ReplayService(agent, tmp_path)
     assert second.stats()["added"] == before
     buffer._services = [second]
-    outbox_of = buffer._writers.by_rank[0]
-    outbox_of._service = second
+    sender = buffer._writers.by_rank[0]
+    sender._service = second
     for _ in range(4):
         buffer.add(*stream.step())
     stats = buffer.stats()
-    # The lost steps break the fragments, so only the items within these four steps are added.
+    # The lost steps break the fragments, so only items that consist of these four steps are added.
     assert before < stats["added"] < before + 4 * 6
     assert buffer.claim_rank(6) == (1, 0) and buffer.claim_rank(6, 0) == (0, 1)
     buffer.close()
@@ -354,7 +354,7 @@ def test_stack_contains_each_observation_once():
     steps = [stream.step() for _ in range(5)]
     ids = steps[0][0]
     steps = [step for _, step in steps]
-    for i in range(1, 5):  # consecutive steps, as from an Actor
+    for i in range(1, 5):  # make the steps consecutive, as an Actor's steps are
         steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
     send_buffer = SendBuffer(ids, steps[0])
     for step in steps:

@@ -1,4 +1,4 @@
-"""The shared-memory buffer with real processes that run at full speed, and are stopped and killed."""
+"""The shared-memory buffer with real processes, which run at full speed, are stopped, and are killed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def steps_of(rank: int, num_envs: int, steps: int, begin: int = 0) -> Iterator[t
 
 
 def sample_batches_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
-    """Sample and check batches until `done`. Return the first ids of all their items."""
+    """Sample and check batches until `done` returns True. Return the first ids of all sampled items."""
     firsts: list[int] = []
     deadline = time.monotonic() + DEADLINE
     while True:
@@ -82,12 +82,12 @@ def sample_batches_until(buffer: Any, done: Callable[[], bool]) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "item"), [("uniform", Transition(3, 0.9)), ("prioritized", Transition(1)), ("uniform", Sequence(5, 2))]
 )
-def test_no_item_is_torn_while_the_rings_wrap_many_times(resources: Resources, kind: str, item: Any) -> None:
+def test_sampled_items_are_complete_while_the_rings_wrap_many_times(resources: Resources, kind: str, item: Any) -> None:
     buffer = resources.buffer(kind, item, 64, 1500, num_writers=2)
     writers = [resources.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
     for writer in writers:
         writer.read_line()
-    target = 25 * 1500  # timesteps: each ring wraps many times
+    target = 25 * 1500  # timesteps, after which each ring has wrapped many times
     seen = sample_batches_until(buffer, lambda: buffer.stats()["steps"] > target)
     assert {first // processes.PER_ENV // 10_000 for first in seen} == {0, 1}
     stats = buffer.stats()
@@ -115,7 +115,7 @@ def test_queue_returns_every_item_of_every_writer_once(resources: Resources, ite
     stats = buffer.stats()
     assert len(seen) == len(set(seen))
     assert set(seen) <= expected
-    assert len(expected) - len(seen) == stats["items"] < (batch_size or 11)  # the rest is less than a batch
+    assert len(expected) - len(seen) == stats["items"] < (batch_size or 11)  # fewer than a batch remain
     assert stats["evicted"] == stats["evicted_unsampled"] == 0
     assert stats["added"] == len(expected)
 
@@ -159,7 +159,7 @@ def test_items_overwritten_during_a_copy_are_drawn_again(resources: Resources) -
 
 
 @pytest.mark.system
-def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_claim_different_ranks(resources: Resources, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = resources.buffer("uniform", Transition(1), 8, 1000, num_writers=3)
     writers = [resources.process(processes.claim, buffer) for _ in range(3)]
     claimed = [writer.read_line() for writer in writers]
@@ -171,7 +171,7 @@ def test_ranks_are_claimed_across_processes(resources: Resources, monkeypatch: p
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", 0.05)
     with pytest.raises(UsageError, match="and is still running"):
         buffer.claim_rank(2, rank=1)
-    os.kill(writers[1].popen.pid, signal.SIGKILL)  # the killed process stays a zombie, which has no rank
+    os.kill(writers[1].popen.pid, signal.SIGKILL)  # the process is then a zombie, whose rank is free
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 
@@ -200,7 +200,7 @@ def test_stopped_writer_does_not_block_sampling(resources: Resources, kind: str)
     stopped, other = (resources.process(processes.write_until_stopped, buffer, 4) for _ in range(2))
     assert sorted([stopped.read_line(), other.read_line()]) == [[0, 0], [1, 0]]
 
-    # Until the writers have taken so many more steps; the queue may still hold items.
+    # Sample until the writers have taken `steps` more steps. Then the queue may still have items.
     def sample_for(steps: int) -> int:
         target, seen, deadline = buffer.stats()["steps"] + steps, 0, time.monotonic() + DEADLINE
         while buffer.stats()["steps"] < target:
@@ -245,12 +245,12 @@ def test_first_batch_of_one_item_per_environment_waits_for_all_writers(resources
     assert sorted(batch.keys[:, 0].tolist()) == [0, 0, 0, 0, 1, 1]
 
 
-def test_dropped_items_of_a_queue_make_room_for_its_writer(resources: Resources) -> None:
+def test_writer_of_a_queue_continues_after_old_items_are_dropped(resources: Resources) -> None:
     buffer = resources.buffer("queue", Sequence(2), 100, 200, max_staleness=0, timeout=DEADLINE)
     assert buffer.sample() is None  # this process is the sampler
     writer = resources.process(processes.write, buffer, 4, 1000)
     writer.read_line()
-    buffer.forget_before(10**9)  # newer than all later versions
+    buffer.forget_before(10**9)  # newer than the versions of all items
     deadline = time.monotonic() + DEADLINE
     while writer.popen.poll() is None:
         assert buffer.wait_for_batch(0.1) is None
@@ -278,16 +278,16 @@ def test_timeout_error_of_a_writer_names_the_sampler(resources: Resources) -> No
     assert issubclass(WriterTimeoutError, TimeoutError)
 
 
-def test_samples_per_insert_limits_writers(resources: Resources) -> None:
+def test_samples_per_insert_makes_writers_wait(resources: Resources) -> None:
     buffer = resources.buffer("uniform", Transition(1), 16, 5000, min_size=20, samples_per_insert=2.0)
     assert buffer.sample() is None
     writer = resources.process(processes.write, buffer, 4, 1000)
     writer.read_line()
     expected = len(expected_ids(Transition(1), 0, 0, 4, 1000))
     sampled, deadline = 0, time.monotonic() + DEADLINE
-    while sampled < 2 * (expected - 20) - 2 * 16:  # otherwise the writer would still wait
+    while sampled < 2 * (expected - 20) - 2 * 16:  # until then, the writer waits
         added = buffer.stats()["added"]
-        assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # two batches ahead, plus the step that is being added
+        assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # at most two batches and one step ahead
         batch = buffer.wait_for_batch(1.0)
         sampled += 0 if batch is None else 16
         assert time.monotonic() < deadline
@@ -302,18 +302,18 @@ def test_close_ends_the_waits_of_writers_and_datasets(resources: Resources) -> N
     writer = resources.process(processes.write_until_stopped, buffer, 1)
     writer.read_line()
     control = buffer._view().memory.control
-    wait_until(lambda: control[block.SAMPLED] > 0)  # both have begun
+    wait_until(lambda: control[block.SAMPLED] > 0)  # the writer and the reader have begun
     began = time.monotonic()
     buffer.close()
     assert writer.read_line() == "stopped"
     assert reader.read_line() == "ended"
-    assert time.monotonic() - began < DEADLINE  # not after the timeout
+    assert time.monotonic() - began < DEADLINE  # `close` ended the waits before their timeout
 
 
 def test_new_sampler_continues_a_queue_after_the_old_sampler_died(resources: Resources) -> None:
     item = Transition(2)
     buffer = resources.buffer("queue", item, 50, 2000, num_writers=2)
-    # With ranks: if the first writer has ended, the second one would get its rank.
+    # Give each writer a rank. Otherwise the second writer could get the rank of a first writer that has ended.
     writers = [resources.process(processes.write, buffer, 5, 100, rank) for rank in range(2)]
     ranks = [writer.read_line()[0] for writer in writers]
     assert [writer.read_line() for writer in writers] == ["done", "done"]
@@ -377,7 +377,7 @@ def test_crashed_creator_leaves_no_memory_behind(resources: Resources) -> None:
     assert inode in memories()
     creator.kill()
     with pytest.raises(BufferGoneError, match=f"Process {creator.popen.pid}, which created"):
-        while True:  # mapped memory stays, but a waiting writer gets an error
+        while True:  # attached memory remains, but a waiting writer gets an error
             buffer.add(*next(steps))
     with pytest.raises(BufferGoneError, match="Start the program again"):
         plan = buffer._plan
@@ -388,7 +388,7 @@ def test_crashed_creator_leaves_no_memory_behind(resources: Resources) -> None:
 
 
 def memories() -> set[int]:
-    """Return the inodes of all replay buffers' memory that a process holds, or that has a name."""
+    """Return the inodes of all memory of replay buffers that a process has open, or that has a file name."""
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process has exited
@@ -405,7 +405,7 @@ def test_writer_with_more_than_max_envs_environments_is_refused(resources: Resou
     assert buffer.claim_rank(10)[0] == 0
 
 
-def test_shared_capacity_beyond_the_available_memory_is_refused(
+def test_capacity_of_a_shared_buffer_beyond_the_available_memory_is_refused(
     resources: Resources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_store, "available_memory", lambda: 1_000_000)
@@ -416,7 +416,7 @@ def test_shared_capacity_beyond_the_available_memory_is_refused(
         buffer.claim_rank(1000)
 
 
-def test_dataset_wakes_when_a_writer_adds(resources: Resources) -> None:
+def test_dataset_wakes_up_when_a_writer_adds_items(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 20, 2000, timeout=DEADLINE)
     with buffer.make_dataset(timeout=DEADLINE) as dataset:
         writer = resources.process(processes.write, buffer, 4, 300)

@@ -65,7 +65,7 @@ def test_restored_buffer_draws_the_same_batches(tmp_path: Path, make: Any, kind:
     saved.save(tmp_path / "replay")
     restored = make(kind, item, 6, 240, seed=99)
     assert restored.claim_rank() == (0, 0)
-    restored.open_segment(0, 4)  # an actor may start before the learner restores
+    restored.open_segment(0, 4)  # an actor may start before the learner restores the buffer
     restored.restore(tmp_path / "replay")
     assert restored.claim_rank(3, rank=1) == (1, 1)
     want, got = saved.stats(), restored.stats()
@@ -99,7 +99,7 @@ def test_buffer_is_saved_while_its_writers_continue(tmp_path: Path, resources: R
     assert [writer.popen.poll() for writer in writers] == [None, None]
 
 
-def test_restarted_learner_keeps_its_items_and_restores_their_priorities(tmp_path: Path, resources: Resources) -> None:
+def test_restore_into_an_existing_buffer_only_restores_priorities(tmp_path: Path, resources: Resources) -> None:
     buffer = resources.buffer("prioritized", Transition(1), 64, 1000, priority_exponent=1.0)
     buffer.claim_rank(2)
     for arguments in steps_of(0, 2, 20):
@@ -122,14 +122,14 @@ def test_restarted_learner_keeps_its_items_and_restores_their_priorities(tmp_pat
     assert len(set(priorities)) > 3
 
 
-def test_learner_that_dies_twice_restores_the_same_file_again(tmp_path: Path, make: Any) -> None:
+def test_second_restore_of_the_same_file_keeps_newer_items_and_restores_priorities(tmp_path: Path, make: Any) -> None:
     saved, stream = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0), StepStream(4)
     saved.claim_rank(4)
     feed([saved], [stream], 10)
     keys = saved.sample().keys
     saved.update_priorities(keys, np.full(6, 50.0))
     saved.save(tmp_path / "replay")
-    buffer = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0)  # the buffer of a resumed run
+    buffer = make("prioritized", Transition(1), 6, 240, priority_exponent=1.0)  # the new buffer of a resumed run
     buffer.claim_rank(4)
     buffer.restore(tmp_path / "replay")
     feed([buffer], [stream], 2)
@@ -137,7 +137,7 @@ def test_learner_that_dies_twice_restores_the_same_file_again(tmp_path: Path, ma
         keys = np.concatenate([keys, buffer.sample().keys])
     size = buffer.size
     buffer.update_priorities(keys, np.ones(len(keys)))
-    buffer.restore(tmp_path / "replay")  # its learner died before the first save
+    buffer.restore(tmp_path / "replay")  # the learner died again before it saved
     assert buffer.size == size > saved.size
     assert buffer.sample().probabilities.max() > 5 / size
 

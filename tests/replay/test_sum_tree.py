@@ -17,7 +17,7 @@ def test_leaves_are_drawn_in_proportion_to_their_values(size: int) -> None:
     tree.set(slice(0, size), values)
     indices, probabilities = tree.draw(200, rng)
     np.testing.assert_allclose(probabilities, tree.leaves[indices] / tree.leaves.sum(), rtol=1e-6)
-    # The draws are stratified: draw i is in the i-th part of the total.
+    # The draws are stratified, so draw i is in the i-th part of the total.
     running = np.cumsum(tree.leaves) / tree.leaves.sum()
     low, high = running[indices] - tree.leaves[indices] / tree.leaves.sum(), running[indices]
     strata = np.arange(200) / 200
@@ -25,7 +25,7 @@ def test_leaves_are_drawn_in_proportion_to_their_values(size: int) -> None:
     assert (high >= strata - 1e-9).all()
 
 
-def test_sums_are_correct_after_changes_of_ranges_and_single_leaves() -> None:
+def test_sums_are_correct_after_ranges_and_single_leaves_were_changed() -> None:
     rng, tree = np.random.default_rng(1), SumTree(200_000)
     for step in range(60):
         if step % 2:

@@ -206,18 +206,18 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
         """Return the result of `take` once there may be enough items. Return None after about `timeout` seconds."""
-        read_positions = take()
-        if read_positions is not None or timeout <= 0 or self.closed:
-            return read_positions
+        result = take()
+        if result is not None or timeout <= 0 or self.closed:
+            return result
         view = self._view()
         memory = view.memory
         value = memory.added.value
         with view.lock:
             memory.control[block.WAKE_AT] = view.sampler.inserts_needed()
         try:
-            read_positions = take()  # writers may have added items before they could see WAKE_AT
-            if read_positions is not None:
-                return read_positions
+            result = take()  # writers may have added items before they could see WAKE_AT
+            if result is not None:
+                return result
             memory.added.wait(value, timeout)
         finally:
             memory.control[block.WAKE_AT] = block.NEVER
