@@ -142,7 +142,9 @@ class SharedArrays:
 
     @contextlib.contextmanager
     def lock(self, timeout: float, timeout_error: Exception) -> Iterator[None]:
-        """Hold this memory's lock. Only one `SharedArrays` object in all processes can hold it. Exiting releases it.
+        """Hold this memory's lock. Only one `SharedArrays` object in all processes can hold it at a time.
+
+        If a process exits, the kernel releases the lock.
 
         Args:
             timeout: seconds to wait for the lock.

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 class ProcessId(NamedTuple):
     """Identifies a process by its number and its start time in clock ticks since boot.
 
-    A later process with the same number has a different start time.
+    The start time differs for a later process with the same number.
     """
 
     pid: int

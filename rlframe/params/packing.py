@@ -1,7 +1,7 @@
 """Pack the small leaves of a tree into one array.
 
-Each argument or result of a jitted call costs 3 to 15 us on a CPU, whatever the array's size. So the small arrays of
-a policy are passed as one array. Large leaves stay separate, because copying a large leaf takes longer than passing it.
+Each argument or result of a jitted call costs 3 to 15 us on a CPU, for arrays of any size. So the small arrays of a
+policy are passed as one array. Large leaves stay separate, because copying a large leaf takes longer than passing it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGE = 64 * 1024  # bytes; leaves larger than this stay separate
 
 
 class _Part(NamedTuple):
-    """The part of the vector that holds one small leaf."""
+    """The part of the packed vector that contains one small leaf."""
 
     start: int
     stop: int

@@ -33,7 +33,7 @@ from rlframe.params.source import LONGEST_WAIT
 from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
-_SLOTS = 2  # one slot holds the newest version, and the next version is written to the other slot
+_SLOTS = 2  # two slots, so that writing a version does not overwrite the newest version
 _ROW_WORDS = 8  # int64 words in each row of numbers. A row fills one cache line, but uses only its first words.
 _READ_TIMEOUT = 1.0  # seconds that a reader waits for an announced version
 # Seconds before a reader wakes the writer thread again, because two simultaneous wake-ups may cancel each other.
@@ -42,7 +42,7 @@ _LIVENESS_INTERVAL = 0.1  # seconds between two checks that the publisher is ali
 
 
 class LocalParams:
-    """A `PackedSource` in this process. It holds the last published version. Any thread may call it."""
+    """A `PackedSource` in this process, which has the last published version. Any thread may call this object."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -248,7 +248,7 @@ class _Memory:
 
     @property
     def announced(self) -> int:
-        """The newest announced version. It may not be written yet."""
+        """The newest announced version, which is possibly not written yet."""
         return self._announced[0]
 
     def announce(self, version: int) -> None:

@@ -24,7 +24,7 @@ _MAX_WAIT = 0.2  # seconds that one call of a `Refresher` waits for newer parame
 
 
 def as_packed_source(source: Any) -> PackedSource:
-    """Return a source of packed parameters for an object with `get_params`, or for a handle to one.
+    """Return a source of packed parameters for an object with `get_params`, or for a handle to such an object.
 
     Raises:
         UsageError: the object has no `get_params`.

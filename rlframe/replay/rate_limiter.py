@@ -3,8 +3,8 @@
 It follows Reverb's rate limiters (https://github.com/google-deepmind/reverb/blob/master/docs/rate_limiters.md).
 
 The number of samples by which writers may be ahead of a reader in another process is given in rounds. A round is the
-samples of one batch, or the samples that one item of every environment allows (`samples_per_insert` for each item),
-whichever is larger.
+samples of one batch, or the samples that one item of every environment allows (`samples_per_insert` for each item). The
+larger number counts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All buffers use the class `StepStore`. An in-process buffer has one store. In shared memory, each writer has a store for
 its segment, and each reader has a store for all segments. A writer to a Reverb server has a small store, which drops
-each item as soon as it is complete.
+each complete item at once.
 
 `ItemAssembler` is for replays that store whole items, such as a Reverb server or your own replay.
 """

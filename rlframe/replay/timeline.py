@@ -150,7 +150,7 @@ class WriterFragments:
         self.ages = np.zeros(num_envs, np.int64)
 
     def leave_lockstep(self) -> None:
-        """Convert to the form with one number per environment."""
+        """Convert to the form that has one number for each environment."""
         if self.open_block < 0:
             return
         self.open[:] = self.open_block + self.range

@@ -93,7 +93,8 @@ class MappedFuture(Generic[_Source]):
 
     Args:
         future: the source future.
-        read: function (source future) -> result, called by `result`. It may wait for the source future, and may raise.
+        read: function (source future) -> result, called by `result`. This function may wait for the source future,
+            and may raise.
     """
 
     def __init__(self, future: _Source, read: Callable[[_Source], Any]) -> None:

@@ -29,7 +29,7 @@ def look_at_this_thread_only(monkeypatch: pytest.MonkeyPatch):
 
 
 class Watched:
-    """A monitor and the sender that it watches. The test advances their clock, one second at a time."""
+    """A monitor and a sender, which the monitor watches. The test advances their clock, one second at a time."""
 
     def __init__(self, timeout: float = 30.0) -> None:
         self.now = 0.0

@@ -84,7 +84,7 @@ class ItemRows:
 
 
 def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
-    """Return a dict: field of a batch -> (the field's tree of specs, length of the time axis, if there is one)."""
+    """Return a dict: field of a batch -> (the field's tree of specs, shape of the time axis or ())."""
     item, step = agent.replay_spec.item, agent.step_spec
     if isinstance(item, Sequence):
         steps, ends = (item.length,), (item.length + 1,)

@@ -1,4 +1,4 @@
-"""A process's client of the replay services. It collects steps while earlier steps are being sent."""
+"""A process's client of the replay services. The client collects steps while earlier steps are being sent."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class StepSender:
     def _remove_delivered(self, number: int, why: str) -> None:
         """Remove the steps with numbers below `number`, which were delivered.
 
-        `why` is the reason why the next step must wait. It is empty if the step need not wait.
+        `why` is the reason why the next step must wait, or "" if this step need not wait.
         """
         with self._changed:
             self._held_back_reason = why
