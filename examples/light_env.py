@@ -21,7 +21,7 @@ from rlframe.programs import make_experiment
 
 NUM_ACTORS = 2
 NUM_POOLS = 2  # per actor: one pool steps while the inferencer computes the actions of the other
-LEARNER_STEPS = 25_000
+LEARNER_STEPS = 40_000
 
 preset = make_experiment("dqn", "CartPole-v1", preset="dqn/cartpole", total_learner_steps=LEARNER_STEPS)
 
