@@ -61,8 +61,8 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
         ("GET", "/batch", {"origin": "http://evil.example", "sec-fetch-site": "none"}, False),
         ("POST", "/pause", {"origin": f"http://{OWN}", "sec-fetch-site": "cross-site"}, False),
         ("OPTIONS", "/pause", {"origin": "http://evil.example", "access-control-request-method": "POST"}, False),
-        # Requests of other sites' pages, recognized by User-Agent. Browsers send neither Sec-Fetch-Site nor Origin to
-        # http addresses other than loopback.
+        # Requests from pages of other sites. Browsers send no Sec-Fetch-Site and no Origin to http addresses that are
+        # not loopback, so the service recognizes these requests by their User-Agent.
         ("GET", "/batch", CHROMIUM, False),
         ("GET", "/runs/mine/batch", CHROMIUM, False),
         ("GET", "/reset_data", CHROMIUM, False),

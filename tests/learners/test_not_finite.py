@@ -1,4 +1,4 @@
-"""Neither published parameters nor checkpoints contain NaN or infinity."""
+"""Published parameters and checkpoints contain no NaN and no infinity."""
 
 from __future__ import annotations
 
