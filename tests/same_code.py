@@ -74,9 +74,9 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def _sources(commit: str | None, paths: list[str]) -> dict[str, str]:
+def _sources(commit: str | None, paths: list[str], changed: set[str]) -> dict[str, str]:
     listing = _git("ls-tree", "-r", "--name-only", commit, *paths) if commit else _git("ls-files", *paths)
-    files = [name for name in listing.splitlines() if name.endswith(".py")]
+    files = [name for name in listing.splitlines() if name.endswith(".py") and name in changed]
     if commit:
         return {name: _git("show", f"{commit}:{name}") for name in files}
     return {name: pathlib.Path(name).read_text() for name in files if pathlib.Path(name).exists()}
@@ -90,7 +90,8 @@ def _moves(old: str, new: str | None) -> dict[str, str]:
 
 def differences(old: str, new: str | None, paths: list[str]) -> list[str]:
     """Return the differences between the code of two commits, one line each."""
-    before, after, moves = _sources(old, paths), _sources(new, paths), _moves(old, new)
+    changed = set(_git("diff", "--no-renames", "--name-only", old, *([new] if new else [])).splitlines())
+    before, after, moves = _sources(old, paths, changed), _sources(new, paths, changed), _moves(old, new)
     found = [f"{name}: removed" for name in sorted(before.keys() - after.keys() - set(moves.values()))]
     for name in sorted(after):
         was = moves.get(name, name)
