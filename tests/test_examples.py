@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -57,8 +58,12 @@ def test_callback_stops_a_solved_run_in_every_topology(tmp_path: pathlib.Path, t
     done = run(str(ROOT / "examples/stop_when_solved.py"), topology, cwd=tmp_path)
     assert re.findall(r"^stopped by (\w+) after", done.stdout, re.MULTILINE) == ["callback"]
     assert "first action: True" in done.stdout
-    # With several processes, the learner continues during the evaluation that reaches 475, so the final return differs.
-    assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= LEARNED
+    # With several processes, the learner continues during an evaluation, so the final return may be lower.
+    final = float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0])
+    assert final >= (475.0 if topology == "single_process" else 100.0)
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    returns = [row["return_mean"] for row in map(json.loads, metrics.open()) if "return_mean" in row]
+    assert any(min(pair) >= 475.0 for pair in itertools.pairwise(returns))
 
 
 @pytest.mark.system
