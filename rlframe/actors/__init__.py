@@ -4,7 +4,7 @@ One `Actor.step()` does this for each of its environment pools:
 
 1. The pool's stepper (stepper.py) returns a request with `next_request`: environment ids, timestep, recurrent state.
 2. The inferencer returns actions and the next recurrent state.
-3. The stepper carries the actions out with `act`, and updates its `EpisodeStatistics`.
+3. The stepper executes the actions with `act`, and updates its `EpisodeStatistics`.
 
 A `Step` is complete when its environment has returned the next timestep. The stepper of a synchronous pool steps the
 environments and adds the step to the replay buffer in `act`. The stepper of an asynchronous pool only sends the actions

@@ -111,7 +111,7 @@ class Actor:
 
     @property
     def env_steps(self) -> int:
-        """Number of environment steps. The step after LAST is not counted, because it ignores its action."""
+        """Number of environment steps. The step after LAST is not counted, because it only resets the environment."""
         return sum(stepper.episodes.env_steps for stepper in self._steppers)
 
     @property
@@ -126,8 +126,8 @@ class Actor:
 
         Returns:
             A dict with `rank`, `incarnation`, `env_steps`, `episodes`, `return_sum` and `length_sum` (sums over the
-            episodes that ended), and `logged`. `logged` maps the name of each value that the environments logged to
-            [sum, count].
+            episodes that ended), and `logged`. `logged` is a dict with [sum, count] for each name of a value in the
+            logs of the environments.
         """
         names = ("env_steps", "episodes", "return_sum", "length_sum")
         counts = {name: sum(getattr(stepper.episodes, name) for stepper in self._steppers) for name in names}
@@ -137,8 +137,8 @@ class Actor:
     def allow(self, incarnation: int, env_steps: float) -> dict[str, Any]:
         """Set the total budget of `run()` to `env_steps`. Return the `stats()` from before this change.
 
-        A call for another incarnation changes nothing. If no call arrives (the monitor died or hangs), the Actor waits
-        once the current budget is used up. Any thread may call it.
+        A call for another incarnation changes nothing. When the budget is used up, the Actor waits for the next call.
+        Any thread may call this method.
         """
         stats = self.stats()
         if incarnation == self.incarnation:
@@ -197,14 +197,14 @@ class Actor:
                 self._inferencer.inference(*stepper.newest_timestep())
 
     def collect(self, steps: int = 0, seconds: float = math.inf) -> bool:
-        """Step for a limited number of steps or seconds, as `run` does. May be called repeatedly.
+        """Step for a limited number of steps or seconds. Otherwise like `run`. May be called repeatedly.
 
         Args:
             steps: minimum number of environment steps, unless the time limit is reached first. 0 means no limit.
             seconds: no step starts after this time. A step that has started is completed (see `is_adding`).
 
         Returns:
-            True if the Actor was waiting at the end, for newer parameters or for room in the buffer.
+            True if the Actor was still waiting at the end: for newer parameters, or for free space in the buffer.
         """
         self._prepare_run()
         try:
@@ -220,7 +220,7 @@ class Actor:
     def stop(self) -> None:
         """End `run()` and `collect()` after the current step, now and in later calls. Any thread may call it.
 
-        A step that waits for room in the buffer is dropped.
+        A step that waits for free space in the buffer is dropped.
         """
         self._stop.set()
         self._replay.end_waits()
@@ -255,8 +255,8 @@ class Actor:
         self._only_stepper().set_state(state)
 
     def _reset(self) -> None:
-        """Reset the environments unless their state was restored. Create the gates of an on-policy replay."""
-        first = self.rank * self.num_envs  # row k of the initial state belongs to the program's environment k
+        """Reset the environments unless their state was restored. Create the gates if the replay is on-policy."""
+        first = self.rank * self.num_envs  # index of this Actor's first environment, counted over all Actors
         states, end = self._initial_state(first + self.num_envs), first
         for stepper in self._steppers:
             begin, end = end, end + stepper.env.num_envs
@@ -307,7 +307,7 @@ class Actor:
     def _run_overlapped(self) -> None:
         """Step some environments while an inferencer in another process computes the actions of other environments.
 
-        Each iteration does the first of these that is possible:
+        Each iteration does the first action of this list that is possible:
 
         1. Request the actions of a pool whose timestep is available.
         2. If all pools wait for newer parameters, wait for them.
@@ -334,7 +334,7 @@ class Actor:
                 self._write(stepper.act(request, *call.result()))
 
     def _open_together(self, gates: list[UnrollGate]) -> None:
-        """Wait for a version that is new enough for one gate. Open every gate for which it is new enough.
+        """Wait until the newest version is new enough for at least one gate. Open all gates that accept this version.
 
         All pools must continue with the same version. Otherwise the learner would wait for the other pools.
         """
@@ -357,7 +357,7 @@ class Actor:
 
 
 class _PendingCall(NamedTuple):
-    """A call of an inferencer whose response has not been used yet."""
+    """A call to an inferencer. Its response has not been used yet."""
 
     stepper: SyncStepper | AsyncStepper
     request: InferenceRequest

@@ -54,13 +54,13 @@ class Evaluator:
         with STARTING:
             self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:
-            raise UsageError("Evaluator needs a synchronous pool (SyncEnv), but env_builder gave an asynchronous one.")
+            raise UsageError("Evaluator needs a synchronous pool (SyncEnv), but env_builder returned an AsyncEnv.")
         self.num_envs = self._env.num_envs
         self._inferencer = as_inference(inferencer)
         self._episodes = episodes
         self._max_episode_length = max_episode_length
         self._stop = threading.Event()
-        # timesteps of episodes that `reset` started and `evaluate` has not played yet
+        # the result of `reset`, until `evaluate` uses it
         self._first: TimeStep | None = None
         self.steps = 0
 

@@ -13,18 +13,17 @@ from rlframe.types import ReplaySpec, Sequence
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.2  # maximum seconds of one wait, and therefore the longest delay of a stop
-_RESTARTED = 1.0  # seconds after which a version that is lower than before means that the learner was restarted
+_POLL = 0.2  # maximum seconds of one wait; a stop request takes effect within this time
+_RESTARTED = 1.0  # If the version stays lower than before for this time (in seconds), the learner was restarted.
 
 
 class UnrollGate:
     """Makes the actor wait before each unroll until its parameters are new enough.
 
-    The gate closes after each unroll. A learner that takes one unroll per version learns from the next unroll one
-    version after it learned from this unroll. At that time, the parameters that acted in the unroll may be at most
-    `max_staleness` versions old. A version that is new enough may never arrive: a replay server may have lost the
-    unroll, or the learner was restarted. Therefore the gate opens after three times the `lapse_after` of the spec, and
-    the next unroll uses the newest parameters.
+    The gate closes after each unroll. The learner uses one unroll per version, so it learns from the next unroll one
+    version later. At that time, the parameters that acted in the unroll may be at most `max_staleness` versions old.
+    Such a version never arrives if a replay server lost the unroll, or if the learner was restarted. Therefore the
+    gate opens after 3 * `spec.lapse_after` seconds, and the next unroll uses the newest parameters.
 
     Args:
         spec: spec of the replay, with a `max_staleness`.
@@ -33,18 +32,18 @@ class UnrollGate:
     def __init__(self, spec: ReplaySpec) -> None:
         assert isinstance(spec.item, Sequence) and spec.max_staleness is not None
         self._length, self._max_staleness = spec.item.length, spec.max_staleness
-        self._patience = 3 * spec.lapse_after  # seconds; longer than a learner waits for other actors
+        self._patience = 3 * spec.lapse_after  # maximum wait in seconds; a learner waits less for a missing actor
         self._steps = 0  # steps taken in the current unroll
-        self._version = -1  # version that acted in the first step of the unroll
-        self._learned_at = -1  # version at which the learner learns from the unroll
+        self._version = -1  # parameter version that acted in the first step of the unroll
+        self._learned_at = -1  # parameter version of the learner when it learns from the unroll
         self._is_open = True
-        self._waited = 0.0  # seconds waited for the next unroll
+        self._waited = 0.0  # seconds that the actor has waited for the next unroll
 
     def count_step(self, version: int) -> None:
-        """Count a step in which `version` acted."""
+        """Count a step that used the parameters of `version`."""
         if self._steps == 0:
             # The first step has the oldest version of the unroll.
-            # If the learner has continued without this actor, `version` is the larger number.
+            # If the learner has continued without this actor, `version` is larger than `_learned_at` + 1.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
         self._is_open = self._steps > 0 or self._version > self.too_old
@@ -78,7 +77,9 @@ class UnrollGate:
             self._waited = before + now - began
             if self._waited > self._patience or (version < self._version and self._waited > _RESTARTED):
                 _log.warning(
-                    "No version after %d arrived within %.1f s. Continuing with the old one.", version, self._waited
+                    "No version after %d arrived within %.1f s. Continuing without a newer version.",
+                    version,
+                    self._waited,
                 )
                 self._learned_at = version - 1
                 break
@@ -94,7 +95,7 @@ class StepBudget:
     Args:
         steps: initial budget.
         num_envs: maximum number of environment steps in one step of the Actor.
-        taken: returns the number of steps taken so far.
+        taken: a function that returns the number of steps taken so far.
     """
 
     def __init__(self, steps: float, num_envs: int, taken: Callable[[], int]) -> None:
@@ -108,7 +109,7 @@ class StepBudget:
         self._changed.set()
 
     def take(self) -> bool:
-        """Count the next step of all environments. Return False if it exceeds the budget.
+        """Add one step of every environment to the count. Return False if the budget is used up.
 
         The count may be too high, because an environment that resets takes no step. At the limit, the count is
         replaced with the exact value of `taken`, which is slower to compute.
@@ -119,7 +120,7 @@ class StepBudget:
         return self._at_most < self._steps
 
     def wait(self) -> None:
-        """Wait up to 0.2 s for a higher budget, if the current one is used up."""
+        """If the budget is used up, wait up to 0.2 s for a higher budget."""
         self._changed.clear()
         if self._taken() >= self._steps:
             self._changed.wait(_POLL)

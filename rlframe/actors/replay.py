@@ -16,7 +16,7 @@ from rlframe.inferencers.base import count_positional
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
 from rlframe.types import ReplaySpec, Step
 
-_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's message, which counts `self`
+_ONE_ARGUMENT = "add() takes 2 positional arguments but 3 were given"  # Python's error message. It counts `self`.
 
 
 class ActorReplay:
@@ -73,18 +73,18 @@ class ActorReplay:
         return rank or 0, self.writer.incarnation
 
     def open_segment(self, num_envs: int) -> None:
-        """Register the number of the Actor's environments, unless the Actor continues an incarnation."""
+        """Register the Actor with its number of environments, unless it continues an incarnation."""
         if not self._continues:
             self.writer.open_segment(self.rank, num_envs)
 
     def spec(self, inferencer: Any) -> ReplaySpec | None:
-        """Return the buffer's spec, or None if the buffer only has `add`. A remote buffer has the inferencer's spec."""
+        """Return the spec of the buffer (of the inferencer if the buffer is remote), or None for an `AddOnlyWriter`."""
         if self._is_remote and not isinstance(self.writer, AddOnlyWriter):
             return inferencer.specs().replay_spec
         return getattr(self.writer, "spec", None)
 
     def end_waits(self) -> None:
-        """End each `add` that waits for room, now and in later calls. Close the buffer if it was created here."""
+        """Prevent `add` from waiting for free space from now on. Close the buffer if this object created it."""
         if self._is_own:
             self.writer.close()
         elif isinstance(self.writer, BaseReplayBuffer):
@@ -124,7 +124,7 @@ class AddOnlyWriter:
     def __init__(self, target: Any, rank: int | None) -> None:
         self._target, self._rank, self._is_open = target, rank, True
         self._was_ready = False
-        # False for a node, because the signature of its `add` is unknown until the first call.
+        # `_takes_pair` is False for a node, because the signature of its `add` is unknown until the first call.
         self._takes_pair = count_positional(target.add) == 1
         with _CLAIMING:
             if id(target) not in _claims:
@@ -133,8 +133,8 @@ class AddOnlyWriter:
             if (rank is None and claims.open) or (rank == 0 and None in claims.open):
                 raise UsageError(
                     f"Another Actor in this process adds to the same {type(target).__name__}, which has no "
-                    "claim_rank() to hand out ranks. Both would be rank 0, with the same seeds, and collect the same "
-                    "experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1). Or call "
+                    "claim_rank() to assign ranks. Both Actors would be rank 0, use the same seeds and collect the "
+                    "same experience. Give each Actor its own rank: Actor(..., rank=0), Actor(..., rank=1). Or call "
                     "close() of the other Actor first."
                 )
             claims.open.append(rank)
@@ -151,7 +151,7 @@ class AddOnlyWriter:
                     self._claims.incarnations[self._rank or 0] -= 1
 
     def open_segment(self, rank: int, num_envs: int) -> None:
-        """Mark the Actor as ready. The object has no segments."""
+        """Mark the Actor as ready. The wrapped object has no segments."""
         self._was_ready = True
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:

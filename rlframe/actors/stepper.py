@@ -1,6 +1,6 @@
 """A stepper holds the newest timestep, the recurrent state and the episode statistics of one environment pool.
 
-A stepper returns a request for actions (`next_request`) and carries the actions out (`act`). Between these calls, its
+A stepper returns a request for actions (`next_request`) and executes the actions (`act`). Between these calls, its
 Actor waits for the inferencer or works on another pool. The two kinds of steppers wait for environments and add steps
 in different methods:
 
@@ -42,8 +42,8 @@ class PoolStepper:
     Attributes:
         has_request: True if `next_request` may be called and returns immediately.
         can_wait: True if `next_request` may be called and waits for environments.
-        is_adding: True while a step is being added to the buffer, which may be full.
-        gate: gate of an on-policy agent, closed until the next unroll may start. None means always open.
+        is_adding: True while a step is being added to the buffer. This takes long if the buffer is full.
+        gate: the `UnrollGate` of an on-policy agent. None if the Actor never waits for newer parameters.
     """
 
     def __init__(self, env: Any, env_ids: np.ndarray, replay_buffer: Any) -> None:
@@ -61,7 +61,7 @@ class PoolStepper:
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `get_state`. Without environment states, the environments are reset."""
+        """Restore the result of `get_state`. If it contains no environment states, the environments are reset."""
         resets = state["env"] is None
         self.episodes.set_state(state["episodes"], resets)
         if not resets:
@@ -138,7 +138,7 @@ class AsyncStepper(PoolStepper):
 
     @property
     def can_wait(self) -> bool:
-        """True if enough environments are running for `next_request` to wait for."""
+        """True if at least `wait_num` environments are running, so that a wait in `next_request` ends."""
         return self._running >= self.env.wait_num
 
     def begin(self, initial_state: AgentState) -> None:
@@ -147,7 +147,7 @@ class AsyncStepper(PoolStepper):
         self._state = jax.tree.map(np.array, initial_state)
 
     def next_request(self) -> InferenceRequest:
-        """Wait for environments and add the steps that they complete to the buffer. Return their timesteps."""
+        """Wait for environments. Add their completed steps to the buffer, and return a request for their timesteps."""
         with self._stepping:
             indices, timestep = self.env.recv()
         self._running -= len(indices)
@@ -210,7 +210,7 @@ class EpisodeStatistics:
     def update(
         self, timestep: TimeStep, indices: np.ndarray | None = None, rewards: np.ndarray | None = None
     ) -> Logs | None:
-        """Count timesteps. Each timestep is the result of one action.
+        """Update the counters and sums with timesteps that follow an action.
 
         Args:
             timestep: [B, ...]. FIRST is not counted as a step.

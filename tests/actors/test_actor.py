@@ -58,13 +58,13 @@ def test_agent_state_before_each_step_is_added_and_reset_at_first():
 
 
 class NumberedAgent(CountingAgent):
-    """An agent whose state at FIRST is the number of the environment."""
+    """An agent whose state at FIRST is the index of the environment."""
 
     def initial_state(self, batch_size):
         return {"seen": np.arange(batch_size, dtype=np.float32)}
 
 
-def test_initial_agent_state_depends_on_the_number_of_the_environment():
+def test_initial_agent_state_depends_on_the_environment_index():
     buffer, agent = RecordingBuffer(), NumberedAgent(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     numbered = Inferencer(InferencerConfig(), agent, FixedParams({"w": np.float32(0.5)}))
     actor = Actor(lambda: SyncEnv(CountingEnv, 2, "loop"), numbered, buffer, rank=2, num_pools=2)
@@ -84,7 +84,7 @@ def test_logs_report_ended_episodes_and_ignored_actions_are_not_counted():
     actor.close()
 
 
-# With 3, the second batch contains two environments that already have an action, and one without.
+# With wait_num=3, the second batch contains two environments that received an action before, and one that did not.
 @pytest.mark.parametrize("wait_num", [1, 2, 3, 4])
 def test_asynchronous_pool_adds_the_same_steps_for_every_environment(wait_num):
     buffer = RecordingBuffer()
@@ -133,7 +133,7 @@ def test_single_environment_becomes_a_pool_of_size_one():
 
 
 class StoppingLogger:
-    """A logger that stops its actor after `count` rows."""
+    """A logger that stops its actor after `count` calls of `write`."""
 
     def __init__(self, count):
         self.rows, self._count = [], count

@@ -22,7 +22,10 @@ ITEMS = {"transitions": Transition(3, 0.5), "sequences": Sequence(4, 2)}
 
 
 class UnevenEnv(dm_env.Environment):
-    """Episodes of `LENGTH` steps of random duration. The observation is (environment, episode, step)."""
+    """An environment with `LENGTH` steps per episode. Each step takes a random time.
+
+    The observation is (seed of the environment, episode, step).
+    """
 
     def __init__(self, seed: int) -> None:
         self._now = np.array([seed % 1_000_003, -1, 0], np.int32)
@@ -83,7 +86,7 @@ def act(make_pool, item, count):
 @pytest.mark.parametrize("item", ITEMS)
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.system)])
 @pytest.mark.parametrize("wait_num", [1, 3])
-def test_each_environment_adds_the_items_of_a_synchronous_run(kind, wait_num, item):
+def test_asynchronous_environments_add_the_same_items_as_synchronous_environments(kind, wait_num, item):
     _, sync_items, _ = act(lambda seed: SyncEnv(UnevenEnv, NUM_ENVS, "loop", seed=seed), item, 300)
     actor, items, added = act(
         lambda seed: AsyncEnv(UnevenEnv, NUM_ENVS, wait_num, kind, seed=seed, num_workers=3), item, 150

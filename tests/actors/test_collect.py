@@ -22,7 +22,7 @@ UNROLLS = ReplaySpec("queue", Sequence(5), None, 1_000, max_staleness=0, lapse_a
 
 
 class Clock:
-    """A clock that advances only while a caller waits for `OneVersion`."""
+    """A fake clock. `OneVersion.wait_for_version` advances it."""
 
     now = 100.0
 
@@ -39,7 +39,7 @@ def clock(monkeypatch):
 
 
 class OneVersion(FixedParams):
-    """Parameters that never get a second version."""
+    """A fake learner that never publishes a second version."""
 
     def __init__(self, clock):
         super().__init__({"w": np.float32(0.0)})
@@ -51,7 +51,7 @@ class OneVersion(FixedParams):
 
 
 class Versions(FixedParams):
-    """Parameters whose version the test raises."""
+    """A fake learner. A test raises its version with `raise_to`."""
 
     def __init__(self) -> None:
         super().__init__({"w": np.float32(0.0)})
@@ -128,7 +128,7 @@ def test_waiting_time_adds_up_over_several_collect_calls(clock):
         actor.collect(steps=1, seconds=7.0)
         calls += 1
     assert clock.now - began == pytest.approx(30.0, abs=0.3)  # three times `lapse_after`; the gate checks every 0.2 s
-    assert calls == 8 + 4  # 12 calls: only the last of the calls that wait takes a step
+    assert calls == 8 + 4  # 8 calls take steps, and 4 calls only wait
     actor.close()
 
 
@@ -141,7 +141,7 @@ def test_time_between_waits_does_not_count_as_waiting_time(clock):
     for _ in range(5):
         gate.count_step(1)
     gate.wait_until_open(learner, stop, clock.now + 5.0)
-    clock.now += 40.0  # the job is paused: `collect` is not called for longer than the gate waits
+    clock.now += 40.0  # the job is paused for longer than the maximum wait of the gate
     gate.wait_until_open(learner, stop, clock.now + 20.0)
     assert gate.is_closed
     gate.wait_until_open(learner, stop, clock.now + 10.0)
@@ -154,7 +154,7 @@ def test_collect_does_not_wait_after_the_last_requested_unroll():
     actor.close()
 
 
-def test_stop_ends_collect_while_it_waits_for_room_in_the_buffer():
+def test_stop_ends_collect_while_it_waits_for_space_in_the_buffer():
     class FullBuffer(RecordingBuffer):
         def __init__(self):
             super().__init__()
@@ -168,7 +168,7 @@ def test_stop_ends_collect_while_it_waits_for_room_in_the_buffer():
 
     buffer = FullBuffer()
     actor = make(buffer)
-    # `Actor.stop` ends the waits of a real buffer.
+    # With a real buffer, `Actor.stop` ends the wait. With this buffer, the test must end it.
     stop, actor.stop = actor.stop, lambda: (stop(), buffer.stopped.set())
     results = []
     thread = threading.Thread(target=lambda: results.append(actor.collect(seconds=60.0)))

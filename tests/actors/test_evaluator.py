@@ -31,7 +31,7 @@ def test_environments_play_equal_numbers_of_episodes_regardless_of_length():
     uneven.close()
 
 
-def test_episode_count_that_does_not_divide_evenly_is_exact():
+def test_evaluator_plays_exactly_the_requested_number_of_episodes_if_it_does_not_divide_evenly():
     three = evaluator([2, 5], episodes=3)
     assert sorted(three.evaluate()["returns"]) == [2.0, 2.0, 5.0]
     three.close()

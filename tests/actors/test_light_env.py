@@ -15,7 +15,7 @@ from tests.extras import needs
 
 needs("launchpad")
 
-DEADLINE = 240.0  # seconds, on a busy machine
+DEADLINE = 240.0  # maximum seconds of the test, on a busy machine
 
 
 @pytest.mark.system

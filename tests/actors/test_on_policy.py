@@ -59,7 +59,7 @@ def test_every_batch_has_the_newest_version_while_actors_pause_die_and_restart()
     after = functools.partial(wait_for_batches, learner)
     with serving(learner, address), running(learner), actors(agent, [address], buffer, False) as start:
         first = start()
-        wait_until(lambda: buffer.stats()["steps"] > 0)  # the first actor now has rank 0
+        wait_until(lambda: buffer.stats()["steps"] > 0)  # the first actor has claimed rank 0
         second = start()
         after(BOTH, 10)
         second.kill(signal.SIGSTOP)
@@ -106,9 +106,9 @@ def lone_actor(learner: Any, agent: Any, buffer: Any) -> Actor:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_actor_is_ahead_by_at_most_max_staleness_and_its_wait_ends_at_stop(max_staleness):
+def test_actor_is_ahead_of_the_learner_by_at_most_max_staleness_and_stop_ends_its_wait(max_staleness):
     agent = make_agent(max_staleness=max_staleness)
-    # With this `lapse_after`, the actor waits even if the learner compiles for a long time.
+    # `lapse_after` is high, so that the actor waits even if the learner compiles for a long time.
     buffer = ReplayBuffer(agent, lapse_after=1_000.0)
     learner = RecordingLearner(LearnerConfig(), agent, buffer)
     actor = lone_actor(learner, agent, buffer)
@@ -118,9 +118,9 @@ def test_actor_is_ahead_by_at_most_max_staleness_and_its_wait_ends_at_stop(max_s
             wait_until(lambda: buffer.stats()["steps"] == (updates + ahead) * T * NUM_ENVS)  # noqa: B023
             assert learner.step(buffer.sample()) is not None
         wait_until(lambda: buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS)
-        threading.Event().wait(0.1)  # enough time for a step, but the actor must not take one
+        threading.Event().wait(0.1)  # enough time for a step, which the actor must not take
         assert buffer.stats()["steps"] == (4 + ahead) * T * NUM_ENVS
-    actor.close()  # `running` has checked that `run` ends within 30 s, although the gate waits up to 3,000 s
+    actor.close()  # `running` has checked that `stop` ends `run` within 30 s
     assert [batch.behind for batch in learner.learned] == [[min(i, max_staleness)] for i in range(4)]
 
 
