@@ -32,7 +32,7 @@ class ActorCritic(Agent):
     ) -> None:
         super().__init__(cfg, observation_spec, action_spec, net_factory, policy_factory)
         self.distribution: Distribution = (policy_factory or default_distribution)(action_spec)
-        # The gains of orthogonal weights are from baselines/common/policies.py. Standard deviations start at exp(0).
+        # The gains of orthogonal weights are from baselines/common/policies.py. The initial standard deviation is 1.
         heads = (Head(self.distribution.num_params, scale=0.01, num_free=self.distribution.num_free), Head(1))
         factory = net_factory or default_network_config(self.network_configs, observation_spec)
         self.network = build_network(factory, observation_spec, action_spec, heads, may_recur=True)
@@ -63,5 +63,5 @@ class ActorCritic(Agent):
         return {**extras, "sample": sample} if self.distribution.clips else extras
 
     def samples(self, data: SequenceBatch) -> jax.Array:
-        """Return [B, T, ...]: the samples of the distribution, from which `to_action` made the batch's actions."""
+        """Return [B, T, ...]: the samples of the distribution. `to_action` converted them to the actions in `data`."""
         return data.extras["sample"] if self.distribution.clips else data.action

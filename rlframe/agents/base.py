@@ -34,7 +34,7 @@ class LearnerState(NamedTuple):
     """
 
     opt_state: Any
-    steps: Any  # [] int32: number of learner steps; float32 if a smaller batch counts as a fraction of a step
+    steps: Any  # [] int32: number of learner steps. float32 if a smaller batch counts as a fraction of a step.
     rng: Any  # a key of jax.random
 
 
@@ -71,9 +71,11 @@ class Agent:
     """
 
     config_cls: type[Any] = type(None)
-    network_configs: tuple[Any, ...] = ()  # default config of the agent for each class of named networks
-    takes_policy: bool = True  # False: the agent rejects a policy_factory
-    learns_from: str = "steps"  # "steps" of a replay, or "trajectories" (`TokenBatch`) of a trajectory service
+    network_configs: tuple[Any, ...] = ()  # network configs with this agent's default values
+    takes_policy: bool = True  # whether the agent accepts a policy_factory
+    learns_from: str = (
+        "steps"  # "steps" (from a replay buffer) or "trajectories" (`TokenBatch`es from a trajectory service)
+    )
     network: Any  # object with `init` and `apply`; a subclass sets it or overrides `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -117,7 +119,7 @@ class Agent:
 
     @property
     def type_name(self) -> str:
-        """The name of this agent in messages: the name of its class. In a transform, the class of the inner agent."""
+        """Class name of this agent, for messages. A transform returns the class name of its inner agent."""
         return type(self).__name__
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
@@ -127,7 +129,7 @@ class Agent:
     # Acting
 
     def initial_params(self, rng: jax.Array) -> Params:
-        """Return initial parameters, a pytree of float arrays. By default, those of `self.network`."""
+        """Return initial parameters, a pytree of float arrays. The default implementation calls `self.network.init`."""
         return self.network.init(rng, zeros_like_spec(self.observation_spec, 1))
 
     def initial_state(self, batch_size: int) -> AgentState:
@@ -182,7 +184,7 @@ class Agent:
         raise NotImplementedError
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        """Return the optimizer for `self.optimizer`. By default Adam with `cfg.learning_rate`."""
+        """Return the optimizer. The default is Adam with `cfg.learning_rate`. `self.optimizer` stores the result."""
         return optax.adam(self.cfg.learning_rate)
 
     @functools.cached_property
@@ -202,7 +204,7 @@ class Agent:
         return learner_state._replace(rng=rng) if "rng" in getattr(learner_state, "_fields", ()) else learner_state
 
     def loss(self, params: Params, learner_state: Any, batch: Batch) -> tuple[jax.Array, Logs]:
-        """Return the scalar that `compute_gradients` differentiates, and logs."""
+        """Return (loss, logs). `compute_gradients` differentiates the loss, a scalar."""
         raise NotImplementedError
 
     def learner_step(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Params, Any, Logs]:
@@ -239,7 +241,7 @@ class Agent:
         return params
 
     def check_num_envs(self, num_envs: int) -> None:
-        """Raise UsageError if the agent cannot learn from a batch with one item of each of `num_envs` environments."""
+        """Raise UsageError if the agent cannot learn from batches with one item per environment (`num_envs` items)."""
 
     # Specs and checks, used by buffers and inferencers
 
@@ -275,6 +277,6 @@ def _cached_property(function: Any, name: str) -> Any:
 
 
 if sys.version_info < (3, 12):
-    # An agent from a user's file is pickled with its class.
+    # An agent from a user's file is pickled together with its class.
     # Before Python 3.12, a cached property contains a lock, which cannot be pickled.
     copyreg.pickle(functools.cached_property, lambda prop: (_cached_property, (prop.func, prop.attrname)))

@@ -1,4 +1,4 @@
-"""Distributions over actions. The outputs of a policy network's head are their parameters."""
+"""Distributions over actions. A policy network outputs the parameters of the distribution."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Distribution(Protocol):
 
     Attributes:
         num_params: number of network outputs per observation.
-        num_free: number of outputs that need not depend on the observation. These are the last outputs.
-        clips: True if `to_action` changes a sample. The learner then needs the sample.
+        num_free: number of outputs that may be independent of the observation. These are the last outputs.
+        clips: True if `to_action` can change a sample. The learner then needs the sample.
     """
 
     num_params: int
@@ -129,23 +129,23 @@ class ActionRange:
         self._middle = (0.5 * (high + low)).astype(np.float32)
 
     def to_action(self, units: jax.Array) -> jax.Array:
-        """Return [B, *shape] in the spec's dtype, clipped to the bounds, for units [B, size]."""
+        """Convert `units` [B, size] to actions [B, *shape] in the spec's dtype, clipped to the bounds."""
         action = units.reshape(*units.shape[:-1], *self._shape) * self._scale + self._middle
         return jnp.clip(action, self._low, self._high).astype(self._dtype)
 
     def to_units(self, action: jax.Array) -> jax.Array:
-        """Return [B, size] float32 for actions [B, *shape]."""
+        """Convert actions [B, *shape] to units [B, size] float32."""
         units = (jnp.asarray(action, jnp.float32) - self._middle) / self._scale
         return units.reshape(len(units), self.size)
 
 
 class ClippedGaussian:
-    """A diagonal Gaussian whose samples are clipped to the action bounds for the environment.
+    """A diagonal Gaussian. `to_action` clips its samples to the action bounds of the environment.
 
     `log_prob` is for the sample before clipping, as in OpenAI Baselines and Stable-Baselines3. Samples are not squashed
     (no tanh). If the spec is bounded on both sides, samples are in units of half the range: -1 is the lower bound and 1
-    the upper bound. The parameters are means and log standard deviations. The standard deviations need not depend on
-    the observation (Schulman et al. 2017, section 6.1).
+    the upper bound. The parameters are means and log standard deviations. The standard deviations may be independent
+    of the observation (Schulman et al. 2017, section 6.1).
     """
 
     clips = True
@@ -183,9 +183,9 @@ class SquashedGaussian(ClippedGaussian):
     """A diagonal Gaussian followed by tanh, so that every action is within the bounds.
 
     See Haarnoja et al. 2018, appendix C. A sample is the input of the tanh. `log_prob` is the log-probability of the
-    action, in units of half the range. The parameters are means and log standard deviations. Both depend on the
-    observation, and the latter are clipped to [`min_log_std`, `max_log_std`]. `entropy` is the entropy of the Gaussian,
-    because the entropy after the tanh has no closed form.
+    action, in units of half the range. The parameters are means and log standard deviations, which depend on the
+    observation. The log standard deviations are clipped to [`min_log_std`, `max_log_std`]. `entropy` is the entropy of
+    the Gaussian, because the entropy after the tanh has no closed form.
 
     Raises:
         UsageError: an action is not bounded on both sides.

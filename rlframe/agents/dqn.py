@@ -60,7 +60,7 @@ class DQNConfig:
     head: ReturnHead = dataclasses.field(default_factory=Expectation)
     double: bool = False  # double Q-learning, van Hasselt et al. 2016
     n_step: int = 1  # number of rewards summed before bootstrapping
-    # Munchausen DQN: targets of a soft policy, and a bonus for actions that are likely under this policy.
+    # Munchausen DQN computes targets with a soft policy and adds a bonus for actions that this policy prefers.
     # Defaults from Vieillard et al. 2020, arXiv:2007.14430.
     munchausen: bool = False
     munchausen_scale: float = 0.9  # alpha, scale of the bonus
@@ -100,14 +100,14 @@ class Repetition(NamedTuple):
     steps_left: Any  # [B] int32: remaining repetitions
 
 
-_MAX_DURATION = 1_000  # with exponent 2, the probability of a longer duration would be only 0.0006
+_MAX_DURATION = 1_000  # With exponent 2, a longer duration would have a probability of only 0.0006.
 
 
 class DQN(TargetNetworkAgent):
     """Q-learning with a target network and replay, for discrete actions.
 
-    A network's `apply` returns `[B, A N]`: the N numbers of each action that the head needs (1 for `Expectation`). A
-    noisy network has `sample(rng, params)`, which adds noise to the parameters.
+    A network's `apply` returns `[B, A N]`: N outputs for each of the A actions. The head defines N (1 for
+    `Expectation`). A noisy network has `sample(rng, params)`, which adds noise to the parameters.
     """
 
     config_cls = DQNConfig
@@ -124,7 +124,7 @@ class DQN(TargetNetworkAgent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        # Separate keys, because `epsilon_greedy` uses `rng` itself.
+        # Derive separate keys, because `epsilon_greedy` uses `rng`.
         duration_rng, noise_rng = jax.random.fold_in(rng, 1), jax.random.fold_in(rng, 2)
         noisy_params = self._sample(noise_rng, params.params)
         greedy = self.greedy(self._values(noisy_params, timestep.observation))
@@ -144,7 +144,7 @@ class DQN(TargetNetworkAgent):
         return Repetition(zeros.astype(self.action_spec.dtype), zeros)
 
     def _duration(self, rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return int32 durations n of `shape`, in [1, _MAX_DURATION], with probability proportional to n^-exponent."""
+        """Draw int32 durations n in [1, _MAX_DURATION], with a probability proportional to n^-exponent."""
         weights = np.arange(1, _MAX_DURATION + 1, dtype=np.float64) ** -self.cfg.exploration_duration_exponent
         cumulative = jnp.asarray(np.cumsum(weights)[:-1] / weights.sum(), jnp.float32)
         return 1 + jnp.searchsorted(cumulative, jax.random.uniform(rng, shape)).astype(jnp.int32)
@@ -209,7 +209,7 @@ class DQN(TargetNetworkAgent):
         return outputs.reshape(outputs.shape[0], self._num_actions, -1)  # shape[0] may be symbolic during `export`
 
     def _sample(self, rng: jax.Array, params: Params) -> Params:
-        """Return parameters with noise if the network is noisy."""
+        """Return the parameters. If the network is noisy, add noise to them."""
         sample = getattr(self.network, "sample", None)
         return params if sample is None else sample(rng, params)
 
@@ -219,7 +219,7 @@ class DQN(TargetNetworkAgent):
 
 
 def munchausen_bonus(target_values: jax.Array, action: jax.Array, cfg: DQNConfig) -> jax.Array:
-    """Return [B]: the reward bonus of Munchausen DQN. It is the scaled and clipped log-probability of the action.
+    """Return [B]: the reward bonus of Munchausen DQN, which is the scaled and clipped log-probability of the action.
 
     See Vieillard et al. 2020, equation 3. The policy is softmax(values / temperature) for the target network's values
     [B, A].

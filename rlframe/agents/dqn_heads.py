@@ -32,7 +32,7 @@ class Expectation:
     name: ClassVar[str] = "expectation"
     size: ClassVar[int] = 1  # number of outputs per action
 
-    # error above which the Huber loss is linear; None uses the squared error everywhere
+    # The Huber loss is linear for errors above this threshold. None uses the squared error everywhere.
     huber_threshold: float | None = 1.0
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class ConcurrentInferencer(Inferencer):
             self._concurrent += 1
             self.max_concurrent = max(self.max_concurrent, self._concurrent)
             self._changed.notify_all()
-            # This wait is shorter than the timeout after which a call is repeated.
+            # Wait for less than the timeout of the call, so that the call is not repeated.
             self._changed.wait_for(lambda: self.max_concurrent >= self._at_once, 1.0)
         try:
             return super().inference(env_ids, timestep, state)

@@ -24,7 +24,7 @@ POOLS = {
 def test_stepping_phase_has_the_answer_timeout_of_the_pool(kind):
     with POOLS[kind](CountingEnv) as pool:
         assert stepping_phase(pool).allowed == pytest.approx(100.0, abs=10.0)
-    assert stepping_phase(object()).allowed == pytest.approx(600.0, abs=10.0)  # a pool that a user has written
+    assert stepping_phase(object()).allowed == pytest.approx(600.0, abs=10.0)  # the default, for a user-defined pool
 
 
 def test_envpool_has_one_answer_timeout_for_all_environments():
