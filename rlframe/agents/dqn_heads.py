@@ -49,7 +49,7 @@ class Expectation:
             outputs: [B, 1], outputs of the chosen action.
             reward: [B], summed over n steps.
             discount: [B], gamma^n, or 0 if the episode terminated.
-            next_outputs: [B, 1], outputs of the target network n steps later, for the next action.
+            next_outputs: [B, 1], outputs of the target network for the observation and action n steps later.
         """
         _check(outputs, reward, discount, next_outputs, "1")
         target = jax.lax.stop_gradient(reward + discount * next_outputs[:, 0])
@@ -64,12 +64,12 @@ class Quantiles:
     name: ClassVar[str] = "quantiles"
 
     num_quantiles: int = 200
-    huber_threshold: float = 1.0  # kappa, error above which the Huber loss is linear
+    huber_threshold: float = 1.0  # kappa; the Huber loss is linear for larger errors
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "num_quantiles")
         check_above(self, 0, "huber_threshold")
-        if self.huber_threshold is None:  # the loss divides by the threshold
+        if self.huber_threshold is None:  # None is an error, because the loss divides by the threshold
             raise UsageError("Quantiles.huber_threshold must be a number above 0, got None.")
 
     @property
@@ -140,7 +140,7 @@ class Categories:
         """Return the divergence KL(target || prediction), which is also the priority (algorithm 1 of the paper).
 
         This divergence is the paper's cross-entropy minus a constant. It is 0 if both distributions are equal. Targets
-        outside of the support are clipped to its limits.
+        outside of [`value_min`, `value_max`] are clipped.
 
         Args:
             outputs: [B, N], logits of the chosen action.

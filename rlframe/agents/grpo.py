@@ -39,9 +39,9 @@ from rlframe.types import (
 
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig:
-    """Defaults from Shao et al. 2024, section 4.2. Defaults that the paper does not state are those of PPO.
+    """Defaults from Shao et al. 2024, section 4.2. Defaults that the paper does not state are from PPO.
 
-    An update is compiled for each length to which batches are padded. `TrajectoryBuffer` uses only a few lengths.
+    The update is compiled for each padded length of batches. `TrajectoryBuffer` pads to only a few lengths.
     """
 
     # model with random initial weights; ignored if `weights` is set
@@ -53,7 +53,7 @@ class GRPOConfig:
     batch_size: int = 1024  # sequences per update
     loss: Literal["grpo", "policy_gradient", "dpo", "sft"] = "grpo"
     normalize_std: bool = True  # divide advantages by the standard deviation of their group; False: Dr. GRPO
-    # how token losses are averaged: "sequence" within and then over sequences, "token" over all tokens (DAPO)
+    # how token losses are averaged: "sequence" (first within each sequence) or "token" (over all tokens, DAPO)
     average: Average = "sequence"
     # grpo: clip range of the ratio to the sampling policy, [1 - clip_epsilon, 1 + clip_epsilon]
     clip_epsilon: float = 0.2
@@ -83,7 +83,7 @@ class GRPOConfig:
     supervised_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.weights is not None:  # make it absolute now, because an environment may change the working directory
+        if self.weights is not None:  # make the path absolute, because an environment may change the working directory
             object.__setattr__(self, "weights", os.path.abspath(self.weights))
         check_at_least(self, 1, "max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size")
         check_above(self, 0, "learning_rate", "supervised_learning_rate", "max_grad_norm")
@@ -136,24 +136,24 @@ class GRPOState(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Inputs of the loss for S sequences. `[S, T]` arrays are for all tokens except the first."""
+    """Inputs of the loss for S sequences. The `[S, T]` arrays have no entry for the first token of a sequence."""
 
     tokens: Any  # [S, T + 1]
     mask: Any  # [S, T]
     weights: Any  # [S, T]: weight of each token in means over the batch
     advantages: Any  # [S, T]
     temperature: Any  # [S]: sampling temperature; None means 1
-    sampled: Any  # [S, T]: log-probabilities under the sampling policy; None: the current policy has sampled
-    reference: Any  # [S, T]: log-probabilities under the reference; None: the loss computes them
+    sampled: Any  # [S, T]: log-probabilities under the sampling policy; None if this is the current policy
+    reference: Any  # [S, T]: log-probabilities under the reference; if None, the loss computes them
 
 
 class GRPO(Agent):
     """Trains a language model on `TokenBatch`es from a `TrajectoryBuffer`.
 
-    Advantages are the token-level advantages of a group. If a group has none, its normalized scores are used. The
+    If a group has no token-level advantages, its normalized scores are its advantages. The
     losses `grpo` and `policy_gradient` compute log-probabilities at the batch's `temperature`.
 
-    One step of acting is one token. The observation is the last token (of the prompt, or the previous action), and the
+    Each actor step adds one token. The observation is the last token (of the prompt, or the previous action), and the
     action is the next token. A sequence must fit into `max_tokens`. (`rlframe.language.DecodeEngine` decodes many
     sequences faster.)
 
@@ -168,7 +168,7 @@ class GRPO(Agent):
         policy_factory: must be None.
 
     Raises:
-        UsageError: the specs are not those of the model's tokens, or `max_tokens` exceeds the model's limit.
+        UsageError: the specs do not match the model's tokens, or `max_tokens` exceeds the model's limit.
         CheckpointError: the folder does not exist or contains no model.
     """
 
@@ -231,7 +231,7 @@ class GRPO(Agent):
         return logits[:, 0], KeyValueState(cache, state.lengths + 1)
 
     def _act_on_zeros(self) -> tuple[AgentOutput, AgentState]:
-        # Trace with random weights, because this does not read the weights from the folder.
+        # Trace with random weights, so that the weights are not read from the folder.
         rng = jax.random.PRNGKey(0)
         params = transformer.init(rng, self.model_config)
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
@@ -275,7 +275,9 @@ class GRPO(Agent):
             logs, grads = self._accumulate(params, learner_state.reference_params, self._rows(batch.data), size)
         data = batch.data
         logs |= {
-            "reward": jnp.sum(data.scores / S),  # divide first, because a sum of very large scores could overflow
+            "reward": jnp.sum(
+                data.scores / S
+            ),  # divide before summing, because a sum of very large scores could overflow
             "length": jnp.sum(data.mask) / S,  # mean number of sampled tokens per sequence
             "tokens": jnp.sum(data.lengths),  # tokens in the batch, without padding
             "grad_norm": optax.global_norm(grads),
@@ -294,7 +296,7 @@ class GRPO(Agent):
         return params, OptimizerState(inner, master), {}
 
     def _accumulate(self, params: Params, reference: Params, rows: _Rows, size: int) -> tuple[Logs, Params]:
-        """Compute gradients as `compute_gradients` does, for `size` sequences at a time.
+        """Return the same result as `compute_gradients`, computed for `size` sequences at a time.
 
         Losses and logs are sums over sequences, so the results of the parts can be added.
         """
@@ -329,7 +331,7 @@ class GRPO(Agent):
         )
 
     def _loss_of_rows(self, params: Params, reference: Params, rows: _Rows) -> tuple[jax.Array, Logs]:
-        """Return the loss and logs. Each is a weighted sum over tokens; over a whole batch, this sum is the mean."""
+        """Return the loss and logs, as weighted sums over tokens. The weights of a whole batch sum to 1."""
         cfg, mean = self.cfg, functools.partial(_weighted_sum, weights=rows.weights)
         if cfg.loss == "sft":
             loss = -mean(self._log_probs(params, rows.tokens))
@@ -348,7 +350,7 @@ class GRPO(Agent):
         logs = {
             "policy_loss": policy_loss,
             "clip_fraction": mean(is_clipped),
-            # Negative log-probabilities under the sampling policy. Their mean estimates its entropy.
+            # The mean negative log-probability under the sampling policy estimates the entropy of this policy.
             "entropy": -mean(sampled),
             "approx_kl": mean(losses.kl_k3(-jnp.log(ratio))),  # KL to the sampling policy (Schulman 2020)
         }
@@ -379,7 +381,7 @@ class GRPO(Agent):
         return transformer.token_log_probs(params, self.model_config, tokens, temperature=temperature, **options)
 
     def _learning_rate(self, steps: Any) -> jax.Array:
-        """Return [] float32: the learning rate of the update after `steps` updates."""
+        """Return [] float32: the learning rate of the next update, when `steps` updates are done."""
         fraction = jnp.minimum((steps + 1) / (self.cfg.learning_rate_rise + 1), 1.0)
         return jnp.asarray(self.cfg.learning_rate * fraction, jnp.float32)
 

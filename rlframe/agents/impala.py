@@ -1,4 +1,4 @@
-"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic that corrects for actors with old parameters."""
+"""IMPALA (Espeholt et al. 2018, arXiv:1802.01561): an actor-critic that can learn from actions of older policies."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class IMPALAConfig:
-    """Defaults from Espeholt et al. 2018, table G.1 (Atari). Other defaults are from their code (scalable_agent).
+    """Defaults from Espeholt et al. 2018, table G.1 (Atari), and from the authors' code (scalable_agent).
 
-    As in their code, the differentiated loss is a sum over the batch, not a mean. The learning rate, epsilon and the
+    As in that code, the loss is a sum over the batch, not a mean. The defaults of the learning rate, epsilon and the
     maximum gradient norm are for this sum. Logs are means.
     """
 
-    unroll_length: int = 20  # steps of one environment in each item
+    unroll_length: int = 20  # steps of one environment in each unroll
     batch_size: int = 32  # unrolls per update
     discount: float = 0.99
     rho_bar: float = 1.0  # upper limit of importance weights; section 5.2.2
     c_bar: float = 1.0  # upper limit of importance weights in the trace, at most rho_bar; section 5.2.2
-    vtrace_lambda: float = 1.0  # lambda of remark 2; their code has none, which corresponds to 1
-    value_cost: float = 0.5  # weight of half the squared error to the V-trace target (scalable_agent/experiment.py)
+    vtrace_lambda: float = 1.0  # lambda of remark 2; the authors' code uses 1
+    value_cost: float = 0.5  # weight of the value loss, half the squared error (scalable_agent/experiment.py)
     entropy_cost: float = 0.01
-    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # rmsprop has no momentum
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # "rmsprop" uses no momentum
     learning_rate: float = 6e-4
     anneal_learning_rate: bool = True  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
@@ -69,7 +69,7 @@ class IMPALA(ActorCritic):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        # Room for two batches: actors fill one while the other waits. Data that waits longer is more off-policy.
+        # Capacity of two batches: one for the learner, one for the actors to fill. More would make data older.
         capacity = 2 * cfg.batch_size * cfg.unroll_length
         return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
 
@@ -110,7 +110,7 @@ class IMPALA(ActorCritic):
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,
-            # 1 if on-policy; smaller if the policy differs from the policy that acted
+            # 1 for on-policy data; smaller for data of a different policy
             "clipped_rho": mean(jnp.minimum(cfg.rho_bar, rhos)),
             "learning_rate": learning_rate(cfg, learner_state.steps),
         }

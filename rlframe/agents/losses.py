@@ -1,4 +1,4 @@
-"""Losses that several agents share, and losses of language models, as pure functions on arrays.
+"""Pure functions that compute losses: losses of several agents, and losses of language models.
 
 The targets of value losses are in the module `returns`. The losses of DQN's heads are in the module `dqn_heads`.
 """
@@ -14,7 +14,7 @@ from rlframe.agents.trees import check_shapes
 
 Average = Literal["sequence", "token"]
 
-LARGEST_ADVANTAGE = 1e6  # with this limit, squared gradients do not overflow float32 for any ratio
+LARGEST_ADVANTAGE = 1e6  # Within this limit, squared gradients fit into float32 for every probability ratio.
 _LARGEST_LOG = 20.0  # larger log ratios give no more information, and `exp` would overflow
 
 
@@ -25,7 +25,7 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def normalize(x: jax.Array, mask: jax.Array, epsilon: float = 1e-8) -> jax.Array:
-    """Return `x` minus its mean, divided by its standard deviation. Mean and deviation are computed where `mask` is 1.
+    """Return `x` minus its mean, divided by its standard deviation. Both statistics only use `x` where `mask` is 1.
 
     The default epsilon is from OpenAI Baselines (`baselines/ppo2/model.py`).
     """
@@ -46,8 +46,8 @@ def clipped_surrogate(
         ratio: probability ratio of the policy to the policy that acted.
         advantage: advantages with the same shape.
         clip_low: lower clip range. The ratio is clipped to [1 - clip_low, 1 + clip_high].
-        clip_high: upper clip range. A larger value than `clip_low` lets unlikely actions grow (Yu et al. 2025,
-            arXiv:2503.14476, "clip-higher"). None uses `clip_low`.
+        clip_high: upper clip range. With a larger value than `clip_low`, unlikely actions can become more likely
+            (Yu et al. 2025, arXiv:2503.14476, "clip-higher"). None uses `clip_low`.
         ratio_cap: upper limit of the ratio, which removes the gradient where the advantage is negative (Ye et al. 2020,
             arXiv:1912.09729, "dual clip"). None means no limit.
     """
@@ -82,7 +82,7 @@ def huber(error: jax.Array, threshold: float | None) -> jax.Array:
 
 
 def twin_td_error(values: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return [B]: the sum of half the squared error of both critics.
+    """Return [B]: half the squared error, summed over two critics.
 
     See Haarnoja et al. 2018, equation 5, and Fujimoto et al. 2018.
 
@@ -141,8 +141,8 @@ def group_advantages(
     def mean(x: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(x, group, len(x))[group] / count
 
-    # Divide each score by the spread of its group first, so that large scores keep their precision.
-    # Compute the spread of half the scores, because the spread of the largest float32 numbers would overflow.
+    # First divide each score by the range (max - min) of its group, so that large scores keep their precision.
+    # Halve the scores before computing the range, because the range of very large float32 numbers would overflow.
     half = 0.5 * scores
     lowest = jax.ops.segment_min(half, group, len(half))[group]
     spread = jax.ops.segment_max(half, group, len(half))[group] - lowest

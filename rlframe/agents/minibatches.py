@@ -62,8 +62,8 @@ class MinibatchUpdates:
         gradients: `f(params, learner_state, rows)` returns logs and gradients for the rows of one minibatch.
         num_epochs: number of times to learn from each row.
         num_minibatches: minibatches per epoch. If the number of rows is not a multiple of `num_minibatches`, each
-            epoch leaves out a few random rows. If there are fewer rows than minibatches, each row is a minibatch. The
-            number of rows may change when an actor dies.
+            epoch skips a few random rows. If there are fewer rows than minibatches, each row is a minibatch. (A batch
+            has fewer rows after an actor has died.)
         envs_per_batch: environments in a full batch. A smaller batch adds only a fraction of a step to the learner
             state's `steps` (float32), so that schedules follow environment steps. None treats every batch as full.
         stops: `f(logs)` returns True to stop before the gradient step with these logs. This step and later
