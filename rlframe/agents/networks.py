@@ -34,8 +34,8 @@ class Head(NamedTuple):
 
     size: int  # number of outputs per observation
     scale: float = 1.0  # gain of the initial weights
-    num_free: int = 0  # how many of the last numbers do not depend on the observation
-    free_init: float = 0.0  # initial value of the numbers that do not depend on the observation
+    num_free: int = 0  # number of outputs, at the end, that do not depend on the observation
+    free_init: float = 0.0  # initial value of the outputs that do not depend on the observation
     num_actions: int = 0  # number of actions if the head outputs action values; otherwise 0
 
 
@@ -264,16 +264,19 @@ def weight_initializer(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any
 
 
 def _orthogonal(key: Any, *, shape: tuple[int, ...], dtype: Any, scale: float) -> np.ndarray:
-    """Return weights with orthogonal columns, or orthogonal rows if there are fewer rows (Saxe et al. 2014)."""
+    """Draw weights with orthogonal columns. If there are fewer rows than columns, the rows are orthogonal.
+
+    See Saxe et al. 2014.
+    """
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     draws = _random_state(key).standard_normal((max(rows, columns), min(rows, columns)))
     q, r = np.linalg.qr(draws)
-    q = q * np.sign(np.diag(r))  # without this, the result is not uniformly distributed
+    q = q * np.sign(np.diag(r))  # These signs make the distribution of the matrices uniform.
     return np.asarray(scale * (q if rows >= columns else q.T), dtype).reshape(shape)
 
 
 def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return normal weights with deviation 1 / sqrt(inputs), truncated at two deviations, as in Sonnet and Haiku."""
+    """Draw normal weights with deviation 1 / sqrt(inputs), truncated at two deviations, as in Sonnet and Haiku."""
     random = _random_state(key)
     draws = random.standard_normal(shape)
     while (outside := np.abs(draws) > 2.0).any():

@@ -17,7 +17,7 @@ def check_replay_size(cfg: Any) -> None:
 
     Args:
         cfg: an agent's config with `min_replay_size` (items) and `replay_capacity` (steps). If the items are sequences,
-            also `period` (steps between the starts of two sequences).
+            the config also has `period` (steps between the starts of two sequences).
     """
     period = getattr(cfg, "period", 1)
     if cfg.min_replay_size * period > cfg.replay_capacity:
@@ -31,7 +31,7 @@ def check_replay_size(cfg: Any) -> None:
 def off_policy_replay_spec(
     cfg: Any, item: Transition | Sequence, kind: Literal["uniform", "prioritized"]
 ) -> ReplaySpec:
-    """Return the replay spec of an agent's config: one update per `update_period` environment steps."""
+    """Return the replay spec for an agent's config. The agent does one update per `update_period` environment steps."""
     period = item.period if isinstance(item, Sequence) else 1
     return ReplaySpec(
         kind=kind,
@@ -55,7 +55,7 @@ def importance_weights(probabilities: jax.Array, exponent: jax.Array | float) ->
 
 
 def sequence_priorities(errors: jax.Array, mask: jax.Array, max_share: float) -> jax.Array:
-    """Return [B]: the priority of each sequence, a mix of its largest and its mean error.
+    """Return [B]: the priority of each sequence, a weighted sum of its largest error and its mean error.
 
     See Kapturowski et al. 2019, section 2.3.
 

@@ -26,15 +26,15 @@ from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
 class PPOConfig:
     """Defaults from Schulman et al. 2017, table 3 (MuJoCo). Other defaults are from OpenAI Baselines' ppo2.
 
-    With `max_staleness` above 0, actors may act with parameters that are up to that many versions old. The clipped
-    ratio corrects for old parameters, because it uses the stored log-probabilities of the policy that acted, as
-    equation 7 of the paper requires. Hilton et al. 2022 (arXiv:2110.00641) measure the effect of old parameters.
+    With `max_staleness` above 0, actors may act with parameters that are up to `max_staleness` versions old. The
+    clipped ratio corrects for old parameters: it uses the log-probabilities that the actor has stored, as equation 7
+    of the paper requires. Hilton et al. 2022 (arXiv:2110.00641) measure the effect of old parameters.
     """
 
     unroll_length: int = 2048  # Steps of each environment between two updates.
     num_epochs: int = 10  # Passes over the batch per update.
     num_minibatches: int = 32  # Minibatches per epoch. Paper: 2048 steps, minibatches of 64.
-    target_kl: float | None = None  # End the update before a minibatch whose approx_kl is higher.
+    target_kl: float | None = None  # Stop the update before a minibatch with a higher approx_kl.
     discount: float = 0.99
     gae_lambda: float = 0.95
     clip_epsilon: float = 0.2
@@ -78,7 +78,7 @@ class Rollout(NamedTuple):
 
 
 class PPO(ActorCritic, MinibatchAgent):
-    """PPO with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
+    """PPO agent with a clipped objective, for discrete, multi-discrete and bounded continuous actions.
 
     With a recurrent network, minibatches contain whole unrolls, and the recurrent state at the start of each unroll.
     """
@@ -155,7 +155,7 @@ class PPO(ActorCritic, MinibatchAgent):
         return logs["approx_kl"] > self.cfg.target_kl
 
     def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
-        """Return (distribution parameters [N, P], values [N], the minibatch with one row per step)."""
+        """Return (distribution parameters [N, P], values [N], the minibatch converted to one row per step)."""
         if self._stepped.is_recurrent:
             outputs, _ = self._stepped.unroll(params, rollout.observation, rollout.step_type, rollout.state)
             logits, value = flatten_batch_and_time(outputs)

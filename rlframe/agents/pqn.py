@@ -47,7 +47,7 @@ class PQNConfig:
     adam_epsilon: float = 1e-8  # epsilon of RAdam, as in the code of Liu et al. 2020, arXiv:1908.03265
     anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # None keeps epsilon at epsilon_end and disables annealing
-    # environments in a full batch; in schedules, a smaller batch counts as a fraction of a step; None: as a step
+    # environments in a full batch; schedules count a smaller batch as a fraction of a step (None: as one step)
     envs_per_batch: int | None = None
     max_grad_norm: float | None = 10.0
 

@@ -17,7 +17,7 @@ from rlframe.types import AgentOutput, AgentState, Params, TimeStep, Tree, specs
 
 
 class ActorParams(NamedTuple):
-    """Parameters for acting when all environments explore in the same way."""
+    """Parameters for actors whose environments all have the same exploration rate."""
 
     params: Params  # parameters of the network
     epsilon: Any  # [] float32: probability of a random action
@@ -31,7 +31,7 @@ def epsilon_greedy(
     Returns:
         (actions `[B]`, `[B]` bool that is True for random actions).
     """
-    # Use one random number for both decisions: if it is below epsilon, it is uniform in [0, epsilon).
+    # One random number decides twice: whether to explore (below epsilon), and which action (uniform in [0, epsilon)).
     draw = jax.random.uniform(rng, greedy.shape)
     random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
     explores = draw < epsilon
@@ -45,8 +45,8 @@ class QLearning(Agent):
     """
 
     takes_policy = False
-    may_recur: ClassVar[bool] = False  # True if the network may have a state
-    may_be_noisy: ClassVar[bool] = False  # True if the network may have noise
+    may_recur: ClassVar[bool] = False  # whether the agent supports recurrent networks
+    may_be_noisy: ClassVar[bool] = False  # whether the agent supports noisy networks
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class QLearning(Agent):
         return only_output(self.network.apply(params, observation))
 
     def greedy(self, values: jax.Array) -> jax.Array:
-        """Return [B]: the actions with the highest values [B, A]."""
+        """Return [B]: the action with the highest value in each row of the values [B, A]."""
         return jnp.argmax(values, axis=-1).astype(self.action_spec.dtype)
 
 

@@ -42,7 +42,7 @@ class R2D2Config:
 
     batch_size: int = 64  # sequences per update
     sequence_length: int = 80  # steps of one environment to learn from
-    burn_in: int = 40  # steps before the learned steps, only to update the recurrent state
+    burn_in: int = 40  # steps before `sequence_length`; they only update the recurrent state
     period: int = 40  # environment steps between the starts of two sequences
     replay_capacity: int = 4_000_000  # environment steps
     min_replay_size: int = 1_250  # sequences in the replay before learning starts; as in Ape-X (50,000 steps)
@@ -183,11 +183,11 @@ class R2D2(TargetNetworkAgent):
 def ladder_positions(count: int) -> np.ndarray:
     """Return positions [count] on the epsilon ladder: 1/2, 0, 1, 1/4, 3/4, 1/8, 5/8, 3/8, ...
 
-    For every count, the positions are spread almost evenly over [0, 1]. The position of an environment depends only on
-    the number of this environment, not on how many environments there are.
+    For every count, the positions are spread almost evenly over [0, 1]. The position of an environment depends on its
+    index, and is the same for every count.
     """
     numbers, positions, half = np.arange(1, count + 1), np.zeros(count), 0.5
-    while numbers.any():  # van der Corput's sequence: reverse the binary digits and put them after the point
+    while numbers.any():  # van der Corput sequence: the reversed binary digits are the binary fraction
         positions, numbers, half = positions + half * (numbers & 1), numbers >> 1, half / 2
     return np.concatenate([positions[:1], [0.0, 1.0], positions[1:]])[:count]
 

@@ -38,7 +38,7 @@ from rlframe.types import FIRST, AgentState, Params, Tree
 class RecurrentNetwork(NamedTuple):
     """The pure functions of a network with a state, a pytree of `[B, ...]`.
 
-    A user's network needs the first three functions. Without `unroll`, `apply` is called step by step.
+    A user's network needs `init`, `apply` and `initial_state`. Without `unroll`, `apply` is called for each step.
 
     The Actor carries the state between steps. `apply` receives the state that it returned for the same environment, or
     `initial_state` at FIRST.
@@ -106,7 +106,7 @@ def scan_with_resets(
     initial: AgentState,
     state: AgentState,
 ) -> tuple[Any, AgentState]:
-    """Apply a function to each step, with the initial state at FIRST. Return (outputs `[B, T, ...]`, final state).
+    """Apply a function to each step, starting from `initial` at FIRST. Return (outputs `[B, T, ...]`, final state).
 
     Args:
         step: `f(inputs [B, ...], state)` that returns (outputs, state).
@@ -126,7 +126,7 @@ def scan_with_resets(
 
 
 def reset_where_first(first: jax.Array, initial: AgentState, state: AgentState) -> AgentState:
-    """Return `state` `[B, ...]` with the rows at FIRST (`[B]` bool) taken from `initial`."""
+    """Return `state` `[B, ...]`, in which rows of `initial` replace the rows at FIRST (`[B]` bool)."""
 
     def choose(fresh: Any, old: jax.Array) -> jax.Array:
         return jnp.where(first.reshape((-1,) + (1,) * (old.ndim - 1)), fresh, old)
@@ -162,7 +162,7 @@ class _RecurrentConfig:
         parts = dueling_heads(heads) if self.dueling else heads
 
         def forward(observation: Tree, is_first: jax.Array | None, state: AgentState) -> tuple[Any, AgentState]:
-            # Without is_first, the inputs are one step [B, ...], otherwise [B, T, ...].
+            # If `is_first` is None, the inputs are one step [B, ...]. Otherwise they are [B, T, ...].
             # Only the core processes one step after another.
             lead = jax.tree.leaves(observation)[0].shape[: 1 if is_first is None else 2]
             rows = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, *leaf.shape[len(lead) :])), observation)

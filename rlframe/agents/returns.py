@@ -40,7 +40,7 @@ def generalized_advantages(
 
 
 def discounted_sums(terms: jax.Array, decays: jax.Array) -> jax.Array:
-    """Return y_t = terms_t + decays_t y_{t+1}. Time is the first axis, and y is 0 after the last step."""
+    """Return y with y_t = terms_t + decays_t y_{t+1}. Time is the first axis. After the last step, y is 0."""
 
     def step(following: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         term, decay = inputs
@@ -127,7 +127,7 @@ def n_step_returns(
         discounts: [T, B] float32, gamma, or 0 if the environment terminated at timestep t + 1.
         next_values: [T, B] float32, values of timestep t + 1.
         continues: [T, B] bool, False if timestep t + 1 is LAST. The sum then ends with the value of this timestep.
-        n_step: number of rewards, at least 1. Fewer are summed near the end of the sequence.
+        n_step: number of rewards, at least 1. Near the end of the sequence, fewer rewards are summed.
 
     Returns:
         [T, B] float32.
@@ -186,7 +186,7 @@ def rescale(x: jax.Array, epsilon: float) -> jax.Array:
 def unscale(x: jax.Array, epsilon: float) -> jax.Array:
     """Return the inverse of `rescale` (Pohlen et al. 2018, proposition A.2).
 
-    This form of the inverse avoids differences of nearly equal numbers.
+    The formula avoids subtracting nearly equal numbers.
     """
     size = jnp.abs(x) + 1.0 + epsilon
     root = 2.0 * size / (1.0 + jnp.sqrt(1.0 + 4.0 * epsilon * size))  # sqrt(|h^-1(x)| + 1)
