@@ -24,7 +24,7 @@ from rlframe.types import Batch, Logs, Params, Tree
 
 @dataclasses.dataclass(frozen=True)
 class SACConfig:
-    """Defaults from Haarnoja et al. 2018, table 1. Other defaults are from their code (softlearning)."""
+    """Defaults from Haarnoja et al. 2018, table 1, and from the authors' code (softlearning)."""
 
     batch_size: int = 256
     replay_capacity: int = 1_000_000  # environment steps
@@ -36,7 +36,7 @@ class SACConfig:
     target_update_rate: float = 0.005  # tau: fraction by which the target critics move to the critics in each update
     initial_temperature: float = 1.0  # alpha: weight of the entropy
     learn_temperature: bool = True  # False keeps the temperature constant
-    target_entropy: float | None = None  # in nats, for actions scaled to [-1, 1]; None: minus the number of dimensions
+    target_entropy: float | None = None  # nats, for actions scaled to [-1, 1]; None uses -(number of action dimensions)
     min_log_std: float = -20.0  # limits of the log standard deviation of the policy, before tanh
     max_log_std: float = 2.0
 

@@ -31,7 +31,7 @@ def _check_method(base: type, cls: type, name: str, member: Any) -> None:
         wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
         try:
             inspect.signature(member).bind(None, *wanted)
-            fits = given == wanted or set(given) != set(wanted)  # the same names in another order do not fit
+            fits = given == wanted or set(given) != set(wanted)  # The same names in a different order are an error.
         except TypeError:
             fits = False
         if not fits:

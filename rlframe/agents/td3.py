@@ -32,7 +32,7 @@ class TD3Config:
     discount: float = 0.99
     learning_rate: float = 1e-3
     target_update_rate: float = 0.005  # tau: fraction by which target networks move in each policy update
-    policy_period: int = 2  # learner steps per update of the policy and the targets
+    policy_period: int = 2  # learner steps per update of the policy and the target networks
     exploration_noise: float = 0.1  # standard deviation of the exploration noise on actions
     smoothing_noise: float = 0.2  # standard deviation of the noise on the target policy's actions
     smoothing_clip: float = 0.5  # limit of the smoothing noise
@@ -126,7 +126,7 @@ class TD3(TwinCriticAgent):
         return jnp.mean(losses.twin_td_error(values, targets)), logs
 
     def policy_loss(self, policy_params: Params, critic_params: Params, observation: Tree) -> jax.Array:
-        """Return []: minus the first critic's mean value of the policy's actions (algorithm 1)."""
+        """Return []: the negative mean of the first critic's values for the policy's actions (algorithm 1)."""
         return -jnp.mean(self._nets.values(critic_params, observation, self.greedy(policy_params, observation))[0])
 
     def _descend(self, params: Params, grads: Params, opt_state: Any) -> tuple[Params, Any]:

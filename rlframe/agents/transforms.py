@@ -1,4 +1,4 @@
-"""A transform is an Agent that wraps another Agent, here to normalize its inputs. The inner agent needs no changes."""
+"""Transforms: Agents that wrap another Agent. `Normalized` normalizes the inputs of an unchanged inner agent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlframe.types import (
     Tree,
 )
 
-_EPSILON = 1e-8  # added to variances; baselines/common/vec_env/vec_normalize.py
+_EPSILON = 1e-8  # added to variances, as in baselines/common/vec_env/vec_normalize.py
 
 
 class Moments(NamedTuple):
@@ -37,10 +37,10 @@ class Moments(NamedTuple):
 
 
 class RunningStatistics(NamedTuple):
-    """Statistics that belong to one version of the parameters. A field is () if its values are not normalized."""
+    """The statistics of one parameter version. A field is () if its values are not normalized."""
 
     observation: Any  # `Moments` of the normalized leaves
-    returns: Any  # `Moments` of the return so far: the discounted sum of an episode's rewards
+    returns: Any  # `Moments` of the discounted sum of rewards since the start of the episode
 
 
 class NormalizedParams(NamedTuple):
@@ -75,8 +75,8 @@ def updated_moments(moments: Moments, values: list[jax.Array], mask: jax.Array) 
 
     Args:
         moments: moments of all earlier values.
-        values: one array [N, ...] for each of the means.
-        mask: [N] float32, 0 for rows that are not added.
+        values: one array [N, ...] for each array of means.
+        mask: [N] float32, 0 for rows to ignore.
     """
     seen = jnp.sum(mask)
     count = moments.count + seen
@@ -169,7 +169,7 @@ class Normalized(Agent):
         return self.agent.initial_params(rng)
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Return the state of the inner agent, with a return of 0 if rewards are normalized."""
+        """Return the state of the inner agent. If rewards are normalized, add a discounted reward sum of 0."""
         state = self.agent.initial_state(batch_size)
         return NormalizedAgentState(state, np.zeros((batch_size,), np.float32)) if self.rewards else state
 
@@ -280,7 +280,7 @@ class Normalized(Agent):
         if self.observations:
             data = data._replace(observation=self._observed(statistics, raw.observation))
             leaves = self._selected(jax.tree.leaves(raw.observation))
-            if isinstance(raw, SequenceBatch):  # the next sequence also contains the last timestep
+            if isinstance(raw, SequenceBatch):  # skip the last timestep, because the next sequence contains it too
                 leaves = [leaf[:, :-1] for leaf in leaves]
             else:
                 data = data._replace(next_observation=self._observed(statistics, raw.next_observation))

@@ -40,7 +40,7 @@ def swap_batch_and_time(tree: Tree) -> Tree:
 
 
 def check_tree(label: str, spec: Tree, tree: Tree, *, owner: str) -> None:
-    """Raise UsageError for the first leaf of `tree` that is not a batch of its spec. `label` is the tree's name."""
+    """Raise UsageError for the first leaf that does not match its spec with a batch axis. Messages use `label`."""
     expected, received = _named_leaves(spec), _named_leaves(tree)
     if expected.keys() != received.keys():
         raise UsageError(f"{owner}: {label} has the leaves {_names(received)}, but its spec has {_names(expected)}.")
@@ -54,10 +54,10 @@ def check_tree(label: str, spec: Tree, tree: Tree, *, owner: str) -> None:
 
 
 def check_shapes(**arrays: tuple[Any, str]) -> None:
-    """Raise ValueError if an array has another shape than given. Example: `check_shapes(rewards=(rewards, "T B"))`.
+    """Raise ValueError if an array has an unexpected shape. Example: `check_shapes(rewards=(rewards, "T B"))`.
 
-    The name of a dimension means the same size in all arrays. After its first use, a sum like "T+1" is allowed.
-    "..." means all remaining dimensions, and a number means this size.
+    A dimension must have the same size wherever its name is used. After the first use of "T", "T+1" is also allowed.
+    "..." means all remaining dimensions, and a number means a dimension of this size.
     """
     sizes: dict[str, tuple[int, ...]] = {}
     for name, (array, dims) in arrays.items():

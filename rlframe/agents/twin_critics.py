@@ -1,4 +1,4 @@
-"""The base class of SAC and TD3, and the networks of both: a policy for continuous actions, and twin critics.
+"""The base class of SAC and TD3, and their networks: a policy for continuous actions, and two critics.
 
 The targets of the critics are `returns.soft_targets`. The losses are in losses.py.
 """
@@ -35,7 +35,7 @@ class PolicyAndCritics:
         num_policy_params: number of outputs of the policy network.
 
     Raises:
-        UsageError: the function does not return such a pair, or a network is recurrent.
+        UsageError: `net_factory` does not return a pair (policy, critics), or a network is recurrent.
     """
 
     def __init__(self, net_factory: Any, observation_spec: Tree, num_actions: int, num_policy_params: int) -> None:
@@ -111,7 +111,7 @@ class TwinCriticAgent(Agent):
         self, rng: jax.Array, params: Any, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         action = self.exploring_action(rng, params, timestep.observation)
-        uniform_rng = jax.random.fold_in(rng, 1)  # a separate key, because `exploring_action` uses `rng` itself
+        uniform_rng = jax.random.fold_in(rng, 1)  # a separate key, because `exploring_action` uses `rng`
         uniform = jax.random.uniform(uniform_rng, action.shape, minval=-1.0)
         return AgentOutput(self._range.to_action(jnp.where(params.uniform > 0.0, uniform, action)), {}), state
 

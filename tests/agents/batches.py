@@ -110,7 +110,7 @@ def _jitted(agent, method):
 
 
 def clip_to_norm(grads, largest):
-    """Return gradients clipped to the norm `largest`. Before clipping, the norm must be larger."""
+    """Clip the gradients to the norm `largest`. Fail if their norm was not larger before."""
     norm = optax.global_norm(grads)
     assert norm > largest
     return jax.tree.map(lambda leaf: leaf * (largest / norm), grads)

@@ -390,7 +390,7 @@ def test_agent_from_a_user_file_may_have_cached_properties(tmp_path):
 def test_agent_with_a_fixed_distribution_rejects_a_policy_factory(agent_cls, cfg, action_spec):
     with pytest.raises(UsageError, match=f"{agent_cls.__name__} accepts no policy_factory.*PPO and IMPALA accept"):
         agent_cls(cfg, VECTOR, action_spec, policy_factory=default_distribution)
-    # None is accepted; the base class sets this attribute
+    # None is accepted. The constructor of the base class sets `policy_factory`.
     assert agent_cls(cfg, VECTOR, action_spec, SMALL_MLP, None).policy_factory is None
 
 

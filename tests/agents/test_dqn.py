@@ -78,7 +78,7 @@ def repeated_actions(epsilon, steps=400, rows=64):
 def test_random_actions_are_repeated_and_their_durations_have_the_zeta_distribution():
     changes = np.diff(repeated_actions(1.0), axis=0) != 0
     # The mean duration is sum(n^-1) / sum(n^-2) = 4.55 for n up to 1000.
-    # After a repeated action, the next action is a different one with probability (A - 1) / A.
+    # When a repetition ends, the next random action is different with probability (A - 1) / A.
     num_actions = make().action_spec.num_values
     expected = (num_actions - 1) / num_actions / 4.55
     assert abs(changes.mean() - expected) < 0.04
@@ -248,7 +248,7 @@ def test_categorical_loss_matches_the_algorithm_of_the_paper(dueling):
     expected = np.zeros(16)
     for row in range(16):
         best = (online[row] @ support).argmax()
-        m = np.zeros(5)  # the loop of the paper's algorithm; low is its index l
+        m = np.zeros(5)  # the loop of the paper's algorithm; `low` is the index l of the paper
         for j in range(5):
             b = (np.clip(data.reward[row] + data.discount[row] * support[j], -1.0, 1.0) + 1.0) / 0.5
             low = min(int(b), 3)
