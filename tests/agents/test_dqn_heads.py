@@ -55,7 +55,7 @@ def test_probability_of_a_categorical_target_is_split_between_the_nearest_values
     expected = np.sum(target * np.log(target / [0.25, 0.25, 0.5]))
     found = head.loss(predicted, np.array([0.25]), np.array([0.5]), following)
     np.testing.assert_allclose(found.loss, [expected], rtol=1e-5)
-    # A final reward of 3 is above the support, so the target is 1 with probability 1. The prediction has 0.5.
+    # A final reward of 3 is clipped to the highest value, 1. Its predicted probability is 0.5.
     found = head.loss(predicted, np.array([3.0]), np.array([0.0]), following)
     np.testing.assert_allclose(found.loss, [np.log(2.0)], rtol=1e-5)
 

@@ -40,7 +40,7 @@ def make(**changes) -> GRPO:
 
 
 def other_params(seed=5):
-    """Return parameters that differ from the initial ones and give confident predictions, so that ratios are not 1."""
+    """Return different parameters than the initial parameters, with confident predictions, so that ratios are not 1."""
     params = make().initial_params(jax.random.PRNGKey(seed))
     return {**params, "embed_tokens": 20 * params["embed_tokens"]}
 
@@ -88,7 +88,7 @@ def brute_force_loss(params, data, advantages, *, average, clip, cap, kl_cost, l
     ],
 )
 def test_loss_matches_the_equation_of_the_paper(average, given):
-    """With `given`, one group has token-level advantages. The other group has only scores, which are normalized."""
+    """If `given` is True, one group has token-level advantages. The loss normalizes the scores of the other group."""
     agent = make(average=average, clip_epsilon_high=0.28, kl_cost=0.3)
     data = BATCH.data
     advantages = np.zeros(data.mask.shape)
@@ -162,7 +162,7 @@ def test_ratio_is_one_for_tokens_that_the_current_policy_sampled_at_the_batch_te
     assert other["approx_kl"] > 0.01
 
 
-def test_set_advantage_to_zero_does_not_change_the_advantages_of_other_sequences():
+def test_advantage_that_is_set_to_zero_does_not_change_the_advantages_of_other_sequences():
     """All scores are normalized before some advantages are set to 0, as in atroposlib's trainer."""
     tokens = [[1, 2, 3], [1, 4, 5, 6], [1, 7], [1, 8, 9]]
     masks = [[-100, *row[1:]] for row in tokens]
@@ -203,7 +203,7 @@ def test_reference_log_probabilities_of_the_batch_are_used():
 
 
 def test_on_policy_gradient_equals_the_reinforce_gradient():
-    """True with correct or missing sampling log-probabilities, for any clip range, and for the loss policy_gradient."""
+    """Test correct and missing sampling log-probabilities, several clip ranges, and the loss policy_gradient."""
     params, state = started(make(kl_cost=0.0))
     log_probs = np.pad(log_probs_of(params, BATCH.data.tokens), ((0, 0), (1, 0))) * BATCH.data.mask
     with_log_probs = BATCH._replace(data=BATCH.data._replace(inference_logprobs=log_probs.astype(np.float32)))
@@ -243,7 +243,7 @@ def test_masked_tokens_and_padding_do_not_change_the_gradient():
 
 
 @pytest.mark.system
-def test_more_padding_gives_the_same_update():
+def test_additional_padding_does_not_change_the_update():
     agent = make()
     params, state = started(agent)
     data = BATCH.data
@@ -261,7 +261,9 @@ def test_more_padding_gives_the_same_update():
 def test_micro_batches_give_the_gradient_and_logs_of_the_whole_batch(changes):
     params, state = other_params(), started(make())[1]
     expected, grads = make(**changes).compute_gradients(params, state, BATCH)
-    logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(params, state, BATCH)  # parts 2, 2, 1
+    logs, accumulated = make(**changes, micro_batch_size=2).compute_gradients(
+        params, state, BATCH
+    )  # 2 + 2 + 1 sequences
     assert logs.keys() == expected.keys()
     for name in logs:
         np.testing.assert_allclose(logs[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
@@ -314,7 +316,7 @@ def test_each_loss_increases_the_probability_of_sequences_with_high_scores(loss)
     batch = BATCH._replace(data=BATCH.data._replace(inference_logprobs=None))
     params, state = started(agent)
     step = jax.jit(agent.learner_step)
-    # The first three sequences are the first group.
+    # Compare the best and the worst sequence of the first group, which has three sequences.
     best, worst = np.argmax(batch.data.scores[:3]), np.argmin(batch.data.scores[:3])
 
     def margin(params):
@@ -353,7 +355,7 @@ def test_small_updates_of_bfloat16_weights_reach_the_float32_copy():
         params, state, _ = step(params, state, BATCH)
     master = state.opt_state.master
     moved = np.abs(master["layers"][0]["q_proj"] - before["layers"][0]["q_proj"])
-    np.testing.assert_allclose(moved.max(), 3e-5, rtol=0.1)  # three steps with the size of the learning rate
+    np.testing.assert_allclose(moved.max(), 3e-5, rtol=0.1)  # three updates, each as large as the learning rate
     assert_trees_equal(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), master), params)
 
 
@@ -442,7 +444,7 @@ def test_initial_weights_are_loaded_from_a_folder_and_not_pickled(tmp_path):
     narrow = GRPO(dataclasses.replace(agent.cfg, dtype="bfloat16"))
     assert narrow.initial_params(jax.random.PRNGKey(0))["norm"].dtype == jnp.bfloat16
     (tmp_path / "model.safetensors").unlink()
-    assert agent.step_spec.action.num_values == 11  # tracing does not read the weights
+    assert agent.step_spec.action.num_values == 11  # `step_spec` does not read the weights
     with pytest.raises(CheckpointError, match="neither model.safetensors"):
         agent.initial_params(jax.random.PRNGKey(0))
 

@@ -30,7 +30,7 @@ def learned(agent, change=lambda data: data):
 
 
 def with_ratio(ratio):
-    """Return a function that makes the learner's action probabilities `ratio` times those of the acting policy."""
+    """Return a function that changes a batch so that pi(a) / mu(a) is `ratio` (learner's policy / acting policy)."""
 
     def change(data):
         log_prob = (data.extras["log_prob"] - np.log(ratio)).astype(np.float32)
@@ -129,7 +129,7 @@ def test_continuous_action_is_clipped_to_the_bounds_and_the_unclipped_sample_is_
 
 
 def learns(action_spec, reward, measure):
-    """Return `measure(params)` before and after updates on one batch, whose rewards are `reward(data)`."""
+    """Return `measure` before and after several updates on one batch with the rewards `reward(data)`."""
     agent = make(action_spec, discount=0.0, batch_size=16, learning_rate=3e-2, entropy_cost=0.0)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, batch_size=16)

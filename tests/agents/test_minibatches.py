@@ -34,7 +34,7 @@ def test_one_epoch_visits_every_row_once():
     assert not np.array_equal(indices[0], indices[1])
 
 
-def test_each_epoch_leaves_out_different_rows_if_the_minibatches_do_not_contain_all_rows():
+def test_each_epoch_skips_different_rows_if_the_minibatches_do_not_contain_all_rows():
     indices = np.asarray(updates(5).indices(jax.random.PRNGKey(0), 32)).reshape(3, 30)
     assert all(len(set(epoch)) == 30 for epoch in indices.tolist())
     assert len({frozenset(epoch) for epoch in indices.tolist()}) == 3
@@ -113,7 +113,7 @@ def test_gradient_steps_above_the_limit_are_not_applied(cls):
         results.append((float(params["mean"]), int(state.opt_state[0].count), float(logs["mean"])))
     (_, count, _), stopped, at_once = results
     assert count == 80
-    # The applied steps start at 0, 0.1, 0.2 and 0.3. The step that starts at 0.4 is above the limit.
+    # Four steps are applied, at the means 0, 0.1, 0.2 and 0.3. The next mean, 0.4, is above the limit of 0.35.
     np.testing.assert_allclose(stopped, (0.4, 4, 0.2), rtol=1e-3)
     np.testing.assert_allclose(at_once, (0.1, 1, 0.05), rtol=1e-3)
     assert logs["minibatch_share"] == pytest.approx(1 / 80)

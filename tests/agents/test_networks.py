@@ -86,17 +86,17 @@ def test_dueling_values_match_worked_example():
 
 def test_orthogonal_weights_are_orthogonal_and_scaled():
     params = MLPConfig(hidden=(8,)).build(VECTOR, (Head(2, scale=0.01),)).init(RNG, np.zeros((1, 3), np.float32))
-    rows = np.asarray(params["torso0_dense0"]["w"])  # [3, 8], so the rows are orthogonal, not the columns
+    rows = np.asarray(params["torso0_dense0"]["w"])  # The shape is [3, 8], so only the rows can be orthogonal.
     np.testing.assert_allclose(rows @ rows.T, 2.0 * np.eye(3), atol=1e-5)
     columns = np.asarray(params["head0"]["w"])
     np.testing.assert_allclose(columns.T @ columns, 1e-4 * np.eye(2), atol=1e-8)
 
 
-def test_truncated_normal_weights_have_the_right_standard_deviation():
+def test_standard_deviation_of_truncated_normal_weights_is_one_over_the_root_of_the_inputs():
     config = MLPConfig(hidden=(2000,), orthogonal=False)
     weights = config.build(VECTOR, (Head(1),)).init(RNG, np.zeros((1, 3), np.float32))["torso0_dense0"]["w"]
     assert np.abs(weights).max() <= 2.0 / np.sqrt(3.0)
-    # the factor is 0.88, because the weights are truncated at two deviations
+    # Truncation at two standard deviations multiplies the standard deviation by 0.88.
     np.testing.assert_allclose(np.std(weights), 0.88 / np.sqrt(3.0), rtol=0.05)
 
 
@@ -165,7 +165,7 @@ def test_vector_leaf_is_joined_with_the_output_of_the_convolutions():
     assert network.init(RNG, observation)["torso_dense0"]["w"].shape == (64 + 3, 10)
 
 
-def test_nature_cnn_has_as_many_parameters_as_in_the_paper():
+def test_nature_cnn_has_the_number_of_parameters_of_the_paper():
     spec = specs.BoundedArray((4, 84, 84), np.uint8, 0, 255)
     network = NatureCNNConfig().build(spec, (Head(6),))
     shapes = jax.eval_shape(network.init, RNG, np.zeros((1, 4, 84, 84), np.uint8))

@@ -41,7 +41,7 @@ def test_weight_noise_is_the_product_of_input_and_output_noise():
     np.testing.assert_allclose(noise / of_outputs, np.repeat((noise / of_outputs)[:, :1], 3, axis=1), rtol=1e-4)
     np.testing.assert_array_equal(sample.mean["norm"]["scale"], mean["norm"]["scale"])
     draws = jax.vmap(lambda rng: add_noise(rng, params).mean["dense"]["b"])(jax.random.split(RNG, 4_000))
-    squares = jnp.square((draws - 2.0) / 0.25)  # this is the mean of |x| for a Gaussian x
+    squares = jnp.square((draws - 2.0) / 0.25)  # each square is |x| for a Gaussian x
     np.testing.assert_allclose(squares.mean(), np.sqrt(2.0 / np.pi), atol=0.03)
     np.testing.assert_allclose(draws.mean(), 2.0, atol=0.02)
 
@@ -66,7 +66,10 @@ RAINBOW = {"double": True, "dueling": True, "head": Categories(3), "prioritized"
 
 
 def loss_of_samples(plain, batch, online, target, selecting):
-    """Return the loss without noise, for three sets of parameters: online, target, and action selection."""
+    """Return the double DQN loss of a network without noise, for the given sampled parameters.
+
+    `online`, `target` and `selecting` are used for predictions, targets, and the selection of next actions.
+    """
     head, data, rows = plain.cfg.head, batch.data, np.arange(len(batch.data.action))
     choices = head.values(plain._outputs(selecting, data.next_observation)).argmax(axis=1)
     chosen = plain._outputs(online, data.observation)[rows, data.action]
@@ -97,7 +100,7 @@ def test_loss_samples_noisy_parameters_and_trains_the_deviations_of_the_noise(ch
     weights = [each["head0"]["w"] for each in (params.mean, online, target, selecting)]
     assert all((one != other).any() for one, other in itertools.combinations(weights, 2))
     loss, _ = agent.loss(params, learner_state, batch)
-    if changes.get("double"):  # double DQN samples noise twice for the online parameters
+    if changes.get("double"):  # double DQN uses two noise samples of the online parameters
         of_samples = loss_of_samples(plain, batch, online, target, selecting)
     else:
         of_samples, _ = plain.loss(online, plain.initial_learner_state(target), batch)

@@ -26,7 +26,7 @@ def test_annealed_value_falls_to_zero_and_stays_there():
     assert annealed(0.5, 7, None) == 0.5 and annealed(0.5, 7, None).dtype == np.float32
 
 
-def test_interpolated_value_reaches_its_end_and_stays_there():
+def test_interpolated_value_reaches_its_end_value_and_stays_there():
     values = [float(interpolated(1.0, 0.2, done)) for done in (0.0, 0.5, 1.0, 3.0)]
     np.testing.assert_allclose(values, [1.0, 0.6, 0.2, 0.2], rtol=1e-6)
 
