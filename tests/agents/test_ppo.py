@@ -117,7 +117,7 @@ def test_loss_matches_plain_python_implementation(network, normalizes):
         np.random.RandomState(1),
     )
     step_type = np.array([[1, 1, 2, 0, 1, 1, 1], [0, 1, 1, 1, 1, 2, 0], [1, 2, 0, 1, 1, 1, 2]], np.uint8)
-    # terminated, truncated, terminated
+    # The first LAST of each row is a termination, a truncation, and a termination.
     discount = np.where(step_type[:, 1:] == 2, [[0.0], [1.0], [0.0]], 1.0).astype(np.float32)
     shifted = {
         name: leaf + random.uniform(-0.6, 0.6, leaf.shape).astype(np.float32) for name, leaf in data.extras.items()
@@ -265,7 +265,7 @@ class OnlyValues(PPO):
 
 
 @pytest.mark.parametrize("observation_spec", [VECTOR, pytest.param(IMAGE, marks=pytest.mark.system)])
-def test_subclass_can_train_with_another_loss(observation_spec):
+def test_subclass_can_replace_the_loss(observation_spec):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=2, learning_rate=1e-3)
     network = SMALL if observation_spec is VECTOR else SMALL_CNN
     params, learner_state = started(PPO(cfg, observation_spec, DISCRETE, network))
@@ -326,7 +326,7 @@ def test_learning_rate_and_clip_range_anneal_to_zero():
         np.testing.assert_allclose(logs["learning_rate"], 1e-2 * left, rtol=1e-5)
         if not left:
             batches.assert_trees_equal(changed, params)
-        # Change the parameters by 10 %, so that the ratios are not 1. The smaller the clip range, the more are clipped.
+        # Change the parameters, so that the ratios are not 1. A smaller clip range clips more ratios.
         moved = jax.tree.map(lambda leaf: 1.1 * leaf + 0.01, params)
         rows = agent.rollout(params, batch.data)
         clipped = agent.minibatch_loss(moved, learner_state._replace(steps=jnp.int32(steps)), rows)[1]["clip_fraction"]

@@ -123,7 +123,7 @@ def test_update_is_a_radam_step_with_a_clipped_gradient():
     radam = optax.radam(3e-3)
     opt_state = radam.init(params)
     slope = jax.jit(jax.grad(lambda params, rows: agent.minibatch_loss(params, learner_state, rows)[0]))
-    for _ in range(8):  # RAdam uses the variance only from the sixth step
+    for _ in range(8):  # RAdam ignores the variance in its first five steps
         batch = unroll(agent, params, learner_state)
         grads = slope(params, agent.rollout(params, batch.data))
         updates, opt_state = radam.update(batches.clip_to_norm(grads, 0.1), opt_state)

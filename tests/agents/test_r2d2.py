@@ -65,7 +65,7 @@ def h(x, epsilon):
 
 
 def inverse_of_h(y, epsilon):
-    """Return the inverse of the rescaling h, found by bisection."""
+    """Compute the inverse of the rescaling h by bisection."""
     low, high = np.full_like(y, -1e6, np.float64), np.full_like(y, 1e6, np.float64)
     for _ in range(100):
         middle = 0.5 * (low + high)
@@ -103,7 +103,7 @@ def test_replay_spec_follows_the_config():
     spec = make(replay_capacity=500, update_period=8, priority_exponent=0.7).replay_spec
     assert (spec.kind, spec.item, spec.batch_size) == ("prioritized", Sequence(BURN_IN + LENGTH, 4), ROWS)
     assert (spec.capacity, spec.min_size, spec.priority_exponent) == (500, 4, 0.7)
-    # one update samples 4 sequences per 8 steps, and 2 sequences start in 8 steps
+    # In 8 environment steps, 2 sequences are added, and one update samples 4 sequences.
     assert spec.samples_per_insert == 2.0
 
 
@@ -226,7 +226,9 @@ def test_recurrent_network_learns_a_memory_task(network, error):
         discount = np.repeat(np.array([[1.0, 1.0, 0.0]], np.float32), rows, axis=0)
         data = SequenceBatch(observation, step_type, action, reward, discount, {}, agent.initial_state(rows))
         params, learner_state, logs = step(params, learner_state, batches.whole(data, rows))
-    errors = (logs["priorities"].mean() - 0.1 * logs["td_error"]) / 0.9  # mean over sequences of the largest error
+    errors = (
+        logs["priorities"].mean() - 0.1 * logs["td_error"]
+    ) / 0.9  # the largest error of each sequence, averaged over sequences
     np.testing.assert_allclose(errors, error, atol=0.15)
 
 
@@ -243,7 +245,7 @@ def test_network_without_a_state_can_be_trained_at_the_sizes_of_the_paper():
         extras={},
         agent_state=agent.initial_state(rows),
     )
-    # compile as the Learner does; this once aborted the process
+    # Compile in the same way as the Learner. In the past, this compilation aborted the process.
     step = compilation.jit(agent.learner_step, differentiates=True)
     assert np.isfinite(step(params, learner_state, batches.whole(data, rows))[2]["loss"])
 

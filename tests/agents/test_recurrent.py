@@ -64,7 +64,7 @@ def test_unroll_equals_single_steps_and_resets_the_state_when_an_episode_starts(
 
 
 def acted(agent, num_steps):
-    """Act for `num_steps` steps. Return the resulting batch and the parameters that acted."""
+    """Act for `num_steps` steps. Return the resulting batch and the parameters."""
     replay_buffer = ReplayBuffer(agent, seed=1)
     learner = Learner(LearnerConfig(seed=1), agent, replay_buffer)
     inferencer = Inferencer(InferencerConfig(seed=1), agent, learner)
@@ -109,7 +109,7 @@ def test_impala_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
     # some unrolls start in the middle of an episode
     assert any(leaf.any() for leaf in jax.tree.leaves(batch.data.agent_state))
     logs = agent.loss(params, agent.initial_learner_state(params), batch)[1]
-    np.testing.assert_allclose(logs["clipped_rho"], 1.0, atol=1e-5)  # all ratios are 1
+    np.testing.assert_allclose(logs["clipped_rho"], 1.0, atol=1e-5)  # all importance ratios are 1
     state = jax.tree.map(lambda leaf: leaf + 1.0, batch.data.agent_state)
     other = batch._replace(data=batch.data._replace(agent_state=state))
     assert agent.loss(params, agent.initial_learner_state(params), other)[1]["clipped_rho"] < 0.99999
@@ -120,7 +120,7 @@ def test_minibatches_of_a_recurrent_network_contain_whole_unrolls(specs):
     batch, params = acted(agent, 8)
     with pytest.raises(UsageError, match="num_minibatches=5 is above .*num_envs rows for a recurrent network"):
         agent.check_num_envs(4)
-    # If an actor is dead, there can be fewer rows than minibatches. Each row is then a minibatch.
+    # After an actor has died, a batch can have fewer rows than minibatches. Each row is then a minibatch.
     _, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)
     assert np.isfinite(logs["loss"]) and learner_state.opt_state[1].count == 4 * agent.cfg.num_epochs
 

@@ -69,7 +69,7 @@ def test_vtrace_matches_the_sums_in_the_paper(options):
 @pytest.mark.parametrize("lambda_", [0.0, 0.9, 1.0])
 def test_vtrace_agrees_with_rlax(rho_bar, lambda_, rlax):
     values, rewards, discounts, rhos = random_inputs(seed=1)
-    c_bar = 1.0  # rlax supports only this value
+    c_bar = 1.0  # the only c_bar that rlax supports
     result = vtrace(
         values, rewards, discounts, rhos, jnp.ones_like(rewards), rho_bar=rho_bar, c_bar=c_bar, lambda_=lambda_
     )
@@ -86,7 +86,7 @@ def test_vtrace_agrees_with_rlax(rho_bar, lambda_, rlax):
 
 def test_on_policy_vtrace_targets_are_n_step_returns():
     # With gamma 0.5, from the last step to the first: 4 + 0.5 * 8 = 8, 2 + 0.5 * 8 = 6, 1 + 0.5 * 6 = 4.
-    # Only the last of the values is used.
+    # The targets depend only on the last value.
     result = run([7, -3, 5, 8], [1, 2, 4], [0.5, 0.5, 0.5])
     np.testing.assert_allclose(result.targets, [4, 6, 8])
     np.testing.assert_allclose(result.advantages, [4 - 7, 6 + 3, 8 - 5])
@@ -115,7 +115,7 @@ def test_vtrace_does_not_bootstrap_at_termination():
 
 
 def test_vtrace_bootstraps_at_truncation_and_uses_no_later_steps():
-    # Timestep 1 is LAST (truncated) and has the value 10. Step 0 uses this value, and nothing of the next episode.
+    # Timestep 1 is LAST (truncated) and has the value 10. Step 0 uses this value, and no data of the next episode.
     result = run([2, 10, 3, 50], [1, 0, 7], [1, 1, 1], mask=[1, 0, 1])
     np.testing.assert_allclose(result.targets, [1 + 10, 10, 7 + 50])
     np.testing.assert_allclose(result.advantages, [1 + 10 - 2, 0, 7 + 50 - 3])
@@ -185,7 +185,7 @@ def test_gae_does_not_bootstrap_at_termination():
 
 
 def test_gae_bootstraps_at_truncation_and_uses_no_later_steps():
-    # Timestep 1 is LAST (truncated) and has the value 10. Step 0 uses this value, and nothing of the next episode.
+    # Timestep 1 is LAST (truncated) and has the value 10. Step 0 uses this value, and no data of the next episode.
     result = advantages([1, 0, 7], [1, 1, 1], [2, 10, 3, 50], mask=[1, 0, 1])
     np.testing.assert_allclose(result, [1 + 10 - 2, 0, 7 + 50 - 3])
 
@@ -222,7 +222,7 @@ def test_n_step_returns_match_worked_example():
         continues=jnp.array([True, False, True, True, True])[:, None],
         n_step=2,
     )
-    # 1 + 0.5 (2 + 0.5 * 20); 2 + 0.5 * 20; (ignored); 4 + 0.5 (8 + 0.5 * 50); 8 + 0.5 * 50 at the end of the sequence
+    # 1 + 0.5 (2 + 0.5 * 20); 2 + 0.5 * 20; (ignored); 4 + 0.5 (8 + 0.5 * 50); 8 + 0.5 * 50 (only one reward is left)
     np.testing.assert_allclose(np.delete(found[:, 0], 2), [7.0, 12.0, 20.5, 33.0])
 
 

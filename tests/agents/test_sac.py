@@ -60,7 +60,7 @@ def test_actors_receive_only_the_policy():
 
 
 def mlp(params, inputs, head):
-    """Compute a head and its separate layer, as in `MLPConfig((n,), "relu")`, with NumPy."""
+    """Compute the output of one head of an `MLPConfig((n,), "relu")` network with NumPy."""
     torso, linear = params[f"torso{head}_dense0"], params[f"head{head}"]
     hidden = np.maximum(inputs @ np.asarray(torso["w"], np.float64) + torso["b"], 0.0)
     return hidden @ np.asarray(linear["w"], np.float64) + linear["b"]
@@ -81,7 +81,9 @@ def brute_force(agent, params, target_critics, batch, noises, entropy, min_log_s
             return action, np.log(density).sum()
 
         def values(critics, observation, action):
-            inputs = np.concatenate([action, observation])  # joined in alphabetical order of the keys
+            inputs = np.concatenate(
+                [action, observation]
+            )  # the network joins the leaves in alphabetical order of their keys
             return [mlp(critics, inputs, head)[0] for head in (0, 1)]
 
         next_action, next_log_prob = act(data.next_observation[i], noises[1][i])
@@ -114,7 +116,7 @@ def test_losses_match_a_loop_over_rows(entropy, bounds):
     np.testing.assert_allclose(loss, critic + policy + temperature, rtol=1e-4)
 
 
-def test_each_of_the_three_losses_has_gradients_only_for_its_own_parameters():
+def test_each_loss_has_gradients_only_for_its_own_parameters():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
@@ -134,7 +136,7 @@ def test_each_of_the_three_losses_has_gradients_only_for_its_own_parameters():
     )
 
 
-def test_critic_learning_rate_is_for_critics_and_temperature():
+def test_critic_learning_rate_applies_to_critics_and_temperature():
     agent = make(learning_rate=1e-3, critic_learning_rate=2e-2)
     params, learner_state = started(agent)
     after, _, _ = learn(agent, params, learner_state, batches.transitions(agent))
@@ -183,7 +185,7 @@ def test_sac_learns_the_best_action_of_a_bandit_at_its_target_entropy():
 
 
 class PolicyAndCriticsFactory:
-    """A net factory that returns a policy, and critics with `num_values` outputs."""
+    """A net factory that returns a pair: a policy, and critics with `num_values` outputs."""
 
     def __init__(self, num_values):
         self.num_values = num_values

@@ -88,7 +88,7 @@ def test_policy_loss_uses_the_first_critic():
     np.testing.assert_allclose(loss, -np.mean(values), rtol=1e-4)
 
 
-def test_policy_is_updated_after_the_critics():
+def test_policy_update_uses_the_updated_critics():
     agent = make()
     params, learner_state = started(agent)
     batch = batches.transitions(agent)

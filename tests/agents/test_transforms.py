@@ -45,7 +45,7 @@ NETWORK = MLPConfig((8,))
 
 
 def ppo(spec=VECTOR, network=NETWORK, **options):
-    """Return a PPO with normalized observations and rewards. `options` override the options of `Normalized`."""
+    """Return a PPO agent with normalized observations and rewards. `options` are passed to `Normalized`."""
     return Normalized(PPO(CONFIG, spec, BOX, network), **{"rewards": True, **options})
 
 
@@ -128,7 +128,7 @@ def test_parameters_for_actors_contain_the_statistics():
     np.testing.assert_allclose(here, there, rtol=1e-6)
 
 
-def test_return_so_far_restarts_with_each_episode():
+def test_discounted_reward_sum_restarts_at_each_episode():
     agent = ppo()
     params, learner_state = started(agent)
     published = agent.actor_params(params, learner_state)
@@ -148,7 +148,7 @@ def test_return_so_far_restarts_with_each_episode():
     np.testing.assert_allclose(after.return_so_far, [9 + 0.9 * 15.3, 10 + 0.9 * 10], rtol=1e-5)
 
 
-def test_rewards_are_divided_by_the_deviation_of_returns_that_ignores_first_timesteps():
+def test_rewards_are_divided_by_the_standard_deviation_of_returns_and_first_timesteps_are_ignored():
     agent = ppo(observations=False, reward_clip=1.5)
     returns = np.array([[0.0, 3.0, 50.0, 0.0], [2.0, 4.0, 6.0, 8.0]], np.float32)
     step_type = np.array([[FIRST, MID, LAST, FIRST, MID], [MID, MID, MID, LAST, FIRST]], np.uint8)
@@ -210,7 +210,7 @@ class RecordingConfig:
 
 
 class RecordingAgent(Agent):
-    """An agent with extras and without a discount in its config. The agent records the data that `loss` receives."""
+    """An agent that records the data that `loss` receives. It has extras, and its config has no discount."""
 
     config_cls = RecordingConfig
 
@@ -254,7 +254,7 @@ def test_custom_agent_can_be_transformed_without_changes():
     assert state.statistics.returns.count > 20 and state.agent.steps == 1
 
 
-def test_return_so_far_uses_the_given_discount_or_the_discount_of_the_agent():
+def test_discounted_reward_sum_uses_the_given_discount_or_the_discount_of_the_agent():
     def after_two_rewards(agent):
         params, state = started(agent)
         published, agent_state = agent.actor_params(params, state), agent.initial_state(2)
