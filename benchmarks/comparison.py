@@ -199,11 +199,11 @@ def _why(turns: list[tuple[Rows, Rows, Rows]], key: tuple[str, str]) -> str:
     has_old = any(key in rows and rows[key]["value"] is not None for old, _, again in turns for rows in (old, again))
     has_new = any(key in new and new[key]["value"] is not None for _, new, _ in turns)
     if has_old and has_new:
-        return "no turn has figures above 0 for both"
+        return "both checkouts never have figures above 0 in the same turn"
     if has_old or has_new:
         side, rows = ("new", [turn[1] for turn in turns]) if has_old else ("old", [turn[0] for turn in turns])
-        return f"only the {'old' if has_old else 'new'} has it{_note(side, rows, key)}"
-    return f"neither has it{_note('new', [turn[1] for turn in turns], key)}"
+        return f"only the {'old' if has_old else 'new'} checkout measured it{_note(side, rows, key)}"
+    return f"neither checkout measured it{_note('new', [turn[1] for turn in turns], key)}"
 
 
 def _note(side: str, turns: list[Rows], key: tuple[str, str]) -> str:

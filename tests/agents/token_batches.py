@@ -1,4 +1,4 @@
-"""Creates artificial batches of scored sequences, like those of a TrajectoryBuffer."""
+"""A function that creates random batches of scored sequences, in the format of a TrajectoryBuffer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_confidence_interval_of_the_median_follows_the_sign_test(count, low, hig
 
 def test_new_code_is_compared_with_runs_of_the_old_code_before_and_after():
     figure = Figure((Turn(old=100.0, new=90.0, again=81.0), Turn(100.0, 80.0, 100.0), Turn(50.0, 60.0, 50.0)), True)
-    # The first ratio is 90 / 90, because the geometric mean of 100 and 81 is 90. So a steady drift has no effect.
+    # A steady drift has no effect: the first ratio is 90 / 90, because the geometric mean of 100 and 81 is 90.
     assert figure.ratio == pytest.approx((1.0, 0.8, 1.2))
     assert figure.itself == pytest.approx((1.0, 0.81, 1.0))
     assert (figure.old, figure.new) == (90.5, 80.0)
@@ -54,8 +54,8 @@ def test_ratio_is_inverted_if_lower_is_better():
     [(85.0, False), (81.0, False), (79.0, True), (140.0, False)],
 )
 def test_new_code_is_worse_only_if_the_difference_exceeds_the_variation_of_the_old_code(new, is_worse):
-    # In the last turn, the second run of the old code was 1.25 times as fast as the first. So the new code is not
-    # reported as slower unless it is slower by more than this factor: below 80, compared with 100.
+    # In the last turn, the second run of the old code was 1.25 times as fast as the first run. So the new code is
+    # reported as slower only if it is slower by more than this factor: below 80, compared with 100.
     turns = (Turn(100.0, new, 100.0), Turn(100.0, new, 100.0), Turn(100.0, new * math.sqrt(1.25), 125.0))
     assert Figure(turns, higher_is_better=True).is_worse == is_worse
 
@@ -96,10 +96,10 @@ def test_rows_that_cannot_be_compared_are_listed_with_the_reason():
     assert compare([(old, new, old)]) == (
         [],
         [
-            "t: gone: only the old has it",
-            "t: none: neither has it",
-            "t: tax: no turn has figures above 0 for both",
-            "t: come: only the new has it",
+            "t: gone: only the old checkout measured it",
+            "t: none: neither checkout measured it",
+            "t: tax: both checkouts never have figures above 0 in the same turn",
+            "t: come: only the new checkout measured it",
         ],
     )
 
@@ -187,7 +187,7 @@ def test_checkout_with_four_times_the_work_is_reported_as_slower(tmp_path, monke
     new, old = tiny(tmp_path / "new", 0.004), tiny(tmp_path / "old", 0.001)
     code, result, printed = measure("tiny", new, old, 3, monkeypatch, capsys)
     assert code == 1
-    assert [row["row"] for row in result["rows"]] == ["rlframe", "again"]  # the rows do not include the peer
+    assert [row["row"] for row in result["rows"]] == ["rlframe", "again"]  # the row "a peer" is not compared
     for row in result["rows"]:
         assert row["slower"]
         assert row["value"]["ratio"]["middle"] == pytest.approx(0.25, rel=0.3)
@@ -213,8 +213,8 @@ def test_incompatible_old_checkout_is_measured_by_its_own_benchmark(tmp_path, mo
     _, result, _ = measure("tiny", new, old, 1, monkeypatch, capsys)
     assert [row["row"] for row in result["rows"]] == ["rlframe"]
     assert result["not_compared"] == [
-        "tiny: tiny: old row: only the old has it",
-        "tiny: tiny: new row: only the new has it",
+        "tiny: tiny: old row: only the old checkout measured it",
+        "tiny: tiny: new row: only the new checkout measured it",
     ]
 
 
@@ -235,7 +235,7 @@ def test_interrupt_ends_all_processes_of_the_benchmark(tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-    while processes_with_mark(str(tmp_path)):  # until the kernel has ended them
+    while processes_with_mark(str(tmp_path)):  # wait until the kernel has ended the processes
         time.sleep(0.05)
 
 
@@ -248,7 +248,7 @@ def test_benchmark_that_hangs_is_killed_with_its_processes(tmp_path, monkeypatch
     assert against.run(["tiny"], str(checkout), 1, quick=True, as_json=False, log=result.append) == 1
     assert "No row could be compared." in capsys.readouterr().out
     assert "tiny, turn 1 of 1, the new: it did not end within 3 s and was killed" in result
-    while processes_with_mark(str(tmp_path)):  # until the kernel has ended them
+    while processes_with_mark(str(tmp_path)):  # wait until the kernel has ended the processes
         time.sleep(0.05)
 
 
@@ -269,7 +269,7 @@ def test_summary_lists_slower_rows_and_leftover_processes_are_ended(new, code, r
     found, _, printed = measure("tiny", *sides, 1, monkeypatch, capsys)
     assert found == code
     assert printed.endswith(result)
-    while processes_with_mark(str(tmp_path)):  # until the kernel has ended them
+    while processes_with_mark(str(tmp_path)):  # wait until the kernel has ended the processes
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the measurement of the processor time that processes use."""
+"""Tests of the measured processor time of processes and their children."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 from benchmarks.processor import Stopwatch, processor_seconds
 
-# Uses 1 s of processor time, including its start, prints a line, and waits until its stdin is closed.
+# A program that uses 1 s of processor time (including its start), prints a line, and waits until stdin is closed.
 CHILD = """
 import sys, time
 while time.process_time() < 1.0:
@@ -16,7 +16,7 @@ while time.process_time() < 1.0:
 print(flush=True)
 sys.stdin.read()
 """
-# Starts a CHILD and uses little processor time itself.
+# A program that starts a CHILD and uses little processor time itself.
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])

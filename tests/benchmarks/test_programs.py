@@ -1,4 +1,4 @@
-"""The benchmarks of Reverb and IMPALA: their scripts run, and the limit of a program is computed from its parts."""
+"""Tests of the benchmarks of Reverb and IMPALA: their scripts run, and a program's speed limit is computed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_limit_is_the_rate_of_the_bare_loop_if_the_loop_is_faster():
     assert heavy.others[0].value == 600.0
 
 
-def test_parts_are_left_out_if_only_rlframe_is_measured():
+def test_parts_are_not_measured_if_only_rlframe_is_measured():
     context = fake_context({("impala", "program", "heavy_env"): {**steps(400.0), "processor_us": 4000.0}})
     object.__setattr__(context, "only_ours", True)
     heavy, light = impala_pong.run(context, lambda _: None)
@@ -112,5 +112,5 @@ def test_program_is_measured_after_its_warm_up():
     found = Context().ours("impala", "program", "heavy_env", "--seconds", 2)
     # The learner uses every step once. An update uses 8 unrolls of 20 steps.
     assert found["updates_per_second"] * 160 == pytest.approx(found["steps_per_second"], rel=0.5)
-    # On average, between 0.1 processors and all cores are in use.
+    # On average, the program uses at least 0.1 and at most all cores.
     assert 0.1 < found["processor_us"] * 1e-6 * found["steps_per_second"] < 1.2 * len(os.sched_getaffinity(0))

@@ -33,7 +33,7 @@ def test_absolute_target_is_reached_or_missed():
     assert missed.missed_targets() == ["tax: 31.0 µs, target 30.0"]
 
 
-def test_row_that_was_not_measured_shows_the_reason_and_is_no_missed_target():
+def test_row_without_a_measurement_shows_the_reason_and_is_not_a_missed_target():
     table = Table("t", "steps/s", Row("rlframe", 3.0), (Row("peer", None, 1.5, "not measured: no peer"),))
     assert table.missed_targets() == []
     assert "not measured: no peer" in str(table)
@@ -66,7 +66,7 @@ def test_benchmark_script_that_failed_is_not_run_again_and_the_others_continue()
 
     def fails() -> dict:
         calls.append("fails")
-        raise NotMeasured("it is not here")
+        raise NotMeasured("the library is not installed")
 
     def works() -> dict:
         calls.append("works")
@@ -74,7 +74,7 @@ def test_benchmark_script_that_failed_is_not_run_again_and_the_others_continue()
 
     results, failures = run_interleaved({"a": fails, "b": works}, 2, lambda _: None)
     assert calls == ["fails", "works", "works"]
-    assert failures == {"a": "not measured: it is not here"}
+    assert failures == {"a": "not measured: the library is not installed"}
     assert len(results["b"]) == 2
 
 

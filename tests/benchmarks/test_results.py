@@ -44,7 +44,7 @@ RUN_INFO = RunInfo(
 
 @pytest.fixture
 def temporary_results(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Put the runs, the records and the page into `tmp_path`. There is one task of each kind."""
+    """Redirect the runs, the records and the page to `tmp_path`, with one task of each kind."""
     monkeypatch.setattr(runs, "ROOT", tmp_path)
     monkeypatch.setattr(records, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(page, "PAGE", tmp_path / "docs/results.md")
@@ -117,7 +117,7 @@ def test_goal_applies_to_the_mean_over_seeds_or_to_each_seed(temporary_results):
     assert not page.reaches(dataclasses.replace(TASK, goal=10.6), found)
 
 
-def test_task_without_a_record_is_listed_as_not_run(temporary_results):
+def test_task_without_a_record_is_listed_as_not_run_yet(temporary_results):
     text = page.text()
     assert "| PPO on Toy-v0 | 10 | **not run yet** |  | 100 steps |  | rl-baselines3-zoo 500.0 at 100,000 |  |" in text
     assert "| GRPO on ToyLM | 0.9, each | **not run yet** |" in text

@@ -12,9 +12,16 @@ from benchmarks.report import Row
 from benchmarks.runner import BENCHMARKS, NEEDS
 from rlframe import extras
 
-FAST = {"actor", "calls", "replay"}  # these take a few seconds; the others compile more or start processes
-PEERS = ("--peers-python", "--cleanrl")  # if a peer is not installed, the notes of its rows name one of these options
-TOO_SHORT = "0 of 1 seeds solved it"  # a quick run ends before it solves the task
+FAST = {
+    "actor",
+    "calls",
+    "replay",
+}  # These benchmarks take a few seconds. Other benchmarks compile more or start processes.
+PEERS = (
+    "--peers-python",
+    "--cleanrl",
+)  # If a peer is not installed, the notes of its rows contain one of these options.
+TOO_SHORT = "0 of 1 seeds solved it"  # note of a quick run, which ends before the task is solved
 # Rows whose figure is the difference of two figures. In a short run, noise may make the difference negative.
 DIFFERENCES = {"the framework's tax", "the Actor itself"}
 

@@ -1,4 +1,4 @@
-"""The throughput model in docs/scaling.md agrees with a simulation for each component that can limit the throughput."""
+"""The throughput model in docs/scaling.md agrees with simulations in which different components are the limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_number_of_actors_that_saturates_the_program_depends_on_the_costs():
         found = limits(dataclasses.replace(SMALL, **changes))
         return min(found[name] for name in found if name != "actors") / found["actors"]
 
-    assert knee(batch=64) > knee()  # each step then has a smaller share of an update's fixed cost
+    assert knee(batch=64) > knee()  # with a larger batch, the fixed cost of an update is shared by more steps
     assert knee(env_seconds=1e-3) > 3 * knee()
     assert knee(costs=Costs(insert_step=20e-6), shards=2) == pytest.approx(2 * knee(costs=Costs(insert_step=20e-6)))
 
