@@ -22,7 +22,7 @@ from typing import Any, Literal
 import tyro
 
 _NAMES = {int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON", bool: "True|False"}
-_LONGEST_CHOICES = 24  # maximum characters of a list of choices beside a flag; longer lists move into the text
+_LONGEST_CHOICES = 24  # maximum length of a list of choices beside a flag; the text contains longer lists
 _COLUMN = 30  # column in which the texts begin
 
 
@@ -147,7 +147,7 @@ def _annotations(cls: type) -> dict[str, Any]:
     """Return the annotations by field name. If they cannot be evaluated, return them as strings."""
     try:
         return typing.get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # an annotation uses a local name, or needs a newer Python
+    except (NameError, TypeError):  # raised if an annotation uses a local name or needs a newer Python
         return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
@@ -211,8 +211,8 @@ def format_help(
         prog: name of the command.
         description: first lines of the help.
         width: columns of the terminal.
-        groups: title -> names of options. The group with "*" contains all options that no group names. Groups with
-            fewer options come first.
+        groups: title -> names of options. The group with "*" contains all other options. Groups with fewer options
+            come first.
         last: last line of the help.
     """
     positional = [field for field in fields if field.is_positional]

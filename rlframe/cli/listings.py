@@ -107,7 +107,7 @@ def _print_agent(name: str, *, every: bool) -> None:
 def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     """Print a preset's values and their sources. Mark values that the command line changed.
 
-    If the experiment has another network than the preset, leave out the preset's network options: they are not used.
+    If the network is not the network of the preset, skip the network options of the preset, which are not used.
 
     Args:
         preset: the preset.

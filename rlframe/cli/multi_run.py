@@ -29,7 +29,7 @@ from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
 
-MAX_RUNS = 1_000  # more seeds are probably a typing mistake
+MAX_RUNS = 1_000  # maximum number of seeds; a larger number is probably a typing error
 _POLL = 0.1  # seconds between two checks of the runs
 
 
@@ -37,7 +37,7 @@ def parse_seeds(text: str) -> list[int]:
     """Parse `1-5`, `1,2,7` or `1-3,10`.
 
     Raises:
-        UsageError: another format, a repeated seed, or more than MAX_RUNS seeds.
+        UsageError: the format is wrong, a seed is repeated, or there are more than MAX_RUNS seeds.
     """
     parts: list[range] = []
     try:
@@ -59,7 +59,7 @@ def parse_seeds(text: str) -> list[int]:
 def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: str) -> None:
     """Raise UsageError for options that several runs cannot use.
 
-    `by` is the option or the command that starts the runs, for messages.
+    `by` is the name of the option or command that starts the runs. Messages contain it.
     """
     for field in dataclasses.fields(TrainOptions):
         if "multi_run" not in field.metadata and getattr(options, field.name) != field.default:
@@ -142,7 +142,9 @@ class SeedRun:
 
     def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
-        self.log = directory / "logs" / f"seed-{seed}.log"  # must not match `DIRECTORY/seed-*`, the runs
+        self.log = (
+            directory / "logs" / f"seed-{seed}.log"
+        )  # must not match `DIRECTORY/seed-*`, the pattern of run directories
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.code: int | None = None
@@ -169,8 +171,8 @@ class SeedRun:
                 command += [name] if value is True else [name, str(value)]
         self.log.parent.mkdir(exist_ok=True)
         with open(self.log, "ab") as log:
-            # A run must get only one signal, because a second one ends it without saving. This process sends that
-            # signal. In a new session, the run does not also get the terminal's Ctrl-C.
+            # Start a new session, so that the run does not get the Ctrl-C of the terminal. It must get only the
+            # signal of this process, because a second signal would end it without saving.
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )

@@ -52,7 +52,7 @@ def parse(
         description: first lines of the help.
         default: an instance of `options` with all defaults.
         describe_owner: for an unknown option (`--x`), returns a sentence that names the agents or settings that have
-            this option, or "" if none has.
+            this option. It returns "" if nothing has this option.
         help_format: a function that returns the text of `--help`.
 
     Raises:
@@ -91,7 +91,7 @@ def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
     """Return the value of each given option as text, by the option's name in Python. A switch has the value "".
 
     `--agent dqn --head.num-atoms=21 --quiet` becomes `{"agent": "dqn", "head.num_atoms": "21", "quiet": ""}`. Names
-    are not checked. Of a value with several words, only the first word is returned. If an option is repeated, its last
+    are not checked. If a value has several words, only the first word is returned. If an option is repeated, its last
     value is returned.
     """
     texts: dict[str, str] = {}
@@ -104,7 +104,7 @@ def raw_option_values(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def make_options(name: str, fields: Mapping[str, tuple[Any, Any]]) -> Any:
-    """Create a dataclass for options that are not known before the program runs. Return an instance with the defaults.
+    """Create a dataclass of options at run time. Return an instance with the defaults.
 
     Args:
         name: name of the dataclass.

@@ -90,9 +90,9 @@ def has_reachable_coordinator(run_dir: str) -> bool:
 
 
 def _is_remote_loopback(run_dir: str, url: str) -> bool:
-    """Return True if a URL is a loopback address of another host.
+    """Return True if the URL is a loopback address and the run is on another host.
 
-    On this host, another process could listen at that address and would receive the token.
+    A different process on this host could listen at this address and receive the token.
     """
     from rlframe.programs.run_dir.lock import holder_of
 

@@ -77,7 +77,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
 
 
 def _check_can_start(experiment: Experiment, options: TrainOptions) -> None:
-    """Raise now the errors that every run would raise before its first step."""
+    """Raise the errors that every run would raise before its first step, so that no run starts."""
     import jax
 
     from rlframe.programs.api import check_trackers, make_control_address
