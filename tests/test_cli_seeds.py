@@ -227,7 +227,7 @@ def test_ctrl_c_saves_all_runs_so_that_they_can_be_resumed(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, err
-    said = "0 of 2 runs are finished. The progress of the others is saved. Resume with: "
+    said = "0 of 2 runs are finished. The progress of the other runs is saved. Resume with: "
     *ends, last = err.decode().splitlines()[-3:]
     assert sorted(ends) == ["seed 1: stopped", "seed 2: stopped"]
     assert last == f"{said}rlframe train --seeds 1-2 --resume --run-dir {folder}"

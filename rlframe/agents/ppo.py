@@ -33,7 +33,7 @@ class PPOConfig:
 
     unroll_length: int = 2048  # Steps of each environment between two updates.
     num_epochs: int = 10  # Passes over the batch per update.
-    num_minibatches: int = 32  # Minibatches per epoch. Paper: 2048 steps, minibatches of 64.
+    num_minibatches: int = 32  # Minibatches per epoch. The paper splits 2048 steps into 32.
     target_kl: float | None = None  # Stop the update before a minibatch with a higher approx_kl.
     discount: float = 0.99
     gae_lambda: float = 0.95

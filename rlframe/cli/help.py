@@ -167,7 +167,7 @@ def field_comments(cls: type) -> dict[str, str]:
         try:
             source = textwrap.dedent(inspect.getsource(each)) if dataclasses.is_dataclass(each) else ""
             found |= _comments(source)
-        # The class was created at run time or in a notebook. Python finds no source, or the source of another class.
+        # Python finds no source, or a wrong source, for a class that was created at run time or in a notebook.
         except (OSError, TypeError, SyntaxError, tokenize.TokenError):
             continue
     return found

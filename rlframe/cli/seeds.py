@@ -69,7 +69,7 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
         return code
     finished = sum(run.result is not None for run in runs)
     print(
-        f"{finished} of {len(runs)} runs are finished. The progress of the others is saved. "
+        f"{finished} of {len(runs)} runs are finished. The progress of the other runs is saved. "
         f"Resume with: {directory.resume_command}",
         file=sys.stderr,
     )
@@ -87,7 +87,7 @@ def _check_can_start(experiment: Experiment, options: TrainOptions) -> None:
 
     check_trackers(options)
     check_extras(experiment, with_control=make_control_address(experiment, options) is not None)
-    jax.config.update("jax_platforms", "cpu")  # leave the accelerator's memory to the runs
+    jax.config.update("jax_platforms", "cpu")  # keep the accelerator's memory free for the runs
     check_updates(experiment, make_agent(experiment))
 
 
