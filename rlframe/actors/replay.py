@@ -84,7 +84,10 @@ class ActorReplay:
         return getattr(self.writer, "spec", None)
 
     def end_waits(self) -> None:
-        """Prevent `add` from waiting for free space from now on. Close the buffer if this object created it."""
+        """Make each `add`, now and later, raise StoppedError instead of waiting for free space.
+
+        If this object created the buffer, close the buffer.
+        """
         if self._is_own:
             self.writer.close()
         elif isinstance(self.writer, BaseReplayBuffer):

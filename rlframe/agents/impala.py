@@ -34,7 +34,7 @@ class IMPALAConfig:
     discount: float = 0.99
     rho_bar: float = 1.0  # upper limit of importance weights; section 5.2.2
     c_bar: float = 1.0  # upper limit of importance weights in the trace, at most rho_bar; section 5.2.2
-    vtrace_lambda: float = 1.0  # lambda of remark 2; the authors' code uses 1
+    vtrace_lambda: float = 1.0  # lambda of remark 2; the authors' code has no lambda, which is equivalent to 1
     value_cost: float = 0.5  # weight of the value loss, half the squared error (scalable_agent/experiment.py)
     entropy_cost: float = 0.01
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # "rmsprop" uses no momentum
@@ -69,7 +69,7 @@ class IMPALA(ActorCritic):
     @property
     def replay_spec(self) -> ReplaySpec:
         cfg = self.cfg
-        # Capacity of two batches: one for the learner, one for the actors to fill. More would make data older.
+        # Capacity of two batches: one waits for the learner, and actors fill the other. More would make data older.
         capacity = 2 * cfg.batch_size * cfg.unroll_length
         return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
 
