@@ -114,7 +114,7 @@ def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[
     if group not in accelerators:
         return {**found, **NO_ACCELERATOR}
     found = {name: value for name, value in found.items() if name not in NO_ACCELERATOR}
-    # If several nodes share an accelerator, no node may allocate all of its memory.
+    # If several nodes share an accelerator, no node may allocate all of the accelerator's memory.
     if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
         found[_PREALLOCATES] = "false"
     return found
