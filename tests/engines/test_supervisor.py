@@ -1,4 +1,4 @@
-"""The supervisor starts, restarts, stops and kills real processes, which are a few lines of Python each."""
+"""The supervisor starts, restarts, stops and kills real processes. Each process runs a few lines of Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import is_process_alive, wait_until
 
-TIMEOUT = 60.0  # seconds; only a failed test waits so long
+TIMEOUT = 60.0  # seconds; a test waits the full time only if it fails
 
 
 def node(name: str, code: str, **options) -> StartableProcess:
@@ -30,7 +30,7 @@ def node(name: str, code: str, **options) -> StartableProcess:
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
-# Exit with code 0 at SIGTERM, as nodes do.
+# A program that exits with code 0 at SIGTERM, as nodes do.
 SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
 
 

@@ -148,7 +148,7 @@ class StartableProcess:
     def of(
         cls, name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
     ) -> StartableProcess:
-        """Return a process that runs a pickled node with this process's `sys.path`. It writes no file to disk.
+        """Return a process that will run a pickled node with this process's `sys.path`, without a file on disk.
 
         Args:
             name: name of the node, such as `actor/1`.
@@ -192,7 +192,7 @@ class RunningProcess(RunningNode):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C at the terminal reaches only the launcher
+                start_new_session=True,  # so that Ctrl-C at the terminal reaches only the launcher
             )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -213,7 +213,7 @@ class RunningProcess(RunningNode):
                 self._process.send_signal(number)
 
     def wait(self) -> None:
-        """See `RunningNode`. Do not wait for child processes of the node that still hold the output pipe."""
+        """See `RunningNode`. Do not wait for the node's child processes, which may keep the output pipe open."""
         self.code = self._process.wait()
         self._reader.join(1.0)
 
@@ -229,7 +229,7 @@ class RunningProcess(RunningNode):
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[int]:
-    """Yield a descriptor of a file in memory from which `content` can be read. The kernel frees the memory."""
+    """Write `content` to a file in memory, and yield its descriptor. The kernel frees the file when all close it."""
     descriptor = os.memfd_create("rlframe node")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -263,7 +263,7 @@ def pickle_node(group: str, node: Any) -> bytes:
 
     try:
         pickled: bytes = cloudpickle.dumps(node)
-    except UsageError:  # an argument is invalid
+    except UsageError:  # the message already names the invalid argument
         raise
     except Exception as error:
         raise UsageError(
