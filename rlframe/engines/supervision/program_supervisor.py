@@ -120,7 +120,7 @@ class ProgramSupervisor(Supervisor):
             self._end_nodes()
 
     def _restart_or_fail(self, slot: Slot, running: RunningNode) -> None:
-        """Restart a failed node after its backoff, or end the program if a restart is not allowed or would fail again."""
+        """Restart a failed node after its backoff. If a restart is not allowed or would fail, end the program."""
         self.count_death(slot, running)
         reason, restarts = running.exit_reason(), slot.rules.max_restarts
         if running.code == EXIT_PERMANENT or slot.deaths > restarts:
