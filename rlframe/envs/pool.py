@@ -136,7 +136,7 @@ class PoolWrapper(Closeable):
         return self._pool.progress()
 
     def close(self) -> None:
-        """End every thread and process of the pool. May be called again."""
+        """End every thread and process of the pool. Repeated calls are allowed."""
         if not self._closed:
             self._closed = True
             self._pool.close()
@@ -153,9 +153,9 @@ def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:
 
 
 def stepping_phase(env: Any) -> Phase:
-    """Return the phase in which a caller waits for a pool. Each environment has `answer_timeout` seconds for a step.
+    """Return the phase in which a caller waits for a pool, for the detection of hung processes.
 
-    The phase allows a little more time, so that the pool's own error for a hung environment is raised first.
+    The phase allows a step more time than the pool's `answer_timeout`, so that the pool raises its own error first.
     """
     allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _MARGIN
     return Phase("stepping", allowed, getattr(env, "progress", None))

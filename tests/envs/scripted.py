@@ -19,12 +19,12 @@ FIRST, MID, LAST = 0, 1, 2
 
 
 def ending(episode: int, t: int) -> tuple[bool, bool]:
-    """Return (terminated, truncated) after t steps. Episodes end by termination, by truncation, or by both."""
+    """Return (terminated, truncated) after `t` steps. Every third episode ends with both flags."""
     return [(t == 3, False), (False, t == 2), (t == 4, t == 4)][episode % 3]
 
 
 class ScriptedEnv(gymnasium.Env):
-    """The observation is (hash of the seed, episode, step). The reward is the step plus ten times the action."""
+    """An environment with the observation (hash of the seed, episode, step) and the reward `step + 10 * action`."""
 
     observation_space = spaces.Box(-1.0, 1e6, (3,), np.float64)
     action_space = spaces.Discrete(NUM_ACTIONS)
@@ -98,7 +98,7 @@ INVALID_REWARDS = {
 
 
 class FaultyEnv(ScriptedEnv):
-    """The environment with the index `victim` fails in its constructor or in its second step."""
+    """A ScriptedEnv that fails in its constructor or second step if its index in the pool is `victim`."""
 
     def __init__(self, fault: str, victim: int, seed: int = 0):
         self.fault = fault if seed == env_seed(0, victim) else None

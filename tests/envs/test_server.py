@@ -77,7 +77,7 @@ def test_only_the_actor_that_reset_last_may_step():
     pools = [as_pool(handle), as_pool(handle)]
     for pool in pools:
         pool.reset()
-    with pytest.raises(EnvError, match="another Actor has reset its environments since"):
+    with pytest.raises(EnvError, match="another Actor has reset its environments"):
         pools[0].step(np.zeros(2, np.int32))
     assert pools[1].step(np.zeros(2, np.int32)).step_type.tolist() == [MID, MID]
     node.stop()
