@@ -135,14 +135,14 @@ class FaultyEnv(ScriptedEnv):
 
 
 class Stream:
-    """The expected steps of one ScriptedEnv in a pool."""
+    """Computes the steps that a pool must return for one ScriptedEnv."""
 
     def __init__(self, seed: int, index: int):
         self.mark = env_seed(seed, index) % 100_000
         self.episode, self.t, self.last = -1, 0, True
 
     def step(self, action: int) -> tuple[int, float, float, list[int]]:
-        """Return (step_type, reward, discount, [mark, episode, t])."""
+        """Return the expected (step_type, reward, discount, [hash of the seed, episode, step])."""
         if self.last:
             self.episode, self.t, self.last = self.episode + 1, 0, False
             return FIRST, 0.0, 1.0, [self.mark, self.episode, 0]
@@ -154,6 +154,6 @@ class Stream:
 
 
 def rows(timestep: TimeStep, numbers: np.ndarray) -> list[tuple[int, float, float, list[int]]]:
-    """Return the rows of a batched timestep, each in the form of `Stream.step`."""
+    """Return one tuple for each environment in a batched timestep. `Stream.step` returns the same format."""
     columns = timestep.step_type.tolist(), timestep.reward.tolist(), timestep.discount.tolist(), numbers.tolist()
     return [(step_type, reward, discount, row) for step_type, reward, discount, row in zip(*columns, strict=True)]

@@ -211,7 +211,7 @@ def test_user_pool_needs_only_the_sync_or_async_methods():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("CartPole-v1", r"only the name of an environment: pass SyncEnv\('CartPole-v1', size\)"),
+        ("CartPole-v1", r"the name of an environment: expected a pool. Pass SyncEnv\('CartPole-v1', size\)"),
         (types.SimpleNamespace(num_envs=3, reset=None), "SimpleNamespace. A pool also needs step"),
         (types.SimpleNamespace(single_observation_space=3), "is a vector environment of gymnasium.vector"),
     ],
