@@ -190,7 +190,7 @@ def test_answer_timeout_must_be_positive_and_finite(seconds):
 
 @pytest.mark.parametrize("type", ["thread", "process"])
 def test_close_ends_all_threads_processes_and_descriptors(type):
-    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # fill caches and import modules first
+    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # the first pool fills caches and imports modules
         pool.reset()
     del pool
     gc.collect()
@@ -203,7 +203,7 @@ def test_close_ends_all_threads_processes_and_descriptors(type):
         pool.close()
     del pool
     gc.collect()
-    # The counts may decrease, because threads and descriptors of earlier tests may also end.
+    # The counts can decrease, because threads and descriptors of earlier tests can end at the same time.
     assert threading.active_count() <= threads
     assert open_descriptors() <= descriptors
     assert not any(map(alive, pids))
@@ -226,7 +226,7 @@ def test_workers_survive_the_thread_that_created_their_pool():
     thread.join()
     with made[0] as pool:
         pool.reset()
-        until = time.monotonic() + 4.0  # without protection, the kernel would end the workers after 3 s
+        until = time.monotonic() + 4.0  # the kernel kills workers 3 s after their parent dies
         while time.monotonic() < until:
             pool.step(np.zeros(2, np.int32))
             time.sleep(0.1)
@@ -258,7 +258,7 @@ def test_workers_end_after_their_parent_is_killed(fault):
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
     if fault != "none":
-        assert parent.stdout.readline() == "hangs\n"  # a worker prints this line during a step
+        assert parent.stdout.readline() == "hangs\n"  # now a worker is in a step
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -270,7 +270,7 @@ def test_workers_end_after_their_parent_is_killed(fault):
 
 
 @pytest.mark.parametrize("as_name", ["lambda", "closure", "file"])
-def test_builders_that_cannot_be_imported_work_in_processes(as_name, tmp_path):
+def test_worker_processes_run_builders_that_they_cannot_import(as_name, tmp_path):
     if as_name == "lambda":
         builder = lambda seed: FaultyEnv("none", 0, seed)  # noqa: E731
     elif as_name == "closure":
@@ -322,7 +322,7 @@ def test_failed_async_pool_raises_at_the_next_recv(type):
             pool.recv()
         for _ in range(2):
             with pytest.raises(EnvError, match="interrupted or failed in a step"):
-                pool.recv()  # the failed environment never finishes its step
+                pool.recv()  # raises, because the failed environment will never be ready
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
@@ -340,7 +340,7 @@ def test_failed_async_pool_raises_at_the_next_send(type):
 
 
 class Imports(ScriptedEnv):
-    """The observation shows whether the process has imported JAX, EnvPool and TensorFlow."""
+    """An environment whose observation shows whether its process has imported JAX, EnvPool and TensorFlow."""
 
     def _observation(self):
         return np.array(["jax" in sys.modules, "envpool" in sys.modules, "tensorflow" in sys.modules], np.float64)
@@ -352,7 +352,7 @@ def test_workers_do_not_import_jax_or_envpool():
 
 
 def call_during_a_step(pool, action):
-    """Call `action` in a thread when the pool waits for its next step."""
+    """Start a thread that calls `action` during the next step of the pool."""
     thread = threading.Thread(target=lambda: (wait_until(lambda: pool._pool._is_waiting), action()))
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Conversion of spaces and specs, and `as_pool`."""
+"""Pools convert spaces and specs to the framework's specs. `as_pool` converts environments and builders to pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
 
 
 class Echo(gymnasium.Env):
-    """The observation is the previous action. The environment keeps a reference to the action array, as some do."""
+    """An environment that returns the previous action. Like some real environments, it stores the action array."""
 
     def __init__(self, action_space):
         self.action_space = action_space
@@ -47,7 +47,7 @@ class Echo(gymnasium.Env):
         (g.Box(-2.0, 2.0, (1,), np.float64), specs.BoundedArray((1,), np.float32, -2.0, 2.0), [[1.5], [-1.5]]),
     ],
 )
-def test_environments_receive_copies_of_actions_in_their_own_dtype(space, spec, actions):
+def test_environments_receive_copies_of_actions_in_the_dtype_of_their_action_space(space, spec, actions):
     with SyncEnv(lambda: Echo(space), 1) as pool:
         assert pool.action_spec == spec.replace(name="action")
         given = np.zeros((1, *spec.shape), spec.dtype)
