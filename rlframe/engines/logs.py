@@ -49,9 +49,8 @@ def silent(quiet: bool = True) -> Iterator[None]:
         return
     level = os.environ.get(_NATIVE_LEVEL)
     os.environ[_NATIVE_LEVEL] = "3"  # without this line, the import of JAX sets the variable to 1
-    is_captured = (
-        getattr(warnings.showwarning, "__module__", "") == "logging"
-    )  # whether the caller already sends warnings to `logging`
+    # Whether the caller already sends warnings to `logging`.
+    is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"
     logging.captureWarnings(True)
     try:
         with root_handler(logging.NullHandler()):
@@ -85,10 +84,8 @@ class NodeLogs:
     def __init__(self, directory: pathlib.Path | None = None, output: TextIO | None = None) -> None:
         self._directory, self._output = directory, output if output is not None else sys.stderr
         self._files: dict[str, TextIO] = {}
-        self._lock, self._showing = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # `_showing` is a separate lock, because a write to the output may block
+        # `_showing` is a separate lock, because a write to the output may block.
+        self._lock, self._showing = threading.Lock(), threading.Lock()
 
     def write(self, node: str, line: str) -> None:
         """Append a line of a node to its log file, and show the line with the node's name as a prefix."""

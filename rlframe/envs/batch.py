@@ -173,9 +173,8 @@ class AsyncEnv(PoolWrapper):
         self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
         self.wait_num = wait_num
         self._started = False
-        self._idle: set[int] = (
-            set()
-        )  # ids that `recv` has returned and that have no action yet; `send` accepts only these ids
+        # Ids that `recv` has returned and that have no action yet. `send` accepts only these ids.
+        self._idle: set[int] = set()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         """Wait for `wait_num` environments. Return (env_ids [wait_num] int32, timestep [wait_num, ...])."""

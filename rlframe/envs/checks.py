@@ -179,7 +179,7 @@ class EnvOwnership:
     """
 
     def __init__(self) -> None:
-        self.lost: str | None = None  # class of an environment that another pool now owns
+        self.lost: str | None = None  # class name of an environment that another pool now owns
 
     def take(self, env: Any) -> None:
         """Record this pool as the owner of an environment and its inner environments. Call this after a reset."""

@@ -52,9 +52,8 @@ class ObservationLeaf:
         self.wide_dtype = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
         self.accepted_dtypes = frozenset(filter(self._accepts, _DTYPES))
         self.first = np.asarray(start, np.int64)
-        self.num_values = np.asarray(
-            getattr(spec, "num_values", 0), np.uint64
-        )  # number of categories; 0 for plain arrays
+        # Number of categories, or 0 for a plain array.
+        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:

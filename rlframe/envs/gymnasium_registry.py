@@ -155,9 +155,8 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
     except gymnasium.error.UnregisteredEnv as error:
         raise UsageError(f"Unknown environment {task!r}: {error}{suggest(task, gymnasium_ids())}") from error
     except TypeError as error:
-        own = (
-            error.__cause__ if isinstance(error.__cause__, TypeError) else error
-        )  # Gymnasium raises a copy of the error
+        # Gymnasium raises a copy of the error. The cause of the copy is the original error.
+        own = error.__cause__ if isinstance(error.__cause__, TypeError) else error
         if _is_about_options(own, kwargs):
             raise UsageError(f"{task!r} cannot be created with the options {dict(kwargs)}: {own}") from error
         raise

@@ -36,9 +36,8 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 1
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 Table = Iterable[tuple[str, str, str]]  # (name, help text, key) of each metric
-ReadFamilies = Callable[
-    [], Awaitable[Iterable[Metric]]
-]  # function that returns the service's metrics, on the event loop
+# A function that returns the service's metrics. It runs on the event loop.
+ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]
 
 
 def make_app(

@@ -145,9 +145,8 @@ def test_app_runs_under_uvicorn_as_documented(tmp_path):
         url = f"http://127.0.0.1:{port}"
         assert httpx.get(url, timeout=60).json() == {"message": "rlframe trajectories"}
         assert httpx.post(f"{url}/register", json=REGISTRATION, timeout=60).json()["uuid"] > 0
-        outside = httpx.get(
-            f"http://{outer_address()}:{port}/reset_data", timeout=60
-        )  # the server sees a request from another machine
+        # The server sees this request as a request from another machine.
+        outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)
         assert outside.status_code == 403 and "requires no token" in outside.json()["detail"]
         assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
 

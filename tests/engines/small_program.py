@@ -46,9 +46,8 @@ class Server:
         return os.getpid()
 
     def publish(self, version: int) -> None:
-        self._versions.publish(
-            version, np.full(500_000, version)
-        )  # the tests publish an array instead of `PackedParams`
+        # Publish an array instead of `PackedParams`.
+        self._versions.publish(version, np.full(500_000, version))
 
     def get_packed(self, known_version: int = -1) -> Any:
         print(f"gives version {self._versions.version}")
@@ -137,8 +136,7 @@ def main(behavior: str, name: str, ray_address: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from tests.engines.small_program import (
-        main as imported,
-    )  # the nodes must find the classes in this module, not in __main__
+    # Import this module by its name, because nodes must not look for their classes in __main__.
+    from tests.engines.small_program import main as imported
 
     imported(*sys.argv[1:])

@@ -116,9 +116,8 @@ def run_and_interrupt(
         wait_until(lambda: once in output.getvalue())
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
-            wait_until(
-                lambda: "SIGINT: ending" in output.getvalue()
-            )  # wait, because two signals at the same time count as one
+            # Wait, because two signals at the same time count as one.
+            wait_until(lambda: "SIGINT: ending" in output.getvalue())
 
     thread = threading.Thread(target=interrupt)
     thread.start()

@@ -139,9 +139,8 @@ class StartableProcess:
     name: str  # "actor/1"
     command: Sequence[str]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
-    content: bytes | None = (
-        None  # input for the process; the process gets its file descriptor as the last argument of `command`
-    )
+    # Input for the process. The last argument of the command is the file descriptor of this input.
+    content: bytes | None = None
     address: str | None = None  # path of the socket at which the process accepts calls
 
     @classmethod
