@@ -196,7 +196,7 @@ def _prepare(program: Any, ports: Mapping[str, int]) -> None:
 
 
 def _open_ports(program: Any) -> str:
-    """Return a list of the nodes that listen on ports, such as "learner (port 1), actor (ports 2, 3)"."""
+    """Return a text that lists the nodes with ports, such as "learner (port 1), actor (ports 2, 3)", or ""."""
     listed = []
     for group, nodes in program.groups.items():
         ports = [address.resolve().rpartition(":")[2] for node in nodes for address in node.addresses]

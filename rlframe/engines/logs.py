@@ -49,7 +49,7 @@ def silent(quiet: bool = True) -> Iterator[None]:
         return
     level = os.environ.get(_NATIVE_LEVEL)
     os.environ[_NATIVE_LEVEL] = "3"  # without this line, the import of JAX sets the variable to 1
-    # Whether the caller already sends warnings to `logging`.
+    # True if the caller already sends warnings to `logging`.
     is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"
     logging.captureWarnings(True)
     try:

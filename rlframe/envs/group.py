@@ -36,7 +36,7 @@ EnvState = tuple[Any, bool, Any]  # (pickled environment, is at LAST, seed for i
 
 
 class RemoteTraceback(Exception):
-    """The cause of an EnvError: the text of a traceback from an environment in another process or thread."""
+    """The cause of an EnvError. Its text is the traceback of the environment."""
 
     def __str__(self) -> str:
         return "\n" + "".join(str(arg) for arg in self.args)

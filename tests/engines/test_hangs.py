@@ -168,7 +168,7 @@ def test_launcher_kills_no_nodes_when_it_resumes_after_a_suspension(suspended: s
     )
     assert process.stderr is not None
     pids = [int(process.stderr.readline().split()[-1]) for _ in range(2)]
-    # When the launcher resumes, it checks the heartbeats before the nodes can send new ones.
+    # When the launcher resumes, it checks the heartbeats before the nodes can send new heartbeats.
     suspended_pids = pids if suspended == "all" else []
     for pid in suspended_pids:
         os.kill(pid, signal.SIGSTOP)

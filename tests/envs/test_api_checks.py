@@ -307,7 +307,7 @@ class Levels(Env):
     env = None
 
     def reset(self, *, seed=None, options=None):
-        self.env = Env()  # can have the `id` of a deleted environment
+        self.env = Env()  # the new object can have the `id` of a deleted environment
         return super().reset()
 
 

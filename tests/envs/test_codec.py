@@ -39,7 +39,7 @@ class ListEnv(gymnasium.Env):
 
 
 def observed(space, *values, type="loop"):
-    """Return the last observations of two environments. One repeats the first value, one returns all values."""
+    """Return the last observations of two environments: one repeats `values[0]`, and one returns all values."""
     made = iter([ListEnv(space, [values[0]] * len(values)), ListEnv(space, list(values))])
     with SyncEnv(lambda: next(made), 2, type, num_workers=1) as pool:
         pool.reset()

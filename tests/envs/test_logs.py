@@ -81,7 +81,7 @@ def test_restored_environments_continue_to_log():
 
 
 class Plain(Logging):
-    """A `Logging` environment without an unpicklable state, so that a pool can save it."""
+    """A `Logging` environment that can be pickled, so that a pool can save its state."""
 
     def __init__(self):
         self.mark, self.episode, self.t = 0, -1, 0

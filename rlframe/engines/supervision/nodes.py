@@ -228,7 +228,7 @@ class RunningProcess(RunningNode):
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[int]:
-    """Write `content` to a file in memory, and yield its descriptor. The kernel frees the file when all close it."""
+    """Write `content` to a file in memory, and yield its descriptor. The kernel frees the file after its last close."""
     descriptor = os.memfd_create("rlframe node")
     try:
         with open(descriptor, "wb", closefd=False) as file:

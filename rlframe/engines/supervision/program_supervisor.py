@@ -134,7 +134,7 @@ class ProgramSupervisor(Supervisor):
     # --- the end of the program
 
     def _end_nodes(self) -> None:
-        """Terminate all nodes. Do not restart a node that waits for its restart. This node cannot save its work."""
+        """Terminate all nodes. A node that waits for its restart will not restart, so it cannot save its work."""
         if self._is_stopping:
             return
         self._is_stopping = True
