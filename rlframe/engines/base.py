@@ -22,7 +22,7 @@ GRACE = 8.0  # default seconds between SIGTERM and SIGKILL
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
-    """Options for nodes. Topologies of several nodes have the same options (`ProgramConfig`)."""
+    """Options for nodes. `ProgramConfig` gives topologies with several nodes the same options."""
 
     ray_address: Union[str, None] = None  # Ray cluster: auto or HOST:PORT; None starts Ray on this machine
     accelerators: tuple[AcceleratorGroup, ...] = ("learner",)  # groups whose nodes may use accelerators
@@ -33,7 +33,7 @@ class NodeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions(NodeOptions):
-    """Options of an engine. Each engine uses only the `NodeOptions` that `Engine.options` lists."""
+    """Options of an engine. An engine ignores each `NodeOptions` field that is not in its `Engine.options`."""
 
     logs: pathlib.Path | None = None  # directory for the log files of nodes; None means no log files
     quiet: bool = False  # do not show the output of nodes
@@ -44,7 +44,7 @@ class EngineOptions(NodeOptions):
         return NullStream() if self.quiet else sys.stderr
 
 
-# The state of a node:
+# The states of a node:
 # WAITING: the node has no process, and will be restarted after its backoff.
 # RUNNING: the node has a process.
 # REPLACED: the node's process was killed on request, and a new process will follow.
@@ -61,12 +61,12 @@ class NodeStatus:
     state: NodeState = "RUNNING"
     incarnation: int = 0  # number of restarts
     pid: int | None = None  # process id; None if it is unknown
-    host: str = socket.gethostname()  # name of the machine with the process
+    host: str = socket.gethostname()  # name of the machine on which the process runs
     phase: str | None = None  # the phase in the latest heartbeat; None if the node has no heartbeat
     silent_for: int | None = None  # seconds since the latest heartbeat
 
 
-# A callback for changes of the nodes' states: (whether the program is ending, the status of each node).
+# A callback that receives changes of node states. Arguments: whether the program is ending, and the node statuses.
 Watch = Callable[[bool, list[NodeStatus]], None]
 
 
@@ -108,7 +108,7 @@ class Engine(Protocol):
         """The number of nodes in each group."""
 
     def own(self, resource: Any) -> Any:
-        """Call the `close()` of a resource when the program is over. Return the resource."""
+        """Return the resource, and call its `close()` when the program is over."""
 
     def address_of(self, group: str) -> str:
         """Return the address of the first node of a group, for callers outside the program."""
@@ -138,7 +138,7 @@ class RunsReverb(Protocol):
     """An engine that can add a Reverb server to its program."""
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """Add a Reverb server with `tables` and with checkpoints in `path`. Return an argument for other nodes."""
+        """Add a Reverb server with `tables`, which saves checkpoints in `path`. Return an argument for other nodes."""
 
 
 @runtime_checkable
@@ -183,7 +183,7 @@ def warn_about_open_ports(listening: str, output: TextIO) -> None:
     """Print a warning that nodes listen on all interfaces (SECURITY.md).
 
     Args:
-        listening: the nodes with their ports.
+        listening: text that names the nodes and their ports.
         output: the stream for the warning.
     """
     print(

@@ -7,7 +7,7 @@ The rules for `heavy_env` with 4 actors, on 8 cores:
     actor    3             no            no         ON_CPU: one thread, no accelerator
     monitor  3             yes           no         ON_CPU
 
-Both the monitor and the learner may end a program. The monitor ends this one, because it comes first in `TRAITS`.
+A monitor or a learner can end a program. Here, the monitor ends it, because `TRAITS` lists the monitor first.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class GroupTraits:
     """The traits of a group of nodes, in any program.
 
     Attributes:
-        may_end_program: the program ends when this group's single node ends, unless the program has an earlier group of
-            `TRAITS` with this trait.
+        may_end_program: the program ends when this group's single node ends. If a program has several groups with this
+            trait, the first of them in `TRAITS` ends it.
         saves: the nodes save when they end. A stopped program counts as saved only if these nodes exit with code 0.
         takes_idle_cores: the nodes use the cores that other groups leave idle, because too many threads would
-            slow each other. If several groups have this trait, they work in turns, and each group uses all idle cores.
+            slow each other down. Several groups with this trait work in turns, and each group uses all idle cores.
         is_busy: the nodes work all the time. Under Ray, each node reserves a CPU if there are enough CPUs.
         uses_one_arena: the processes use one arena of malloc (`rlframe.interprocess.malloc`).
     """
@@ -55,7 +55,7 @@ TRAITS: Mapping[str, GroupTraits] = {
 
 NO_ACCELERATOR = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
-# JAX and numerical libraries with one thread, on the CPU.
+# Environment variables for nodes without an accelerator: JAX and numerical libraries use one thread of the CPU.
 ON_CPU = {
     **NO_ACCELERATOR,
     "NPROC": "1",  # one thread for XLA; XLA's own flag for a single thread would also select slower kernels
@@ -75,8 +75,8 @@ class GroupRules:
     # program may not support restarts. The topologies of this package use `NodeOptions.max_restarts`.
     max_restarts: int = 0
     ends_program: bool = False  # the program ends successfully when the nodes of all such groups exit with code 0
-    must_save: bool = False  # these nodes save when the program is stopped; then another exit code than 0 is an error
-    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # variables; None removes a variable
+    must_save: bool = False  # the nodes save when the program is stopped; an exit code other than 0 means a failed save
+    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)  # environment variables; None removes one
 
 
 def traits_of(group: str) -> GroupTraits:
@@ -114,14 +114,14 @@ def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[
     if group not in accelerators:
         return {**found, **NO_ACCELERATOR}
     found = {name: value for name, value in found.items() if name not in NO_ACCELERATOR}
-    # If several nodes share an accelerator, no node may allocate all of its memory.
+    # If several nodes share an accelerator, no node may allocate all of the accelerator's memory.
     if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
         found[_PREALLOCATES] = "false"
     return found
 
 
 def _idle_cores(groups: Mapping[str, int]) -> int:
-    """Return the number of idle cores if each other node uses one core. The node that ends the program uses none."""
+    """Return the number of cores that remain if each busy node uses one. The node that ends the program uses none."""
     ending = ending_group(groups)
     used = sum(count for name, count in groups.items() if name != ending and not traits_of(name).takes_idle_cores)
     return max(1, len(os.sched_getaffinity(0)) - used)

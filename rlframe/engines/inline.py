@@ -9,10 +9,10 @@ from rlframe.engines.threads import ThreadsEngine
 
 
 class InlineEngine(ThreadsEngine):
-    """Constructs its single node in `add`, and runs it in the caller's thread. Exceptions of the node are unchanged."""
+    """Constructs its single node in `add`, and runs it in the caller's thread. `run` raises the node's exceptions."""
 
     def run(self, watch: Watch | None = None) -> int | None:
-        """See `Engine`. Return the result of the node's `run()`: the number of the signal that ended it, or None."""
+        """See `Engine`. Return the result of the node's `run()`: None, or the number of the signal that ended it."""
         ((group, node),) = self._nodes
         try:
             if watch is not None:

@@ -1,6 +1,7 @@
 """The engine `launchpad`, and `launch(program)`, which runs any Launchpad program on this machine.
 
-`lp.launch` either ignores a crashed node, or kills itself (exit code 137) while it ends the other nodes.
+Use `launch` instead of `lp.launch`: if a node crashes, `lp.launch` either ignores the crash or kills its own process
+(exit code 137) while it ends the other nodes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rlframe.interprocess.phases import STARTING
 
 
 class LaunchpadEngine(ResourceEngine):
-    """Builds `program`, a `launchpad.Program`. Callers may add more nodes to it before `run`.
+    """Builds a `launchpad.Program` in the attribute `program`. Callers may add more nodes to the program before `run`.
 
     Args:
         options: see `EngineOptions`.
@@ -48,7 +49,7 @@ class LaunchpadEngine(ResourceEngine):
 
         super().__init__(options)
         self.program = lp.Program("rlframe")
-        self._ports: dict[str, int] = {}  # group -> port of the first node, if the port is fixed
+        self._ports: dict[str, int] = {}  # group -> fixed port of the group's first node
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Engine`."""
@@ -123,12 +124,12 @@ def launch(
         program: a `launchpad.Program`.
         rules: rules for each group. A group without rules has no restarts and does not end the program.
         output: stream for the nodes' output; None means stderr.
-        ports: for each group, the port of its first node. The following nodes have the following ports. For groups
-            without an entry, free ports are used.
+        ports: for each group, the port of its first node. The second node gets the next port number, and so on.
+            Groups without an entry use free ports.
         logs: directory for log files; None means no log files.
         hang_timeout: seconds without a heartbeat after which a node is killed. A node whose work makes no progress is
-            also killed (docs/failures.md). Both count as deaths, so the node may restart. 0 means that hung nodes are
-            not killed.
+            also killed (docs/failures.md). A killed node is restarted if it has restarts left. 0 means that hung nodes
+            are not killed.
         watch: callback for changes of the nodes' states; see `Watch`.
         grace: seconds between SIGTERM and SIGKILL.
 
@@ -158,7 +159,7 @@ def launch(
 
 
 def run_launchpad_node(pickled: bytes) -> None:
-    """Run a node in its process, after the setup of Launchpad."""
+    """Set up Launchpad in a node's process, and run the node."""
     with STARTING:
         import cloudpickle
         from absl import flags
@@ -172,7 +173,7 @@ def run_launchpad_node(pickled: bytes) -> None:
 
 
 def _prepare(program: Any, ports: Mapping[str, int]) -> None:
-    """Set the context, handles and addresses of the nodes, like `lp.launch`."""
+    """Set the context, handles and addresses of the nodes, as `lp.launch` does."""
     from absl import flags
     from launchpad import context  # this import defines the flags
     from launchpad.launch import serialization
@@ -195,7 +196,7 @@ def _prepare(program: Any, ports: Mapping[str, int]) -> None:
 
 
 def _open_ports(program: Any) -> str:
-    """Return the nodes that listen on ports: "learner (port 1), actor (ports 2, 3)", or "" if there are none."""
+    """Return a text that lists the nodes with ports, such as "learner (port 1), actor (ports 2, 3)", or ""."""
     listed = []
     for group, nodes in program.groups.items():
         ports = [address.resolve().rpartition(":")[2] for node in nodes for address in node.addresses]

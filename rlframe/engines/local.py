@@ -1,8 +1,8 @@
 """The engine `local`: processes on this machine, without extra packages.
 
-Nodes call each other over Unix sockets that only their user can open. No port is opened. Large data (parameters,
-replay, inference) uses shared memory, as under every engine. Large arrays in calls are not pickled, but
-copied into and out of the kernel.
+Nodes call each other over Unix sockets that only the user who started the program can open. No port is opened.
+Parameters, replay data and inference data use shared memory, as under every engine. Large arrays in other calls are
+sent over the socket as raw bytes, not pickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalEngine(ServedEngine):
         self._reverb: dict[str, ReverbAddress] = {}  # by group
 
     def add_reverb(self, group: str, tables: Any, path: str) -> ReverbAddress:
-        """See `RunsReverb`. This node listens on a port, so `run` prints a warning."""
+        """See `RunsReverb`. The Reverb server listens on a port, so `run` prints a warning."""
         extras.require("--replay reverb", "reverb")
         from rlframe.engines.reverb_server import ReverbServer
 
@@ -60,7 +60,7 @@ class LocalEngine(ServedEngine):
 
 
 class ReverbAddress:
-    """A handle to a Reverb server. A node unpickles the handle as a `reverb.Client`, so only nodes import Reverb."""
+    """A handle to a Reverb server. Unpickling it in a node returns a `reverb.Client`, so only nodes import Reverb."""
 
     def __init__(self, address: str) -> None:
         self.address = address

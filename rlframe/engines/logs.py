@@ -1,4 +1,6 @@
-"""Logs: the line format of all processes of a run, and the files `logs/NODE.log` in the run directory.
+"""Logs of a run: the format of log lines in all processes, and the log files `logs/NODE.log` in the run directory.
+
+An example of a log line:
 
 2026-11-22 13:14:05,123 WARNING [actor/0] The learner at ... does not answer get_params()
 """
@@ -19,7 +21,7 @@ from typing import TextIO
 
 from rlframe.streams import root_handler
 
-# The encoding of log files. A line may contain a path that is not UTF-8.
+# The encoding of log files. "backslashreplace" is necessary because a line can contain a path that is not UTF-8.
 _ENCODING = {"encoding": "utf-8", "errors": "backslashreplace"}
 # The environment variable for the log level of TensorFlow and XLA, which read it on import. 3 means only errors.
 _NATIVE_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -46,8 +48,9 @@ def silent(quiet: bool = True) -> Iterator[None]:
         yield
         return
     level = os.environ.get(_NATIVE_LEVEL)
-    os.environ[_NATIVE_LEVEL] = "3"  # if the variable is not set, the import of JAX sets it to 1
-    is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"  # the caller captures warnings already
+    os.environ[_NATIVE_LEVEL] = "3"  # without this line, the import of JAX sets the variable to 1
+    # True if the caller already sends warnings to `logging`.
+    is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"
     logging.captureWarnings(True)
     try:
         with root_handler(logging.NullHandler()):
@@ -81,7 +84,8 @@ class NodeLogs:
     def __init__(self, directory: pathlib.Path | None = None, output: TextIO | None = None) -> None:
         self._directory, self._output = directory, output if output is not None else sys.stderr
         self._files: dict[str, TextIO] = {}
-        self._lock, self._showing = threading.Lock(), threading.Lock()  # `_showing` is for the output, which may block
+        # `_showing` is a separate lock, because a write to the output may block.
+        self._lock, self._showing = threading.Lock(), threading.Lock()
 
     def write(self, node: str, line: str) -> None:
         """Append a line of a node to its log file, and show the line with the node's name as a prefix."""
@@ -95,7 +99,7 @@ class NodeLogs:
         self._show(node, text)
 
     def close(self) -> None:
-        """Close the log files. Later lines are only shown."""
+        """Close the log files. Later lines are shown, but not written to files."""
         with self._lock:
             self._directory = None
             for file in self._files.values():
@@ -104,13 +108,13 @@ class NodeLogs:
             self._files.clear()
 
     def _show(self, node: str, text: str) -> None:
-        # The reader of the stream may have died, or the stream may be closed.
+        # Ignore errors: the stream may be closed, or the process that reads it may have died.
         with self._showing, contextlib.suppress(OSError, ValueError):
             self._output.write(f"[{node}] {text}\n")
             self._output.flush()
 
     def _keep(self, node: str, line: str) -> None:
-        with self._lock, contextlib.suppress(OSError):  # a full disk is ignored
+        with self._lock, contextlib.suppress(OSError):  # do not fail if the disk is full
             if self._directory is None:
                 return
             if node not in self._files:
@@ -129,7 +133,7 @@ def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
     file.setFormatter(logging.Formatter(_format(node)))
     logger.addHandler(file)
     try:
-        # Keep showing warnings: Python's handler of last resort only serves loggers without any handler.
+        # Keep showing warnings. Python uses its handler of last resort only for loggers without handlers.
         with root_handler(None if has_own else logging.lastResort):
             yield
     finally:

@@ -1,7 +1,7 @@
 """The engine `ray`: a Ray actor starts the process of each node, on a Ray cluster or on this machine.
 
-Ray places the actors. As under the engine `local`, the launcher restarts nodes, enforces deadlines, writes logs and
-ends the program. If the launcher dies, all nodes end, and a new session can resume from the checkpoints.
+Ray selects the machine of each actor. The launcher restarts nodes, enforces deadlines, writes logs and ends the
+program, as under the engine `local`. If the launcher dies, all nodes end. A new run can resume from the checkpoints.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RayEngine(ServedEngine):
         return {group: functools.partial(node, group, pickle_node(group, make)) for group, make in makers.items()}
 
     def own(self, resource: Any) -> Any:
-        """See `Engine`. Nodes that refer to the resource run on this process's Ray node, to share its memory."""
+        """See `Engine`. Nodes that refer to the resource run on this process's Ray node, because they share memory."""
         self._owned.append(resource)
         return super().own(resource)
 
@@ -64,7 +64,7 @@ class RayEngine(ServedEngine):
             return supervisor.run()
 
     def _program_nodes(self, end_program: Callable[[], None]) -> Iterator[StartableNode]:
-        """Yield the nodes, each with its share of the cluster."""
+        """Yield the nodes. Each node reserves its share of the cluster's CPUs and accelerators."""
         groups = self.groups
         rules_of = rules_by_group(groups, self._options.max_restarts, self._options.accelerators)
         pickled = {
@@ -82,7 +82,7 @@ class RayEngine(ServedEngine):
                 )
 
     def _shares(self, groups: Mapping[str, int], shares_memory: bool) -> dict[str, tuple[float, float]]:
-        """Return the (CPUs, accelerators) that each node reserves, by group."""
+        """Return a dict of group -> (CPUs, accelerators) that each node of the group reserves."""
         busy = [group for group in groups if traits_of(group).is_busy]
         served = [group for group in groups if group in self._options.accelerators]
         cpus = self._cluster.cpus(sum(groups[group] for group in busy), shares_memory)

@@ -1,4 +1,4 @@
-"""A Launchpad node with a Reverb server that saves checkpoints. `lp.ReverbNode` saves only if a client requests it."""
+"""A Launchpad node with a Reverb server that saves checkpoints by itself. `lp.ReverbNode` saves only on request."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ReverbServer:
         directory: directory of the newest checkpoint on this machine. The server restores this checkpoint.
         port: port of the server.
         seconds: seconds between checkpoints. If a checkpoint takes more than 5 % of the interval, the interval grows.
-        at_end: seconds for the last checkpoint, when the program stops.
+        at_end: seconds that the last checkpoint may take when the program stops.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ReverbServer:
         self._stop = threading.Event()
         self._directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(self._directory)
-        self._native = NativePath(self._directory)  # this path must stay open while the server runs
+        self._native = NativePath(self._directory)  # keep this object, because the server needs the path
         checkpointer = reverb.checkpointers.DefaultCheckpointer(self._native.path)
         self._server = reverb.Server(tables(), port, checkpointer)
 
@@ -74,7 +74,7 @@ def _save(client: Any, directory: pathlib.Path) -> None:
 
 
 def _remove_unfinished(directory: pathlib.Path) -> None:
-    """Remove unfinished checkpoints, which Reverb does not remove itself."""
+    """Remove unfinished checkpoints, because Reverb does not remove them."""
     for path in directory.iterdir():
         if path.is_dir() and not (path / "DONE").exists():
             shutil.rmtree(path)

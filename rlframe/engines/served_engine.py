@@ -37,7 +37,7 @@ class ServedNode:
 
 
 class ServedEngine(ResourceEngine):
-    """Base of the engines whose nodes are `ServedNode`s. The handle to a node is a `Remote`.
+    """Base class of the engines that store nodes as `ServedNode`s. The handle to a node is a `Remote`.
 
     Args:
         options: see `EngineOptions`.

@@ -12,13 +12,13 @@ from types import FrameType
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that stop a run. They include SIGHUP, unless SIGHUP is ignored, as under `nohup`."""
+    """Return the signals that stop a run. Omit SIGHUP if this process ignores it, for example under `nohup`."""
     stops = (signal.SIGINT, signal.SIGTERM)
     return stops if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*stops, signal.SIGHUP)
 
 
 def detach_from_closed_terminal() -> None:
-    """Redirect stdout and stderr to the null device if the terminal is closed. Otherwise a write would raise."""
+    """Redirect stdout and stderr to the null device if the terminal is closed. Then a write raises no error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             descriptor = stream.fileno()
@@ -33,9 +33,9 @@ def detach_from_closed_terminal() -> None:
 
 @contextlib.contextmanager
 def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle(number)` for signals during a `with`. Outside the main thread, do nothing.
+    """Call `handle(number)` for signals during a `with`.
 
-    Python allows signal handlers only in the main thread.
+    Do nothing outside the main thread, because Python allows signal handlers only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,15 +58,16 @@ def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> It
 class StopSignal:
     """A context in which the first stop signal sets `number`, and a second signal raises KeyboardInterrupt.
 
-    Within `with stop.interruptible():`, the first signal also raises. Use this for work that need not be finished.
-    Outside the main thread, where Python allows no signal handlers, this class does nothing.
+    Inside `with stop.interruptible():`, the first signal also raises KeyboardInterrupt. Use this for work that a signal
+    may break off. Outside the main thread this class does nothing, because Python allows no signal handlers there.
 
     Args:
         quiet: do not print a message when a signal arrives.
 
     Attributes:
         number: the number of the first signal; None before the first signal.
-        is_repeated: whether there was a second signal. A user's callback may have caught its KeyboardInterrupt.
+        is_repeated: whether a second signal has arrived. Check this too: a user's callback may have caught the
+            KeyboardInterrupt.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -101,4 +102,4 @@ class StopSignal:
             return
         text = f"rlframe: {signal.Signals(number).name}: saving after the current step; repeat to exit immediately\n"
         with contextlib.suppress(OSError):
-            os.write(2, text.encode())  # not `print`, which the signal may have interrupted
+            os.write(2, text.encode())  # not `print`, because the signal may have interrupted a `print`

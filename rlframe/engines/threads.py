@@ -1,4 +1,4 @@
-"""The engine `threads`: nodes are threads of this process, for debugging and tests."""
+"""The engine `threads`: each node is a thread of this process. This is useful for debugging and tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlframe.interprocess.waiting import Inbox
 
 _log = logging.getLogger(__name__)
 
-_JOIN_TIMEOUT = 30.0  # seconds for each node to end
+_JOIN_TIMEOUT = 30.0  # maximum seconds in which each node must end
 
 
 class ThreadsEngine(ResourceEngine):
@@ -31,7 +31,7 @@ class ThreadsEngine(ResourceEngine):
     def __init__(self, options: EngineOptions | None = None) -> None:
         super().__init__(options or EngineOptions())
         self._nodes: list[tuple[str, Any]] = []
-        self._addresses: dict[str, str] = {}  # group -> address of its Reverb server
+        self._addresses: dict[str, str] = {}  # group -> address of the group's Reverb server
         self._ended: Inbox[tuple[str, BaseException | None]] = Inbox()
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class ThreadsEngine(ResourceEngine):
         return node
 
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
-        """See `RunsReverb`. The server ends with this process and saves nothing to `path`."""
+        """See `RunsReverb`. Do not use `path`: the server saves no checkpoints."""
         with extras.explain_import_error("--replay reverb", "reverb"):
             import reverb
 
@@ -71,7 +71,7 @@ class ThreadsEngine(ResourceEngine):
         """See `Engine`. Call `watch` once, with this process as the only node."""
         if watch is not None:
             watch(False, [NodeStatus("launcher", pid=os.getpid())])
-        # After a second Ctrl-C, some threads may still be working. Daemon threads do not delay the end of the process.
+        # Use daemon threads, because threads that still work after a second Ctrl-C must not delay the process's end.
         threads = [
             threading.Thread(target=self._run, args=node, name=f"rlframe {node[0]}", daemon=True)
             for node in self._nodes
@@ -83,7 +83,7 @@ class ThreadsEngine(ResourceEngine):
                 for thread in threads:
                     thread.start()
                 end = self._wait_for_end(stop)
-            except KeyboardInterrupt:  # a second Ctrl-C
+            except KeyboardInterrupt:  # a second Ctrl-C raises this
                 join_timeout = 0.0
             finally:
                 unsaved = self._end_nodes(threads, join_timeout)
@@ -94,7 +94,7 @@ class ThreadsEngine(ResourceEngine):
         return stop.number
 
     def _wait_for_end(self, stop: StopSignal) -> tuple[str, BaseException | None] | None:
-        """Wait for a node that ends the program or fails. Return (group, error), or None if a signal came first."""
+        """Wait for a node that ends the program or fails. Return its (group, error), or None if a signal came first."""
         ending = ending_group(self.groups)
         while stop.number is None:
             with contextlib.suppress(queue.Empty):
@@ -104,13 +104,13 @@ class ThreadsEngine(ResourceEngine):
         return None
 
     def _end_nodes(self, threads: list[threading.Thread], join_timeout: float) -> ProgramError | None:
-        """End and close all nodes. Return the error of a failed node that must save, or None.
+        """End and close all nodes. If a node that must save has failed, return the error; otherwise return None.
 
         Args:
             threads: the threads of the nodes.
-            join_timeout: seconds for each node to end.
+            join_timeout: maximum seconds in which each node must end.
         """
-        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C
+        with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C raises this
             for _, node in self._nodes:
                 node.stop()
             for thread in filter(threading.Thread.is_alive, threads):

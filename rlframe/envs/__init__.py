@@ -1,4 +1,4 @@
-"""Batched environments: `SyncEnv` steps all environments together, `AsyncEnv` steps the environments that are ready.
+"""Batched environments: `SyncEnv` steps all environments together; `AsyncEnv` steps each environment independently.
 
 The calls of one step, in a pool of type "loop":
 
@@ -13,8 +13,8 @@ The calls of one step, in a pool of type "loop":
       FrameStack                                    # wrappers.py: stack observations, if frame_stack > 1
 
 Pools of the types "thread" (thread.py) and "process" (process.py, worker.py) have one `EnvGroup` in each thread or
-worker process. EnvPool's environments run in C++ (envpool.py). An `EnvServer` (server.py) holds a pool in another node,
-and `RemoteEnv` (remote.py) calls it. `as_pool` returns a pool for any environment or builder of a user.
+worker process. EnvPool's environments run in C++ (envpool.py). An `EnvServer` (server.py) has a pool in another node,
+and `RemoteEnv` (remote.py) calls this server. `as_pool` converts a user's environment or builder to a pool.
 """
 
 from __future__ import annotations

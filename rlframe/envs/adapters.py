@@ -1,7 +1,7 @@
 """Adapters from Gymnasium and dm_env environments to one protocol, `SingleEnv`.
 
-`wrap` adapts an environment. The adapters hide the differences between the two APIs: rewards of None, seeds and time
-limits.
+`wrap` returns the adapter of an environment. The adapters hide the differences between the two APIs: missing rewards,
+seeds and time limits.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from rlframe.errors import UsageError
 
 
 class SingleEnv(Protocol):
-    """One environment. It never resets itself: its `EnvGroup` resets it, on the step after LAST."""
+    """One environment without auto-reset. In the step after LAST, the `EnvGroup` resets the environment."""
 
     env: Any  # the adapted environment
-    codec: Codec  # codec for the observations and actions; `reset` and `step` return observations before encoding
-    log: Callable[[Any], None]  # function that receives the values that the environment logs; the `EnvGroup` sets it
+    codec: Codec  # encodes the observations that `reset` and `step` return, and decodes actions
+    log: Callable[[Any], None]  # function for the values that the environment logs; set by the `EnvGroup`
 
     def reset(self, seed: int | None) -> Any:
-        """Start an episode and return the first observation. Later resets have the seed None."""
+        """Start an episode and return the first observation. The seed is None, except in the first reset."""
 
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         """Return (observation, reward, discount, last). The discount is 0 if the environment terminated, else 1.
 
-        The reward is not checked or converted.
+        The caller must check and convert the reward.
         """
 
     def close(self) -> None: ...
 
 
 def env_seed(seed: int, index: int) -> int:
-    """Return the seed, in [0, 2^31), of environment `index` of a pool with `seed`.
+    """Return the seed of one environment, in [0, 2^31): a hash of the pool's `seed` and the environment's `index`.
 
-    The seed is a hash, so that pools with the seeds 1 and 2 share no environment seed.
+    Because of the hash, pools with the seeds 1 and 2 share no environment seed.
     """
     return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
 
 
-_NUMPY_FALSE = np.False_  # numpy has one False object, so `is` works, and is faster than `==`
+_NUMPY_FALSE = np.False_  # NumPy has only one False object: compare with `is`, which is faster than `==`
 
-# Keys of `info["episode"]` in Gymnasium's RecordEpisodeStatistics, and the names under which rlframe logs them.
+# Key in the dict `info["episode"]` of Gymnasium's RecordEpisodeStatistics -> name of the value in rlframe's logs.
 _EPISODE_STATISTICS = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
 
 
 class GymnasiumEnv:
-    """Adapts `gymnasium.Env`: `terminated` becomes discount 0, and `truncated` alone becomes discount 1.
+    """Adapts `gymnasium.Env`. The discount is 0 if `terminated` is True, and 1 if only `truncated` is True.
 
-    Each step logs `info["log"]`, and the `info["episode"]` of RecordEpisodeStatistics.
+    Each step logs `info["log"]`, and also `info["episode"]`, which RecordEpisodeStatistics adds.
     """
 
     log: Callable[[Any], None]
@@ -96,7 +96,7 @@ class GymnasiumEnv:
         if "log" in info:
             self.log(info["log"])
         episode = info.get("episode")
-        if isinstance(episode, Mapping):  # RecordEpisodeStatistics adds a dict; ignore values of other types
+        if isinstance(episode, Mapping):  # ignore other types, because RecordEpisodeStatistics adds a dict
             self.log({name: episode[key] for key, name in _EPISODE_STATISTICS.items() if key in episode})
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class GymnasiumEnv:
 
 
 class DmEnv:
-    """Adapts `dm_env.Environment`. The environment returns the discount, and the builder receives the seed.
+    """Adapts `dm_env.Environment`, which returns the discount itself and whose `reset` takes no seed.
 
     After each step the adapter logs the result of the method `log_values()`, if the environment has this method.
     """
@@ -119,7 +119,7 @@ class DmEnv:
         api_checks.check_not_empty(self.codec.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
-        del seed  # dm_env's `reset` takes no seed, so the builder receives the seed
+        del seed  # the builder has received the seed, because dm_env's `reset` takes none
         result = self.env.reset()
         api_checks.check_dm_env_result("reset", result)
         return result.observation

@@ -1,7 +1,7 @@
 """Check the values that one environment returns from `reset` and `step`: number of values, rewards, flags and spaces.
 
-Many environments still follow the API of Gym before 0.26, whose `reset` and `step` return other values. The error
-messages include the fix.
+Many environments still use the API of Gym before version 0.26, in which `reset` and `step` return other values. The
+error messages include the fix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OLD = "This looks like the API of Gym before 0.26."
 
 
 class EnvApiError(UsageError):
-    """An environment returned an invalid value. The pool begins the message with "Environment 3"."""
+    """An environment returned an invalid value. The pool adds the environment to the message, as in "Environment 3"."""
 
 
 def number(name: str, value: Any) -> float:
@@ -50,7 +50,7 @@ def as_numbers(values: list[Any]) -> np.ndarray | None:
     """Return the values as an array [n], or None if the caller must check each value with `number`."""
     try:
         array = np.asarray(values)
-    except Exception:  # the shapes differ, or the conversion of a user's object raised any exception
+    except Exception:  # the shapes differ, or a user's object cannot be converted and raised any exception
         return None
     if array.ndim != 1 or array.dtype.kind not in "biuf":
         return None
@@ -105,7 +105,7 @@ def check_info(info: Any) -> None:
 
 
 def check_takes_seed(env: Any, error: TypeError) -> None:
-    """Raise EnvApiError if `error` occurred because the `reset` of `env`, or of an inner environment, takes no seed."""
+    """Raise EnvApiError if the reason for `error` is a `reset` without `seed`, in `env` or in an inner environment."""
     for layer in wrapper_chain(env) if "keyword argument" in str(error) else ():
         if not _takes(layer.reset, "seed"):
             raise EnvApiError(
@@ -125,7 +125,7 @@ def check_dm_env_result(call: str, result: Any) -> None:
 
 
 def discount(value: Any) -> float:
-    """Return a discount as a float. Raise EnvApiError for a finite number outside [0, 1], or a value of another type.
+    """Return a discount as a float. Raise EnvApiError if it is not a number, or is a finite number outside [0, 1].
 
     `checks.FiniteCheck` rejects NaN and infinity.
     """
@@ -136,7 +136,7 @@ def discount(value: Any) -> float:
 
 
 def check_is_gymnasium(space: Any, path: str) -> None:
-    """Raise UsageError if a space, or a part of it, comes from the old package gym, which Gymnasium replaced."""
+    """Raise UsageError if a space, or a part of it, is from the old package gym instead of Gymnasium."""
     if type(space).__module__.partition(".")[0] == "gym":
         raise UsageError(
             f"The space of {path!r}, {space}, comes from the old package gym: expected gymnasium.spaces."
@@ -148,7 +148,7 @@ def check_is_gymnasium(space: Any, path: str) -> None:
 
 
 def check_not_empty(spec: Any, path: str) -> None:
-    """Raise UsageError if a spec has no leaf, or a leaf without values."""
+    """Raise UsageError if a spec has no leaf, or if a leaf has no values."""
     leaves: list[specs.Array] = Layout(spec).leaves
     if not leaves:
         raise UsageError(f"The space of {path!r} is empty: expected at least one value in it.")
@@ -161,9 +161,9 @@ def check_not_empty(spec: Any, path: str) -> None:
 
 
 def wrapper_chain(env: Any) -> Iterator[Any]:
-    """Yield an environment and the environments that it wraps, beginning with the outer environment.
+    """Yield an environment and its inner environments, from the outside to the inside.
 
-    An environment in any attribute counts as wrapped.
+    An inner environment is an environment in any attribute of another environment.
     """
     found, seen = [env], set()
     for one in found:
@@ -176,9 +176,9 @@ def wrapper_chain(env: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=256)
 def _is_stepped(cls: type) -> bool:
-    """Return True for a class with `reset` and `step(action)`.
+    """Return True for a class with `reset` and `step(action)`: its objects have a state.
 
-    An object whose `step` also takes a state, as in Brax, keeps no state, so several environments may share the object.
+    In Brax, `step` also takes the state. Several environments may share an object of such a class.
     """
     if not hasattr(cls, "reset") or not hasattr(cls, "step"):
         return False

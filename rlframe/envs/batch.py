@@ -1,4 +1,4 @@
-"""`SyncEnv` and `AsyncEnv`: batched environments, stepped all together or as soon as some are ready."""
+"""`SyncEnv` steps a batch of environments together. `AsyncEnv` steps each environment of a batch independently."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlframe.types import TimeStep
 
 SYNC_TYPES = ("loop", "thread", "process", "envpool")
 ASYNC_TYPES = SYNC_TYPES[1:]
-# Aliases from the design document.
+# Alias in the design document -> type.
 _ALIASES = {
     "python for loop": "loop",
     "python thread": "thread",
@@ -46,17 +46,17 @@ class SyncEnv(PoolWrapper):
       seed: the seed of environment i is a hash of (seed, i), so all Python types produce the same episodes.
       num_workers: number of threads or processes; None means one for each core that this process may use.
       env_kwargs: options of the environment, or of EnvPool.
-      answer_timeout: seconds that one step may take in a thread or process. After that the environment counts as hung,
-        and an EnvError names it. A loop and EnvPool have no timeout.
-      frame_stack: number of the newest observations that are stacked to one; see `FrameStack`.
+      answer_timeout: seconds that one step may take in a thread or process. After a longer step, an EnvError reports
+        that the environment hangs. The types "loop" and "envpool" have no timeout.
+      frame_stack: number of newest observations that are stacked into one observation; see `FrameStack`.
       action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
       clip_rewards: rewards are clipped to [-clip_rewards, clip_rewards]; None means no clipping. `true_rewards` [B]
         contains the unclipped rewards of the newest timestep.
       check_finite: whether to raise EnvError with the environment's id for NaN and infinity in rewards and
-        observations. None means yes, except for EnvPool, whose light steps would take 10 % more time.
+        observations. None means True, except for EnvPool, whose fast steps would take 10 % more time.
 
     Raises:
-      UsageError: a name, type or option is unknown, the environments differ, or an action does not fit.
+      UsageError: a name, type or option is unknown, the environments have different specs, or an action is invalid.
       EnvError: an environment raised or its process died. The message contains the environment's id.
 
     `observation_spec` (a tree) and `action_spec` are `dm_env.specs` of ONE environment. The arrays that `reset` and
@@ -102,16 +102,16 @@ class SyncEnv(PoolWrapper):
     def step(self, actions: Any) -> TimeStep:
         """Step all environments with `actions` [B, ...]. An environment at LAST ignores the action and returns FIRST.
 
-        Raise UsageError before any environment steps if an action does not fit (see `rlframe.envs.checks`).
+        If an action is invalid (see `rlframe.envs.checks`), raise UsageError and step no environment.
         """
         self._check_open()
         return self._finish(self._pool.step(self._check_actions(actions, self.num_envs)))
 
     def get_state(self) -> bytes | None:
-        """Return the state of all environments, or None if one cannot be saved (EnvPool, EzPickle, native handles).
+        """Return the state of all environments. Return None if an environment cannot be saved.
 
-        A pool of any Python type can restore the state. The state of global random generators (`np.random`) is not
-        included.
+        Environments with EnvPool, EzPickle or native handles cannot be saved. Pools of the types "loop", "thread" and
+        "process" can restore the state. It does not include the state of global random generators (`np.random`).
         """
         self._check_open()
         states = self._pool.get_state()
@@ -135,13 +135,13 @@ class SyncEnv(PoolWrapper):
 
 
 class AsyncEnv(PoolWrapper):
-    """`size` environments that step independently: slow environments do not delay the others.
+    """`size` environments that step independently, so that a slow environment does not delay other environments.
 
     Args:
-      wait_num: number of environments that `recv` waits for, 1 to `size`.
-      type: "thread", "process" or "envpool", or an alias, as for `SyncEnv`.
+      wait_num: number of environments that `recv` waits for, from 1 to `size`.
+      type: "thread", "process", "envpool", or an alias of one of these types (see `SyncEnv`).
 
-    The other arguments, the specs, the errors and the data contract are those of `SyncEnv`. The first `recv` calls
+    `SyncEnv` describes all other arguments, the specs, the errors and the data contract. The first calls of `recv`
     return the FIRST timestep of every environment.
     """
 
@@ -173,7 +173,8 @@ class AsyncEnv(PoolWrapper):
         self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
         self.wait_num = wait_num
         self._started = False
-        self._idle: set[int] = set()  # ids from `recv` that have no action yet; `send` accepts only these
+        # Ids that `recv` has returned and that have no action yet. `send` accepts only these ids.
+        self._idle: set[int] = set()
 
     def recv(self) -> tuple[np.ndarray, TimeStep]:
         """Wait for `wait_num` environments. Return (env_ids [wait_num] int32, timestep [wait_num, ...])."""
@@ -194,7 +195,7 @@ class AsyncEnv(PoolWrapper):
     def send(self, env_ids: Any, actions: Any) -> None:
         """Send `actions` [n, ...] to the environments `env_ids` [n]. `recv` must have returned their latest timesteps.
 
-        Raise UsageError before any action is sent if an id or action does not fit (see `rlframe.envs.checks`).
+        If an id or action is invalid (see `rlframe.envs.checks`), raise UsageError and send no action.
         """
         self._check_open()
         env_ids = np.asarray(env_ids)
@@ -221,7 +222,7 @@ class AsyncEnv(PoolWrapper):
                 )
 
     def get_state(self) -> None:
-        """Return None: environments cannot be saved during a step."""
+        """Return None, because environments cannot be saved during a step."""
 
     def set_state(self, state: bytes) -> None:
         raise UsageError("An AsyncEnv cannot restore a state: use a SyncEnv of type 'loop' or 'process'.")
@@ -235,8 +236,8 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
         a `SyncEnv` or `AsyncEnv`, which is returned unchanged;
         a user's `EnvPool` or `AsyncEnvPool`;
         one gymnasium or dm_env environment, which becomes a SyncEnv of size 1;
-        a callable that returns one of the above, and receives `seed` if its signature has this argument;
-        a handle to an `EnvServer`, which has its own seed, or a list of handles to `EnvServer`s of `AsyncEnv`s.
+        a callable that returns one of the above. The callable receives `seed` if its signature has this argument;
+        a handle to an `EnvServer`, or a list of handles to `EnvServer`s of `AsyncEnv`s. `seed` has no effect on these.
       seed: seed for the builder.
       deadline: seconds after which a call to an `EnvServer` fails; see `handles.resolve`.
       stop: event that ends the retries of a call; see `handles.resolve`.
@@ -256,8 +257,8 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
         return env
     if hasattr(env, "single_observation_space"):
         raise UsageError(
-            f"{type(env).__name__} is a vector environment of gymnasium.vector, whose timesteps follow other rules. "
-            "Pass SyncEnv the name of the task, or a callable that returns one environment, and a size."
+            f"{type(env).__name__} is a vector environment of gymnasium.vector, which has another format of timesteps. "
+            "Use SyncEnv(env, size), where env is the name of the task or a callable that returns one environment."
         )
     if is_environment(env):
         return SyncEnv.from_env(env, seed=seed)
@@ -267,16 +268,16 @@ def as_pool(env: Any, *, seed: int = 0, deadline: float = handles.DEADLINE, stop
         built = env(seed=seed) if takes_seed(env) else env()
         return as_pool(built, seed=seed, deadline=deadline, stop=stop)
     if isinstance(env, str):
-        raise UsageError(f"{env!r} is only the name of an environment: pass SyncEnv({env!r}, size), with a size.")
+        raise UsageError(f"{env!r} is the name of an environment: expected a pool. Pass SyncEnv({env!r}, size).")
     missing = [name for name in ("num_envs", "reset", "step") if not hasattr(env, name)]
-    lacks = f" For a pool it has no {', '.join(missing)}." if len(missing) < 3 else ""
+    lacks = f" A pool also needs {', '.join(missing)}." if len(missing) < 3 else ""
     raise UsageError(
         f"Expected a pool, an environment or a callable that returns one, got {type(env).__name__}.{lacks}"
     )
 
 
 def pool_type(type: Any, types: tuple[str, ...]) -> str:
-    """Return the pool type for a type or an alias. Raise UsageError if the type is not in `types`."""
+    """Return the pool type for a type name or an alias. Raise UsageError if the type is not in `types`."""
     aliases = {alias: name for alias, name in _ALIASES.items() if name in types}
     name = aliases.get(type.lower(), type) if isinstance(type, str) else type
     if name not in types:
@@ -307,7 +308,7 @@ def check_options(
 
 
 def split_evenly(size: int, num_workers: int) -> list[tuple[int, int]]:
-    """Return (start, stop) of each worker's environments, in order. The sizes differ by at most 1."""
+    """Return the range (start, stop) of environments for each worker. The range sizes differ by at most 1."""
     bounds = [round(worker * size / num_workers) for worker in range(num_workers + 1)]
     return list(itertools.pairwise(bounds))
 
@@ -323,7 +324,7 @@ def make_pool(
     answer_timeout: float,
     action_repeat: int = 1,
 ) -> Any:
-    """Return a pool of this type: an asynchronous pool if `wait_num` is not None, else a synchronous pool."""
+    """Return a pool of a type: an asynchronous pool if `wait_num` is not None, else a synchronous pool."""
     if type == "envpool":
         if not isinstance(name_or_pybuilder, str):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Checks for batches: valid actions, finite numbers, and environments that no other pool uses."""
+"""Checks that actions are valid, that numbers are finite, and that no two pools step the same environment."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlframe.envs.layout import Layout
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import TimeStep
 
-_SMALL = 64  # number of values up to which a Python set is faster than a numpy reduction
+_SMALL = 64  # maximum number of values for which a Python set is faster than a NumPy reduction
 
 
 class ActionCheck:
     """Checks batches of actions against a spec and casts them to the spec's dtype, in about 0.3 us per batch.
 
-    The shape and dtype of every batch are checked. The values (range of integers, NaN and infinity) are checked in the
-    first batch and in each batch that needs a cast. With `every_value` they are checked in every batch. A continuous
-    action may lie outside its bounds, because `Codec.decode` clips it.
+    Check the shape and dtype of every batch. Check the values (range of integers, NaN and infinity) in the first batch
+    and in each batch that needs a cast. If `every_value` is True, check the values in every batch. A continuous action
+    may lie outside its bounds, because `Codec.decode` clips it.
 
     Allowed casts: bool to any number, integer to float, any float to any float, signed integer to signed integer, and
     unsigned integer to any integer. A float is never cast to an integer.
@@ -71,7 +71,7 @@ class ActionCheck:
                 f"{actions.shape}.{hint}"
             )
         if is_integer:
-            self._check_values(actions)  # check before the cast, because the cast may wrap large values
+            self._check_values(actions)  # check before the cast, because the cast can overflow
             return actions.astype(self._dtype)
         with np.errstate(over="ignore"):
             narrow = actions.astype(self._dtype)
@@ -87,7 +87,8 @@ class ActionCheck:
                 self._check_range(actions)
         elif self._dtype.kind == "f":
             flat = actions.ravel()
-            # The sum of squares is three times as fast as `isfinite`. If it overflows, `isfinite` decides.
+            # If the sum of squares is finite, all values are finite. If not, `isfinite` decides, because the sum can
+            # overflow. The sum takes a third of the time of `isfinite`.
             if not math.isfinite(flat.dot(flat)) and not np.isfinite(actions).all():
                 self._refuse(actions, ~np.isfinite(actions), "finite")
         elif isinstance(self._spec, specs.BoundedArray):
@@ -107,7 +108,7 @@ class ActionCheck:
 class FiniteCheck:
     """Checks that the rewards, discounts and floating-point observations of timesteps are finite.
 
-    A check takes 2 us, or 1 us if no observation is floating-point.
+    A check takes 2 us, or 1 us if the observations contain no floating-point array.
 
     Args:
       observation_spec: a tree of `dm_env.specs`.
@@ -125,8 +126,8 @@ class FiniteCheck:
           env_ids: [B] ids of the environments; None means the row numbers.
         """
         _, reward, discount, observation = timestep
-        # If an array contains NaN or infinity, its dot product is not finite. A dot product is three times as fast as
-        # `isfinite`. It may also overflow for finite numbers, so `isfinite` decides if it is not finite.
+        # If a dot product is finite, all its values are finite. If not, `isfinite` decides, because the dot product can
+        # overflow. A dot product takes a third of the time of `isfinite`.
         if not math.isfinite(reward.dot(discount)):
             _refuse_infinite("reward", reward, env_ids)
             _refuse_infinite("discount", discount, env_ids)
@@ -153,11 +154,11 @@ def _refuse_infinite(name: str, values: np.ndarray, env_ids: np.ndarray | None) 
 
 
 def check_distinct(envs: Iterable[Any], first_id: int) -> None:
-    """Raise UsageError if two of these environments are the same object, or wrap the same object.
+    """Raise UsageError if two of the environments are the same object, or wrap the same object.
 
     Args:
       envs: environments of one pool.
-      first_id: the pool index of the first environment.
+      first_id: the id of the first environment in the pool.
     """
     places: dict[int, int] = {}
     for i, env in enumerate(envs, first_id):
@@ -171,17 +172,17 @@ def check_distinct(envs: Iterable[Any], first_id: int) -> None:
 
 
 class EnvOwnership:
-    """Detects that two pools step the same environment. The owner is the pool with the latest reset.
+    """Detects that two pools step the same environment. The owner is the pool that reset the environment last.
 
-    Pools may use the same object one after the other. If another pool resets the object, the previous owner raises at
-    its next step.
+    Two pools may use the same environment one after the other. After a reset by the second pool, the next step of the
+    first pool raises.
     """
 
     def __init__(self) -> None:
-        self.lost: str | None = None  # class name of an environment that another pool has reset after this pool
+        self.lost: str | None = None  # class name of an environment that another pool now owns
 
     def take(self, env: Any) -> None:
-        """Record this pool as the owner of an environment after a reset, and of the inner environments."""
+        """Record this pool as the owner of an environment and its inner environments. Call this after a reset."""
         for layer in wrapper_chain(env):
             key = id(layer)
             reference, owner = _owners.get(key, (_nothing, _nothing))
@@ -190,11 +191,11 @@ class EnvOwnership:
                 continue
             if other is not None:
                 other.lost = type(layer).__name__
-            with contextlib.suppress(TypeError):  # a class without weak references is not checked
+            with contextlib.suppress(TypeError):  # do not check classes without weak references
                 _owners[key] = weakref.ref(layer, functools.partial(_forget, key)), weakref.ref(self)
 
     def check(self) -> None:
-        """Raise UsageError if another pool has reset one of these environments."""
+        """Raise UsageError if another pool has reset an environment of this pool."""
         if self.lost is not None:
             raise UsageError(
                 f"Two pools step the same environment ({self.lost}) at the same time: the builder must return a new "
@@ -211,6 +212,6 @@ def _forget(key: int, reference: Any) -> None:
         del _owners[key]
 
 
-# The `id` of an environment -> weak references to the environment and to its owner. After the environment is deleted,
-# a new object may get the same `id`.
+# The `id` of an environment -> weak references to the environment and to its owner. The reference to the environment is
+# necessary because a new object can have the `id` of a deleted environment.
 _owners: dict[int, tuple[Any, Any]] = {}

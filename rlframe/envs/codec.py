@@ -1,11 +1,11 @@
-"""The codec: encode observations in the framework's dtypes, and decode actions to the environment's dtypes.
+"""`Codec` encodes observations in the framework's dtypes, and decodes actions to the environment's dtypes.
 
 Every pool, `TrainedPolicy.act`, `evaluate`, `export` and `EnvServer` use a `Codec`. Each checkpoint of a run
 contains the codec.
 
-Observations: float64 becomes float32 and int64 becomes int32, JAX's default dtypes. Categories start at 0.
+Observations: float64 becomes float32, and int64 becomes int32, as by default in JAX. Categories start at 0.
 Actions are converted in the reverse direction, and clipped to the environment's bounds.
-For a value that does not fit, an error with the name of the leaf is raised.
+If a value does not fit the new dtype, an error with the name of the leaf is raised.
 
 `ObservationRows` encodes the observations of many environments into the arrays of a batch.
 """
@@ -20,29 +20,29 @@ from dm_env import specs
 from rlframe.envs.layout import Layout, SpecMismatchError
 from rlframe.types import MultiDiscreteArray, Tree
 
-# If a sum of squares is below this limit, each number fits float32. The sum is five times as fast as comparing each
-# number.
+# If the sum of the squares of some numbers is below this limit, each number fits float32. The sum takes a fifth of the
+# time of comparing each number.
 FLOAT32_MAX_SQUARED = float(np.finfo(np.float32).max) ** 2
 
-# The kind of a spec's dtype -> the kinds of dtypes whose values are accepted if they fit. Integers reject floats.
+# Kind of a spec's dtype -> kinds of dtypes that this spec accepts, if the values fit. Integer specs reject floats.
 _ACCEPTED_KINDS = {"b": "b", "i": "iub", "u": "iub", "f": "fiub"}
 
 _DTYPES = [np.dtype(char) for char in "?bhilqBHILQefd"]
-NUMBER_TYPES = frozenset(dtype.type for dtype in _DTYPES)  # types of numpy scalars
+NUMBER_TYPES = frozenset(dtype.type for dtype in _DTYPES)  # types of NumPy scalars
 
 
 class ObservationLeaf:
     """Encodes one array of an observation.
 
     Args:
-      spec: the encoded array.
-      start: the environment's value of the first category, for each element; 0 for other arrays.
+      spec: spec of the encoded array.
+      start: the environment's number for the first category, for each element; 0 if the array has no categories.
 
     Attributes:
-      is_plain: True unless the array holds categories. A plain array of the spec's shape and dtype needs no change.
-      accepted_dtypes: dtypes whose values need no check, because all of them fit the spec's dtype. For categories,
-        dtypes whose values fit int64.
-      wide_dtype: the dtype of the wide array, in which values are collected before the batch is checked and cast.
+      is_plain: False if the array contains categories. A plain array of the spec's shape and dtype needs no change.
+      accepted_dtypes: dtypes whose values need no check, because all their values fit the spec's dtype. For an array
+        of categories: dtypes whose values all fit int64.
+      wide_dtype: dtype of the wide array, in which the values of a batch are collected before the check and the cast.
     """
 
     def __init__(self, spec: specs.Array, start: Any = 0):
@@ -52,11 +52,12 @@ class ObservationLeaf:
         self.wide_dtype = np.dtype(np.float64 if self._dtype.kind == "f" else np.int64)
         self.accepted_dtypes = frozenset(filter(self._accepts, _DTYPES))
         self.first = np.asarray(start, np.int64)
-        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)  # number of categories, or 0
+        # Number of categories, or 0 for a plain array.
+        self.num_values = np.asarray(getattr(spec, "num_values", 0), np.uint64)
         self._first, self._num_values = (int(one) if one.ndim == 0 else 0 for one in (self.first, self.num_values))
 
     def encode(self, value: Any, is_batch: bool = False) -> Any:
-        """Return one value, or a batch `[B, ...]` of values, in the spec's dtype. Raise SpecMismatchError."""
+        """Return one value or a batch `[B, ...]` in the spec's dtype. Raise SpecMismatchError if it does not fit."""
         is_exact = self.is_plain and type(value) is np.ndarray and value.dtype == self._dtype and not is_batch
         if is_exact and value.shape == self._shape:
             return value
@@ -83,14 +84,14 @@ class ObservationLeaf:
 
     def _categories(self, array: np.ndarray) -> Any:
         if not array.shape and 0 <= (category := int(array) - self._first) < self._num_values:
-            return category  # four times as fast as the check of an array
+            return category  # takes a quarter of the time of the array check below
         categories = array.astype(np.int64)
         if self._first or self.first.ndim:
             categories = categories - self.first
-        # A negative number becomes a very large unsigned number, so one comparison finds both kinds of errors.
+        # As unsigned numbers, negative numbers become very large. So one comparison finds all invalid numbers.
         wrong = np.asarray(categories).view(np.uint64) >= self.num_values
         if array.dtype == np.uint64:
-            wrong = wrong | (array >= np.uint64(2**63))  # the cast to int64 made these numbers negative
+            wrong = wrong | (array >= np.uint64(2**63))  # these numbers do not fit int64
         if np.count_nonzero(wrong):
             last = self.first + (self.num_values.astype(np.int64) - 1)
             raise self._outside(array, wrong, f"whole numbers from {self.first} to {last}")
@@ -115,7 +116,7 @@ class ObservationLeaf:
 
     def _integers(self, array: np.ndarray) -> np.ndarray:
         narrow = array.astype(self._dtype)
-        wrong = narrow != array  # the cast wraps a value that does not fit
+        wrong = narrow != array  # a value that does not fit overflows in the cast
         if np.count_nonzero(wrong):
             limits = np.iinfo(self._dtype)
             raise self._outside(array, wrong, f"whole numbers that fit {self._dtype}, {limits.min} to {limits.max}")
@@ -130,13 +131,13 @@ class ObservationLeaf:
 
 
 class ActionLeaf:
-    """Decodes actions.
+    """Decodes actions of the framework to actions of the environment.
 
     Args:
-      spec: an action of the framework.
-      dtype: the dtype of the environment's actions.
-      start: the environment's value of the first category, for each element; 0 for other actions.
-      bounds: the environment's (low, high), to which continuous actions are clipped. None means no bounds.
+      spec: spec of the framework's actions.
+      dtype: dtype of the environment's actions.
+      start: the environment's number for the first category, for each element; 0 if actions have no categories.
+      bounds: (low, high) limits to which continuous actions are clipped. None means no clipping.
     """
 
     def __init__(self, spec: specs.Array, dtype: Any, start: Any = 0, bounds: tuple[Any, Any] | None = None):
@@ -145,14 +146,14 @@ class ActionLeaf:
         self._limits: tuple[Any, ...] = ((),)  # (shape of the latest batch, low, high)
 
     def decode(self, actions: np.ndarray) -> np.ndarray:
-        """Return actions `[B, ...]` in the environment's dtype. The result is a copy."""
+        """Return a copy of `actions` [B, ...] in the environment's dtype, within the environment's bounds."""
         decoded = actions.astype(self.dtype)
         if self._offset is not None:
             decoded += self._offset
         if self.bounds is not None:
             limits = self._limits
             if limits[0] != decoded.shape:
-                # Broadcast once: numpy takes twice the time for arrays of different shapes.
+                # Broadcast once per batch shape: NumPy takes twice the time for arrays of different shapes.
                 low, high = (np.broadcast_to(bound, decoded.shape).copy() for bound in self.bounds)
                 limits = self._limits = decoded.shape, low, high
             np.maximum(decoded, limits[1], out=decoded)
@@ -186,7 +187,7 @@ class Codec:
 
     @classmethod
     def of_specs(cls, observation_spec: Tree, action_spec: specs.Array) -> Codec:
-        """Return a codec for values that already have the framework's dtypes. The codec only checks observations."""
+        """Return a codec for values that already have the framework's dtypes. It only checks observations."""
         layout = Layout(observation_spec)
         leaves = [ObservationLeaf(spec) for spec in layout.leaves]
         return cls(layout.unflatten(leaves), ActionLeaf(action_spec, action_spec.dtype))
@@ -194,7 +195,8 @@ class Codec:
     def encode(self, observation: Any, is_batch: bool = False) -> list[Any]:
         """Return the encoded leaves of an observation, or of a batch `[B, ...]`, in the order of `layout`.
 
-        A dict may be any Mapping, and a tuple or array may be a list. Raise SpecMismatchError if a value does not fit.
+        Accept any Mapping instead of a dict, and a list instead of a tuple or array. Raise SpecMismatchError if a value
+        does not fit.
         """
         if self._only is not None:
             return [self._only.encode(observation, is_batch)]
@@ -203,7 +205,7 @@ class Codec:
 
     def decode(self, actions: np.ndarray) -> list[Any]:
         """Decode actions `[B, ...]`, and return one action for each of the B environments."""
-        # A list of numpy scalars or rows: some environments refuse the Python numbers that `tolist` returns.
+        # Return NumPy scalars or rows, because some environments refuse the Python numbers that `tolist` returns.
         return list(self.action.decode(actions))
 
     def __eq__(self, other: object) -> bool:
@@ -228,19 +230,19 @@ _ARRAYS = frozenset([np.ndarray, *NUMBER_TYPES])
 class ObservationRows:
     """Encodes the observations of `num_envs` environments into arrays [num_envs, ...].
 
-    `write` writes values that need no check to the final arrays. It writes categories, and values of a wider dtype
-    than the spec's dtype, to a wide array. `finish` checks and casts the whole wide array at once, which takes about
-    as long as a check of one row.
+    `write` writes values that need no check to the final arrays. It writes categories, and values whose dtype is wider
+    than the spec's dtype, to a wide array. `finish` checks and casts the whole wide array in one operation. This
+    operation takes about the time of a check of one row.
 
     Args:
       codec: the codec of the environments.
-      first_id: the pool index of the environment in row 0, for error messages.
+      first_id: the id of the environment in row 0, for error messages.
       num_envs: number of rows.
 
     Attributes:
-      is_leaf: whether an observation is a single array rather than a dict or tuple.
-      leaves: one `LeafRows` for each leaf. If `is_leaf`, the caller may write an array of the shape `leaves[0].shape`
-        and a dtype in `leaves[0].accepted_dtypes` directly, without `write`.
+      is_leaf: True if an observation is a single array. False if it is a dict or tuple.
+      leaves: one `LeafRows` for each leaf. If `is_leaf` is True, the caller may write some arrays directly, without
+        `write`. These arrays have the shape `leaves[0].shape` and a dtype in `leaves[0].accepted_dtypes`.
     """
 
     def __init__(self, codec: Codec, first_id: int, num_envs: int):
@@ -251,7 +253,7 @@ class ObservationRows:
         self._is_narrow = all(leaf.is_plain for leaf in codec.leaves)  # no leaf has a wide array
 
     def begin(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Begin a batch for `arrays`. Return the arrays to write to: `arrays`, some of them replaced by wide arrays."""
+        """Begin a batch. Return the arrays to which to write: each array in `arrays`, or a wide array in its place."""
         if self._is_narrow:
             return arrays
         if self.is_leaf:
@@ -272,7 +274,7 @@ class ObservationRows:
             raise error.for_environment(self._env_ids[i]) from error
 
     def finish(self, targets: list[np.ndarray], arrays: list[np.ndarray]) -> None:
-        """Check the wide arrays and cast them into `arrays`, after all rows are written. Errors: see `write`."""
+        """Check the wide arrays and cast them into `arrays`, after the last `write`. Raise the errors of `write`."""
         if targets is arrays:
             return
         for leaf, target, array in zip(self.leaves, targets, arrays, strict=True):
@@ -283,7 +285,7 @@ class ObservationRows:
                     raise error.for_batch(self._env_ids) from error
 
     def write_one(self, i: int, observation: Any, arrays: list[np.ndarray], row: int) -> None:
-        """Write an observation of the group's environment `i` to one row of `arrays`. Any thread may call it."""
+        """Write an observation of the group's environment `i` to row `row` of `arrays`. Any thread may call this."""
         try:
             values = (observation,) if self.is_leaf else self._layout.flatten(observation)
             for leaf, value, array in zip(self.leaves, values, arrays, strict=True):
@@ -293,11 +295,11 @@ class ObservationRows:
 
 
 class LeafRows:
-    """The rows of one leaf.
+    """Writes the values of one leaf of the observations to the rows of a batch.
 
     Attributes:
       shape: the shape of one value.
-      accepted_dtypes: dtypes of arrays that may be written to the current target without a check.
+      accepted_dtypes: dtypes of arrays that need no check before they are written to the current target.
     """
 
     def __init__(self, leaf: ObservationLeaf, num_envs: int):
@@ -307,11 +309,11 @@ class LeafRows:
         self._is_narrow = leaf.is_plain
         self._wide: np.ndarray | None = None
         self._offset = leaf.first if leaf.first.any() else None
-        # Broadcast to the batch's shape: numpy takes twice the time for arrays of different shapes.
+        # Broadcast to the shape of the batch: NumPy takes twice the time for arrays of different shapes.
         self._num_values = None if leaf.is_plain else np.broadcast_to(leaf.num_values, self._batch).copy()
 
     def begin(self, array: np.ndarray) -> np.ndarray:
-        """Return the array to write a batch to: `array`, or a wide array if some values may not fit."""
+        """Return the array to which to write a batch: `array`, or a wide array if some values may not fit `array`."""
         if self._is_narrow:
             return array
         if self._wide is None:
@@ -322,13 +324,13 @@ class LeafRows:
         return self._wide
 
     def write(self, i: int, value: Any, array: Any, target: np.ndarray) -> bool:
-        """Encode and write a value that may not fit. Return True if the next batch needs no wide array.
+        """Encode, check and write a value. Return True if the next batch needs no wide array.
 
         Args:
           i: the row.
           value: the value.
           array: the same value as an array.
-          target: the array to write to.
+          target: the array to which the value is written.
         """
         encoded = self._leaf.encode(value)
         target[i] = encoded if self._offset is None or target is not self._wide else encoded + self._offset
@@ -339,7 +341,7 @@ class LeafRows:
         """Check a batch of values and cast them into `array`. Raise SpecMismatchError if a value does not fit."""
         if self._num_values is not None:
             values = wide if self._offset is None else wide - self._offset
-            # A negative number becomes a very large unsigned number, so one comparison finds both kinds of errors.
+            # As unsigned numbers, negative numbers become very large. So one comparison finds all invalid numbers.
             if not np.count_nonzero(values.view(np.uint64) >= self._num_values):
                 array[...] = values
                 return

@@ -22,11 +22,11 @@ from rlframe.errors import UsageError
 from rlframe.metrics.rows import Sums
 from rlframe.types import FIRST, MID, TimeStep
 
-# Options that the adapter sets. Users may set all other options of EnvPool with `env_kwargs`.
+# Options of EnvPool that the adapter sets. Users may set all other options with `env_kwargs`.
 _RESERVED = ("num_envs", "batch_size", "seed", "env_type", "gym_reset_return_info")
 
-# Families whose steps take about a microsecond. On two cores, one thread was faster than two threads with 1 to 1024
-# environments.
+# EnvPool families with steps of about a microsecond. With 1 to 1024 environments on two cores, one thread was faster
+# than two threads.
 _LIGHT = ("envpool.classic_control", "envpool.toy_text")
 
 _SETTLE_TIME = 0.02  # seconds that EnvPool's buffer thread needs to fill its queue
@@ -36,8 +36,8 @@ class EnvPoolAdapter:
     """Converts EnvPool's lists of arrays to batched timesteps.
 
     Args:
-      wait_num: number of environments in each result of `recv`, for `start`, `send` and `recv`. None means all
-        environments at every step, in order, for `reset` and `step`.
+      wait_num: number of environments that each `recv` returns. None creates a synchronous pool, for `reset` and
+        `step`, which return all environments in order.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class EnvPoolAdapter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ignore Gymnasium's warnings about bounds that lose precision in a cast
             codec = spaces.codec_of_spaces(self.pool.observation_space, self.pool.action_space)
-        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # the space may have another dtype
+        codec.action.dtype = self.pool.spec.action_array_spec["action"].dtype  # the dtype of the space can be wrong
         self.codec, self.layout = codec, codec.layout
         keys = list(self.pool._state_keys)
         self._done, self._trunc = keys.index("done"), keys.index("trunc")
         self._reward, self._env_id = keys.index("reward"), keys.index("info:env_id")
-        # A nested observation has keys such as "obs:position", in the order of its Dict space.
+        # EnvPool names a leaf of a nested observation as in "obs:position". The order is that of the Dict space.
         leaves = [spec.name.replace("observation", "obs", 1).replace(".", ":") for spec in self.layout.leaves]
-        # (position in EnvPool's lists, leaf) for each leaf.
+        # For each leaf: (position in EnvPool's lists, leaf).
         self._leaves = list(zip(map(keys.index, leaves), codec.leaves, strict=True))
         self._is_leaf = self.layout.is_leaf
         self._running = np.zeros(size, np.uint8)  # 0 if the environment's next timestep is FIRST, else 1
@@ -107,7 +107,7 @@ class EnvPoolAdapter:
         """
         done = state[self._done]
         alive = ~done
-        # 0 for FIRST, 1 for MID, 2 for LAST
+        # The sum is 0 for FIRST, 1 for MID, and 2 for LAST.
         step_type = running + done.view(np.uint8)
         discount = (alive | state[self._trunc]).astype(np.float32)
         try:
@@ -118,17 +118,17 @@ class EnvPoolAdapter:
         return TimeStep(step_type, state[self._reward], discount, observation), alive.view(np.uint8)
 
     def get_state(self) -> None:
-        """Return None: EnvPool cannot save its environments."""
+        """Return None, because EnvPool cannot save its environments."""
 
     def set_state(self, states: list[Any]) -> None:
         raise UsageError("EnvPool environments cannot restore a state: reset them instead.")
 
     def sums(self) -> Sums:
-        """Return no sums: EnvPool's environments log nothing."""
+        """Return no sums, because EnvPool's environments log no numbers."""
         return {}
 
     def progress(self) -> None:
-        """Return None: EnvPool does not report its progress."""
+        """Return None, because EnvPool does not report its progress."""
 
     def close(self) -> None:
         if self.pool is not None:
@@ -148,7 +148,7 @@ def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | N
         raise UsageError(f"env_kwargs has {reserved}, which the pool sets itself: use the pool's own arguments.")
     options.setdefault("num_threads", num_workers or default_threads(task, size))
     try:
-        # The index `size` belongs to no environment, so the pool's seed differs from the seed of each environment.
+        # No environment has the index `size`, so this seed differs from the seed of each environment.
         return envpool.make_gymnasium(task, num_envs=size, batch_size=batch_size, seed=env_seed(seed, size), **options)
     except (AssertionError, TypeError, ValueError) as error:
         raise UsageError(f"EnvPool task {task!r} cannot be created with the options {options}: {error}") from error
@@ -157,7 +157,7 @@ def _make(name: str, size: int, batch_size: int, seed: int, num_workers: int | N
 def default_threads(task: str, size: int) -> int:
     """Return the number of threads for EnvPool: the number of cores, or 1 for light tasks.
 
-    A second thread does not help light tasks: waking it takes longer than a step.
+    Light tasks use one thread, because waking a second thread takes longer than a step.
     """
     from envpool.registration import registry
 
@@ -173,7 +173,7 @@ class ActionRepeatEnvPool(EnvPoolAdapter):
 
     Args:
         times: number of steps for each action.
-        name, size, wait_num, others: as for `EnvPoolAdapter`.
+        name, size, wait_num, others: see `EnvPoolAdapter`.
     """
 
     def __init__(self, times: int, name: str, size: int, wait_num: int | None, *others: Any) -> None:

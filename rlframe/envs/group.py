@@ -26,33 +26,34 @@ from rlframe.types import FIRST, LAST, MID, TimeStep
 if TYPE_CHECKING:
     from rlframe.envs.names import Builder
 
-ANSWER_TIMEOUT = 600.0  # default seconds for one step, after which an environment counts as hung
-POLL_INTERVAL = 0.5  # seconds between checks that the workers are alive, while a pool waits for them
+ANSWER_TIMEOUT = 600.0  # default maximum seconds of one step; after that, an environment counts as hung
+POLL_INTERVAL = 0.5  # seconds between two checks that the workers are alive, while a pool waits for the workers
 
-# Errors of environments. sys.exit() in an environment counts as a failure. Ctrl-C does not.
+# Exceptions that count as errors of an environment. They include sys.exit(), but not Ctrl-C.
 _ERRORS = (Exception, SystemExit)
 
-EnvState = tuple[Any, bool, Any]  # (pickled environment, whether it was LAST, seed for its first reset or None)
+EnvState = tuple[Any, bool, Any]  # (pickled environment, is at LAST, seed for its first reset or None)
 
 
 class RemoteTraceback(Exception):
-    """The environment's traceback as text, which is the cause of an EnvError."""
+    """The cause of an EnvError. Its text is the traceback of the environment."""
 
     def __str__(self) -> str:
         return "\n" + "".join(str(arg) for arg in self.args)
 
 
 class EnvGroup:
-    """Several environments of a pool, stepped one after another.
+    """Several environments of a pool, which `step` steps one after another.
 
     Args:
       envs: environments with equal specs.
       seeds: the seed for the first reset of each environment.
-      first_id: the pool index of the first environment, for error messages.
+      first_id: the id of the first environment, for error messages.
       action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
 
     Attributes:
-      current: [1] the index in this group of the environment that is stepped or reset. May lie in shared memory.
+      current: [1] the index, in this group, of the environment that is being stepped or reset. It can be an array in
+        shared memory.
     """
 
     def __init__(self, envs: list[SingleEnv], seeds: list[int], first_id: int, action_repeat: int = 1):
@@ -63,7 +64,7 @@ class EnvGroup:
         self.codec = envs[0].codec
         self.layout = self.codec.layout
         self._seeds: list[int | None] = list(seeds)
-        self._last = [True] * len(envs)  # as in dm_env, a step before the first reset is a reset
+        self._last = [True] * len(envs)  # a step before the first reset is a reset, as in dm_env
         self._action_repeat = action_repeat
         self._ownership = EnvOwnership()
         self._observations = ObservationRows(self.codec, first_id, len(envs))
@@ -71,7 +72,7 @@ class EnvGroup:
         self._check_specs(envs)
 
     def log_to(self, log: EnvLog) -> None:
-        """Make the environments log to `log`."""
+        """Write the numbers that the environments log to `log`."""
         self.log = log
         for i, env in enumerate(self.envs):
             env.log = functools.partial(log.add, self.first_id + i)
@@ -91,12 +92,12 @@ class EnvGroup:
             self.reset_one(i, rows, i)
 
     def step(self, actions: np.ndarray, rows: BatchBuffer) -> None:
-        """Step every environment with its row of `actions` [n, ...]. Reset each environment that is at LAST instead."""
+        """Step every environment with its row of `actions` [n, ...]. If an environment is at LAST, reset it instead."""
         self._ownership.check()
         i, call = 0, "step"
         last, current, observations = self._last, self.current, self._observations
         rewards: list[Any] = []
-        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount), except for MID with 1.0
+        unusual: list[tuple[int, Any, float]] = []  # (row, step type, discount) of each timestep that is not (MID, 1.0)
         targets = observations.begin(rows.leaves)
         is_leaf, leaf, target = observations.is_leaf, observations.leaves[0], targets[0]
         accepted, shape = leaf.accepted_dtypes, leaf.shape
@@ -163,7 +164,7 @@ class EnvGroup:
         return list(zip(pickled, self._last, self._seeds, strict=True))
 
     def set_state(self, states: list[EnvState]) -> None:
-        """Replace every environment by the saved environment."""
+        """Replace every environment with its saved environment."""
         envs = [wrap(pickle.loads(pickled)) for pickled, _, _ in states]
         self._check_specs(envs)
         self.close()
@@ -211,7 +212,7 @@ class EnvGroup:
 
 
 def env_error(sentence: str, traceback_text: str) -> EnvError:
-    """Return an EnvError. Its cause and its attribute `traceback_text` contain the environment's traceback."""
+    """Return an EnvError whose cause and whose attribute `traceback_text` contain the environment's traceback."""
     error = EnvError(sentence)
     error.traceback_text = traceback_text  # type: ignore[attr-defined]
     error.__cause__ = RemoteTraceback(traceback_text)
@@ -219,7 +220,7 @@ def env_error(sentence: str, traceback_text: str) -> EnvError:
 
 
 def describe_envs(slices: list[tuple[int, int]]) -> str:
-    """Return "environments 0 to 3, 7" for the slices (start, stop)."""
+    """Return a text such as "environments 0 to 3, 7" for the slices (start, stop) of environments."""
     parts = [f"{start} to {stop - 1}" if stop - start > 1 else str(start) for start, stop in slices]
     return f"environment{'s' if len(parts) > 1 or ' ' in parts[0] else ''} {', '.join(parts)}"
 
@@ -228,23 +229,24 @@ class StepWatch:
     """Detects environments that hang while a pool waits for its workers.
 
     Args:
-      answer_timeout: seconds for each step, counted from the first `check` that sees the step.
+      answer_timeout: maximum seconds of a step, from the first `check` in which the step is listed.
     """
 
     def __init__(self, answer_timeout: float):
         self._answer_timeout = answer_timeout
         self._clock = SuspendAwareClock()
-        self._seen: dict[int, tuple[Any, float]] = {}  # worker -> (step, time of the first check that saw the step)
+        self._seen: dict[int, tuple[Any, float]] = {}  # worker -> (step, time of the first check with this step)
 
     def begin(self) -> None:
-        """Forget the previous steps: the pool has sent new commands to its workers."""
+        """Forget the previous steps. The pool calls this after it sends new commands to its workers."""
         self._seen.clear()
 
     def check(self, steps: dict[int, tuple[int, Any]]) -> None:
         """Raise EnvError if an environment hangs.
 
         Args:
-          steps: for each busy worker: (id of the environment that it steps, a value that changes with each step).
+          steps: a dict of busy worker -> (id of the environment in the worker's step, a value that changes with each
+            step).
         """
         now = self._clock.tick()
         self._seen = {
@@ -266,7 +268,7 @@ def timeout_error(slices: list[tuple[int, int]], seconds: float) -> EnvError:
 
 
 def interrupted_error() -> EnvError:
-    """Return the error for the use of a pool after an unfinished step."""
+    """Return the error for a pool that is used after a step was interrupted or failed."""
     return EnvError("This environment pool was interrupted or failed in a step: close it and make a new one.")
 
 
@@ -296,12 +298,12 @@ def _repeating(step: Callable[[Any], Any], times: int) -> Callable[[Any], Any]:
 
 
 def build_group(build: Builder, start: int, stop: int) -> EnvGroup:
-    """Build a group of the environments start .. stop - 1. If one fails, close all environments that were built."""
+    """Build a group of the environments start .. stop - 1. If a build fails, close the environments built so far."""
     return build_groups(build, [(start, stop)])[0]
 
 
 def build_groups(build: Builder, slices: list[tuple[int, int]]) -> list[EnvGroup]:
-    """Build a group for each slice (start, stop). If one fails, close all environments that were built."""
+    """Build a group for each slice (start, stop). If a build fails, close the environments built so far."""
     envs: list[SingleEnv] = []
     first, last = slices[0][0], slices[-1][1]
     try:
@@ -324,7 +326,7 @@ def build_groups(build: Builder, slices: list[tuple[int, int]]) -> list[EnvGroup
 
 
 class GroupPool(abc.ABC):
-    """A pool of groups of environments in this process. A subclass decides which threads step them.
+    """A pool with groups of environments in this process. A subclass decides which thread steps each group.
 
     Args:
       groups: groups with consecutive environment ids.

@@ -1,4 +1,4 @@
-"""Environments in Gymnasium's registry, which Gymnasium, rlframe or the user registered."""
+"""Find and create the environments in Gymnasium's registry. Gymnasium, rlframe or the user has registered them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe import extras
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code.files import import_module
 
-# Environments of rlframe: id -> (entry point, time limit). `gymnasium_ids` registers them with Gymnasium.
+# Environments of rlframe: id -> (entry point, maximum steps). `gymnasium_ids` registers them with Gymnasium.
 RLFRAME_ENVS = {"PositionOnlyCartPole-v1": ("rlframe.envs.position_only:PositionOnlyCartPole", 500)}
 
 
@@ -36,8 +36,8 @@ def gymnasium_ids() -> Collection[str]:
 def user_spec(task: str) -> Any:
     """Return the `gymnasium.EnvSpec` of `Id` or `module:Id` if the user registered it, else None.
 
-    The ids of Gymnasium, of rlframe and of Gymnasium's plugins do not count as registered by the user, unless the
-    user registered them again with a change.
+    Return None for the default registrations of Gymnasium, rlframe and Gymnasium's plugins. If the user has registered
+    one of their ids again with a change, return the user's spec.
     """
     spec = spec_of(task)
     if spec is None or _fields(spec) == _default_fields(spec.id):
@@ -59,10 +59,10 @@ def spec_of(task: str) -> Any:
 
 
 def restore(spec: Any) -> None:
-    """Register an environment that was registered in another process.
+    """Register an environment in this process, because the user registered it in another process.
 
     Args:
-        spec: the result of `names.registration` in the other process; None has no effect.
+        spec: the result of `names.registration` in the user's process; None has no effect.
     """
     if spec is not None:
         gymnasium_ids()
@@ -76,19 +76,19 @@ def describe(spec: Any) -> str:
     made_by = spec.entry_point
     if isinstance(made_by, str):
         return made_by
-    made_by = getattr(made_by, "func", made_by)  # the function of a `functools.partial`
+    made_by = getattr(made_by, "func", made_by)  # a `functools.partial` has its function in `func`
     named = made_by if hasattr(made_by, "__qualname__") else type(made_by)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _fields(spec: Any) -> str:
-    """Return all fields of a spec as text. A function is shown by name, since its identity differs between runs."""
+    """Return all fields of a spec as text. Functions appear by name, because their address differs between runs."""
     return repr({**vars(spec), "entry_point": (isinstance(spec.entry_point, str), describe(spec))})
 
 
 @functools.lru_cache(maxsize=64)
 def _default_fields(env_id: str) -> str | None:
-    """Return the fields of an id that Gymnasium or rlframe registers. Return None for other ids."""
+    """Return the fields of an id's default registration by Gymnasium or rlframe. Return None for all other ids."""
     if env_id not in _default_registrations():
         return None
     from gymnasium.envs.registration import EnvSpec
@@ -99,10 +99,10 @@ def _default_fields(env_id: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _default_registrations() -> dict[str, tuple[Any, Any]]:
-    """Return the arguments with which Gymnasium and rlframe call `register`.
+    """Return a dict of id -> arguments with which Gymnasium or rlframe calls `register`.
 
-    The registry may have changed since Gymnasium was imported. Therefore this function runs Gymnasium's registration
-    code again with a `register` that only records its arguments.
+    The user may have changed the registry. So this function runs Gymnasium's registration code again, with a
+    `register` that only records its arguments.
     """
     from gymnasium.envs import registration
 
@@ -145,7 +145,7 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
         if module:
             import_module(module, task)
         spec = copy.deepcopy(gymnasium.spec(env_id))
-        # The pool never steps before a reset. This wrapper and the checker take 10 to 30 % of a CartPole step.
+        # Omit Gymnasium's two checks, which take 10 to 30 % of a CartPole step. A pool never steps before a reset.
         spec.order_enforce = False
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
@@ -155,14 +155,15 @@ def make(task: str, kwargs: Mapping[str, Any]) -> Any:
     except gymnasium.error.UnregisteredEnv as error:
         raise UsageError(f"Unknown environment {task!r}: {error}{suggest(task, gymnasium_ids())}") from error
     except TypeError as error:
-        own = error.__cause__ if isinstance(error.__cause__, TypeError) else error  # Gymnasium copies the error
+        # Gymnasium raises a copy of the error. The cause of the copy is the original error.
+        own = error.__cause__ if isinstance(error.__cause__, TypeError) else error
         if _is_about_options(own, kwargs):
             raise UsageError(f"{task!r} cannot be created with the options {dict(kwargs)}: {own}") from error
         raise
 
 
 def _is_about_options(error: TypeError, kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the call of the constructor failed, and False if a line in its body failed."""
+    """Return True if the constructor rejected its arguments, and False if a line of its body raised the error."""
     last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     is_call = last.parts[-3:] == ("gymnasium", "envs", "registration.py")
     return is_call or any(f"unexpected keyword argument {name!r}" in str(error) for name in kwargs)

@@ -1,8 +1,8 @@
-"""`Layout` converts observation trees (dict, tuple) to lists of leaves and back. `BatchBuffer` holds one batch.
+"""`Layout` converts observation trees (dict, tuple) to lists of leaves and back. `BatchBuffer` contains one batch.
 
-The arrays that a pool returns belong to the caller while the caller refers to them. A view counts as a reference, and
-so does a JAX array, which may share numpy's memory. Allocating memory for the pixels of each step would take longer
-than copying them. So the pool reuses a buffer when the reference counts show that the buffer is free.
+The arrays that a pool returns belong to the caller while the caller refers to them. A view is also a reference, and a
+JAX array is one too, because it can share NumPy's memory. For pixels, allocating new memory in each step takes longer
+than copying. So the pool reuses a buffer when the reference counts show that the buffer is free.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Layout:
         self._is_flat_tuple = isinstance(spec, tuple) and not is_nested
 
     def flatten(self, tree: Any) -> list[Any]:
-        """Return the leaves of a tree. A dict may be any Mapping, and a tuple may be a list.
+        """Return the leaves of a tree. Accept any Mapping instead of a dict, and a list instead of a tuple.
 
         Raises:
-          SpecMismatchError: the tree has another structure. The error names the wrong part.
+          SpecMismatchError: the structure of the tree differs from the spec. The message names the wrong part.
         """
         if self.is_leaf:
             return [tree]
@@ -49,7 +49,7 @@ class Layout:
         return out
 
     def unflatten(self, leaves: list[Any]) -> Any:
-        """Return a tree with these leaves: a new dict or tuple, or the leaf itself if the spec is one leaf."""
+        """Return a new tree (dict, tuple) with these leaves. If the spec is a single leaf, return the leaf itself."""
         return leaves[0] if self.is_leaf else _unflatten(self.spec, iter(leaves))
 
 
@@ -123,7 +123,7 @@ class SpecMismatchError(UsageError):
         )
 
     def for_batch(self, env_ids: Any) -> RlframeError:
-        """Return an error for the environment with the wrong value. `env_ids` [B] are the ids of the batch's rows."""
+        """Return an error for the environment with the wrong value. Row `i` of the batch has the id `env_ids[i]`."""
         if not self.place:
             return self.for_environment(env_ids[0])
         inside = SpecMismatchError(self.name, self.received, self.expected, self.place[1:])
@@ -134,11 +134,11 @@ def _at(place: tuple[int, ...] | None) -> str:
     return f" at {place}" if place else ""
 
 
-_MAX_BUFFERS = 8  # number of buffers that a pool reuses; if the caller refers to all of them, a new buffer is allocated
+_MAX_BUFFERS = 8  # maximum number of buffers that a pool reuses; more buffers are allocated only for temporary use
 
 
 class BatchBuffer:
-    """One batch: `step_type` [B] uint8, `reward` [B] float32, `discount` [B] float32, `leaves` [B, ...] each."""
+    """One batch: `step_type` [B] uint8, `reward` [B] float32, `discount` [B] float32, and `leaves`, arrays [B, ...]."""
 
     def __init__(self, layout: Layout, arrays: list[np.ndarray]):
         self._layout = layout
@@ -153,21 +153,21 @@ class BatchBuffer:
         return BatchBuffer(self._layout, [array.copy() for array in self.arrays])
 
     def select(self, env_ids: np.ndarray) -> BatchBuffer:
-        """Return a copy of the rows of some environments."""
+        """Return a copy of the rows of the environments `env_ids`."""
         return BatchBuffer(self._layout, [np.take(array, env_ids, axis=0) for array in self.arrays])
 
     def timestep(self) -> TimeStep:
         return TimeStep(self.step_type, self.reward, self.discount, self._layout.unflatten(self.leaves))
 
     def rows(self, start: int, stop: int) -> BatchBuffer:
-        """Return views of the rows of the environments start .. stop - 1."""
+        """Return a view of the rows start .. stop - 1."""
         if (start, stop) not in self._slices:
             self._slices[start, stop] = BatchBuffer(self._layout, [array[start:stop] for array in self.arrays])
             self.idle_counts = None
         return self._slices[start, stop]
 
     def mark_idle(self) -> None:
-        """Store the current reference counts. Call this method while only the pool refers to the arrays."""
+        """Record the current reference counts. Call this method while only the pool refers to the arrays."""
         self.idle_counts = [getrefcount(array) for array in self.arrays]
 
     def is_idle(self) -> bool:
@@ -175,7 +175,7 @@ class BatchBuffer:
 
 
 def buffer_shapes(layout: Layout, num_envs: int) -> list[tuple[tuple[int, ...], np.dtype]]:
-    """Return (shape, dtype) of each array of a `BatchBuffer`, in order."""
+    """Return (shape, dtype) of each array in `BatchBuffer.arrays`, in the same order."""
     scalars = [np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.float32)]
     return [((num_envs,), dtype) for dtype in scalars] + [
         ((num_envs, *leaf.shape), leaf.dtype) for leaf in layout.leaves
@@ -188,12 +188,12 @@ def new_buffer(layout: Layout, num_envs: int) -> BatchBuffer:
 
 
 class BufferRing:
-    """Reuses the buffers that the caller no longer refers to.
+    """A set of buffers. `take` returns a buffer to which the caller no longer refers, or a new buffer.
 
     Args:
       layout: the layout of the observations.
       num_envs: number of rows.
-      slices: (start, stop) of the rows that each worker writes.
+      slices: for each worker, (start, stop) of the rows that the worker writes.
     """
 
     def __init__(self, layout: Layout, num_envs: int, slices: list[tuple[int, int]]):

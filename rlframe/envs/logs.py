@@ -19,25 +19,25 @@ MAX_BYTES = 56  # maximum length of a name in UTF-8
 
 
 class EnvLog:
-    """Sums the numbers that the environments of one group log, by name.
+    """Sums the numbers that the environments of one group log. Each name has its own sum.
 
-    The arrays may lie in shared memory. Only the process that steps the environments writes. Any process may read.
+    The arrays can be in shared memory. Only the process that steps the environments may write. Any process may read.
 
     Args:
-      names: [MAX_NAMES] bytes, zeros. None means a new array.
-      values: [MAX_NAMES, 2] float64, zeros: the sum and the count for each name. None means a new array.
+      names: array [MAX_NAMES] of empty bytes. None means a new array.
+      values: array [MAX_NAMES, 2] of zeros, float64, for the sum and the count of each name. None means a new array.
     """
 
     def __init__(self, names: np.ndarray | None = None, values: np.ndarray | None = None):
         shapes = log_shapes()
         self._names = np.zeros(*shapes[0]) if names is None else names
         self._values = np.zeros(*shapes[1]) if values is None else values
-        self._rows: dict[str, int] = {}  # the row of each name
-        self._refused: set[str] = set()  # names for which a warning was logged, since each name gets only one warning
-        self._lock = threading.Lock()  # lock for threads that share a group
+        self._rows: dict[str, int] = {}  # name -> row
+        self._refused: set[str] = set()  # names with a warning; each name gets only one
+        self._lock = threading.Lock()  # necessary if several threads step the group
 
     def add(self, env_id: int, logged: Any) -> None:
-        """Add the numbers that environment `env_id` logged. Warn once for each name whose value is not a number."""
+        """Add the numbers that environment `env_id` logged. If a value is not a number, warn once for its name."""
         if not isinstance(logged, Mapping):
             self._warn_once("", f"Environment {env_id} logged {logged!r}: expected a dict of names and numbers.")
             return
@@ -56,9 +56,9 @@ class EnvLog:
                     self._values[row] += (number, 1.0)
 
     def sums(self) -> Sums:
-        """Return name -> [sum, count] since this log was created. Any thread or process may call it."""
+        """Return a dict of name -> [sum, count] since the creation of this log. Any thread or process may call this."""
         values = self._values.tolist()
-        # Read the names after the values: another process writes a whole name before it counts the first value.
+        # Read the names last: a process writes a new name completely before it adds the first value of this name.
         rows = zip(self._names.tolist(), values, strict=True)
         return {name.decode(errors="ignore"): counted for name, counted in rows if counted[1]}
 

@@ -1,7 +1,7 @@
 """Names of environments: `backend` finds the library for a name, and `Builder` creates environments.
 
-A name without a prefix is looked up in this order: ids that the user registered with Gymnasium, EnvPool tasks,
-Gymnasium's own ids. A prefix selects the library: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`,
+A name without a prefix is searched first in the ids that the user registered with Gymnasium, then in EnvPool's tasks,
+then in Gymnasium's own ids. A prefix selects the library: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`,
 `dm_control:cartpole-swingup`.
 """
 
@@ -22,17 +22,17 @@ from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 from rlframe.user_code.files import import_module, module_directories, restore_module_directories
 
 PREFIXES = ("gymnasium", "envpool", "dm_control")
-CHANGED = ", as your code has registered it"  # suffix in `describe_backend` if the user registered a class of Gymnasium
+CHANGED = ", as your code has registered it"  # added by `describe_backend` if the user registered a Gymnasium class
 
 
 def envpool_tasks() -> Collection[str]:
-    """Return the tasks of EnvPool. Return no tasks if EnvPool is not installed."""
+    """Return the names of EnvPool's tasks. Return no names if EnvPool is not installed."""
     if not extras.has("envpool"):
         return ()
     with contextlib.suppress(ImportError):
         from gym_notices import notices
 
-        notices.notices.clear()  # EnvPool imports the old package gym, which prints that it is not maintained
+        notices.notices.clear()  # EnvPool imports the old package gym; remove the notice that gym would print
     try:
         import envpool
     except ImportError:
@@ -42,17 +42,17 @@ def envpool_tasks() -> Collection[str]:
 
 @functools.lru_cache(maxsize=1)
 def dm_control_tasks() -> tuple[str, ...]:
-    """Return the tasks of the dm_control suite as `domain-task`. Return no tasks if it is not installed."""
+    """Return the dm_control tasks as names `domain-task`. Return no names if dm_control is not installed."""
     if not extras.has("dm_control"):
         return ()
     with warnings.catch_warnings(), extras.explain_import_error("An environment of dm_control", "dm_control"):
-        warnings.simplefilter("ignore")  # dm_control warns if there is no display
+        warnings.simplefilter("ignore")  # ignore dm_control's warning about a missing display
         from dm_control import suite
     return tuple(f"{domain}-{task}" for domain, task in suite.ALL_TASKS)
 
 
 def split(name: str) -> tuple[str | None, str]:
-    """Return (prefix, task): ("gymnasium", "CartPole-v1") for "gymnasium:CartPole-v1". The prefix may be None."""
+    """Return (prefix or None, task), such as ("gymnasium", "CartPole-v1") for "gymnasium:CartPole-v1"."""
     prefix, colon, rest = name.partition(":")
     return (prefix, rest) if colon and prefix in PREFIXES else (None, name)
 
@@ -71,8 +71,8 @@ def backend(name: str) -> str:
     raise unknown_env_error(task, [*envpool_tasks(), *gymnasium_ids()])
 
 
-# Number of environments up to which a loop over Gymnasium's environments is faster than EnvPool. Waking a thread takes
-# 60 us and displaces data from the CPU caches (docs/performance.md).
+# Maximum number of environments for which a loop over Gymnasium's environments is faster than EnvPool. EnvPool wakes a
+# thread, which takes 60 us and displaces data from the CPU caches (docs/performance.md).
 _LOOP_IS_FASTER = {
     "CartPole-v0": 8,
     "CartPole-v1": 8,
@@ -88,9 +88,9 @@ _LOOP_IS_FASTER = {
 def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> str:
     """Return the fastest type for a pool of `size` environments.
 
-    A synchronous pool uses `envpool` if EnvPool has the task, and `loop` otherwise. A few light tasks that Gymnasium
-    also has use `loop` while the pool is small. An asynchronous pool cannot use `loop`: it uses `envpool` if EnvPool
-    has the task, and `process` otherwise.
+    For a synchronous pool, return `envpool` if EnvPool has the task, and `loop` otherwise. Exception: for a small pool
+    with a light task, such as CartPole, return `loop`. For an asynchronous pool, return `envpool` if EnvPool has the
+    task, and `process` otherwise.
     """
     if not isinstance(name_or_pybuilder, str) or backend(name_or_pybuilder) != "envpool":
         return "loop" if is_sync else "process"
@@ -101,7 +101,7 @@ def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> 
 
 
 def list_envs() -> list[tuple[str, str]]:
-    """Return (name, backend) of all installed environments, sorted. A name in two libraries is listed twice."""
+    """Return a sorted list of (name, library) for all installed environments. Two libraries can have the same name."""
     rows = [(name, "envpool") for name in envpool_tasks()]
     rows += [(name, "gymnasium") for name in gymnasium_ids()]
     rows += [(name, "dm_control") for name in dm_control_tasks()]
@@ -136,7 +136,7 @@ def envpool_task(name: str) -> str:
 
 
 class Builder:
-    """Creates the environment `index` of a pool, from a name or a user's callable. Can be pickled if the callable can.
+    """A picklable callable (index) that creates one environment of a pool, from a name or a user's callable.
 
     Args:
       name_or_pybuilder: a name, or a callable that returns one gymnasium or dm_env environment. The callable receives
@@ -162,7 +162,7 @@ class Builder:
             raise UsageError(f"Expected the name of an environment or a callable, got {name_or_pybuilder!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
-        # The user's registrations do not exist in other processes.
+        # Include the user's registration of the name, because it does not exist in other processes.
         spec = registration(self.target)
         return {"places": module_directories([self.target]), "registered": spec, **vars(self)}
 
@@ -173,7 +173,7 @@ class Builder:
 
     @property
     def code(self) -> Any:
-        """The entry point that is registered under the name, or the builder itself."""
+        """The entry point that Gymnasium has for the name, or the user's callable itself."""
         return getattr(registration(self.target), "entry_point", self.target)
 
     def seed_of(self, index: int) -> int:
@@ -198,10 +198,12 @@ class Builder:
 
 
 def registration(name: Any) -> Any:
-    """Return the `gymnasium.EnvSpec` for a name, or None if there is none. See `gymnasium_registry.restore`.
+    """Return the `gymnasium.EnvSpec` for a name, or None if Gymnasium has no such name.
+
+    `gymnasium_registry.restore` registers this spec in another process.
 
     Args:
-      name: a name, or a builder. A builder has no spec.
+      name: a name, or a user's callable, for which the result is None.
     """
     if not isinstance(name, str):
         return None
@@ -210,7 +212,7 @@ def registration(name: Any) -> Any:
 
 
 def describe_backend(name: str) -> str:
-    """Return the library and the code behind a name: "EnvPool", or "Gymnasium (my_envs:Maze)"."""
+    """Return a text with a name's library and entry point, such as "EnvPool" or "Gymnasium (my_envs:Maze)"."""
     library = backend(name)
     if library == "gymnasium" and (spec := registration(name)) is not None:
         made_by = gymnasium_registry.describe(spec)
@@ -228,9 +230,9 @@ def takes_seed(builder: Callable[..., Any]) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raise UsageError unless the name can create single environments, for the types loop, thread and process."""
+    """Raise UsageError if the name cannot create single environments. The types loop, thread and process need these."""
     prefix, task = split(name)
-    # EnvPool is last, because importing it imports JAX.
+    # Ask EnvPool last, because importing EnvPool also imports JAX.
     if prefix == "envpool" or (prefix is None and task not in gymnasium_ids() and task in envpool_tasks()):
         raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")
     if prefix == "dm_control":

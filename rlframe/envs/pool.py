@@ -18,7 +18,7 @@ from rlframe.metrics.rows import Sums
 from rlframe.shutdown import Closeable
 from rlframe.types import TimeStep
 
-_MARGIN = 5.0  # additional seconds after the answer timeout, in which a pool may still raise its own error
+_MARGIN = 5.0  # seconds after the answer timeout, in which a pool can raise its own error
 
 
 @runtime_checkable
@@ -26,10 +26,10 @@ class EnvPool(Protocol):
     """A batch of environments that step together. The `env_builder` of an Actor is a pool or returns a pool.
 
     A pool follows the data contract of `rlframe.types`: it resets each environment on the step after LAST, and the
-    discount at LAST is 0 if the environment terminated. `SyncEnv` is a pool. You can write your own, for example around
-    a batched simulator. A pool may also have `close`, `get_state` and `set_state`, like `SyncEnv`. A pool that changes
-    rewards may have `true_rewards` [num_envs], the original rewards of the newest timestep. The logged episode
-    returns are sums of these rewards.
+    discount at LAST is 0 if the environment terminated. `SyncEnv` is a pool. You can write your own pool, for example
+    for a batched simulator. A pool may also have `close`, `get_state` and `set_state`, as `SyncEnv` has. If a pool
+    changes rewards, it may have an attribute `true_rewards` [num_envs] with the original rewards of the newest
+    timestep. The logged episode returns are sums of these rewards.
 
     Attributes:
       num_envs: number of environments.
@@ -46,11 +46,11 @@ class EnvPool(Protocol):
 
 @runtime_checkable
 class AsyncEnvPool(Protocol):
-    """A batch of environments that step independently: the asynchronous counterpart of `EnvPool`. `AsyncEnv` is one.
+    """A batch of environments that step independently, unlike the environments of an `EnvPool`. Example: `AsyncEnv`.
 
     Attributes:
       num_envs: number of environments.
-      wait_num: number of environments in each result of `recv`.
+      wait_num: number of environments that each `recv` returns.
     """
 
     num_envs: int
@@ -63,7 +63,7 @@ class AsyncEnvPool(Protocol):
         """Send `actions` [n, ...] to the environments `env_ids` [n]."""
 
 
-# Optional methods of a user's pool (see `SyncEnv`), with their defaults.
+# Defaults for the optional methods of a user's pool. `SyncEnv` describes these methods.
 _OPTIONAL: dict[str, Callable[[], Any]] = {
     "get_state": lambda: None,
     "sums": dict,
@@ -98,7 +98,7 @@ class PoolWrapper(Closeable):
         self._pool = pool
         self._closed = False
         self.num_envs: int = pool.num_envs
-        self.codec: Codec = pool.codec  # codec for one environment, before frames are stacked
+        self.codec: Codec = pool.codec  # codec of one environment; its observations are single frames
         spec = self.codec.observation_spec
         self._stack = FrameStack(frame_stack, spec, pool.num_envs) if frame_stack > 1 else None
         self._clip_rewards = clip_rewards
@@ -125,18 +125,18 @@ class PoolWrapper(Closeable):
         return timestep if self._stack is None else self._stack(timestep, env_ids)
 
     def sums(self) -> Sums:
-        """Return name -> [sum, count] of the numbers that the environments have logged. Any thread may call it."""
+        """Return a dict of name -> [sum, count] for the numbers that environments logged. Any thread may call this."""
         return self._pool.sums()
 
     def progress(self) -> Any:
-        """Return a value that changes with each step of an environment. Any thread may call it.
+        """Return a value that changes with each step of an environment. Any thread may call this method.
 
         For EnvPool the value never changes.
         """
         return self._pool.progress()
 
     def close(self) -> None:
-        """End every thread and process of the pool. May be called again."""
+        """End every thread and process of the pool. Repeated calls are allowed."""
         if not self._closed:
             self._closed = True
             self._pool.close()
@@ -153,9 +153,9 @@ def true_rewards(env: Any, timestep: TimeStep) -> np.ndarray:
 
 
 def stepping_phase(env: Any) -> Phase:
-    """Return the phase in which a caller waits for a pool. Each environment has `answer_timeout` seconds for a step.
+    """Return the phase in which a caller waits for a pool, for the detection of hung processes.
 
-    The phase allows a little more time, so that the pool's own error for a hung environment is raised first.
+    The phase allows a step more time than the pool's `answer_timeout`, so that the pool raises its own error first.
     """
     allowed = getattr(env, "answer_timeout", ANSWER_TIMEOUT) + _MARGIN
     return Phase("stepping", allowed, getattr(env, "progress", None))

@@ -1,4 +1,4 @@
-"""CartPole without velocities, which needs memory, like POPGym's PositionOnlyCartPole and RLlib's StatelessCartPole."""
+"""CartPole without velocities. Agents need a memory. POPGym and RLlib have similar environments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _POSITIONS = [0, 2]  # indices in CartPole's observation: position of the cart, 
 
 
 class PositionOnlyCartPole(CartPoleEnv):
-    """CartPole-v1 whose observation is `[2]` float32: the cart's position (m) and the pole's angle (rad).
+    """CartPole-v1 with an observation `[2]` float32: the cart's position (m) and the pole's angle (rad).
 
-    A network without memory cannot compute the direction in which the pole falls.
+    A network without memory cannot compute in which direction the pole falls.
     """
 
     def __init__(self, **kwargs: Any) -> None:

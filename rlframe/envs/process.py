@@ -1,7 +1,7 @@
 """`type='process'`: Python worker processes that share memory with the pool.
 
-A step does not pickle or copy data: the pool writes the actions, wakes its workers, sleeps, and returns views of the
-memory to which the workers wrote. Workers are new interpreters, because forking a process with JAX's threads is unsafe.
+A step does not pickle or copy data. The pool writes the actions, wakes its workers, sleeps, and returns views of the
+memory to which the workers wrote. Each worker is a new interpreter, because a fork is unsafe if JAX has threads.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rlframe.envs.worker import (
 from rlframe.envs.worker_processes import WorkerProcesses
 from rlframe.types import TimeStep
 
-_ASYNC_POLL_INTERVAL = 0.05  # seconds between checks in `AsyncProcesses._wait`, because a wake-up may be missed
+_ASYNC_POLL_INTERVAL = 0.05  # seconds between two checks in `AsyncProcesses._wait`, which can miss a wake-up
 _NEVER_WAKE = 2**62  # value of WAKE_AT that the number of results never reaches
 
 
 class ProcessPool(WorkerProcesses):
-    """A synchronous pool of processes: it steps all environments together."""
+    """A synchronous pool of worker processes, which steps all environments together."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], answer_timeout: float):
         super().__init__(builder, slices, answer_timeout, is_sync=True)
         for buffer in self._memory.buffers:
             buffer.mark_idle()
         self._next = 0
-        self._num_commands = 0  # number of commands so far
+        self._num_commands = 0  # number of commands sent so far
         self._is_waiting = False
 
     def reset(self) -> TimeStep:
@@ -69,7 +69,7 @@ class ProcessPool(WorkerProcesses):
         return (buffer if self._next else buffer.copy()).timestep()
 
     def _take(self) -> BatchBuffer:
-        """Return a free buffer. If the caller refers to all other buffers, return buffer 0, which `_run` copies."""
+        """Return a buffer that the caller does not use. If there is none, return buffer 0, which `_run` then copies."""
         for i in range(1, NUM_BUFFERS):
             self._next = i
             if self._memory.buffers[i].is_idle():
@@ -119,7 +119,7 @@ class ProcessPool(WorkerProcesses):
 
 
 class AsyncProcesses(WorkerProcesses):
-    """An asynchronous pool of processes. Each worker steps its environments in the order of their actions."""
+    """An asynchronous pool of worker processes. A worker steps its environments in the order of `send`."""
 
     def __init__(self, builder: Any, slices: list[tuple[int, int]], wait_num: int, answer_timeout: float):
         super().__init__(builder, slices, answer_timeout, is_sync=False)
@@ -127,7 +127,7 @@ class AsyncProcesses(WorkerProcesses):
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - start for start, stop in slices])
         self._requested = [0] * len(slices)
         self._taken = [0] * len(slices)
-        self._ready: list[int] = []  # ids with a finished step that `recv` has not returned yet, in order
+        self._ready: list[int] = []  # ids of environments whose step has finished, but was not returned by `recv`
         self._memory.headers[0][WAKE_AT] = _NEVER_WAKE
         self._next_check = 0.0
 
@@ -153,7 +153,7 @@ class AsyncProcesses(WorkerProcesses):
             raise interrupted_error()
         self._collect()
         now = time.monotonic()
-        # Check here too: if the other workers are fast, `_wait` never runs, and a failed or dead worker goes unnoticed.
+        # Check here too, because `_wait` does not run while other workers are fast. It would not find a dead worker.
         if now > self._next_check or any(header[FAILED] for header in self._memory.headers):
             self._next_check = now + POLL_INTERVAL
             self._check_workers()
@@ -184,7 +184,7 @@ class AsyncProcesses(WorkerProcesses):
             self._collect()
             if len(self._ready) >= self._wait_num:
                 return
-            # A wake-up may be missed if WAKE_AT and NUM_DONE change at the same time, so the sleep is short.
+            # Sleep only a short time, because a wake-up is missed if WAKE_AT and NUM_DONE change at the same time.
             woken = done.wait(value, _ASYNC_POLL_INTERVAL)
             if not woken or any(header[FAILED] for header in self._memory.headers):
                 self._check_workers()

@@ -1,4 +1,4 @@
-"""The client side of `EnvServer`: pools whose environments run in other processes."""
+"""Clients of `EnvServer`: pools whose environments run in other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.types import TimeStep, Tree
 
 
 class ServedSpecs(NamedTuple):
-    """The result of `EnvServer.specs`. The specs are None if a user's pool has no specs."""
+    """The result of `EnvServer.specs`. Its two specs are None if the pool is a user's pool without specs."""
 
     num_envs: int
     observation_spec: Tree
@@ -34,11 +34,11 @@ class ServedStep(NamedTuple):
 
 
 class RemoteEnv:
-    """The `EnvPool` of an `EnvServer`. Each call has a number, so that the server detects repeated calls.
+    """An `EnvPool` with the environments of an `EnvServer`. Each call has a number: the server detects repeated calls.
 
     Args:
         server: handle to the server.
-        specs: the result of its `specs` method.
+        specs: the result of the server's method `specs`.
 
     Raises (every method):
         EnvError: an environment raised, the server was restarted, or another Actor has reset its environments.
@@ -61,7 +61,7 @@ class RemoteEnv:
         return self._call("step", actions)
 
     def sums(self) -> Sums:
-        """See `SyncEnv.sums`. The sums are those at the latest end of an episode."""
+        """See `SyncEnv.sums`. The sums are updated only when an episode ends."""
         return self._sums
 
     def _call(self, method: str, *args: Any) -> TimeStep:
@@ -71,7 +71,7 @@ class RemoteEnv:
         return timestep
 
 
-_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # first and longest pause, in seconds, between checks for an answer
+_POLL_INTERVAL, _MAX_POLL_INTERVAL = 0.0001, 0.002  # shortest and longest seconds between two checks for an answer
 
 
 class RemoteAsyncEnv:
@@ -86,7 +86,8 @@ class RemoteAsyncEnv:
     Raises (every method):
         EnvError: an environment raised, a server was restarted, or another Actor has reset its environments.
         PeerError: a server did not answer within the deadline.
-        UsageError: an action or an answer does not fit. Actions for other servers may already have been sent.
+        UsageError: an action is invalid, or an observation does not fit its spec. The client may already have sent
+            actions to other servers.
     """
 
     def __init__(self, servers: Sequence[tuple[handles.Remote, ServedSpecs]]) -> None:
@@ -122,15 +123,15 @@ class RemoteAsyncEnv:
         requested = [server for server in self._servers if server.call is not None]
         if not requested:
             raise UsageError(
-                f"recv() waits for {self.wait_num} environments of one server, but no server has so many environments "
-                "that are stepping: call send() for the received environments first."
+                f"recv() waits for {self.wait_num} environments of one server, but each server is stepping fewer "
+                "environments: call send() for the received environments first."
             )
         server = requested[0] if len(requested) == 1 else self._wait_for_first(requested)
         served = server.take()
         assert served.env_ids is not None
         env_ids = served.env_ids + np.int32(server.first)
         self._idle.update(env_ids.tolist())
-        self._servers.remove(server)  # move the server to the end, so that a fast server does not delay the others
+        self._servers.remove(server)  # move the server to the end, so that a fast server does not delay slow servers
         self._servers.append(server)
         self.true_rewards = served.true_rewards
         return env_ids, served.timestep
@@ -157,11 +158,11 @@ class RemoteAsyncEnv:
                 self._idle -= set(env_ids[mine].tolist())
 
     def sums(self) -> Sums:
-        """See `SyncEnv.sums`. The sums of each server are those at its latest end of an episode."""
+        """See `SyncEnv.sums`. The sums of a server are updated only when one of its episodes ends."""
         return add_sums(server.sums for server in self._servers)
 
     def _wait_for_first(self, requested: list[_ServerConnection]) -> _ServerConnection:
-        """Wait until a server has answered or its deadline has passed, and return this server."""
+        """Wait until a server has answered or has missed its deadline, and return this server."""
         pauses = retry.backoff(_POLL_INTERVAL, _MAX_POLL_INTERVAL)
         while True:
             for server in requested:
@@ -171,12 +172,12 @@ class RemoteAsyncEnv:
 
 
 class _ServerConnection:
-    """The connection to one server. Each call has a number, so that the server detects repeated calls."""
+    """The connection to one server. Each call has a number: the server detects repeated calls."""
 
     def __init__(self, remote: handles.Remote, first: int, end: int) -> None:
         self._remote, self._client, self._number = remote, uuid.uuid4().hex, 0
         self.first, self.end = first, end  # the server's environments have the ids first .. end - 1
-        self.running = end - first  # number of stepping environments, except those that the pending call will return
+        self.running = end - first  # number of environments that are stepping
         self.call: handles.AsyncCall | None = None
         self.sums: Sums = {}
         self._answer: ServedStep | None = None
@@ -187,20 +188,20 @@ class _ServerConnection:
         self._remote.reset(self._client, self._number)
 
     def request(self) -> None:
-        """Call `recv` of the server, unless a call of `recv` is pending."""
+        """Call `recv` of the server. Do nothing if a call of `recv` has no answer yet."""
         if self.call is None:
             self._number += 1
             self._requested_at = time.monotonic()
             self.call = handles.AsyncCall(self._remote, "recv", (self._client, self._number))
 
     def has_answered(self) -> bool:
-        """Return True if the server has answered, or its deadline has passed. In both cases `take` does not wait."""
+        """Return True if the server has answered or has missed its deadline. In both cases `take` does not wait."""
         assert self.call is not None
         late = time.monotonic() > self._requested_at + self._remote._deadline
         return self._answer is not None or self.call.done() or late
 
     def take(self) -> ServedStep:
-        """Return the result of the call that `request` made."""
+        """Return the result of the call that `request` has started. Raise the server's error."""
         served = self._wait_for_result()
         self.call = self._answer = None
         self.running -= len(served.timestep.step_type)
@@ -209,7 +210,7 @@ class _ServerConnection:
 
     def send(self, env_ids: np.ndarray, actions: np.ndarray) -> None:
         if self.call is not None:
-            self._wait_for_result()  # calls arrive in the order of their numbers
+            self._wait_for_result()  # wait, because the server must receive the calls in the order of their numbers
         self._number += 1
         self._remote.send(self._client, self._number, env_ids, actions)
         self.running += len(env_ids)

@@ -21,12 +21,12 @@ class EnvServer:
     """Serves environments to an Actor in another process: `lp.CourierNode(EnvServer, env_builder)`.
 
     An Actor accepts the server's handle as its `env_builder`. With a `SyncEnv`, one call steps all environments. With
-    an `AsyncEnv`, separate calls send actions and receive timesteps. A call may be repeated if its answer was lost:
-    the server then returns the same answer, and no environment steps. The last Actor that called `reset` owns the
-    environments, and any other Actor gets an EnvError.
+    an `AsyncEnv`, separate calls send actions and receive timesteps. A client repeats a call if the answer was lost.
+    Then the server returns the stored answer and steps no environment. The Actor that called `reset` last owns the
+    environments. Calls of other Actors raise EnvError.
 
     Args:
-        env_builder: as for `Actor`.
+        env_builder: see `Actor`.
         seed: seed for the builder. Each server of a program needs a different seed.
     """
 
@@ -35,10 +35,10 @@ class EnvServer:
         self._env = as_pool(env_builder, seed=seed)
         self._stepping = stepping_phase(self._env)
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._client, self._number = "", 0  # client and number of the latest answered call
+        self._client, self._number = "", 0  # the client and number of the latest call with an answer
         self._answer: ServedStep | UsageError | None = None
         self._failure: BaseException | None = None
-        self._takeovers = 0  # number of times that a new Actor took over an asynchronous pool
+        self._takeovers = 0  # number of asynchronous pools that were created again for a new Actor
 
     def specs(self) -> ServedSpecs:
         """Return the number of environments, and the specs of one environment."""
@@ -47,10 +47,10 @@ class EnvServer:
         return ServedSpecs(env.num_envs, *specs, None if env.is_sync else env.wait_num)
 
     def reset(self, client: str, number: int) -> ServedStep | None:
-        """Start new episodes for the Actor with the id `client`. The Actor's next call has the number `number + 1`.
+        """Start new episodes for the Actor with the id `client`. Its next call must have the number `number + 1`.
 
         Returns:
-            The first step. None for an asynchronous pool, whose `recv` returns the first timesteps.
+            The FIRST timesteps. None for an asynchronous pool: then `recv` returns the FIRST timesteps.
         """
         with self._lock:
             is_other = client != self._client and self._client != ""
@@ -86,7 +86,7 @@ class EnvServer:
             raise self._failure
 
     def stop(self) -> None:
-        """End `run()`. Any thread may call it."""
+        """End `run()`. Any thread may call this method."""
         self._stop.set()
 
     def _answer_next(self, client: str, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
@@ -94,24 +94,24 @@ class EnvServer:
         with self._lock:
             if client != self._client or number > self._number + 1:
                 raise EnvError(
-                    "This EnvServer was restarted, or another Actor has reset its environments since, so the Actor's "
-                    "episodes have ended. An EnvServer serves one Actor at a time."
+                    "This EnvServer was restarted, or another Actor has reset its environments, so this "
+                    "Actor's episodes have ended. An EnvServer serves one Actor at a time."
                 )
             return self._answer_once(number, act)
 
     def _answer_once(self, number: int, act: Callable[[], ServedStep | None]) -> ServedStep | None:
-        """Return the result of `act` or raise its UsageError. For a repeated call, repeat the stored answer."""
+        """Return the result of `act`, or raise its UsageError. For a repeated call, use the stored answer."""
         if self._stop.is_set():
             raise UnavailableError("The EnvServer has stopped.")
         if number < self._number:
-            return None  # the Actor has received this answer, because it has made a newer call
+            return None  # the Actor has already received the answer, since it has made a newer call
         if number > self._number:
             try:
                 with self._stepping:
                     self._answer = act()
-            except UsageError as error:  # an action or a value from an environment does not fit: keep serving
+            except UsageError as error:  # an action or observation is invalid: keep serving
                 self._answer = error
-            except BaseException as error:  # the pool is unusable: end the node, so that it is restarted
+            except BaseException as error:  # the pool is unusable: end the node, because a restart creates a new pool
                 self._failure = error
                 self.stop()
                 raise

@@ -1,4 +1,4 @@
-"""Save an environment with its state, and pickle objects by value if other processes cannot import their code."""
+"""Pickle environments with their state, and pickle code by value if other processes cannot import it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import cloudpickle
 
 from rlframe.envs.api_checks import wrapper_chain
 
-# A class that defines one of these methods may leave out state. Gymnasium's EzPickle keeps only the constructor's
-# arguments, so a restored environment would silently be in its initial state.
+# Methods with which a class can omit parts of its state from a pickle. For example, Gymnasium's EzPickle pickles only
+# the constructor's arguments, and a restored environment would silently be in its initial state.
 _HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 
 
@@ -21,16 +21,16 @@ def dump(env: Any) -> bytes | None:
             return None
     try:
         return dumps(env)
-    except Exception:  # attributes such as sockets, surfaces and native handles may raise any exception
+    except Exception:  # pickling sockets, surfaces or native handles can raise any exception
         return None
 
 
 def dumps(value: Any, inside: Any = None) -> bytes:
-    """Pickle an object. Pickle code by value if other processes cannot import it, as in `__main__` or in a loaded file.
+    """Pickle an object. Pickle its code by value if other processes cannot import it, for example code in `__main__`.
 
     Args:
       value: the object to pickle.
-      inside: an object in `value` whose module may have been loaded from a path. None means `value` itself.
+      inside: the part of `value` whose code may come from a file that is no importable module. None means `value`.
     """
     inside = value if inside is None else inside
     modules = {_module_of(inside), _module_of(type(inside))} - {None}
@@ -45,7 +45,7 @@ def dumps(value: Any, inside: Any = None) -> bytes:
 
 
 def _module_of(value: Any) -> Any:
-    name = getattr(getattr(value, "func", value), "__module__", None)  # `func` is the function of a `functools.partial`
+    name = getattr(getattr(value, "func", value), "__module__", None)  # a `functools.partial` has `func`
     return sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
 
 
@@ -54,7 +54,7 @@ def is_importable(module: Any) -> bool:
     path = None
     spec = None
     parts = module.__name__.split(".")
-    # Not `importlib.util.find_spec`: it looks in `sys.modules`, which may contain a module loaded from a path.
+    # Do not use `importlib.util.find_spec`, which also finds modules that were loaded from a file, in `sys.modules`.
     for depth in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:depth]), path)
         if spec is None:

@@ -1,4 +1,4 @@
-"""Create codecs from gymnasium spaces and dm_env specs: see `rlframe.envs.codec`."""
+"""Functions that create codecs (`rlframe.envs.codec`) from gymnasium spaces and dm_env specs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def codec_of_specs(observation_spec: Any, action_spec: Any) -> Codec:
 
 
 def canonical_dtype(dtype: Any) -> np.dtype:
-    """Return the framework's dtype, of at most 32 bits, for an environment's dtype."""
+    """Return the framework's dtype for an environment's dtype. It has at most 32 bits."""
     dtype = np.dtype(dtype)
     if dtype.kind == "f":
         return np.dtype(np.float32)
@@ -39,11 +39,11 @@ def canonical_dtype(dtype: Any) -> np.dtype:
 
 
 def _tree(node: Any, leaf: Callable[[Any, str], ObservationLeaf], path: str = "observation") -> Any:
-    """Return the tree of leaves of a space, or of a tree of specs."""
-    if isinstance(node, Mapping):  # a Dict space is also a Mapping
+    """Convert a space or a tree of specs to a tree of `ObservationLeaf`."""
+    if isinstance(node, Mapping):  # includes Dict spaces
         _check_keys(node, path)
         return {key: _tree(sub, leaf, f"{path}.{key}") for key, sub in node.items()}
-    if isinstance(node, Sequence):  # a Tuple space is also a Sequence
+    if isinstance(node, Sequence):  # includes Tuple spaces
         return tuple(_tree(sub, leaf, f"{path}.{i}") for i, sub in enumerate(node))
     return leaf(node, path)
 
@@ -134,14 +134,14 @@ def _start_of(space: Any) -> Any:
 
 
 def _bounded(shape: tuple[int, ...], dtype: Any, low: Any, high: Any, name: str) -> specs.BoundedArray:
-    """Return a BoundedArray in the canonical dtype. The bounds are rounded to the nearest number."""
+    """Return a BoundedArray in the framework's dtype. Round the bounds to the nearest number."""
     narrow = canonical_dtype(dtype)
     low, high = _limited(dtype, low, high)
     return specs.BoundedArray(shape, narrow, low.astype(narrow), high.astype(narrow), name=name)
 
 
 def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> ActionLeaf:
-    """Return an ActionLeaf in the canonical dtype. The bounds are rounded inward, to remain valid actions."""
+    """Return an ActionLeaf in the framework's dtype. Round the bounds inward, so that each bound is a valid action."""
     narrow = canonical_dtype(dtype)
     low, high = _limited(dtype, low, high)
     inner_low, inner_high = low.astype(narrow), high.astype(narrow)
@@ -150,7 +150,7 @@ def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> 
     above, below = narrow.type(np.inf), narrow.type(-np.inf)
     inner_low = np.where(inner_low < low, np.nextafter(inner_low, above), inner_low)
     inner_high = np.where(inner_high > high, np.nextafter(inner_high, below), inner_high)
-    # If no number of the dtype lies between the bounds, the decoded action is clipped to the bounds.
+    # Sort the two bounds. They can be in the wrong order if no number of the dtype lies between the original bounds.
     inner_low, inner_high = np.minimum(inner_low, inner_high), np.maximum(inner_low, inner_high)
     is_bounded = np.isfinite(low).any() or np.isfinite(high).any()
     spec = specs.BoundedArray(shape, narrow, inner_low, inner_high, "action")
@@ -158,11 +158,11 @@ def _bounded_action(shape: tuple[int, ...], dtype: Any, low: Any, high: Any) -> 
 
 
 def _limited(dtype: Any, low: Any, high: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Limit the bounds to the canonical dtype. A larger bound becomes infinite (float) or the limit (integer)."""
+    """Limit the bounds to the framework's dtype. Bounds outside its range become infinite, or the integer limit."""
     narrow = canonical_dtype(dtype)
     low, high = np.asarray(low), np.asarray(high)
     if narrow.kind == "f":
-        # EnvPool uses numeric_limits::min() and max() for missing bounds. For floats, min() is a tiny positive number.
+        # EnvPool sets missing bounds to numeric_limits::min() and max(). For floats, min() is a tiny positive number.
         given, largest = np.finfo(low.dtype if low.dtype.kind == "f" else np.float64), np.finfo(narrow).max
         return np.where((low == given.tiny) | (low <= -largest), -np.inf, low), np.where(high >= largest, np.inf, high)
     if narrow.kind in "iu":

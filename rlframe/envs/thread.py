@@ -1,8 +1,7 @@
-"""`type='thread'`: each thread steps some of the environments. This type suits environments that release the GIL.
+"""`type='thread'`: each thread steps some of the environments. Use this type if environments release the GIL.
 
-No thread refers to its pool. Therefore a pool without references is garbage-collected, which ends its threads as
-`close` does. The threads close the environments themselves, because another thread must not close an environment
-during a step.
+Threads do not refer to their pool. So an unused pool is garbage-collected, and this ends its threads as `close` does.
+The threads also close the environments, because no other thread may close an environment during a step.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from rlframe.interprocess.waiting import Inbox
 from rlframe.metrics.rows import Sums
 from rlframe.types import TimeStep
 
-_CLOSE_TIMEOUT = 5.0  # seconds to wait for threads; a hung thread cannot be killed and remains as a daemon
+_CLOSE_TIMEOUT = 5.0  # seconds to wait for threads; a hung thread cannot be killed and continues to exist
 
 
 class WorkerThreads:
     """Threads that run until `end`, or until this object is garbage-collected.
 
     Args:
-      functions: the function of each thread. It must not refer to the pool, and must return when the job is None.
-      queues: the queue of each thread's jobs.
+      functions: one function for each thread. It must not refer to the pool, and must return when it gets the job None.
+      queues: for each thread, the queue of its jobs.
     """
 
     def __init__(self, functions: Sequence[Callable[[], None]], queues: list[SimpleQueue[Any]]):
@@ -41,12 +40,12 @@ class WorkerThreads:
             for i, function in enumerate(functions)
         ]
         self._finalizer = weakref.finalize(self, _end_threads, queues)
-        self._finalizer.atexit = False  # the interpreter does not wait for daemon threads
+        self._finalizer.atexit = False  # not necessary at exit, because the threads are daemon threads
         for thread in self._threads:
             thread.start()
 
     def end(self, timeout: float) -> None:
-        """End each thread after its jobs. Wait for all threads together for `timeout` seconds."""
+        """End each thread after its last job. Wait at most `timeout` seconds in total."""
         self._finalizer()
         deadline = time.monotonic() + timeout
         for thread in self._threads:
@@ -59,7 +58,7 @@ def _end_threads(queues: list[SimpleQueue[Any]]) -> None:
 
 
 class ThreadPool(GroupPool):
-    """A synchronous pool of threads, one for each group of environments."""
+    """A synchronous pool with one thread for each group of environments."""
 
     def __init__(self, groups: list[EnvGroup], answer_timeout: float):
         super().__init__(groups)
@@ -74,7 +73,7 @@ class ThreadPool(GroupPool):
         self._threads = WorkerThreads(functions, self._jobs)
 
     def close(self) -> None:
-        """End the threads. After an interrupted step, do not wait for the step to end."""
+        """End the threads. If a step was interrupted, do not wait for its end."""
         self._threads.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
     def _run(self, actions: np.ndarray | None) -> TimeStep:
@@ -101,24 +100,24 @@ class ThreadPool(GroupPool):
 
 
 class AsyncThreads:
-    """An asynchronous pool of threads. The threads step the environments in the order of their actions."""
+    """An asynchronous pool of threads, which step the environments in the order of `send`."""
 
     def __init__(self, group: EnvGroup, wait_num: int, num_workers: int, answer_timeout: float):
         self.num_envs = len(group.envs)
         self.codec = group.codec
         self._wait_num, self._watch = wait_num, StepWatch(answer_timeout)
         self._log = group.log
-        # One row for each environment. The row is not written again before the caller has received it.
+        # The latest timestep of each environment. A row is written again only after `recv` has returned it.
         self._latest = new_buffer(group.layout, self.num_envs)
         rows = self._latest.rows(0, self.num_envs)
         self._jobs: SimpleQueue[Any] = SimpleQueue()
         self._done: Inbox[Any] = Inbox()
-        self._ready: list[int] = []  # ids with a finished step that `recv` has not returned yet, in order
-        # For each thread: (id of the environment that steps, number of the thread's earlier steps), or None.
+        self._ready: list[int] = []  # ids of environments whose step has finished, but was not returned by `recv`
+        # For each thread: None, or (id of the environment that is stepping, number of the thread's earlier steps).
         self._steps: list[tuple[int, int] | None] = [None] * num_workers
         self._next_check = 0.0
         self._is_waiting = False
-        self._has_failed = False  # whether an environment raised; the pool then steps no more
+        self._has_failed = False  # whether an environment raised; then the pool is unusable
         self._is_ending = threading.Event()
         running = list(range(num_workers))
         functions = [
@@ -142,7 +141,7 @@ class AsyncThreads:
             raise interrupted_error()
         self._is_waiting = True
         while len(self._ready) < self._wait_num:
-            # Check even if the queue is never empty: one environment may hang while the others are fast.
+            # Check even if the queue is not empty, because one environment can hang while others are fast.
             if time.monotonic() > self._next_check:
                 self._check_workers()
             with contextlib.suppress(Empty):
@@ -163,7 +162,7 @@ class AsyncThreads:
         return list(self._steps)
 
     def close(self) -> None:
-        """End the threads without starting another step. After an interrupted `recv`, do not wait for running steps."""
+        """End the threads, and start no more steps. If `recv` was interrupted, do not wait for running steps."""
         self._is_ending.set()
         self._threads.end(0.0 if self._is_waiting else _CLOSE_TIMEOUT)
 
@@ -174,7 +173,7 @@ class AsyncThreads:
 
 
 def _serve(group: EnvGroup, worker: int, jobs: SimpleQueue[Any], done: Inbox[Any]) -> None:
-    """Step or reset all environments of a group for each job. Close the environments at the end."""
+    """For each job, step or reset all environments of a group. At the end, close the environments."""
     while (job := jobs.get()) is not None:
         actions, rows = job
         error: BaseException | None = None
@@ -198,7 +197,7 @@ def _serve_any(
     is_ending: threading.Event,
     running: list[int],
 ) -> None:
-    """Step one environment for each job. The last running thread of the pool closes the environments."""
+    """For each job, step one environment. The last thread that ends closes the environments."""
     count = 0
     while (job := jobs.get()) is not None and not is_ending.is_set():
         env_id, action = job
@@ -216,6 +215,6 @@ def _serve_any(
 
 
 def _close(group: EnvGroup) -> None:
-    # As in a worker process, an environment that fails to close must not prevent the end of the thread.
+    # Ignore errors, because the thread must end even if an environment cannot be closed.
     with contextlib.suppress(Exception):
         group.close()

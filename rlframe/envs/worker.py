@@ -1,8 +1,8 @@
 """The worker process of a process pool, and the memory that all workers share with the pool.
 
-A worker sleeps until the pool wakes it, and then steps its environments. The shared memory is anonymous and inherited,
-so the kernel frees it with the last process. After a wake-up, a process reads the counters, which may be unchanged.
-Every counter has exactly one writer.
+A worker sleeps until the pool wakes it, and then steps its environments. The shared memory is an anonymous file, which
+the workers inherit. The kernel frees it when the last process ends. A process can wake up without a reason, so it reads
+the counters after each wake-up. Only one process writes each counter.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from rlframe.interprocess.memory import SharedArrays
 from rlframe.interprocess.processes import die_soon_after_parent
 from rlframe.interprocess.waiting import Futex
 
-# Indices of the int64 words in a worker's header.
+# Indices of the int64 words in a worker's header. "Sync" and "async" mean that only this kind of pool uses the word.
 NUM_COMMANDS = 0  # written by the pool: number of commands so far
 COMMAND = 1  # written by the pool: the newest command
-BUFFER = 2  # written by the pool: index of the buffer to write
+BUFFER = 2  # written by the pool: index of the buffer to which the worker writes
 NUM_DONE = 3  # written by the worker: number of finished commands (sync) or of results (async)
 FAILED = 4  # written by the worker: 1 after it sent an exception
 NUM_REQUESTED = 5  # written by the pool: number of requested steps (async)
-WAKE_AT = 6  # written by the pool, for worker 0 only: total number of results at which to wake the pool (async)
-CURRENT_ENV = 7  # written by the worker: index in the group of the environment that the worker steps (sync)
+WAKE_AT = 6  # written by the pool, only for worker 0: total number of results that wakes the pool (async)
+CURRENT_ENV = 7  # written by the worker: index of the stepping environment in the group (sync)
 GO_FUTEX = 12  # futex with which the pool wakes the worker
 DONE_FUTEX = 13  # in the header of worker 0 only: futex with which any worker wakes the pool
-HEADER = 16  # number of words of a header: two cache lines, so that no two workers share a cache line
+HEADER = 16  # words in a header: two cache lines, so that two workers never share a cache line
 
 STEP, RESET, CALL, CLOSE = range(4)
 
 NUM_BUFFERS = 4  # three buffers that the caller may refer to, and one that is always free
 
-_POLL_INTERVAL = 0.5  # seconds between checks of an idle worker that its parent is alive
+_POLL_INTERVAL = 0.5  # seconds after which an idle worker checks that its parent is alive
 
 
 class PoolMemory:
-    """The shared memory of a pool: headers, rings, actions and buffers. The pool and each worker map it.
+    """The memory that a pool shares with its workers: headers, ring buffers, actions and batches.
 
     Attributes:
-      headers: a memoryview of HEADER int64 words for each worker.
-      go: a futex for each worker, on which the worker sleeps.
+      headers: for each worker, a memoryview of HEADER int64 words.
+      go: for each worker, the futex on which the worker sleeps.
       done: the futex on which the pool sleeps.
-      requests, results: [num_workers, num_envs] int32 rings of environment ids (async).
-      actions: [num_envs, ...] in the action spec's dtype.
-      logs: the log of each worker's environments, which only that worker writes.
-      buffers: NUM_BUFFERS buffers of [num_envs, ...].
+      requests, results: int32 ring buffers [num_workers, num_envs] of environment ids, for asynchronous pools.
+      actions: array [num_envs, ...] in the action spec's dtype.
+      logs: for each worker, the log of its environments. Only this worker writes to the log.
+      buffers: NUM_BUFFERS batches for observations, [num_envs, ...] each.
     """
 
     def __init__(self, descriptor: int, num_workers: int, num_envs: int, codec: Codec):
@@ -88,7 +88,7 @@ class PoolMemory:
 class WorkerJob(NamedTuple):
     """The first message from the pool to a worker."""
 
-    builder: bytes  # pickled: index -> SingleEnv
+    builder: bytes  # pickled function (index) -> SingleEnv
     start: int
     stop: int
     worker: int
@@ -105,7 +105,7 @@ class Descriptors(NamedTuple):
 
 
 def main(descriptors: Descriptors) -> None:
-    """Run a worker until the pool closes it. If the parent dies, the kernel ends this process 3 s later."""
+    """Run a worker until the pool closes it. If the parent process dies, the kernel kills this process 3 s later."""
     streams.prepare()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes its workers
     die_soon_after_parent()
@@ -119,7 +119,7 @@ def main(descriptors: Descriptors) -> None:
     except (EOFError, OSError):
         return
     gc.collect()
-    gc.freeze()  # imported objects never become garbage, so the collector may skip them
+    gc.freeze()  # save time: the garbage collector then ignores imported objects
     EnvWorker(job, group, connection, descriptors.memory).serve()
 
 
@@ -129,7 +129,7 @@ class EnvWorker:
     def __init__(self, job: WorkerJob, group: EnvGroup, connection: Connection, memory: int):
         self._job, self._group, self._connection = job, group, connection
         self._parent, self._parent_end = os.getppid(), select.poll()
-        self._parent_end.register(connection.fileno(), 0)  # reports only that the parent closed the connection
+        self._parent_end.register(connection.fileno(), 0)  # detect only that the parent closed the connection
         pool_memory = PoolMemory(memory, job.num_workers, job.num_envs, group.codec)
         self._go, self._done = pool_memory.go[job.worker], pool_memory.done
         self._headers = pool_memory.headers
@@ -150,7 +150,7 @@ class EnvWorker:
             self._header[FAILED] = 1
             self._done.wake()
         finally:
-            # An environment that fails to close must not prevent the end of the process.
+            # Ignore errors, because the process must end even if an environment cannot be closed.
             with contextlib.suppress(Exception):
                 self._group.close()
 
@@ -179,7 +179,7 @@ class EnvWorker:
                 method, arguments = self._connection.recv()
                 self._connection.send(("ok", getattr(group, method)(*arguments)))
             header[NUM_DONE] = served
-            # Only the last worker wakes the pool. Otherwise each worker would wake it.
+            # Wake the pool only if this worker is the last to finish, because each wake-up takes time.
             if min([one[NUM_DONE] for one in self._headers]) == served:
                 self._done.wake()
 
@@ -201,13 +201,13 @@ class EnvWorker:
             self._results[served % capacity] = env_id
             served += 1
             header[NUM_DONE] = served
-            # Waking the pool for each light environment would take longer than a step.
+            # Wake the pool only for enough results, because a wake-up takes longer than a step of a light environment.
             if sum([one[NUM_DONE] for one in all_headers]) >= wanted[WAKE_AT]:
                 self._done.wake()
 
 
 def send_error(connection: Connection, error: Exception) -> None:
-    """Send an exception as text, because the pool may not be able to unpickle the exception."""
+    """Send an exception as text, because the pool can be unable to unpickle the exception."""
     text = getattr(error, "traceback_text", None) or "".join(traceback.format_exception(error))
     kind = "usage" if isinstance(error, UsageError) else "env"
     sentence = str(error) if isinstance(error, RlframeError) else f"{type(error).__name__}: {error}"

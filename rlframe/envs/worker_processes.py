@@ -32,7 +32,7 @@ from rlframe.interprocess.processes import start_process
 from rlframe.metrics.rows import Sums, add_sums
 from rlframe.user_code.directories import import_path
 
-_CLOSE_TIMEOUT = 5.0  # seconds for the environments' `close`, after which the worker is killed
+_CLOSE_TIMEOUT = 5.0  # maximum seconds for closing the environments; then the worker is killed
 
 _COMMAND = (
     "import sys; sys.path[:] = {path!r}; "
@@ -41,12 +41,12 @@ _COMMAND = (
 
 
 class WorkerProcesses(abc.ABC):
-    """A pool of worker processes, which share memory with the pool. A subclass steps the environments.
+    """A pool with worker processes that share memory with the pool. A subclass steps the environments.
 
     Args:
       builder: a picklable `names.Builder`. Code that a worker cannot import is pickled by value.
-      slices: (start, stop) of each worker's environments.
-      answer_timeout: seconds for a step, after which a worker counts as hung. A start may take ANSWER_TIMEOUT.
+      slices: for each worker, (start, stop) of its environments.
+      answer_timeout: maximum seconds of a step; after that, a worker counts as hung. A start may take ANSWER_TIMEOUT.
       is_sync: whether all environments step together.
     """
 
@@ -90,7 +90,7 @@ class WorkerProcesses(abc.ABC):
             raise self._death_error(worker) from None
 
     def _receive(self, worker: int, timeout: float) -> Any:
-        """Return the worker's next message. Raise the worker's error, or EnvError if it died or the timeout passed."""
+        """Return the worker's next message. Raise the worker's error, or EnvError if the worker died or timed out."""
         clock = SuspendAwareClock()
         deadline = clock() + timeout
         connection = self._connections[worker]
@@ -109,7 +109,7 @@ class WorkerProcesses(abc.ABC):
         raise UsageError(sentence) if kind == "usage" else env_error(sentence, text)
 
     def _check_workers(self) -> None:
-        """Close the pool and raise if a worker raised, died or hangs. Called periodically while the pool waits."""
+        """If a worker raised, died or hangs, close the pool and raise. Call this periodically while the pool waits."""
         try:
             for worker, (header, process) in enumerate(zip(self._memory.headers, self.processes, strict=True)):
                 if header[FAILED]:
@@ -123,7 +123,7 @@ class WorkerProcesses(abc.ABC):
 
     @abc.abstractmethod
     def _current_steps(self) -> dict[int, tuple[int, Any]]:
-        """Return the step of each busy worker, for `StepWatch.check`."""
+        """Return the current step of each busy worker, as `StepWatch.check` expects it."""
 
     def _death_error(self, worker: int) -> EnvError:
         process = self.processes[worker]
@@ -154,9 +154,9 @@ class WorkerProcesses(abc.ABC):
 
 def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
     code = _COMMAND.format(path=import_path(), descriptors=tuple(descriptors))
-    # Otherwise, numerical libraries would start one thread per core in every worker.
+    # Limit the threads of numerical libraries, which otherwise start one thread per core in every worker.
     env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **os.environ}
-    # A new session: Ctrl-C at the terminal reaches only the pool, which then closes its workers.
+    # Use a new session, so that Ctrl-C at the terminal reaches only the pool. The pool then closes its workers.
     return start_process(
         [sys.executable, "-c", code],
         pass_fds=descriptors,
@@ -182,7 +182,7 @@ def _shut_down(
     descriptor: int,
     memory: PoolMemory | None,
 ) -> None:
-    """End the workers and close every descriptor. Runs once: on `close`, garbage collection or the program's end."""
+    """End the workers and close every descriptor. This runs once: on `close`, garbage collection or exit."""
     if memory is not None:
         for header, go in zip(memory.headers, memory.go, strict=True):
             header[COMMAND] = CLOSE
@@ -191,7 +191,7 @@ def _shut_down(
     deadline = time.monotonic() + _CLOSE_TIMEOUT
     for connection, process in zip(connections, processes, strict=True):
         if memory is None:
-            process.kill()  # the pool has not started, so the worker receives no CLOSE
+            process.kill()  # the pool has no shared memory yet, so the worker cannot receive CLOSE
         try:
             process.wait(max(0.01, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -15,10 +15,10 @@ from rlframe.types import FIRST, MultiDiscreteArray, TimeStep
 
 
 class FrameStack:
-    """Stacks the newest `count` observations of each environment, oldest first. At FIRST the observation is repeated.
+    """Stacks the newest `count` observations of each environment, oldest first. At FIRST it repeats the observation.
 
-    A leaf of shape `[C, H, W]` or `[H, W, C]` becomes `[count * C, H, W]` or `[H, W, count * C]`. The smaller of the
-    first and last axes counts as the channels. Every other leaf gets a new first axis: `[H, W]` becomes
+    The shape `[C, H, W]` becomes `[count * C, H, W]`, and `[H, W, C]` becomes `[H, W, count * C]`. The channel axis is
+    the shorter one of the first and the last axis. Every other leaf gets a new first axis: `[H, W]` becomes
     `[count, H, W]`, and `[n]` becomes `[count, n]`.
 
     Args:
@@ -64,7 +64,7 @@ class FrameStack:
 
 
 def merge_stack(rows: Any) -> Any:
-    """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`, of NumPy or JAX."""
+    """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`: NumPy or JAX arrays."""
     if rows.ndim != 5:
         return rows
     if _channels_first(rows.shape[2:]):
@@ -73,14 +73,14 @@ def merge_stack(rows: Any) -> Any:
 
 
 def stacked_spec(observation_spec: Any, count: int) -> Any:
-    """Return the spec of `count` stacked observations of one environment. A count of 1 changes nothing."""
+    """Return the spec of `count` stacked observations. If `count` is 1, return `observation_spec`."""
 
     def of_leaf(leaf: specs.Array) -> specs.Array:
         def stacked(bound: Any) -> np.ndarray:
             return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
         shape = stacked(0).shape
-        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # the stack is multi-discrete
+        if isinstance(leaf, (specs.DiscreteArray, MultiDiscreteArray)):  # a stack of categories
             return MultiDiscreteArray(stacked(leaf.num_values), leaf.dtype, leaf.name)
         if isinstance(leaf, specs.BoundedArray):
             return specs.BoundedArray(shape, leaf.dtype, stacked(leaf.minimum), stacked(leaf.maximum), leaf.name)

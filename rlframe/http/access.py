@@ -9,8 +9,8 @@ to attack:
 - CSRF: the page sends a request and does not need the response, for example with a form, or with an image whose address
   is `/reset_data`. The headers Origin and Sec-Fetch-Site (https://www.w3.org/TR/fetch-metadata/) reveal this attack.
   Only browsers send these headers.
-- DNS rebinding: the page's own host name resolves to this machine, so the browser treats the page as a page of the
-  service. The header Host reveals this attack. Host matters only for a service without a token, since pages of other
+- DNS rebinding: the host name of the other site resolves to this machine, so the browser treats the page as a page of
+  the service. The header Host reveals this attack. A service with a token does not check Host, because pages of other
   sites cannot have the token.
 """
 
@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rlframe.http.bodies import Refusal, detail
 from rlframe.http.config import is_loopback
 
-_PAGES = ("/", "/docs")  # links on other sites may open these pages, since they contain no data
+_PAGES = ("/", "/docs")  # links on other sites may open these pages, because the pages contain no data
 
 
 class RequireToken:
-    """ASGI middleware that answers 401 unless the request has the bearer token, or its path is in `without`."""
+    """ASGI middleware that answers 401 to requests without the bearer token. Paths in `without` need no token."""
 
     def __init__(self, app: ASGIApp, token: str, refusal: Refusal = detail, without: tuple[str, ...] = ()) -> None:
         self._app = app
@@ -56,14 +56,14 @@ class SameOrigin:
 
     Args:
         token: Whether requests need a token.
-        no_token: Whether other machines may call a service that has no token. If so, host names without a dot are
-            accepted too, since no public web site has such a name. Otherwise the service answers only loopback
-            connections, at every listen address.
-        hosts: Names of a service that has no token, in addition to `localhost` and IP addresses, which an attacker
-            cannot rebind.
+        no_token: Whether other machines may call a service that has no token. If True, host names without a dot are
+            also accepted, because no public web site has such a name. If False, the service answers only loopback
+            connections, even if it listens on other addresses.
+        hosts: Accepted host names if the service has no token. `localhost` and IP addresses are always accepted,
+            because DNS rebinding cannot use them.
         origins: Origins of other pages that may call the service, or *.
-        changing: Suffixes of the paths whose GET changes something.
-        refusal: Makes the response to a refused request.
+        changing: Path suffixes. A GET request to such a path changes the state of the service.
+        refusal: Creates the response to a refused request.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class SameOrigin:
         )
 
     def _origin_problem(self, scope: Scope, headers: Headers, host: str) -> str:
-        """Return the problem if the browser's headers show a request of another site's page; otherwise return ""."""
+        """Return an error message if the browser's headers show that the page is from another site, else ""."""
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-        if site == "same-origin":  # reliable, unlike the header Host, which a proxy may have changed
+        if site == "same-origin":  # do not compare with Host, which a proxy can change
             return ""
         if origin is not None:
             own = origin.lower().rpartition("://")[2] == host and site in (None, "none")
@@ -122,9 +122,9 @@ class SameOrigin:
             return f"Pages of {origin[:100]!r} may not call this service. Only its own pages may."
         path = scope["path"]
         if site is None:
-            # Browsers send neither header if they request an image from an http address other than loopback.
+            # For an image at an http address other than loopback, browsers send neither Sec-Fetch-Site nor Origin.
             if path.endswith(self._changing) and headers.get("user-agent", "").startswith("Mozilla/"):
-                return f"A browser may not request {path[:100]}, since the requesting page is unknown. Use a program."
+                return f"A browser may not request {path[:100]}, because the requesting page is unknown. Use a program."
             return ""
         navigation = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
         if site == "none" or (navigation and scope["method"] in ("GET", "HEAD") and path in _PAGES):
@@ -133,13 +133,13 @@ class SameOrigin:
 
 
 def _is_local(server: tuple[str, int | None] | None) -> bool:
-    """Return True if only this machine can reach the server's address. None means a Unix socket."""
+    """Return True if only this machine can reach the server's address. None is the address of a Unix socket."""
     return server is None or server[1] is None or is_loopback(server[0])
 
 
-@functools.lru_cache(maxsize=64)  # clients use few host names
+@functools.lru_cache(maxsize=64)  # a small cache, because clients use few host names
 def _name(host: str) -> str:
-    """Return the host without its port and without the brackets of an IPv6 address, or "" if it is invalid."""
+    """Return the host name without the port and without the brackets of an IPv6 address. Return "" if it is invalid."""
     try:
         return urllib.parse.urlsplit(f"//{host}").hostname or ""
     except ValueError:

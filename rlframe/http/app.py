@@ -35,8 +35,9 @@ _TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)  # seconds
 _METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
-Table = Iterable[tuple[str, str, str]]  # name, help text and key of each metric
-ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]  # returns the service's metrics; runs on the event loop
+Table = Iterable[tuple[str, str, str]]  # (name, help text, key) of each metric
+# A function that returns the service's metrics. It runs on the event loop.
+ReadFamilies = Callable[[], Awaitable[Iterable[Metric]]]
 
 
 def make_app(
@@ -68,8 +69,8 @@ def make_app(
         token: Bearer token that requests must carry, except for the page and the paths in `without_token`. None means
             that no token is needed.
         max_body: Largest size of a request body in bytes, also after decompression.
-        errors: Response to each type of exception that an endpoint raises.
-        refusal: Makes the response to a refused request or an unknown path. None means FastAPI's format.
+        errors: Exception type -> function that creates the response when an endpoint raises such an exception.
+        refusal: Creates the response to a refused request or an unknown path. None means FastAPI's format.
         no_token, hosts, origins, changing: See `SameOrigin`. Pages of `origins` may also read responses.
         raw: See `ReadBody`.
         page: File of the live page at /.
@@ -82,7 +83,7 @@ def make_app(
         description=description,
         lifespan=lifespan,
         strict_content_type=False,  # SameOrigin protects against CSRF
-        docs_url=None,  # FastAPI's page loads scripts from another site
+        docs_url=None,  # do not use FastAPI's page, which loads scripts from another site
         redoc_url=None,
     )
     app.get("/docs", include_in_schema=False)(show_endpoints)
@@ -91,7 +92,7 @@ def make_app(
     @app.get("/metrics", tags=["service"], response_class=Response, responses={200: _TEXT, **(responses or {})})
     async def read_metrics() -> Response:
         """Metrics of the service and durations of requests, in Prometheus's text format."""
-        # Use a thread: formatting the metrics of many runs takes long.
+        # Use a thread, because formatting the metrics of many runs takes a long time.
         return await asyncio.to_thread(metrics.response, await read_families())
 
     for kind, respond in errors.items():
@@ -99,8 +100,8 @@ def make_app(
     if refusal is not None:
         app.add_exception_handler(HTTPException, _http_exception_handler(refusal))
     refuse = refusal or detail
-    # A request passes the middleware in the reverse order of these calls.
-    # For these responses, gzip level 1 takes a tenth of level 9's time and its output is only 5 % larger. Large
+    # A request passes through the middleware in the reverse order of these calls.
+    # Use gzip level 1. Compared with level 9, it takes a tenth of the time, and its output is only 5 % larger. Large
     # responses are compressed in a thread.
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=1, thread_minimum_size=64 << 10)
     app.add_middleware(ReadBody, limit=max_body, raw=raw, refusal=refuse)
@@ -139,9 +140,10 @@ def _http_exception_handler(refusal: Refusal) -> Any:
 
 
 class LivePage:
-    """ASGI middleware that answers requests for / that accept text/html with the live page, and passes on all others.
+    """ASGI middleware that sends the live page to a browser: the path is / and the request accepts text/html.
 
-    The page needs no token, since it contains no data. The page asks the user for the token.
+    All other requests go to the application. The page needs no token, because it contains no data. The page asks the
+    user for the token.
 
     Args:
         file: HTML file with exactly one `<script>` and one `<style>`.
@@ -177,7 +179,7 @@ def _response(file: pathlib.Path) -> Response:
 
 
 def _content_security_policy(html: str) -> str:
-    """Return a Content-Security-Policy that allows the page's own script and style, and requests to its own service."""
+    """Return a Content-Security-Policy that allows only the page's script and style, and requests to the service."""
     sources = {"default": "'none'", "connect": "'self'", "img": "data:"}
     for name in ("script", "style"):
         (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, re.DOTALL)
@@ -191,7 +193,7 @@ def _content_security_policy(html: str) -> str:
 
 
 class RequestMetrics:
-    """Durations of requests, and metrics of the process.
+    """Metrics about the durations of requests and about the process.
 
     Args:
         prefix: Prefix of the metrics' names.
@@ -210,7 +212,7 @@ class RequestMetrics:
             collector(registry=self._registry)
 
     def response(self, families: Iterable[Metric]) -> Response:
-        """Return `families` and the metrics of this object in Prometheus's text format 0.0.4. Thread-safe."""
+        """Return `families` and this object's metrics in Prometheus's text format 0.0.4. Any thread may call this."""
         text = generate_latest(_Families(families)) + generate_latest(self._registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -224,7 +226,7 @@ class _Families(Collector):
 
 
 def metric_families(prefix: str, counters: Table, gauges: Table, read: Callable[[str], Any]) -> Iterator[Metric]:
-    """Yield a metric for each row of the tables, with the value `read(key)`. Skip rows whose value is None."""
+    """Yield a metric with the value `read(key)` for each row of the tables. Skip a row if its value is None."""
     for family, table in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
         for name, help_text, key in table:
             if (value := read(key)) is not None:
@@ -235,14 +237,14 @@ class MeasureRequests:
     """ASGI middleware that measures the duration of requests by method, endpoint and status.
 
     Args:
-        stripped: Path prefix to remove. Requests with and without the prefix then count for the same endpoint.
+        stripped: Path prefix that is removed, so that paths with and without the prefix have the same metric.
     """
 
     def __init__(self, app: ASGIApp, metrics: RequestMetrics, stripped: str = "") -> None:
         self._app = app
         self._histogram = metrics.requests
         self._stripped = stripped
-        self._children: dict[tuple[str, str, int], Any] = {}  # a cache, since `Histogram.labels` is slow
+        self._children: dict[tuple[str, str, int], Any] = {}  # a cache, because `Histogram.labels` is slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -263,7 +265,7 @@ class MeasureRequests:
             self._child(scope, status).observe(time.perf_counter() - start)
 
     def _child(self, scope: Scope, status: int) -> Any:
-        # Use the route instead of the request's path. With paths, clients could create any number of labels.
+        # Use the route as the label. With the request's path as the label, clients could create any number of labels.
         route = scope.get("route")
         endpoint = "other" if route is None else route.path.removeprefix(self._stripped)
         method = scope["method"] if scope["method"] in _METHODS else "other"

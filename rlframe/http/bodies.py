@@ -1,4 +1,4 @@
-"""Bodies of requests, which are limited and decompressed before an endpoint reads them, and bodies of responses."""
+"""Read request bodies: limit and decompress a body before an endpoint reads it. Encode response bodies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MSGPACK = "application/msgpack"
 BODY_DEADLINE = 60.0  # seconds in which a request's body must arrive
-BODIES_BYTES = 512 << 20  # limit for all request bodies in memory together, as sent and decompressed
-_PIECE = 1024  # bytes to decompress at once; they can expand to 32 MB with zstd, to 1 MB with gzip
-_PARTS = 10_000  # most gzip members or zstd frames in a body
-_PADDING = re.compile(rb"\0*")  # zero bytes that may follow a part
-_ENCODINGS = 2  # most encodings in Content-Encoding
-_DROPPED = 16  # the server reads up to this many times the limit, so that the sender of a larger body sees the response
+BODIES_BYTES = 512 << 20  # maximum total bytes of all request bodies in memory, compressed and decompressed
+_PIECE = 1024  # bytes per decompression call; the output can have 32 MB (zstd) or 1 MB (gzip)
+_PARTS = 10_000  # maximum number of gzip members or zstd frames in a body
+_PADDING = re.compile(rb"\0*")  # zero bytes that can follow a gzip member or zstd frame
+_ENCODINGS = 2  # maximum number of encodings in Content-Encoding
+# If a body is too large, the server reads and drops up to 16 times the limit, so that the client sees the response.
+_DROPPED = 16
 
 
 def answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -33,7 +34,7 @@ def answer(content: Any, status: int = 200, headers: dict[str, str] | None = Non
 
 
 def encoded(content: Any) -> bytes:
-    """Encode a value as JSON. NaN and infinities become null. Bytes of a path that are not UTF-8 become escapes."""
+    """Encode a value as JSON. NaN and infinity become null. Paths that are not UTF-8 are written with escapes."""
     try:
         return msgspec.json.encode(content)
     except UnicodeEncodeError:
@@ -50,21 +51,21 @@ def detail(error: str, status: int, headers: dict[str, str] | None = None) -> Re
 
 
 def retry_later(error: str, status: str = "full", seconds: int = 1) -> Response:
-    """Return a 503 response, after which the client may send the same request again."""
+    """Return a 503 response that asks the client to send the same request again later."""
     return answer({"status": status, "error": error}, 503, {"Retry-After": str(seconds)})
 
 
 class ReadBody:
-    """ASGI middleware that reads and decompresses the body, and passes it on as one message.
+    """ASGI middleware that reads and decompresses the body, and passes the body on as one message.
 
-    Bodies over the limits are refused. Requests without a body are passed on directly. Requests in MessagePack are
-    converted to JSON, except for the paths in `raw`, whose endpoints read MessagePack.
+    It refuses bodies over the limits, and passes requests without a body on unchanged. It converts MessagePack to JSON,
+    except for paths in `raw`, whose endpoints read MessagePack.
 
     Args:
-        limit: Largest body in bytes, both as sent and decompressed.
-        raw: Suffixes of the paths that read MessagePack.
+        limit: Maximum bytes of a body, both compressed and decompressed.
+        raw: Path suffixes of the endpoints that read MessagePack.
         deadline: Seconds in which a body must arrive.
-        refusal: Makes the response to a refused request.
+        refusal: Creates the response to a refused request.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ReadBody:
         self._deadline = deadline
         self._limit = limit
         self._raw = raw
-        self._reading = 0  # bytes of all bodies in memory
+        self._reading = 0  # total bytes of all bodies in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +109,7 @@ class ReadBody:
             self._reading -= taken[0]
 
     async def _read(self, headers: Headers, receive: Receive, taken: list[int]) -> bytes:
-        """Read the body as sent. `taken[0]` counts the bytes that this request has added to `_reading`."""
+        """Read the body without decompression. Add its bytes to `taken[0]`, the request's part of `_reading`."""
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._limit:
             raise self._too_large(length=int(length))
@@ -124,7 +125,7 @@ class ReadBody:
                 if sent <= self._limit:
                     self._count(taken, len(part))
                     parts.append(part)
-                elif parts:  # read and drop the rest, so that the client sees the response
+                elif parts:  # free the memory, but read on, so that the client sees the response
                     self._count(taken, -taken[0])
                     parts.clear()
         if sent > self._limit:
@@ -151,7 +152,7 @@ class ReadBody:
             if not body:
                 continue
             decode = functools.partial(decompressed, _DECOMPRESSORS[name], body, self._limit)
-            try:  # decompress in a thread, since a small body can expand to a large one
+            try:  # use a thread, because a small body can become a large body
                 body = await asyncio.get_running_loop().run_in_executor(None, decode)
             except (zlib.error, zstandard.ZstdError, ValueError) as error:
                 raise _Refused(f"Invalid {name} payload: {error}.", 400) from None
@@ -161,7 +162,7 @@ class ReadBody:
 
     def _too_large(self, length: int = 0, ended: bool = True) -> _Refused:
         error = f"A body may have at most {self._limit >> 20} MB, also decompressed. --max-body-mb sets this limit."
-        # The server can drop the rest of a body of known length. Otherwise, the server must close the connection.
+        # Keep the connection if the server can read and drop the rest of the body. Otherwise close the connection.
         ended = ended and length <= _DROPPED * self._limit
         return _Refused(error, 413, None if ended else {"Connection": "close"})
 
@@ -190,14 +191,14 @@ def _as_json(body: bytes) -> bytes:
 
 
 def decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
-    """Decompress a body. The result is at most 32 MB larger than `limit`.
+    """Decompress a body. Stop if the result exceeds `limit`. It exceeds `limit` by 32 MB at most.
 
     Args:
-        start: Makes a decompressor for one part: a gzip member or a zstd frame.
+        start: Creates a decompressor for one part, which is a gzip member or a zstd frame.
 
     Raises:
-        ValueError: The body ends too early, or has more than `_PARTS` parts. The number is limited because an empty
-            part has at most 20 bytes, but takes as long as a part of a kilobyte.
+        ValueError: The body ends too early, or has more than `_PARTS` parts. The number of parts is limited because an
+            empty part has only 20 bytes, but takes the time of a part with a kilobyte.
     """
     out, at = bytearray(), 0
     for _ in range(_PARTS):
@@ -213,7 +214,7 @@ def decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:
     raise ValueError(f"the data has more than {_PARTS} parts")
 
 
-# Name in Content-Encoding -> function that makes a decompressor.
+# Name in Content-Encoding -> function that creates a decompressor.
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("gzip", "x-gzip"), lambda: zlib.decompressobj(wbits=31)),
     "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 23).decompressobj(),

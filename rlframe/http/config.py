@@ -1,4 +1,4 @@
-"""Options that all services share: where to listen, and access control. This module imports no web framework."""
+"""Options that all services have: the listen address, and access control. This module imports no web framework."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlframe.errors import UsageError, check_at_least
 
 @dataclasses.dataclass(frozen=True)
 class ServiceConfig:
-    """Address, access and limits of a service. Subclasses add the port and set `can`, a client's actions."""
+    """Address, access control and limits of a service. Subclasses add the port and describe client actions in `can`."""
 
     can: ClassVar[str] = "call it"
 
@@ -22,8 +22,8 @@ class ServiceConfig:
     no_token: bool = False  # answer other machines without a token; every client that reaches the service may use it
     # host names of the service, in addition to localhost and IP addresses; checked only without a token
     allowed_hosts: tuple[str, ...] = ()
-    max_body_mb: int = 64  # most megabytes of one request body, decompressed
-    max_connections: int = 1024  # most simultaneous connections; more are refused
+    max_body_mb: int = 64  # maximum megabytes of a request body, decompressed
+    max_connections: int = 1024  # maximum number of simultaneous connections; further connections are refused
 
     def __post_init__(self) -> None:
         check_access_is_restricted(self.host, self.token_file, self.can, self.no_token)
@@ -53,12 +53,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_access_is_restricted(host: str, token_file: str | None, can: str, no_token: bool | None = None) -> None:
-    """Raise `UsageError` if other machines could call the service without a token although --no-token was not given.
+    """Raise `UsageError` if other machines can call the service without a token, and --no-token is not set.
 
     Args:
-        host: Address that the service listens at.
+        host: Address on which the service listens.
         token_file: File with the service's token. None means that the service has no token.
-        can: Text of the actions that a client can take, for the message.
+        can: Text for the message that describes what a client can do.
         no_token: Whether --no-token was given. None means that the service does not have this option.
     """
     if token_file is not None:

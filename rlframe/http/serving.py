@@ -1,7 +1,7 @@
-"""Run a service in a process or a thread, with bounded connections and an orderly shutdown.
+"""Run a service in a process or a thread, with limits for connections and an orderly shutdown.
 
-uvicorn does not bound the number of connections, the time in which a request's headers must arrive, or the time for
-which a client may leave a response unread.
+uvicorn itself has no limits for the number of connections, for the time in which the headers of a request must arrive,
+and for the time in which a client must read a response.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlframe.interprocess.phases import Phase, advance
 from rlframe.shutdown import Closeable
 
 _SERVING = Phase("serving", 300.0)
-DRAIN = 10  # seconds to finish running requests at shutdown
-_END = 2.0 * DRAIN  # seconds for the server's thread to end
-_READY = 60.0  # seconds for the server to start
-HEAD_DEADLINE = 30.0  # seconds from the first byte (or from connecting) to the end of the headers
+DRAIN = 10  # maximum seconds in which running requests must finish at shutdown
+_END = 2.0 * DRAIN  # maximum seconds in which the server's thread must end
+_READY = 60.0  # maximum seconds in which the server must start
+HEAD_DEADLINE = 30.0  # maximum seconds from the connection or the first byte to the end of the headers
 HEAD_BYTES = 64 << 10
 READ_DEADLINE = 60.0  # seconds in which a client must read a part of its response
-_SPARE_FILES = 128  # file descriptors that are reserved for everything except connections
+_SPARE_FILES = 128  # number of file descriptors that connections may not use
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
     b"Content-Length: 58\r\nConnection: close\r\n\r\n"
@@ -39,10 +39,10 @@ _FULL = (
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server with bounded connections. When `should_exit` is set, it finishes the running requests and ends.
+    """A uvicorn server with limits for connections. When `should_exit` is set, it finishes running requests and ends.
 
     Args:
-        max_connections: Most simultaneous connections. More are refused.
+        max_connections: Maximum number of simultaneous connections. Further connections are refused.
         on_ready: Called when the server accepts requests.
         on_shutdown: Called before the server waits for running requests.
     """
@@ -56,7 +56,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            log_config=None,  # uvicorn's default closes all log handlers of the process
+            log_config=None,  # do not use uvicorn's default, which closes all log handlers of the process
             access_log=False,
             log_level="error",
             http=bounded(max_connections),
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
             await super().serve(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        advance()  # `on_tick` runs about ten times a second, unless the event loop is blocked
+        advance()  # shows progress; `on_tick` runs ten times a second if the event loop is not blocked
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -87,7 +87,7 @@ class HttpServer(uvicorn.Server):
 
 
 class ServerThread(Closeable):
-    """A thread that serves an application from construction until `close`. A context manager.
+    """A context manager with a thread that serves an application, from the constructor until `close`.
 
     Args:
         host, port: Address to listen at. Port 0 means any free port.
@@ -129,7 +129,7 @@ class ServerThread(Closeable):
             raise self.failure
 
     def close(self) -> None:
-        """Finish the running requests and end the thread. May be called again."""
+        """Finish the running requests and end the thread. Repeated calls are allowed."""
         self._server.should_exit = True
         self._thread.join(self._end)
         self._listener.close()
@@ -145,12 +145,12 @@ class ServerThread(Closeable):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address. Raise `UsageError` if that fails."""
-    if not 0 <= port < 2**16:  # the operating system would choose a different port
+    """Return a socket that listens on this address. Raise `UsageError` if the service cannot listen there."""
+    if not 0 <= port < 2**16:  # check, because the operating system would use a different port
         raise UsageError(f"A port must be from 0 to 65535, got {port}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # the address :: then also accepts IPv4
+        dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # with dual, the address :: also accepts IPv4
         listener = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual)
     except (socket.gaierror, OverflowError) as error:
         raise UsageError(f"{host}:{port} is not a valid address to listen at: {error}.") from error
@@ -163,7 +163,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return HOST:PORT as in a URL."""
+    """Return the listener's address as HOST:PORT, in the format of a URL."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -177,7 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
-    _read = 0  # counts the events that show that the client reads
+    _read = 0  # number of events that show that the client reads its responses
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -222,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._read += 1  # a large response can be completed only if the client reads
+        self._read += 1  # the client reads: otherwise, a large response cannot be completed
         self._start_read_timer()
 
     def _start_read_timer(self) -> None:
@@ -230,7 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.read_deadline, self._check_client_reads, self._read, left)
 
     def _check_client_reads(self, read: int, left: int) -> None:
-        """Disconnect a client that has read nothing since the last check. `close` would wait for such a client."""
+        """Disconnect a client that has read nothing since the last check. Use `abort`, because `close` would wait."""
         self._unread = None
         if read == self._read and self.transport.get_write_buffer_size() >= left:
             self.transport.abort()
@@ -249,7 +249,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded(limit: int, **deadlines: Any) -> type[BoundedProtocol]:
-    """Return the protocol class for `limit` connections. Increase the process's limit of open files if needed."""
+    """Return a protocol class for at most `limit` connections. Increase the process's open file limit if necessary."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limit + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

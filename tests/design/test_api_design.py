@@ -42,7 +42,7 @@ from rlframe.types import AgentOutput, TimeStep
 from tests.extras import needs
 from tests.in_process import InProcess
 
-# "class.method": names of the parameters, in the order of the document.
+# The names of each method's parameters, in the same order as in the design document.
 SIGNATURES = {
     "SyncEnv.__init__": "name_or_pybuilder size type",
     "SyncEnv.step": "actions",
@@ -74,7 +74,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("method", SIGNATURES)
-def test_method_has_the_parameters_of_the_document_in_the_same_order(method):
+def test_parameter_names_and_their_order_match_the_design_document(method):
     name, _, attribute = method.partition(".")
     signature = inspect.signature(getattr(getattr(rlframe, name), attribute))
     parameters = list(signature.parameters.values())[1:]
@@ -85,7 +85,7 @@ def test_method_has_the_parameters_of_the_document_in_the_same_order(method):
     assert method == "ReplayBuffer.add" or not [parameter for parameter in further if parameter.kind not in kinds]
 
 
-def test_sync_env_and_async_env_step_the_environments_of_a_builder():
+def test_sync_env_accepts_a_builder_and_async_env_accepts_a_name():
     import gymnasium
 
     def pybuilder():
@@ -131,16 +131,16 @@ def refused(code, match):
         ("def compute_gradients(self, params, batch): ...", r"called with \(params, learner_state, batch\)"),
     ],
 )
-def test_error_for_a_method_name_in_the_document_contains_our_name(literal, ours):
+def test_error_for_a_method_name_in_the_design_document_contains_our_name(literal, ours):
     refused(f"class Mine(Agent):\n    {literal}", ours)
 
 
 @pytest.mark.parametrize(("literal", "ours"), [("obs_spec", "observation_spec"), ("policy_factor", "policy_factory")])
-def test_error_for_an_argument_name_in_the_document_contains_our_name(literal, ours):
+def test_error_for_an_argument_name_in_the_design_document_contains_our_name(literal, ours):
     refused(f"PPO(PPOConfig(), {literal}=None)", f"no argument {literal}. Did you mean '{ours}'")
 
 
-def test_subclass_can_override_other_methods_of_the_document():
+def test_agent_subclass_can_override_methods_with_the_signatures_in_the_design_document():
     class Mine(Agent):
         def initial_state(self, batch_size): ...
         def initial_params(self, rng_key): ...
@@ -164,7 +164,7 @@ class Rows(list):
 
 
 @pytest.mark.parametrize("type", ["single env", "thread", pytest.param("process", marks=pytest.mark.system)])
-def test_single_process_program_of_the_document_runs(type):
+def test_single_process_program_in_the_design_document_runs(type):
     env_builder = an_env if type == "single env" else functools.partial(a_pool, type)
 
     env = as_pool(env_builder)
@@ -217,7 +217,7 @@ def test_actor_and_learner_run_as_services_with_a_logger_and_a_data_config():
     learner.close()
 
 
-def test_actor_needs_only_the_method_add_of_a_replay_buffer():
+def test_actor_accepts_a_replay_buffer_with_only_an_add_method():
     class Local:
         def add(self, data):
             self.data = data
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 
 @pytest.mark.system
 @pytest.mark.parametrize("kind", ["heavy_env", "light_env", "remote_env", "distributed"])
-def test_programs_of_the_document_run_with_launchpad(kind, tmp_path: pathlib.Path):
+def test_programs_in_the_design_document_run_with_launchpad(kind, tmp_path: pathlib.Path):
     needs("launchpad", "reverb")
     (tmp_path / "program.py").write_text(PROGRAM)
     env = {"PYTHONPATH": str(pathlib.Path(rlframe.__file__).parents[1])}
@@ -300,7 +300,7 @@ def test_programs_of_the_document_run_with_launchpad(kind, tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize("phrase", ["python for loop", "python thread", "python multiprocess", "Python Thread"])
-def test_phrase_in_the_document_selects_the_type_of_a_sync_env(phrase):
+def test_sync_env_accepts_the_type_names_in_the_design_document(phrase):
     with SyncEnv("CartPole-v1", 2, phrase, num_workers=1) as env:
         first, second = env.reset(), env.step(np.zeros(2, np.int32))
     name = {"python for loop": "loop", "python multiprocess": "process"}.get(phrase, "thread")
@@ -310,7 +310,7 @@ def test_phrase_in_the_document_selects_the_type_of_a_sync_env(phrase):
 
 
 @pytest.mark.parametrize("phrase", ["python thread", "python multiprocess", "c++ threadpool"])
-def test_phrase_in_the_document_selects_the_type_of_an_async_env(phrase):
+def test_async_env_accepts_the_type_names_in_the_design_document(phrase):
     with AsyncEnv("CartPole-v1", 2, 1, type=phrase, num_workers=1) as env:
         (env_id,), timestep = env.recv()
         env.send([env_id], np.zeros(1, np.int32))
@@ -334,7 +334,7 @@ def test_error_for_a_misspelled_type_suggests_the_correct_type():
 
 
 def test_env_builder_may_return_remote_environments():
-    """The document says: "env_builder: can generate a local or remote env". Both have the same methods."""
+    """Local and remote environments have the same methods. The document: "can generate a local or remote env"."""
     for builder in (functools.partial(SyncEnv, "CartPole-v1", 2), functools.partial(AsyncEnv, "CartPole-v1", 2, 1)):
         node = InProcess().serve(public_methods(EnvServer(builder)))
         env = as_pool(Remote([node.address], "EnvServer", 60.0, None, InProcess()))
@@ -347,7 +347,7 @@ def test_env_builder_may_return_remote_environments():
         node.stop()
 
 
-def test_error_for_the_document_arguments_of_learner_step_shows_our_arguments():
+def test_learner_step_called_with_the_arguments_in_the_design_document_shows_our_arguments():
     env, agent = pool_and_agent()
     learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
     params = agent.initial_params(jax.random.PRNGKey(0))
@@ -357,7 +357,7 @@ def test_error_for_the_document_arguments_of_learner_step_shows_our_arguments():
     env.close()
 
 
-def test_error_for_the_document_arguments_of_add_shows_our_arguments():
+def test_add_called_with_the_arguments_in_the_design_document_shows_our_arguments():
     env, agent = pool_and_agent()
     replay_buffer = ReplayBuffer(agent)
     replay_buffer.claim_rank(4)
@@ -366,7 +366,7 @@ def test_error_for_the_document_arguments_of_add_shows_our_arguments():
     env.close()
 
 
-def test_run_of_an_actor_has_no_queue_arguments_and_the_reason_is_documented():
+def test_actor_run_takes_no_arguments_and_the_reason_is_documented():
     assert list(inspect.signature(Actor.run).parameters) == ["self"]
     page = (pathlib.Path(__file__).parents[2] / "docs/differences.md").read_text()
     ((_, document, here, reason, _),) = (line.split("|") for line in page.splitlines() if "`run` with queues" in line)
@@ -377,7 +377,7 @@ def test_learner_makes_its_dataset_from_the_data_config():
     assert list(inspect.signature(Learner._make_dataset).parameters) == ["self", "data_cfg"]
 
 
-def test_second_actor_without_a_rank_is_refused_for_a_minimal_buffer():
+def test_second_actor_without_a_rank_is_refused_if_both_actors_share_a_buffer():
     class Local:
         def add(self, data): ...
 
@@ -391,7 +391,7 @@ def test_second_actor_without_a_rank_is_refused_for_a_minimal_buffer():
     actor.close()
 
 
-def test_node_instead_of_its_handle_is_refused_in_the_launcher():
+def test_passing_a_launchpad_node_instead_of_its_handle_is_refused():
     needs("launchpad")
     import launchpad as lp
 

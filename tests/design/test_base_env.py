@@ -1,4 +1,4 @@
-"""The names, signatures and command lines in the document of BaseEnv work as written there."""
+"""Check that the names, signatures and command lines in the design document of BaseEnv work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pipes import run_with_closed_pipe
 
 
 class Document(BaseEnv):
-    """A subclass with the methods that the document requires."""
+    """A BaseEnv with only the methods that the design document requires."""
 
     name = "document"
 
@@ -83,18 +83,18 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_method_has_the_signature_in_the_document(name):
+def test_method_signature_matches_the_design_document(name):
     signature = inspect.signature(getattr(BaseEnv, name))
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     assert str(signature.replace(parameters=plain, return_annotation=inspect.Parameter.empty)) == METHODS[name]
 
 
 @pytest.mark.parametrize("name", ["handle_send_to_api", "add_train_workers", "env_manager", "process_manager"])
-def test_coroutine_in_the_document_exists(name):
+def test_base_env_has_each_coroutine_in_the_design_document(name):
     assert inspect.iscoroutinefunction(getattr(BaseEnv, name))
 
 
-def test_config_init_returns_the_types_in_the_document():
+def test_config_init_returns_the_types_in_the_design_document():
     config, servers = BaseEnv.config_init()
     assert type(config) is BaseEnvConfig and type(servers) is ServerBaseline
     assert OpenaiConfig is APIServerConfig
@@ -106,14 +106,14 @@ def test_collect_trajectory_is_called_once_per_sequence_and_fills_the_backlog():
     assert backlog == [f"follow-up {number}" for number in range(4)]
 
 
-def test_trajectory_that_is_none_is_left_out_of_the_group():
+def test_group_excludes_a_trajectory_that_is_none():
     class Some(Document):
         def trajectory(self, number):
             return None if number == 1 else super().trajectory(number)
 
     env = made(Some)
     env.process_mode = True
-    assert asyncio.run(env.handle_env("item"))  # the smaller group is kept
+    assert asyncio.run(env.handle_env("item"))  # the group is kept, although one trajectory is missing
     assert env.collected.scores == [0.0, 2.0, 3.0]
 
 
@@ -145,7 +145,7 @@ def test_result_that_is_not_a_group_is_refused():
         asyncio.run(env.handle_env("item"))
 
 
-def test_evaluation_runs_as_many_tasks_at_once_as_allowed():
+def test_evaluation_runs_the_maximum_number_of_tasks_concurrently():
     env = made()
     asyncio.run(env.evaluate())
     assert env.results == list(range(5)) and env.seen == 3 and not env.eval_workers
@@ -182,7 +182,7 @@ def test_number_of_active_workers_is_logged():
 
 
 async def workers_while_collecting(env):
-    """Call `wandb_log` while the maximum number of groups is collected. Return this number."""
+    """Start all workers, call `wandb_log` while they collect groups, and return the number of workers."""
     env.collector = Collector(env.next_item, env.handle_env, env.statistics, timeout=0)
     env.workers = env.collector.under_way
     await env.add_train_workers()
@@ -231,9 +231,6 @@ def test_reward_and_queue_sizes_are_logged_by_default():
     assert env.tracker.rows[-1] == {"train/paused": 1}
 
 
-# `python your_env_module.py serve --port 8001 ...`
-
-
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -243,7 +240,7 @@ def test_reward_and_queue_sizes_are_logged_by_default():
         ("serve --env.group_size 8 --env.max_num_workers=2 --env.use_wandb no --max_n_completions 4", {}),
     ],
 )
-def test_command_line_in_the_document_is_parsed(command, expected):
+def test_command_lines_in_the_design_document_are_parsed(command, expected):
     name, *arguments = command.split()
     config = cli.parse(Document, name, arguments)
     assert isinstance(config, cli.CommandConfig) and {key: getattr(config, key) for key in expected} == expected
@@ -316,7 +313,7 @@ def test_error_for_an_option_without_a_value_names_the_option(arguments, message
         cli.parse(Document, "serve", arguments.split())
 
 
-def test_true_in_config_file_is_not_a_number(tmp_path):
+def test_config_file_with_true_instead_of_a_number_is_refused(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("env: {group_size: true}")
     with pytest.raises(UsageError, match="group_size cannot be True"):
@@ -324,7 +321,7 @@ def test_true_in_config_file_is_not_a_number(tmp_path):
 
 
 @pytest.mark.system
-def test_help_prints_no_error_if_the_reader_of_its_output_has_exited():
+def test_help_prints_no_error_if_its_output_pipe_is_closed():
     script = "from tests.design.test_base_env import Document; Document.cli()"
     for command in (["serve", "--help"], ["--help"]):
         assert run_with_closed_pipe([sys.executable, "-c", script, *command]) == (0, "")
@@ -335,7 +332,7 @@ def test_local_policy_server_is_found_without_options():
         try:
             listener.bind(("127.0.0.1", 8001))
         except OSError:
-            pytest.skip("something else listens at port 8001 of this machine")
+            pytest.skip("needs port 8001 of this machine, but another program uses it")
         listener.listen()
         (server,) = resolve_servers(ServerBaseline(), slurm=False)
         assert (server.base_url, server.model_name) == ("http://localhost:8001/v1", "policy")

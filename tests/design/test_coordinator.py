@@ -1,4 +1,4 @@
-"""The design document of the coordinator: names, states, and the sequence start, learn, collect and evaluate, close.
+"""Check that the coordinator matches its design document: its names, its states and its sequence of calls.
 
 The coordinator, its threads and its journal are real. The workers and the operator are simulated in this process.
 """
@@ -70,7 +70,7 @@ def cluster() -> FakeCluster:
 
 @pytest.fixture(scope="module")
 def job(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Traced:
-    """Run a job from its start to its end."""
+    """Run a job to its end, and return the coordinator with its recorded actions."""
     path = tmp_path_factory.mktemp("job")
     made = Traced(
         Configured(learner_steps=30), cluster.operator, cluster.replay, cluster.store, CoordinatorConfig(str(path))
@@ -92,7 +92,7 @@ def replies(cluster: FakeCluster, worker_id: str, method: str) -> list[Any]:
 
 
 def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> int:
-    """Return the index of the coordinator's first action of this kind."""
+    """Return the index of the coordinator's first action that has this kind, worker and method."""
     wanted = {name: value for name, value in (("worker_id", worker_id), ("method", method)) if value}
     return next(
         number
@@ -101,7 +101,7 @@ def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> 
     )
 
 
-# --- the sequence
+# --- sequence of calls: start, learn, collect and evaluate, close
 
 
 def test_start_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
@@ -115,12 +115,12 @@ def test_start_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
 
 def test_learning_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, LEARNER)
-    # The document: "request learner start task (policy config, learner config), return learner start info".
+    # The document says: "request learner start task (policy config, learner config), return learner start info".
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "learn", "main")
     assert start.args[0].overrides == {"policy": {"learning_rate": 0.5}, "learner": {"seed": 7}}
     assert isinstance(replies(cluster, LEARNER, "start_task")[0], Started)
-    # document: request data demand task, return data demand
-    # document: request learn task and send data (path, priority), return learn info
+    # The document says: "request data demand task, return data demand".
+    # Then it says: "request learn task and send data (path, priority), return learn info".
     methods = [call.method for call in loop]
     assert set(methods) == {"data_demand", "learn"} and methods[0] == "data_demand"
     assert all(before == "data_demand" for before, after in itertools.pairwise(methods) if after == "learn")
@@ -133,11 +133,11 @@ def test_learning_follows_the_document(job: Traced, cluster: FakeCluster) -> Non
     learned = replies(cluster, LEARNER, "learn")
     assert all(isinstance(reply, Learned) for reply in learned)
     names = {field.name for field in dataclasses.fields(Learned)}
-    assert {"params_version", "logs", "updates"} <= names  # in the document: "policy meta" and "train stat"
-    # The document: "Learner -> Middleware: send policy info". Here each answer contains a newer version.
+    assert {"params_version", "logs", "updates"} <= names  # "policy meta" and "train stat" in the document
+    # The document says: "Learner -> Middleware: send policy info". Each reply contains a newer policy version.
     versions = [reply.params_version for reply in learned]
     assert versions == sorted(set(versions)) and set(versions) <= set(cluster.store.versions)
-    # The document: "request learner close task, return learner close info: save final policy".
+    # The document says: "request learner close task, return learner close info: save final policy".
     assert (close.method, close.args) == ("close_task", (True,))
     assert isinstance(replies(cluster, LEARNER, "close_task")[0], Closed)
     assert cluster.saved == cluster.store.versions[-1]
@@ -145,20 +145,20 @@ def test_learning_follows_the_document(job: Traced, cluster: FakeCluster) -> Non
 
 def test_collecting_and_evaluation_follow_the_document(job: Traced, cluster: FakeCluster) -> None:
     start, *loop, close = calls(job, COLLECTOR)
-    # document: request collector start task (policy meta, env config, collector config), return collector start info
+    # The document says: "request collector start task (policy meta, env config, collector config)".
     assert (start.method, start.args[0].kind, start.args[0].policy_id) == ("start_task", "collect", "main")
     assert start.args[0].overrides == {"env": {"level": 2}}
-    # document: request get data task, Collector -> Middleware: send data, return data (metadata: length)
+    # The document says: "request get data task, Collector -> Middleware: send data, return data (metadata: length)".
     assert {call.method for call in loop} == {"get_data"}
     data = replies(cluster, COLLECTOR, "get_data")
     assert all(isinstance(reply, Collected) and reply.length == 1 for reply in data)
     assert cluster.replay.writers == [COLLECTOR] * len(data)
-    # document: request collector close task, return collector close info (episode result, collector performance)
+    # The document says: "return collector close info (episode result, collector performance)".
     assert close.method == "close_task"
     (closed,) = replies(cluster, COLLECTOR, "close_task")
     assert {"episodes", "return_sum", "env_steps"} <= set(closed.result)
     assert job.status()["job"]["env_steps"] == closed.result["env_steps"]
-    # An evaluation has the same calls. It evaluates one version, and its data goes to no replay buffer.
+    # An evaluator receives the same calls as a collector. It evaluates one policy version and writes no data to replay.
     assert [call.method for call in calls(job, EVALUATOR)] == ["start_task", "get_data", "close_task"]
     (evaluated,) = replies(cluster, EVALUATOR, "get_data")
     assert isinstance(evaluated, Evaluated) and evaluated.params_version == cluster.store.versions[-1]
@@ -168,7 +168,7 @@ def test_closing_follows_the_document(job: Traced, cluster: FakeCluster) -> None
     tasks = index_of(job, ev.Send, method="close_task")
     left = index_of(job, ev.EndWorkers)
     over = index_of(job, ev.Over)
-    # document: destroy connection of the learner, then of the collector; disconnect operator; close
+    # The document says: "destroy connection of the learner", then "of the collector", "disconnect operator", "close".
     shut = [effect.worker_id for effect in job.actions[tasks:left] if isinstance(effect, ev.Disconnect)]
     assert shut == [LEARNER, COLLECTOR, EVALUATOR]
     assert not [effect for effect in job.actions[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
@@ -192,7 +192,7 @@ def test_coordinator_receives_only_metadata(job: Traced, cluster: FakeCluster) -
 # --- states
 
 
-def test_job_goes_through_the_states_in_the_document(job: Traced) -> None:
+def test_job_has_the_sequence_of_states_in_the_design_document(job: Traced) -> None:
     changes = [(event["before"], event["after"]) for event in job.events() if event["kind"] == "job"]
     states = ["INIT", "CONNECTING", "WAITING", "RUNNING", "DRAINING", "CLOSED"]
     assert changes == list(itertools.pairwise(states))

@@ -1,4 +1,4 @@
-"""The trajectory service with SQLite answers requests with the bodies that its design documents show."""
+"""Check that the trajectory service answers requests as its design documents show. It stores its data in SQLite."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_common_workflow_of_a_trainer_and_a_rollout_handler(api):
     assert isinstance(uuid, int)
     assert api.get("/wandb_info").json() == {"group": "group", "project": "project"}
     assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
-    assert api.get("/batch").json()["batch"] is None  # the trainer's first request
+    assert api.get("/batch").json()["batch"] is None  # the trainer has no batch yet
 
     env = api.post("/register-env", json=REGISTER_ENV).json()
     assert env["status"] == "success" and isinstance(env["env_id"], int)
@@ -77,14 +77,14 @@ def test_common_workflow_of_a_trainer_and_a_rollout_handler(api):
     assert (env["checkpoint_interval"], env["num_steps"]) == (10, 100)
 
     assert api.post("/scored_data", json=SCORED_DATA).json() == {"status": "received"}
-    assert api.get("/batch").json()["batch"] is None  # two sequences are queued, a batch has four
+    assert api.get("/batch").json()["batch"] is None  # two sequences are queued, but a batch needs four
     answer = api.post("/scored_data_list", json=[SCORED_DATA]).json()
     assert (answer["status"], answer["groups_processed"]) == ("received", 1)
     latest = api.get("/latest_example").json()
     assert (latest["tokens"], latest["scores"]) == (SCORED_DATA["tokens"], SCORED_DATA["scores"])
 
     status = api.request("GET", "/status-env", json={"env_id": env["env_id"]}).json()
-    # `queue_size` is the number of sequences, because this environment has not sent a group yet.
+    # `queue_size` is a number of sequences, not of groups, because this environment has not sent a group yet.
     assert status["current_step"] == 0 and status["queue_size"] == 4
     assert status["env_weight"] == pytest.approx(1.0)
     assert status.items() <= api.get("/status-env", params={"env_id": env["env_id"]}).json().items()
@@ -108,11 +108,11 @@ def test_rollout_handler_does_not_quit_while_the_service_is_paused(api, steps_le
     api.post("/pause")
     queue_size = api.request("GET", "/status-env", json={"env_id": env_id}).json()["queue_size"]
     assert (queue_size > 3 * 64) == pauses
-    assert 3 < queue_size * 32 // 64 <= steps_left  # with atroposlib's rule, a client always pauses here
+    assert 3 < queue_size * 32 // 64 <= steps_left  # under atroposlib's rule, a client would always pause here
 
 
 def test_rollout_handler_pauses_above_three_queued_batches_and_continues_below(api):
-    """This is the loop in the design document. `queue_size` is counted in groups of this environment's size."""
+    """Run the loop in the design document. `queue_size` is a number of groups with this environment's group size."""
     api.post("/register", json=REGISTRATION)
     api.get("/batch")
     env_id = api.post("/register-env", json=REGISTER_ENV).json()["env_id"]
@@ -136,7 +136,7 @@ def test_plain_http_example_of_a_trainer_and_a_rollout_handler_runs(service, api
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"step {step}: 4 sequences, mean score 0.50" for step in range(3)]
-    assert done.stderr == "counting_0 logs to group 'group' of project 'project'\n"  # the names in /wandb_info
+    assert done.stderr == "counting_0 logs to group 'group' of project 'project'\n"  # /wandb_info contains these names
     assert api.get("/report").json()["envs"][0]["connected"] is False
 
 
@@ -145,12 +145,13 @@ def test_app_runs_under_uvicorn_as_documented(tmp_path):
         url = f"http://127.0.0.1:{port}"
         assert httpx.get(url, timeout=60).json() == {"message": "rlframe trajectories"}
         assert httpx.post(f"{url}/register", json=REGISTRATION, timeout=60).json()["uuid"] > 0
-        outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)  # as from another machine
+        # The server sees this request as a request from another machine.
+        outside = httpx.get(f"http://{outer_address()}:{port}/reset_data", timeout=60)
         assert outside.status_code == 403 and "requires no token" in outside.json()["detail"]
         assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
 
 
-def test_app_on_other_addresses_than_loopback_requires_a_token(tmp_path):
+def test_app_with_a_token_file_refuses_requests_without_the_token(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
     settings = {"store": "memory", "token_file": str(token_file)}
@@ -171,7 +172,7 @@ def test_endpoint_page_loads_no_external_resources(api):
     assert api.get("/redoc").status_code == 404
 
 
-def test_other_ranks_wait_until_rank_zero_pulls_the_batch_of_the_step(service, api):
+def test_other_ranks_wait_until_rank_zero_gets_the_next_batch(service, api):
     api.post("/register", json={**REGISTRATION, "starting_step": 5})
     with TrajectoryClient(service.url) as client:
         assert client.wait_for_step(5).current_step == 5
@@ -187,7 +188,7 @@ def test_other_ranks_wait_until_rank_zero_pulls_the_batch_of_the_step(service, a
         assert steps == [6]
 
 
-def test_arrows_in_the_diagrams_name_existing_endpoints(api):
+def test_each_request_in_the_sequence_diagrams_has_an_endpoint(api):
     page = (ROOT / "docs/trajectories.md").read_text()
     diagrams = re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", page, re.DOTALL)
     requests = [re.findall(r"(\w)->>S: (GET|POST) (/[\w-]*)", diagram) for diagram in diagrams]
@@ -208,7 +209,7 @@ def test_waiting_rank_raises_an_error_if_the_run_is_reset(service, api):
         client.wait_for_step(6, wait=60)
 
 
-def test_example_with_two_ranks_trains_both_on_the_same_batches(service, api):
+def test_both_ranks_of_the_example_train_on_the_same_batches(service, api):
     example = [sys.executable, str(ROOT / "examples/llm/ranks.py"), service.url]
     done = subprocess.run(example, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A Launchpad program of small nodes for tests/engines/test_launcher.py: `python launched.py BEHAVIOR` launches it."""
+"""A Launchpad program with small nodes. `test_launcher.py` launches it with `python launched.py BEHAVIOR`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def client(server: Any, behavior: str) -> None:
         lp.stop_event().wait()
     if behavior == "kill server":
         os.kill(server.pid(), 9)
-        while True:  # repeat until the server has restarted at the same address
+        while True:  # retry until the server has restarted at the same address
             try:
                 print(f"after its restart the server counts {server.futures.add().result(timeout=1.0)}")
                 return

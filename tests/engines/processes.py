@@ -1,4 +1,4 @@
-"""Start small programs as processes, and wait for them."""
+"""Functions that start small programs as processes, and wait for these processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def start(module: str, *arguments: str, cwd: pathlib.Path = ROOT, **env: str) -> subprocess.Popen[str]:
-    """Start `python -m MODULE` with pipes for its output."""
+    """Start `python -m MODULE`, and read its stdout and stderr from pipes."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         cwd=cwd,
@@ -26,7 +26,7 @@ def start(module: str, *arguments: str, cwd: pathlib.Path = ROOT, **env: str) ->
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for the end of a program and its nodes. Return (exit code, stdout, output of the nodes)."""
+    """Wait until a program and its nodes have ended. Return (exit code, stdout, output of the nodes)."""
     output, lines = process.communicate(timeout=240.0)
     print(lines)
     pids = {int(pid) for pid in re.findall(r"(?:server|client) (\d+) ", lines)}

@@ -1,4 +1,4 @@
-"""A program of small nodes for tests of engines: `python small_program.py BEHAVIOR ENGINE [RAY_ADDRESS]` runs it."""
+"""A program with small nodes, for tests of engines. Run it: `python small_program.py BEHAVIOR ENGINE [RAY_ADDRESS]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSIONS = 5
 
 
 class Server:
-    """A counter without `run`, which is served until it is stopped."""
+    """A counter node without a method `run`. Its engine serves the node's methods until the program ends."""
 
     def __init__(self) -> None:
         self._versions: Any = LocalParams()
@@ -30,7 +30,7 @@ class Server:
         print(f"server {os.getpid()} on {os.environ['JAX_PLATFORMS']}")
 
     def add(self) -> int:
-        if not self._refused:  # the first call fails, as if the node were not ready
+        if not self._refused:  # the first call fails, because callers must retry until a node is ready
             self._refused = True
             raise UnavailableError("not yet")
         self._count += 1
@@ -46,7 +46,8 @@ class Server:
         return os.getpid()
 
     def publish(self, version: int) -> None:
-        self._versions.publish(version, np.full(500_000, version))  # an array takes the place of `PackedParams`
+        # Publish an array instead of `PackedParams`.
+        self._versions.publish(version, np.full(500_000, version))
 
     def get_packed(self, known_version: int = -1) -> Any:
         print(f"gives version {self._versions.version}")
@@ -77,7 +78,7 @@ class Client:
         if self._behavior == "report":
             where = "beside" if self._server.place() == os.environ[MACHINE] else "elsewhere"
             doubled = self._server.double(np.ones((300, 1000)))
-            doubled += 1  # fails if the array is not writable
+            doubled += 1  # this line raises if the returned array is read-only
             try:
                 self._server.refuse()
             except UsageError as error:
@@ -135,8 +136,7 @@ def main(behavior: str, name: str, ray_address: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from tests.engines.small_program import (
-        main as imported,
-    )  # nodes import their classes by module name, not from __main__
+    # Import this module by its name, because nodes must not look for their classes in __main__.
+    from tests.engines.small_program import main as imported
 
     imported(*sys.argv[1:])

@@ -43,7 +43,7 @@ def node(name: str, code: str, **options: Any) -> StartableProcess:
 
 
 class Program:
-    """Runs nodes under a supervisor in a thread during a `with`. Checks at the end that no process remains."""
+    """Runs nodes under a supervisor inside a `with` block. Checks at the end that no node's process remains."""
 
     def __init__(self, *nodes: StartableProcess, hang_timeout: float, healthy: float = 900.0) -> None:
         self._output = io.StringIO()
@@ -84,7 +84,7 @@ class Program:
         assert not self._thread.is_alive(), self.output
 
 
-def test_suspended_node_is_killed_restarted_and_counted_as_a_death():
+def test_suspended_node_is_killed_and_uses_up_a_restart():
     with Program(node("actor/1", SERVES, max_restarts=1), hang_timeout=3.0) as program:
         for starts in (1, 2):
             program.wait_for(lambda starts=starts: len(program.pids()) == starts)
@@ -98,7 +98,7 @@ def test_suspended_node_is_killed_restarted_and_counted_as_a_death():
         )
 
 
-def test_node_with_the_gil_held_by_a_c_call_is_killed():
+def test_node_is_killed_if_a_c_call_holds_the_gil():
     held = SERVES.replace("while True", "import ctypes; ctypes.PyDLL(None).sleep(60)\nwhile True")
     with Program(node("actor", held), hang_timeout=1.0) as program:
         program.wait_for_end()
@@ -116,7 +116,7 @@ def test_node_without_progress_is_killed_and_its_traceback_is_reported():
 
 
 @pytest.mark.system
-def test_node_that_always_hangs_runs_out_of_restarts():
+def test_program_fails_if_a_node_hangs_after_each_restart():
     hangs = BEATS + "with Phase('computing', 3.5): time.sleep(600)"
     with Program(node("learner", hangs, max_restarts=1), hang_timeout=30.0, healthy=3.0) as program:
         program.wait_for_end()
@@ -138,11 +138,11 @@ def test_node_that_waits_for_another_node_is_not_killed():
     assert program.failure is None
 
 
-def test_hang_timeout_zero_kills_no_node():
+def test_suspended_node_is_not_killed_if_the_hang_timeout_is_zero():
     with Program(node("actor", SERVES), hang_timeout=0.0) as program:
         program.wait_for(program.pids)
         os.kill(program.pids()[0], signal.SIGSTOP)
-        time.sleep(3.0)  # during this time the supervisor polls several times
+        time.sleep(3.0)  # the supervisor polls several times in these seconds
         assert "hung" not in program.output and len(program.pids()) == 1
 
 
@@ -158,7 +158,7 @@ print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 @pytest.mark.parametrize(
     ("suspended", "hang_timeout"), [pytest.param("all", 6.0, marks=pytest.mark.system), ("launcher", 3.0)]
 )
-def test_suspended_launcher_continues_without_killing_nodes(suspended: str, hang_timeout: float):
+def test_launcher_kills_no_nodes_when_it_resumes_after_a_suspension(suspended: str, hang_timeout: float):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES, str(hang_timeout)],
         cwd=ROOT,
@@ -168,7 +168,7 @@ def test_suspended_launcher_continues_without_killing_nodes(suspended: str, hang
     )
     assert process.stderr is not None
     pids = [int(process.stderr.readline().split()[-1]) for _ in range(2)]
-    # When the launcher continues, it checks the heartbeats before the nodes can send new heartbeats.
+    # When the launcher resumes, it checks the heartbeats before the nodes can send new heartbeats.
     suspended_pids = pids if suspended == "all" else []
     for pid in suspended_pids:
         os.kill(pid, signal.SIGSTOP)

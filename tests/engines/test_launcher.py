@@ -1,4 +1,4 @@
-"""`launch` with real Launchpad programs, processes and Courier calls."""
+"""`launch` runs real Launchpad programs with processes and Courier calls, and ends them correctly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_program_ends_when_its_client_ends():
     assert "[server] server stops" in lines
 
 
-def test_first_line_lists_the_ports_that_listen_on_all_interfaces():
+def test_first_output_line_warns_about_ports_open_on_all_interfaces():
     process = start("wait")
     assert process.stderr is not None
     first = process.stderr.readline()
@@ -59,7 +59,7 @@ def test_killed_server_restarts_at_its_address():
     assert (code, output) == (0, "launched: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
     assert len(set(re.findall(r"server (\d+) ", lines))) == 2
-    # Courier may repeat a call, so the new server may have counted more than one.
+    # Courier can repeat a call, so the count of the new server can be higher than 1.
     assert re.search(r"^\[client\] after its restart the server counts [1-9]$", lines, re.M)
 
 

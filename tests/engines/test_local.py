@@ -1,4 +1,4 @@
-"""The engine `local` with real processes and sockets. It opens no port."""
+"""The engine `local` runs programs with real processes and sockets, and opens no port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start(behavior: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("behavior", [pytest.param("once", marks=pytest.mark.system), "stop"])
-def test_program_ends_when_its_monitor_ends_or_a_node_stops_it(behavior: str):
+def test_program_ends_when_its_monitor_ends_or_when_a_node_ends_the_program(behavior: str):
     code, output, lines = finish(start(behavior))
     assert (code, output) == (0, "ran: None\n")
     assert re.search(r"^\[server\] server \d+ on cpu$", lines, re.M)
@@ -28,7 +28,7 @@ def test_program_ends_when_its_monitor_ends_or_a_node_stops_it(behavior: str):
     assert ("[monitor] client stops" in lines) == (behavior == "stop")
 
 
-@pytest.mark.system  # `make test` covers it with a whole run
+@pytest.mark.system  # `make test` checks the same behavior in a complete training run
 def test_failed_node_is_reported_with_its_traceback():
     code, output, _ = finish(start("raise"))
     assert code == 1
@@ -36,7 +36,7 @@ def test_failed_node_is_reported_with_its_traceback():
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 
-@pytest.mark.system  # `make test` covers it with a whole run
+@pytest.mark.system  # `make test` checks the same behavior in a complete training run
 def test_killed_server_restarts_at_its_address():
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "ran: None\n")

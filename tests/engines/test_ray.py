@@ -1,4 +1,4 @@
-"""The engine ray, on a cluster of three Ray nodes on this machine."""
+"""The engine `ray` runs programs on a cluster of three Ray nodes. All Ray nodes are on this machine."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from ray.cluster_utils import Cluster
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    tmp_path_factory.getbasetemp()  # create pytest's directory before TMPDIR changes
+    tmp_path_factory.getbasetemp()  # create pytest's temporary directory before TMPDIR changes
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
         patch.setenv("HOME", ray_home())
         patch.setenv("TMPDIR", directory)
-        patch.setenv("PYTHONPATH", str(ROOT))  # the cluster's nodes import rlframe from here
-        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine needs this time
+        patch.setenv("PYTHONPATH", str(ROOT))  # Ray nodes import rlframe from this directory
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine can need 2 minutes
         patch.setattr(tempfile, "tempdir", None)
         there = {"num_cpus": 2, "include_dashboard": False}
         started = Cluster(initialize_head=True, head_node_args={**there, "temp_dir": f"{directory}/ray"})
@@ -68,11 +68,11 @@ def test_nodes_on_different_ray_nodes_call_each_other(start):
     assert len(reports) == 4 and "elsewhere" in reports
 
 
-def test_each_version_is_fetched_from_its_node_once(start):
+def test_each_parameter_version_is_fetched_from_its_node_once(start):
     code, output, lines = finish(start("publish"))
     assert (code, output) == (0, "ran: None\n")
     assert len(re.findall("has the last version", lines)) >= 2
-    assert 1 < len(re.findall("gives version", lines)) <= 10  # 36 calls if each actor called the node
+    assert 1 < len(re.findall("gives version", lines)) <= 10  # without sharing, 36 calls would be necessary
 
 
 def test_node_can_end_the_program(start):
@@ -88,7 +88,7 @@ def test_failed_node_is_reported_with_its_traceback(start):
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 
-def test_killed_server_restarts_under_its_name(start):
+def test_killed_server_restarts_with_the_same_name(start):
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "ran: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
@@ -149,7 +149,7 @@ def test_existing_ray_cluster_is_unchanged_after_a_program(start, cluster, how):
     wait_until(lambda: cluster_state(cluster.address) == before, "The cluster's state has changed.", seconds=60.0)
 
 
-def test_ray_started_by_the_launcher_ends_with_it(start):
+def test_launcher_that_started_ray_also_ends_ray(start):
     assert finish(start("once", own=True))[:2] == (0, "ran: None\n")
     process = start("wait", own=True)
     wait_for_nodes(process)
@@ -213,7 +213,7 @@ def test_elastic_workers_without_shared_memory_use_several_ray_nodes(train, tmp_
     def raylets() -> set[int]:
         titles = ((each, each.info["cmdline"]) for each in psutil.process_iter(["cmdline"]))
         collectors = [each for each, title in titles if title and title[0].startswith("rlframe: collector")]
-        # A collector's parent is a Ray actor, whose parent is the raylet of its Ray node.
+        # The parent process of a collector is a Ray actor. The parent process of this actor is its Ray node's raylet.
         return {host.ppid() for each in collectors if (host := each.parent()) is not None}
 
     wait_until(lambda: len(raylets()) > 1 or process.poll() is not None, seconds=300.0)
@@ -222,7 +222,7 @@ def test_elastic_workers_without_shared_memory_use_several_ray_nodes(train, tmp_
 
 
 @pytest.mark.timeout(900)
-def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_killed(cluster, tmp_path):
+def test_elastic_continues_version_numbers_after_the_learner_or_the_param_store_is_killed(cluster, tmp_path):
     options = ["--agent", "ppo", "--env", "CartPole-v1", "--steps", "100000000", "--eval-episodes", "2"]
     options += ["--max-actors", "2", "--replay", "service", "--engine=ray", "--ray-address", cluster.address]
     with ElasticProgram(tmp_path / "run", *options) as program:
@@ -231,7 +231,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_kille
 
         learner = program.worker("learner/0")
         program.call(lambda client: client.evaluate_now())
-        program.worker("evaluator/0")  # the evaluator evaluates a pinned version
+        program.worker("evaluator/0")  # wait until an evaluator runs; it evaluates one fixed version
         os.kill(learner["pid"], signal.SIGKILL)
         status = program.wait_for(lambda status: status["job"]["evaluated_version"] is not None)
         newest = status["job"]["params_version"]
@@ -257,7 +257,7 @@ def test_elastic_keeps_its_versions_when_the_learner_or_the_param_store_is_kille
 
 
 def processes_titled(title: str) -> list[psutil.Process]:
-    """Return the processes of the cluster with this title."""
+    """Return the processes of the Ray cluster whose title starts with `title`."""
     found = []
     for each in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The supervisor starts, restarts, stops and kills real processes, which are a few lines of Python each."""
+"""The supervisor starts, restarts, stops and kills real processes. Each process runs a few lines of Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import ProgramError
 from tests.waiting import is_process_alive, wait_until
 
-TIMEOUT = 60.0  # seconds; only a failed test waits so long
+TIMEOUT = 60.0  # seconds; a test waits the full time only if it fails
 
 
 def node(name: str, code: str, **options) -> StartableProcess:
@@ -30,7 +30,7 @@ def node(name: str, code: str, **options) -> StartableProcess:
 
 
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(60)"
-# Exit with code 0 at SIGTERM, as nodes do.
+# A program that exits with code 0 at SIGTERM, as nodes do.
 SERVES = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nprint('up')\ntime.sleep(60)"
 
 
@@ -57,7 +57,7 @@ def test_program_ends_when_all_nodes_have_ended():
     assert sorted(output.splitlines()) == ["[a] one", "[b] two"]
 
 
-def test_end_of_a_node_with_ends_program_ends_the_other_nodes():
+def test_program_ends_when_its_node_with_the_rule_ends_program_ends():
     result, output = run(
         node("learner", "print('done')", ends_program=True), node("actor/0", SERVES), node("b", FOREVER)
     )
@@ -73,7 +73,7 @@ def test_failed_node_ends_the_program_and_is_reported_with_its_traceback():
     assert message.endswith("ValueError: too bad")
 
 
-def test_dead_node_is_restarted_up_to_max_restarts(tmp_path: pathlib.Path):
+def test_dead_node_is_restarted_at_most_max_restarts_times(tmp_path: pathlib.Path):
     count = f"with open({str(tmp_path / 'lives')!r}, 'a') as f: f.write('x')\n"
     dies = count + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(ProgramError, match=r"The node actor/1 was killed by SIGKILL \(and 2 times before\)"):
@@ -109,14 +109,15 @@ IGNORES_SIGTERM = FOREVER.replace("import time", "import signal, time\nsignal.si
 def run_and_interrupt(
     *nodes: StartableProcess, once: str, times: int = 1, grace: float = TIMEOUT, backoff: Backoff | None = None
 ) -> tuple[int | None, str]:
-    """Run a program, and send Ctrl-C after `once` is in its output."""
+    """Run a program, send Ctrl-C when `once` appears in its output, and return (signal number, output)."""
     output = io.StringIO()
 
     def interrupt() -> None:
         wait_until(lambda: once in output.getvalue())
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
-            wait_until(lambda: "SIGINT: ending" in output.getvalue())  # signals that arrive together count as one
+            # Wait, because two signals at the same time count as one.
+            wait_until(lambda: "SIGINT: ending" in output.getvalue())
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -137,7 +138,7 @@ def test_stopped_program_fails_if_a_node_that_must_save_fails():
         run_and_interrupt(node("learner", IGNORES_SIGTERM, must_save=True), once="[learner] up", grace=0.5)
 
 
-def test_second_ctrl_c_is_an_error_only_if_a_node_has_not_saved():
+def test_second_ctrl_c_raises_only_if_a_node_that_must_save_has_not_saved():
     with pytest.raises(ProgramError, match="^The node learner was killed by SIGKILL while the program ended"):
         run_and_interrupt(node("learner", IGNORES_SIGTERM, must_save=True), once="[learner] up", times=2)
     output = io.StringIO()
@@ -158,7 +159,7 @@ def test_second_ctrl_c_is_an_error_only_if_a_node_has_not_saved():
     thread.join()
 
 
-def test_stopped_program_fails_if_a_node_that_must_save_waits_for_its_restart():
+def test_stopped_program_fails_if_a_dead_node_that_must_save_was_not_restarted():
     dies = node("learner", "1 / 0", must_save=True, max_restarts=1)
     with pytest.raises(
         ProgramError, match="The node learner had died and was not restarted before the program was stop"
@@ -166,7 +167,7 @@ def test_stopped_program_fails_if_a_node_that_must_save_waits_for_its_restart():
         run_and_interrupt(dies, node("actor", SERVES), once="restart 1 of 1", backoff=Backoff(TIMEOUT, TIMEOUT))
 
 
-def test_complete_program_succeeds_even_if_a_node_that_must_save_fails_at_the_end(tmp_path: pathlib.Path):
+def test_program_that_has_finished_succeeds_even_if_a_node_then_fails_to_save(tmp_path: pathlib.Path):
     path = str(tmp_path / "up")
     fails = FAILS.replace("print(", f"open({path!r}, 'w'); print(")
     ends = node("monitor", f"import os, time\nwhile not os.path.exists({path!r}): time.sleep(0.01)", ends_program=True)
@@ -187,7 +188,7 @@ print(ProgramSupervisor(nodes, grace=60.0).run())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL])
-def test_signal_to_the_launcher_ends_all_nodes_and_is_returned(number: signal.Signals):
+def test_launcher_ends_all_nodes_at_a_signal_and_returns_its_number(number: signal.Signals):
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, SERVES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

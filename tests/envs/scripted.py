@@ -19,12 +19,12 @@ FIRST, MID, LAST = 0, 1, 2
 
 
 def ending(episode: int, t: int) -> tuple[bool, bool]:
-    """Return (terminated, truncated) after t steps. Episodes end by termination, by truncation, or by both."""
+    """Return (terminated, truncated) after `t` steps. Every third episode ends with both flags."""
     return [(t == 3, False), (False, t == 2), (t == 4, t == 4)][episode % 3]
 
 
 class ScriptedEnv(gymnasium.Env):
-    """The observation is (hash of the seed, episode, step). The reward is the step plus ten times the action."""
+    """An environment with the observation (hash of the seed, episode, step) and the reward `step + 10 * action`."""
 
     observation_space = spaces.Box(-1.0, 1e6, (3,), np.float64)
     action_space = spaces.Discrete(NUM_ACTIONS)
@@ -98,7 +98,7 @@ INVALID_REWARDS = {
 
 
 class FaultyEnv(ScriptedEnv):
-    """The environment with the index `victim` fails in its constructor or in its second step."""
+    """A ScriptedEnv that fails in its constructor or second step if its index in the pool is `victim`."""
 
     def __init__(self, fault: str, victim: int, seed: int = 0):
         self.fault = fault if seed == env_seed(0, victim) else None
@@ -135,14 +135,14 @@ class FaultyEnv(ScriptedEnv):
 
 
 class Stream:
-    """The expected steps of one ScriptedEnv in a pool."""
+    """Computes the steps that a pool must return for one ScriptedEnv."""
 
     def __init__(self, seed: int, index: int):
         self.mark = env_seed(seed, index) % 100_000
         self.episode, self.t, self.last = -1, 0, True
 
     def step(self, action: int) -> tuple[int, float, float, list[int]]:
-        """Return (step_type, reward, discount, [mark, episode, t])."""
+        """Return the expected (step_type, reward, discount, [hash of the seed, episode, step])."""
         if self.last:
             self.episode, self.t, self.last = self.episode + 1, 0, False
             return FIRST, 0.0, 1.0, [self.mark, self.episode, 0]
@@ -154,6 +154,6 @@ class Stream:
 
 
 def rows(timestep: TimeStep, numbers: np.ndarray) -> list[tuple[int, float, float, list[int]]]:
-    """Return the rows of a batched timestep, each in the form of `Stream.step`."""
+    """Return one tuple for each environment in a batched timestep. `Stream.step` returns the same format."""
     columns = timestep.step_type.tolist(), timestep.reward.tolist(), timestep.discount.tolist(), numbers.tolist()
     return [(step_type, reward, discount, row) for step_type, reward, discount, row in zip(*columns, strict=True)]

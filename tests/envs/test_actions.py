@@ -1,4 +1,4 @@
-"""Invalid actions are refused before any environment steps."""
+"""Pools refuse invalid actions before any environment steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUT_OF_RANGE = r"'action' must be between 0 and 1, got 7 in row 0 of the batch"
 
 
 def refused(step, type):
-    """Yield (actions, message) for invalid actions of two environments.
+    """Yield pairs of invalid actions for two environments and the expected error message.
 
     Python pools check the values of int32 actions only in the first batch. EnvPool checks them in every batch.
     """
@@ -46,7 +46,7 @@ def test_step_refuses_invalid_actions_and_the_pool_continues(type):
             for actions, message in refused(step, type):
                 with pytest.raises(UsageError, match=message):
                     pool.step(actions)
-            # No environment has stepped with the refused actions.
+            # The pool still has the same state as its twin, so the refused actions have stepped no environment.
             ours, expected = pool.step(np.array([0, 1], np.int32)), twin.step(np.array([0, 1], np.int32))
             np.testing.assert_array_equal(ours.observation, expected.observation)
 
@@ -78,7 +78,7 @@ def discrete(num_values):
     return specs.DiscreteArray(num_values, np.int32, "action")
 
 
-def test_casts_to_the_same_kind_of_dtype_keep_values():
+def test_valid_actions_keep_their_values_in_the_cast_to_the_spec_dtype():
     check = ActionCheck(discrete(5), every_value=True)
     for given in (np.array([4, 0], np.int64), np.array([4, 0], np.uint8), [4, 0]):
         actions = check(given, 2)
@@ -87,15 +87,15 @@ def test_casts_to_the_same_kind_of_dtype_keep_values():
     same = np.array([4, 0], np.int32)
     assert check(same, 2) is same
     continuous = ActionCheck(specs.BoundedArray((1,), np.float32, -2.0, 2.0, "action"), every_value=True)
-    for given in (np.array([[0.5], [3.0]]), np.array([[1], [3]])):  # 3 is out of bounds, but valid
+    for given in (np.array([[0.5], [3.0]]), np.array([[1], [3]])):  # 3 is outside the bounds, but allowed
         actions = continuous(given, 2)
         assert actions.dtype == np.float32 and actions.tolist() == given.tolist()
 
 
-def test_casts_refuse_values_that_wrap_or_overflow():
+def test_actions_too_large_for_the_spec_dtype_are_refused():
     check = ActionCheck(discrete(5), every_value=False)
     continuous = ActionCheck(specs.BoundedArray((), np.float32, -2.0, 2.0, "action"), every_value=False)
-    for _ in range(2):  # the first batch is checked differently from later batches
+    for _ in range(2):  # twice, because the first batch gets more checks
         check(np.array([1, 2], np.int32), 2)
         with pytest.raises(UsageError, match="between 0 and 4, got 4294967297 in row 1"):
             check([0, 2**32 + 1], 2)
@@ -125,7 +125,7 @@ def test_each_component_of_a_multi_discrete_action_has_its_own_range():
 
 
 @pytest.mark.parametrize("type", ["thread", "process", "envpool"])
-def test_send_refuses_environments_that_are_still_stepping(type):
+def test_send_refuses_ids_of_environments_that_are_still_stepping(type):
     with AsyncEnv("CartPole-v1", 4, 2, type, num_workers=1) as pool:
         env_ids, _ = pool.recv()
         one, other = env_ids.tolist()

@@ -1,4 +1,4 @@
-"""`answer_timeout` applies to each environment separately if a worker steps several environments."""
+"""If a worker steps several environments, `answer_timeout` applies to each environment separately."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlframe.envs import SyncEnv, group, process, thread
 from rlframe.errors import EnvError
 from tests.envs.scripted import ScriptedEnv
 
-SECONDS = 100.0  # seconds between two polls, measured by the pool's clock
+SECONDS = 100.0  # seconds that the fake clock adds at a poll of the pool
 
 
 class Gated(ScriptedEnv):
-    """Each step writes a byte at its start, and ends when it can read a byte. The pipes also work across processes."""
+    """An environment whose step writes a byte to a pipe, and then waits until it can read a byte from another pipe."""
 
     def __init__(self, folder: pathlib.Path):
         self.began, self.go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))
@@ -34,20 +34,20 @@ class Gated(ScriptedEnv):
 
 
 class Gate:
-    """A clock for the pool. It advances by `SECONDS` at each poll in which an environment starts a step or hangs."""
+    """A fake clock for the pool. It adds `SECONDS` at each poll in which an environment starts a step or hangs."""
 
     def __init__(self, folder: pathlib.Path):
         self._began, self._go = (os.open(folder / name, os.O_RDWR) for name in ("began", "go"))
         self._now, self._begin, self._end, self._hangs = 0.0, 0, 0, False
-        self.seen: list[Any] = []  # the pool's progress after the start of each step
+        self.seen: list[Any] = []  # values of `pool.progress()`, one after the start of each step
 
     def let_through(self, pool: SyncEnv, begin: int, end: int) -> None:
-        """At each poll, end one step and start the next step.
+        """Let the environments step: at each poll, end one step and wait for the start of the next step.
 
         Args:
             pool: the pool.
-            begin: number of steps to start.
-            end: number of steps to end. If `end` is smaller than `begin`, an environment hangs.
+            begin: number of steps that start.
+            end: number of steps that end. If `end` is smaller than `begin`, an environment hangs.
         """
         self._pool, self._begin, self._end, self._hangs = pool, begin, end, begin > end
         self._is_first = True
@@ -67,7 +67,7 @@ class Gate:
         return self._now
 
     def close(self) -> None:
-        """Release all steps."""
+        """Let all steps end."""
         os.write(self._go, b"g" * 100)
         os.close(self._began)
         os.close(self._go)
@@ -75,7 +75,7 @@ class Gate:
 
 @pytest.fixture
 def gate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
-    """Replace the clock of all pools that the test creates."""
+    """Replace the clock of all pools in a test with a `Gate`."""
     for name in ("began", "go"):
         os.mkfifo(tmp_path / name)
     gate = Gate(tmp_path)
@@ -93,7 +93,7 @@ def test_answer_timeout_applies_to_each_environment_of_a_worker(type, gate, tmp_
         pool.reset()
         gate.let_through(pool, begin=4, end=4)
         assert pool.step(np.zeros(4, np.int32)).reward.tolist() == [1.0] * 4
-        assert gate.seen == [[0], [1], [2], [3]]  # the progress that the pool reports to an Actor
+        assert gate.seen == [[0], [1], [2], [3]]  # the progress changes with each environment
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])

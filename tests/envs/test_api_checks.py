@@ -1,4 +1,4 @@
-"""Checks of the values that environments return from `reset` and `step`."""
+"""Pools check the values that environments return from `reset` and `step`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.errors import EnvError, UsageError
 
 
 class Env(gymnasium.Env):
-    """An environment with two actions. A step returns the class attributes."""
+    """An environment with two actions, whose step returns the values of its class attributes."""
 
     observation_space: spaces.Space = spaces.Box(-1, 1, (2,), np.float32)
     action_space: spaces.Space = spaces.Discrete(2)
@@ -48,7 +48,7 @@ def test_error_for_an_invalid_reward_contains_environment_and_value(reward, size
 
 
 @pytest.mark.parametrize("options", [{}, {"action_repeat": 2}])
-def test_error_names_the_second_environment_for_its_invalid_reward(options):
+def test_error_for_an_invalid_reward_of_the_second_environment_contains_its_id(options):
     made = iter([make(), make(reward=None)])
     with pytest.raises(UsageError, match="Environment 1 gave None as its reward"):
         step(lambda: next(made)(), **options)
@@ -63,7 +63,7 @@ def test_booleans_and_numbers_of_all_dtypes_are_valid_rewards(reward):
 
 
 @pytest.mark.parametrize("reward", [1e300, -1e39, 10**400])
-def test_error_for_a_reward_beyond_float32_shows_the_original_value(reward):
+def test_error_for_a_reward_too_large_for_float32_contains_the_original_value(reward):
     with pytest.raises(UsageError, match=r"Environment 0 gave -?1.* as its reward: expected at most 3\.4e\+38"):
         step(make(reward=reward))
 
@@ -76,13 +76,13 @@ def test_check_finite_false_allows_infinite_rewards():
 
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 @pytest.mark.parametrize("value", [None, "False", "", 2, 0.5, np.array([True]), np.array([True, False])])
-def test_error_names_an_invalid_terminated_or_truncated_value(name, value):
+def test_terminated_and_truncated_must_be_true_or_false(name, value):
     with pytest.raises(UsageError, match=f"Environment 0 gave .* as '{name}': expected True or False"):
         step(make(**{name: value}))
 
 
 @pytest.mark.parametrize("yes", [True, 1, np.bool_(True), np.int64(1), np.array(True)])
-def test_flags_may_be_python_or_numpy_booleans_or_zero_and_one(yes):
+def test_terminated_and_truncated_may_be_python_booleans_numpy_booleans_or_zero_and_one(yes):
     assert step(make(terminated=yes)).discount.tolist() == [0.0, 0.0]
     ended = step(make(truncated=yes))
     assert ended.discount.tolist() == [1.0, 1.0] and ended.step_type.tolist() == [2, 2]
@@ -104,32 +104,32 @@ def test_step_info_must_be_a_dict_or_none():
         (None, "NoneType"),
     ],
 )
-def test_step_must_return_five_values_and_four_values_mean_the_old_api(result, received):
+def test_step_without_five_values_is_refused_and_four_values_are_reported_as_the_old_gym_api(result, received):
     with pytest.raises(UsageError, match="Environment 0 returned " + received.replace(" .*", r" from step\(\).*")):
         step(make(step=lambda self, action: result))
 
 
 @pytest.mark.parametrize("info", [None, 5])
-def test_reset_without_an_info_dict_is_refused_as_the_old_api(info):
+def test_reset_without_an_info_dict_is_reported_as_the_old_gym_api(info):
     with pytest.raises(UsageError, match=rf"returned \(observation, {info}\) from reset\(\).*dict.*Gym before 0\.26"):
         step(make(reset=lambda self, seed=None, options=None: (np.zeros(2), info)))
 
 
 @pytest.mark.parametrize("result", [(), (np.zeros(2),), (np.zeros(2), {}, 0), (np.zeros(2), 0.0, False, False, {})])
-def test_reset_with_a_wrong_number_of_values_is_refused_without_mention_of_the_old_api(result):
+def test_reset_with_a_wrong_number_of_values_is_not_reported_as_the_old_gym_api(result):
     with pytest.raises(UsageError, match=rf"returned {len(result)} values? from reset\(\): expected \(obs") as caught:
         step(make(reset=lambda self, seed=None, options=None: result))
     assert "Gym before" not in str(caught.value) and "Return `observation, {}`." in str(caught.value)
 
 
 @pytest.mark.parametrize("result", [np.zeros(2), [0.0, 0.0], [0.0] * 3, {"a": 1}, None])
-def test_reset_that_returns_only_an_observation_is_refused_as_the_old_api(result):
+def test_reset_that_returns_only_an_observation_is_reported_as_the_old_gym_api(result):
     with pytest.raises(UsageError, match=r"from reset\(\).*Gym before 0\.26"):
         step(make(reset=lambda self, seed=None, options=None: result))
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: gymnasium.wrappers.TimeLimit(env, 5)])
-def test_reset_without_a_seed_argument_is_refused_as_the_old_api(wrap):
+def test_reset_without_a_seed_argument_is_reported_as_the_old_gym_api(wrap):
     old = make(reset=lambda self: np.zeros(2))
     with pytest.raises(UsageError, match=r"Environment 0 has a reset\(\) without `seed`.*Gym before 0\.26"):
         step(lambda: wrap(old()))
@@ -139,14 +139,14 @@ def test_type_error_inside_reset_is_reported_as_an_environment_error():
     def reset(self, *, seed=None, options=None):
         return None + 1
 
-    game = make(reset=lambda self: None)  # the `reset` of `game` has no argument `seed`, and receives no seed
+    game = make(reset=lambda self: None)  # has a `reset` without `seed`, which is not called
     for builder in (make(reset=reset), lambda: type("Raises", (Holds,), {"reset": reset})(game())):
         with pytest.raises(EnvError, match=r"raised TypeError in reset\(\): unsupported operand"):
             step(builder)
 
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
-def test_error_in_an_automatic_reset_names_the_method_reset(type):
+def test_error_in_an_automatic_reset_contains_the_method_name_reset(type):
     class Once(Env):
         terminated, resets = True, 0
 
@@ -164,7 +164,7 @@ def test_error_in_an_automatic_reset_names_the_method_reset(type):
 
 
 @pytest.mark.parametrize("attribute", ["observation_space", "action_space"])
-def test_old_gym_space_is_refused_and_the_error_names_its_replacement(attribute):
+def test_space_of_the_old_package_gym_is_refused_and_the_error_contains_its_replacement(attribute):
     old = pytest.importorskip("gym").spaces
     for space in (old.Box(-1, 1, (2,)), old.Dict(a=old.Discrete(2)), spaces.Tuple((spaces.Discrete(2),))):
         if isinstance(space, spaces.Tuple):
@@ -190,7 +190,7 @@ def test_error_contains_the_path_of_an_empty_leaf():
         step(make(observation_space=inside))
 
 
-def test_uint8_box_action_space_gets_a_categorical_policy_over_all_values():
+def test_policy_for_a_uint8_box_action_space_is_categorical_over_all_values():
     with SyncEnv(make(action_space=spaces.Box(0, 255, (2,), np.uint8)), 1) as pool:
         policy = default_distribution(pool.action_spec)
         assert policy.num_params == 2 * 256
@@ -233,7 +233,7 @@ def test_invalid_dm_env_timestep_is_refused(result, message):
 
 
 class Holds(Env):
-    """An environment with another object in an attribute, like a wrapper."""
+    """A wrapper: an environment that has another object in an attribute."""
 
     def __init__(self, inner, name="inner"):
         self.__dict__[name] = inner
@@ -253,7 +253,7 @@ def test_builder_that_returns_the_same_object_twice_is_refused(type, wrap):
 
 
 class FunctionalEnv:
-    """A functional environment: `step` takes the state, as in Brax."""
+    """An environment that stores no state: `step` takes the state as an argument, as in Brax."""
 
     def reset(self, rng): ...
 
@@ -271,14 +271,14 @@ def test_environments_may_share_objects_that_the_pool_does_not_step(shared):
     assert step(lambda: Holds(shared, "env")).reward.tolist() == [1.0, 1.0]
 
 
-def test_builder_that_returns_the_same_object_twice_in_a_worker_process_is_refused():
+def test_builder_that_returns_the_same_object_twice_is_refused_in_a_worker_process():
     env = Env()
     made = [Env(), Env(), env, env]
     with pytest.raises(UsageError, match="Environments 2 and 3 are the same object"):
         SyncEnv(lambda: made.pop(0), 4, "process", num_workers=1)
 
 
-def test_two_pools_cannot_step_the_same_environment_in_turns():
+def test_two_pools_cannot_step_the_same_environment_alternately():
     env = Env()
     first, second = as_pool(lambda: env), as_pool(lambda: env)
     first.reset()
@@ -288,7 +288,7 @@ def test_two_pools_cannot_step_the_same_environment_in_turns():
         first.step(np.zeros(1, np.int32))
 
 
-def test_pools_may_use_the_same_environment_one_after_another():
+def test_second_pool_may_use_an_environment_after_the_first_pool():
     env = Env()
     for _ in range(2):
         pool = as_pool(env)
@@ -307,11 +307,11 @@ class Levels(Env):
     env = None
 
     def reset(self, *, seed=None, options=None):
-        self.env = Env()  # a new environment may get the `id` of a deleted one
+        self.env = Env()  # the new object can have the `id` of a deleted environment
         return super().reset()
 
 
-def test_new_inner_environments_at_each_reset_are_not_mistaken_for_shared_ones():
+def test_pools_whose_environments_create_new_inner_environments_at_each_reset_are_accepted():
     with (
         SyncEnv(Levels, 2) as first,
         SyncEnv(Levels, 2) as second,

@@ -1,4 +1,4 @@
-"""The codec converts valid values exactly and refuses invalid ones, in every type of pool."""
+"""The codec converts valid values exactly and refuses invalid values, in every type of pool."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ListEnv(gymnasium.Env):
 
 
 def observed(space, *values, type="loop"):
-    """Return the last observations of two environments: one repeats the first value, the other returns all values."""
+    """Return the last observations of two environments: one repeats `values[0]`, and one returns all values."""
     made = iter([ListEnv(space, [values[0]] * len(values)), ListEnv(space, list(values))])
     with SyncEnv(lambda: next(made), 2, type, num_workers=1) as pool:
         pool.reset()
@@ -78,7 +78,7 @@ class OutsideInAProcess(ListEnv):
         super().__init__(g.Discrete(3), [2, 7])
 
 
-def test_error_from_a_worker_process_contains_environment_and_value():
+def test_error_from_a_worker_process_contains_the_environment_id_and_the_value():
     with SyncEnv(OutsideInAProcess, 2, "process", num_workers=1) as pool:
         pool.reset()
         with pytest.raises(
@@ -114,7 +114,7 @@ def test_space_with_more_categories_than_int32_allows_is_refused(space):
         codec_of_spaces(g.Discrete(2), space)
 
 
-def test_float64_action_bounds_are_rounded_inward_and_decoded_actions_are_clipped():
+def test_float64_action_bounds_are_rounded_inward_and_actions_are_clipped_to_the_bounds():
     space = g.Box(np.array([-0.1, 0.3, -np.inf]), np.array([0.1, 0.7, 0.7]), (3,), np.float64)
     env = ListEnv(g.Discrete(2), [0] * 9, space)
     with SyncEnv(lambda: env, 1) as pool:
@@ -124,10 +124,10 @@ def test_float64_action_bounds_are_rounded_inward_and_decoded_actions_are_clippe
         pool.reset()
         for action in (low, high, [-5.0, 5.0, 5.0]):
             pool.step(np.nan_to_num(np.array([action], np.float32), neginf=-3.0))
-    assert env.given[2].tolist() == [-0.1, 0.7, 0.7]  # exactly the float64 bounds of the space
+    assert env.given[2].tolist() == [-0.1, 0.7, 0.7]  # equal to the float64 bounds of the space, without rounding
 
 
-def test_multi_discrete_actions_are_shifted_to_the_start_of_the_space():
+def test_start_of_a_multi_discrete_space_is_added_to_actions():
     env = ListEnv(g.Discrete(2), [0] * 9, g.MultiDiscrete([2, 3], start=[-1, 5]))
     with SyncEnv(lambda: env, 1) as pool:
         pool.reset()
@@ -158,7 +158,7 @@ def test_stacked_discrete_observations_become_multi_discrete():
     )
 
 
-# For each row of the table in docs/own-network.md: a space, and the number of network inputs for it.
+# Row of the table in docs/own-network.md -> (example of a space, number of network inputs for this space).
 SEEN = {
     "Box of floats": (g.Box(-1, 1, (3,), np.float64), 3),
     "Box of integers": (g.Box(0, 9, (3,), np.int64), 3),
@@ -183,7 +183,7 @@ def test_docs_table_of_network_inputs_is_correct():
         assert flatten_observation(spec, observation).shape == (1, inputs), name
 
 
-def test_codec_can_be_pickled_and_differs_for_spaces_with_other_starts():
+def test_codec_can_be_pickled_and_depends_on_the_start_of_a_space():
     spaces = g.Dict(a=DISCRETE, b=MULTI), g.Discrete(3, start=-1)
     codec = codec_of_spaces(*spaces)
     again = pickle.loads(pickle.dumps(codec))

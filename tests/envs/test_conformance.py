@@ -1,4 +1,4 @@
-"""Requirements for all types of pools, tested with scripted environments, Gymnasium and EnvPool."""
+"""All types of pools meet the same requirements, with scripted environments, Gymnasium and EnvPool."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def test_async_pool_returns_every_step_of_each_environment(type, builder):
     received = np.zeros(SIZE, np.int64)
     with AsyncEnv(builder, SIZE, 2, type, seed=7, num_workers=2) as pool:
         deadline = time.monotonic() + 60.0
-        # The operating system decides which worker runs first, so the necessary number of rounds is unknown.
+        # The number of necessary calls is unknown, because the operating system decides which worker runs first.
         while received.sum() < 120 or received.min() < 3:
-            assert time.monotonic() < deadline, f"An environment was left out: {received}."
+            assert time.monotonic() < deadline, (
+                f"One environment was received too rarely. Number of timesteps for each environment: {received}."
+            )
             env_ids, timestep = pool.recv()
             expected = [twins[i].step(int(actions[i])) for i in env_ids]
             assert rows(timestep, numbers_of(timestep.observation)) == expected
@@ -87,7 +89,7 @@ def play(make, num_steps, action):
 
 
 def play_async(make, num_steps, action):
-    """Return the same values as `play`, for an async pool. Row t has step t of each environment."""
+    """Step an async pool and return arrays like `play`. Row t has step t of each environment."""
     with make() as pool:
         actions = np.full((pool.wait_num, *pool.action_spec.shape), action, pool.action_spec.dtype)
         streams = [[] for _ in range(pool.num_envs)]
@@ -118,7 +120,7 @@ def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker)
     np.testing.assert_array_equal(discount, np.where(last, 0.0, 1.0))
     np.testing.assert_array_equal(reward, np.where(step_type == FIRST, 0.0, 1.0))
     assert (np.abs(observation[step_type == FIRST]) <= 0.05).all()
-    # The observation at LAST is the final one of the episode: the pole has fallen over (12 degrees).
+    # The observation at LAST is the final observation of the episode, in which the pole has fallen (over 12 degrees).
     assert (np.abs(observation[last][:, 2]) > 0.2095).all()
 
 
@@ -161,7 +163,7 @@ def test_returned_timesteps_are_not_overwritten(type):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_slices_of_observations_are_not_overwritten(type):
+def test_pool_does_not_overwrite_observations_while_the_caller_keeps_a_slice(type):
     with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
         pool.reset()
         slices = [pool.step(np.ones(3, np.int32)).observation[1:2, :2] for _ in range(8)]
@@ -183,7 +185,7 @@ def test_reset_starts_new_episodes(type):
 
 
 @pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_closed_pool_raises(type):
+def test_reset_and_step_of_a_closed_pool_raise(type):
     pool = SyncEnv("CartPole-v1", 3, type, num_workers=1)
     pool.reset()
     pool.step(np.zeros(3, np.int32))

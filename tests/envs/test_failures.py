@@ -1,4 +1,4 @@
-"""If an environment raises, hangs, dies or returns wrong values, the error names it, and all workers end."""
+"""If an environment raises, hangs, dies or returns wrong values, the error contains its id, and all workers end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_sync(fault, type, victim=2, **options):
 
 def run_async(fault, type, victim=2, **options):
     with AsyncEnv(functools.partial(FaultyEnv, fault, victim), 4, 2, type, num_workers=2, **options) as pool:
-        while True:  # the other environments continue until `recv` raises the error
+        while True:  # healthy environments continue until `recv` raises the error
             env_ids, _ = pool.recv()
             pool.send(env_ids, np.zeros(2, np.int32))
 
@@ -60,7 +60,7 @@ def test_system_exit_in_an_environment_becomes_an_env_error(run, type):
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_error_for_a_wrong_observation_contains_environment_leaf_and_shapes(run, type):
+def test_error_for_a_wrong_observation_contains_the_environment_id_the_leaf_and_both_shapes(run, type):
     with pytest.raises(
         UsageError, match=r"Environment 2 gave 'observation' as float64 of shape \(2,\).*float32.*\(3,\)"
     ):
@@ -70,7 +70,7 @@ def test_error_for_a_wrong_observation_contains_environment_leaf_and_shapes(run,
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_error_for_a_wrong_reward_names_the_environment(run, type):
+def test_error_for_a_wrong_reward_contains_the_environment_id(run, type):
     with pytest.raises(UsageError, match=r"Environment 2 gave array\(\[1\.\]\) as its reward: expected one number"):
         run("reward shape", type)
     with pytest.raises(EnvError, match="Environment 2 gave 'reward' with nan: expected finite numbers"):
@@ -85,7 +85,7 @@ def test_error_for_a_non_numeric_reward_contains_its_value(run, fault, received)
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_error_for_a_nan_observation_contains_environment_and_index(run, type):
+def test_error_for_a_nan_observation_contains_the_environment_id_and_the_index(run, type):
     with pytest.raises(EnvError, match=r"Environment 2 gave 'observation' with nan at \(1,\): expected finite"):
         run("nan", type)
 
@@ -98,7 +98,7 @@ def test_check_finite_false_allows_nan_observations():
 
 
 @pytest.mark.parametrize("check_finite", [None, False, True])
-def test_envpool_is_checked_for_nan_only_with_check_finite_true(check_finite):
+def test_envpool_rewards_are_checked_for_nan_only_if_check_finite_is_true(check_finite):
     with SyncEnv("CartPole-v1", 2, "envpool", check_finite=check_finite) as pool:
         timestep = pool.reset()
         pool._pool.step = lambda actions: timestep._replace(reward=np.array([0.0, np.nan], np.float32))
@@ -110,7 +110,7 @@ def test_envpool_is_checked_for_nan_only_with_check_finite_true(check_finite):
 
 
 class Diverging(ScriptedDictEnv):
-    """An environment whose nested numbers are infinite from the second episode on."""
+    """An environment whose observation contains infinity, in a nested leaf, after the first episode."""
 
     def _observation(self):
         observation = super()._observation()
@@ -118,7 +118,7 @@ class Diverging(ScriptedDictEnv):
         return observation
 
 
-def test_leaves_of_a_tree_are_checked_at_reset():
+def test_nested_observations_are_checked_for_infinity_at_reset():
     with SyncEnv(Diverging, 2, "loop") as pool:
         pool.reset()
         with pytest.raises(EnvError, match=r"Environment 0 gave 'observation.numbers' with inf at \(2,\)"):
@@ -126,14 +126,14 @@ def test_leaves_of_a_tree_are_checked_at_reset():
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
-def test_error_for_a_failed_builder_names_the_environment(run, type):
+def test_error_for_a_failed_builder_contains_the_environment_id(run, type):
     with pytest.raises(EnvError, match="Building environment 2 failed: RuntimeError: no such level"):
         run("build", type)
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)
 def test_environments_with_different_specs_are_refused(run, type):
-    for victim in (2, 3):  # the environment is the first or the second one of the second worker
+    for victim in (2, 3):  # first and second environment of the second worker
         with pytest.raises(UsageError, match="different specs"):
             run("spec", type, victim)
 
@@ -159,7 +159,7 @@ def test_killed_worker_raises_immediately(is_sync):
                 else:
                     pool.send(env_ids, np.zeros(4, np.int32))
                     env_ids, _ = pool.recv()
-        assert time.monotonic() - started < 60.0  # less than the answer timeout
+        assert time.monotonic() - started < 60.0  # much less than the answer timeout
 
 
 def test_worker_killed_during_a_step_raises():
@@ -177,7 +177,7 @@ def test_worker_killed_during_a_step_raises():
 
 @pytest.mark.parametrize("is_sync", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_hung_worker_raises_after_the_answer_timeout(is_sync):
-    message = "No answer from environment 2 within 3 s: it hangs"  # healthy environments may take a second
+    message = "No answer from environment 2 within 3 s: it hangs"  # 3 s, because a healthy environment can need 1 s
     with pytest.raises(EnvError, match=message):
         (run_sync if is_sync else run_async)("hang", "process", answer_timeout=3.0)
 
@@ -190,7 +190,7 @@ def test_answer_timeout_must_be_positive_and_finite(seconds):
 
 @pytest.mark.parametrize("type", ["thread", "process"])
 def test_close_ends_all_threads_processes_and_descriptors(type):
-    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # fill caches and import modules first
+    with SyncEnv(ScriptedEnv, 4, type, num_workers=2) as pool:  # the first pool fills caches and imports modules
         pool.reset()
     del pool
     gc.collect()
@@ -203,7 +203,7 @@ def test_close_ends_all_threads_processes_and_descriptors(type):
         pool.close()
     del pool
     gc.collect()
-    # The counts may decrease, because threads and descriptors of earlier tests may also end.
+    # The counts can decrease, because threads and descriptors of earlier tests can end at the same time.
     assert threading.active_count() <= threads
     assert open_descriptors() <= descriptors
     assert not any(map(alive, pids))
@@ -226,7 +226,7 @@ def test_workers_survive_the_thread_that_created_their_pool():
     thread.join()
     with made[0] as pool:
         pool.reset()
-        until = time.monotonic() + 4.0  # without protection, the kernel would end the workers after 3 s
+        until = time.monotonic() + 4.0  # the kernel kills workers 3 s after their parent dies
         while time.monotonic() < until:
             pool.step(np.zeros(2, np.int32))
             time.sleep(0.1)
@@ -258,7 +258,7 @@ def test_workers_end_after_their_parent_is_killed(fault):
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(alive, pids))
     if fault != "none":
-        assert parent.stdout.readline() == "hangs\n"  # a worker prints this line during a step
+        assert parent.stdout.readline() == "hangs\n"  # now a worker is in a step
     parent.kill()
     parent.wait()
     parent.stdout.close()
@@ -270,7 +270,7 @@ def test_workers_end_after_their_parent_is_killed(fault):
 
 
 @pytest.mark.parametrize("as_name", ["lambda", "closure", "file"])
-def test_builders_that_cannot_be_imported_work_in_processes(as_name, tmp_path):
+def test_worker_processes_run_builders_that_they_cannot_import(as_name, tmp_path):
     if as_name == "lambda":
         builder = lambda seed: FaultyEnv("none", 0, seed)  # noqa: E731
     elif as_name == "closure":
@@ -322,7 +322,7 @@ def test_failed_async_pool_raises_at_the_next_recv(type):
             pool.recv()
         for _ in range(2):
             with pytest.raises(EnvError, match="interrupted or failed in a step"):
-                pool.recv()  # the failed environment never finishes its step
+                pool.recv()  # raises, because the failed environment will never be ready
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
@@ -340,7 +340,7 @@ def test_failed_async_pool_raises_at_the_next_send(type):
 
 
 class Imports(ScriptedEnv):
-    """The observation shows whether the process has imported JAX, EnvPool and TensorFlow."""
+    """An environment whose observation shows whether its process has imported JAX, EnvPool and TensorFlow."""
 
     def _observation(self):
         return np.array(["jax" in sys.modules, "envpool" in sys.modules, "tensorflow" in sys.modules], np.float64)
@@ -352,7 +352,7 @@ def test_workers_do_not_import_jax_or_envpool():
 
 
 def call_during_a_step(pool, action):
-    """Call `action` in a thread when the pool waits for its next step."""
+    """Start a thread that calls `action` during the next step of the pool."""
     thread = threading.Thread(target=lambda: (wait_until(lambda: pool._pool._is_waiting), action()))
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Ids that users register with Gymnasium are found at any time, and take precedence over EnvPool's tasks."""
+"""Pools find ids that the user has registered with Gymnasium, and prefer these ids to EnvPool's tasks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Broken(gymnasium.Env):
 
 @pytest.fixture(autouse=True)
 def registry():
-    """Restore Gymnasium's registry after each test."""
+    """Return Gymnasium's registry. After each test, restore it."""
     before = dict(gymnasium.registry)
     yield gymnasium.registry
     gymnasium.registry.clear()
@@ -57,7 +57,7 @@ def rewards(name, type="loop"):
 
 
 @pytest.mark.parametrize("type", ["loop", "thread", "process"])
-def test_id_registered_after_a_failed_lookup_is_found(type):
+def test_id_is_found_if_the_user_registers_it_after_a_failed_search(type):
     with pytest.raises(UsageError, match="Unknown environment 'Seven-v0'"):
         SyncEnv("Seven-v0", 1)
     gymnasium.register("Seven-v0", Seven)
@@ -66,7 +66,7 @@ def test_id_registered_after_a_failed_lookup_is_found(type):
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5"])
-def test_id_registered_by_the_user_takes_precedence_over_envpool(task):
+def test_id_that_the_user_registered_takes_precedence_over_envpool(task):
     assert backend(task) == "envpool"
     gymnasium.register(task, Seven)
     assert backend(task) == "gymnasium" and default_type(task, 64) == "loop"
@@ -90,7 +90,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_gymnasium_id_becomes_a_user_id_when_the_user_registers_it_with_a_change(change, registry):
+def test_gymnasium_id_takes_precedence_over_envpool_if_the_user_registered_it_with_a_change(change, registry):
     assert describe_backend("CartPole-v1") == "EnvPool"
     registry["CartPole-v1"] = dataclasses.replace(registry["CartPole-v1"], **change)
     assert backend("CartPole-v1") == "gymnasium"
@@ -99,10 +99,10 @@ def test_gymnasium_id_becomes_a_user_id_when_the_user_registers_it_with_a_change
         SyncEnv("CartPole-v1", 1, "envpool")
 
 
-def test_ids_from_gymnasium_and_rlframe_are_not_user_ids():
+def test_default_ids_of_gymnasium_and_rlframe_do_not_count_as_registered_by_the_user():
     assert [name for name in gymnasium_ids() if user_spec(name) is not None] == []
     with pytest.raises(ImportError):
-        gymnasium.make("Ant-v3")  # the entry point of Ant-v3 is a function, not a class
+        gymnasium.make("Ant-v3")  # Ant-v3 is special: its entry point is a function
     assert backend("Ant-v3") == "envpool"
     gymnasium.register("PositionOnlyCartPole-v1", Seven)
     assert user_spec("PositionOnlyCartPole-v1") is not None
@@ -121,7 +121,7 @@ def test_description_of_an_entry_point_contains_no_object_address(entry_point, w
     assert describe_backend("Seven-v0") == f"Gymnasium ({words})"
 
 
-def test_type_error_inside_a_constructor_is_an_environment_error():
+def test_type_error_inside_a_constructor_is_reported_as_an_environment_error():
     gymnasium.register("Broken-v0", Broken)
     with pytest.raises(EnvError, match=r"Building environment 0 failed: TypeError: unsupported operand"):
         SyncEnv("Broken-v0", 1)
@@ -207,7 +207,7 @@ def test_module_name_with_an_empty_part_is_refused(name):
         SyncEnv(name, 1)
 
 
-def test_builtin_module_is_allowed_before_an_id():
+def test_module_in_a_name_may_be_a_builtin_module():
     assert SyncEnv("sys:CartPole-v1", 1).observation_spec.shape == (4,)
 
 

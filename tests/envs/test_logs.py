@@ -1,4 +1,4 @@
-"""Numbers that environments log, in all types of pools."""
+"""All types of pools sum the numbers that their environments log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class LoggingDm(ScriptedDmEnv):
 
 
 def play(kind, type, builder, num_steps=9):
-    """Return the sums of 4 environments. Nine steps: two episodes (3 and 2 steps), half an episode, and two resets."""
+    """Step 4 environments and return their sums.
+
+    Each environment's 9 steps are 3 steps, a reset, 2 steps, a reset, and the first 2 steps of a third episode.
+    """
     if kind == "sync":
         with SyncEnv(builder, 4, type, num_workers=2) as pool:
             pool.reset()
@@ -57,7 +60,7 @@ def test_pool_sums_the_values_that_its_environments_log(kind, type):
 
 
 @pytest.mark.parametrize("type", ["loop", "process"])
-def test_record_episode_statistics_are_logged(type):
+def test_pool_logs_the_values_of_the_wrapper_record_episode_statistics(type):
     sums = play("sync", type, recorded)
     assert sums.keys() == {"episode_return", "episode_length", "episode_seconds"}
     assert sums["episode_return"] == [4 * (6.0 + 3.0), 8.0] and sums["episode_length"] == [4 * (3.0 + 2.0), 8.0]
@@ -78,7 +81,7 @@ def test_restored_environments_continue_to_log():
 
 
 class Plain(Logging):
-    """A `Logging` environment that can be saved."""
+    """A `Logging` environment that can be pickled, so that a pool can save its state."""
 
     def __init__(self):
         self.mark, self.episode, self.t = 0, -1, 0
@@ -103,7 +106,7 @@ def test_invalid_logged_values_are_skipped_with_one_warning_each(caplog):
     assert "logged [1.0]: expected a dict of names and numbers" in messages[6]
 
 
-def test_names_beyond_the_maximum_are_skipped(caplog):
+def test_log_skips_new_names_after_the_maximum_number_of_names(caplog):
     log = EnvLog()
     log.add(0, {f"ä{i}": i for i in range(MAX_NAMES + 1)})
     assert log.sums() == {f"ä{i}": [i, 1.0] for i in range(MAX_NAMES)}
@@ -120,5 +123,5 @@ def test_partly_written_name_is_not_in_the_sums():
     names, values = np.zeros(MAX_NAMES, "S56"), np.zeros((MAX_NAMES, 2))
     log = EnvLog(names, values)
     log.add(0, {"speed": 2.0})
-    names[1] = "höhe".encode()[:2]  # the name is cut within the bytes of the letter ö
+    names[1] = "höhe".encode()[:2]  # the first two bytes end in the middle of the letter ö
     assert log.sums() == {"speed": [2.0, 1.0]}

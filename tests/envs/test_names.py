@@ -1,4 +1,4 @@
-"""Names, prefixes, default types, and errors for unknown names."""
+"""Environment names select the library and the default type. Unknown names are refused with a suggestion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_default_type_is_envpool_for_envpool_tasks():
     assert default_type(lambda: None, 16) == "loop"
 
 
-def test_default_type_is_loop_for_a_few_light_environments():
+def test_default_type_is_loop_for_small_pools_of_light_environments():
     assert default_type("CartPole-v1", 8) == "loop"
     assert default_type("Acrobot-v1", 8) == "envpool"
     assert default_type("envpool:CartPole-v1", 1) == "envpool"
@@ -118,7 +118,7 @@ def test_list_envs_returns_each_name_with_its_backend():
     assert rows == sorted(rows)
 
 
-def test_box2d_environment_without_box2d_names_the_missing_extra(monkeypatch):
+def test_error_for_a_box2d_environment_without_box2d_contains_the_missing_extra(monkeypatch):
     needs("gymnasium")
     monkeypatch.setitem(sys.modules, "Box2D", None)
     for name in [name for name in sys.modules if name.startswith("gymnasium.envs.box2d")]:

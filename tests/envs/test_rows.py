@@ -1,4 +1,4 @@
-"""`ObservationRows` writes observations of all dtypes, and checks them in batches."""
+"""`ObservationRows` writes observations of all dtypes, and checks a whole batch in one operation."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class ListEnv(gymnasium.Env):
 
 
 def pool_of(space, *envs, type="loop"):
-    """Return a pool with one environment for each list of values, and one worker."""
+    """Return a pool with one worker. For each list of values in `envs`, it has one environment."""
     made = iter([ListEnv(space, values) for values in envs])
     return SyncEnv(lambda: next(made), len(envs), type, num_workers=None if type == "loop" else 1)
 
 
 def seen(space, *envs):
-    """Return the observations of all steps after the reset, as lists."""
+    """Step a pool of `ListEnv`s, and return the observations of all steps as lists."""
     with pool_of(space, *envs) as pool:
         pool.reset()
         return [pool.step(np.zeros(len(envs), np.int32)).observation.tolist() for _ in envs[0][1:]]
 
 
-def test_mixed_dtypes_keep_their_values():
+def test_observations_of_mixed_dtypes_keep_their_values():
     f32, f64 = np.array([0.5], np.float32), np.array([0.25])
     first, second = [f32, f64, f32, [2.0], f64, np.array([3], np.int8)], [f64, f32, f32, f64, [1], f32]
     expected = [[[0.25], [0.5]], [[0.5], [0.5]], [[2.0], [0.25]], [[0.25], [1.0]], [[3.0], [0.5]]]
@@ -79,7 +79,9 @@ WRONG = [
 
 @pytest.mark.parametrize("type", ["loop", "thread"])
 @pytest.mark.parametrize(("space", "right", "wrong", "message"), WRONG)
-def test_later_value_outside_its_space_is_refused_with_environment_and_leaf(space, right, wrong, message, type):
+def test_value_outside_its_space_in_a_later_step_is_refused_with_the_environment_id_and_leaf(
+    space, right, wrong, message, type
+):
     for wanted, inside, wrap in (
         ("observation", space, lambda value: value),
         ("observation.b", g.Dict(a=g.Discrete(2), b=space), lambda value: {"a": 1, "b": value}),
@@ -95,7 +97,7 @@ def test_later_value_outside_its_space_is_refused_with_environment_and_leaf(spac
         assert f"Environment 1 gave '{wanted}' " in str(raised.value) and message in str(raised.value)
 
 
-def test_observation_is_copied_before_the_next_environment_steps():
+def test_pool_copies_an_observation_before_it_steps_the_next_environment():
     shared = np.zeros(1)
 
     class Counts(ListEnv):
@@ -117,7 +119,7 @@ def test_observation_is_copied_before_the_next_environment_steps():
         g.Dict(a=TWO, b=g.Box(0, 9, (2,), np.float64), c=g.Discrete(2)),
     ],
 )
-def test_values_are_checked_in_batches(space, monkeypatch):
+def test_values_of_all_environments_are_checked_in_one_operation(space, monkeypatch):
     space.seed(0)
     values = [space.sample() for _ in range(4)]
     with pool_of(space, *[values] * 8) as pool:
@@ -128,7 +130,7 @@ def test_values_are_checked_in_batches(space, monkeypatch):
 
 
 @pytest.mark.parametrize("rewards", [(1.0, None), (np.float32(1), "2"), (2.0, [1.0]), (True, 1j), (1.0, 1e300)])
-def test_error_for_one_invalid_reward_names_its_environment(rewards):
+def test_error_for_one_invalid_reward_contains_the_environment_id(rewards):
     made = iter([ListEnv(g.Discrete(2), [0] * 3, reward) for reward in rewards])
     with SyncEnv(lambda: next(made), 2) as pool:
         pool.reset()

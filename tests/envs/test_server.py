@@ -1,4 +1,4 @@
-"""With an `EnvServer`, an Actor steps environments in another process like local environments."""
+"""An Actor steps the environments of an `EnvServer` in another process, with the same results as local environments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two_envs():
 
 
 def served(server, deadline=5.0):
-    """Serve a server in this process. Return a handle to the node, and the node."""
+    """Serve an EnvServer in this process. Return a handle to its node, and the node."""
     methods = {name: getattr(server, name) for name in ("specs", "reset", "step")}
     node = InProcess().serve(methods)
     return Remote([node.address], "EnvServer", deadline, None, InProcess()), node
@@ -68,7 +68,7 @@ def test_repeated_call_does_not_step_again():
     again = server.step("a", 2, actions)
     assert again is first and first.timestep.observation[0, 0] == 1
     assert server.step("a", 3, actions).timestep.observation[0, 0] == 2
-    assert server.step("a", 2, actions) is None  # an old call that arrives late
+    assert server.step("a", 2, actions) is None  # repeat an old call
     assert server.step("a", 4, actions).timestep.observation[0, 0] == 3
 
 
@@ -77,7 +77,7 @@ def test_only_the_actor_that_reset_last_may_step():
     pools = [as_pool(handle), as_pool(handle)]
     for pool in pools:
         pool.reset()
-    with pytest.raises(EnvError, match="another Actor has reset its environments since"):
+    with pytest.raises(EnvError, match="another Actor has reset its environments"):
         pools[0].step(np.zeros(2, np.int32))
     assert pools[1].step(np.zeros(2, np.int32)).step_type.tolist() == [MID, MID]
     node.stop()
@@ -121,7 +121,7 @@ def test_invalid_actions_are_refused_and_the_server_continues():
     assert not server._stop.is_set()
 
 
-def test_missing_server_raises_within_the_deadline():
+def test_actor_raises_within_the_deadline_if_there_is_no_server():
     handle = Remote(["nobody"], "EnvServer", 1.0, None, InProcess())
     with pytest.raises(PeerError, match=r"The EnvServer at nobody did not answer specs\(\) within 1 s"):
         make_actor(handle, deadline=1.0)
@@ -135,7 +135,7 @@ def test_handle_cannot_be_used_for_several_pools():
 
 
 @pytest.mark.system
-def test_actor_steps_environments_of_another_process_and_raises_after_its_restart():
+def test_actor_steps_environments_of_another_process_and_raises_after_this_process_restarts():
     from tests.serving import CHILD_DEADLINE, Child, client, running
 
     address = free_address()

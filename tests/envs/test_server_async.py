@@ -1,4 +1,4 @@
-"""With an `EnvServer` of an `AsyncEnv`, an Actor in another process sends actions and receives timesteps."""
+"""An Actor in another process sends actions to an `EnvServer` with an `AsyncEnv`, and receives timesteps from it."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def play(pool, calls):
     """Step a pool at least `calls` times, until each environment has made 6 steps.
 
     Returns:
-        For each environment id, its (step type, observation) in order.
+        A dict of environment id -> list of (step type, observation), in the order of the steps.
     """
     seen = {env_id: [] for env_id in range(pool.num_envs)}
-    while calls > 0 or min(map(len, seen.values())) <= 5:  # on a busy machine, one environment may wait for a long time
+    while calls > 0 or min(map(len, seen.values())) <= 5:  # on a busy machine, an environment can wait a long time
         calls -= 1
         env_ids, timestep = pool.recv()
         assert env_ids.dtype == np.int32 and len(env_ids) == pool.wait_num
@@ -62,8 +62,8 @@ def play(pool, calls):
     return seen
 
 
-def test_served_environments_return_the_same_steps_as_local_ones(transport):
-    """Each episode is FIRST, MID, MID, LAST. The next episode begins automatically."""
+def test_served_environments_return_the_same_steps_as_local_environments(transport):
+    """Each episode has the step types FIRST, MID, MID, LAST. Then the next episode begins automatically."""
     handles, nodes = served(transport, async_envs)
     pool = as_pool(handles[0])
     assert (pool.num_envs, pool.wait_num, pool.is_sync) == (3, 2, False)
@@ -111,7 +111,7 @@ def test_actor_adds_steps_from_several_servers():
 
 
 class Slow(CountingEnv):
-    """An environment whose steps wait until the test sets `gate`."""
+    """An environment whose step waits until the test sets the event `gate`."""
 
     gate = threading.Event()
 
@@ -120,12 +120,12 @@ class Slow(CountingEnv):
         return super().step(action)
 
 
-def test_slow_server_does_not_delay_a_fast_one():
+def test_slow_server_does_not_delay_a_fast_server():
     Slow.gate.clear()
     handles, nodes = served(InProcess(), functools.partial(async_envs, 1, 1, Slow), functools.partial(async_envs, 1, 1))
     pool = as_pool(handles)
     begun = set()
-    while begun != {0, 1}:  # the fast server may answer again before the slow server starts a step
+    while begun != {0, 1}:  # the fast server can answer twice before the slow server starts a step
         begun.add(pool_step(pool))
     assert [pool_step(pool) for _ in range(5)] == [1] * 5
     Slow.gate.set()
@@ -158,7 +158,7 @@ def test_invalid_actions_are_refused_and_the_server_continues(ids, actions, mess
     handles, nodes = served(InProcess(), functools.partial(async_envs, 2, 2), functools.partial(async_envs, 2, 2))
     pool = as_pool(handles)
     first, _ = pool.recv()
-    if sorted(first.tolist()) != [0, 1]:  # the result came from the other server
+    if sorted(first.tolist()) != [0, 1]:  # the second server has answered first
         pool.send(first, np.zeros(2, np.int32))
         while sorted(first.tolist()) != [0, 1]:
             first, _ = pool.recv()
@@ -168,7 +168,7 @@ def test_invalid_actions_are_refused_and_the_server_continues(ids, actions, mess
         pool.send(ids, np.asarray(actions))
     pool.send([0, 1], np.zeros(2, np.int32))
     seen = set()
-    while seen != {(0, 1), (2, 3)}:  # on a busy machine, one server may answer many times in a row
+    while seen != {(0, 1), (2, 3)}:  # on a busy machine, one server can answer many times before the other
         seen.add(pool_of_two(pool))
     for node in nodes:
         node.stop()
@@ -199,22 +199,22 @@ def test_repeated_call_does_not_step_again():
         server.send("a", 3, np.zeros(1, np.int32), action)
     second = server.recv("a", 4)
     assert second.timestep.step_type.tolist() == [MID] and second.timestep.observation[0, 0] == 1
-    assert server.recv("a", 2) is None  # an old call that arrives late
+    assert server.recv("a", 2) is None  # repeat an old call
     server._env.close()
 
 
-def test_new_actor_gets_first_timesteps_and_the_previous_actor_an_error():
+def test_new_actor_gets_first_timesteps_and_calls_of_the_previous_actor_raise():
     handles, nodes = served(InProcess(), async_envs)
     before, after = (as_pool(handles[0]) for _ in range(2))
     play(before, 7)
     kinds = [kind for each in play(after, 6).values() for kind, _ in each[:1]]
     assert kinds == [FIRST] * 3
-    with pytest.raises(EnvError, match="another Actor has reset its environments since"):
+    with pytest.raises(EnvError, match="another Actor has reset its environments"):
         play(before, 2)
     nodes[0].stop()
 
 
-def test_second_actor_is_refused_if_the_server_has_no_env_builder():
+def test_second_actor_is_refused_if_the_server_has_a_pool_instead_of_a_builder():
     pool = async_envs()
     handles, nodes = served(InProcess(), pool)
     play(as_pool(handles[0]), 2)
@@ -240,7 +240,7 @@ def test_environment_error_reaches_the_actor():
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_stopped_server_raises_within_the_deadline(victim):
+def test_pool_raises_within_the_deadline_if_a_server_stops(victim):
     handles, nodes = served(InProcess(), *[functools.partial(async_envs, 2, 2)] * 2)
     pool = as_pool(handles, deadline=1.0)
     play(pool, 4)
@@ -258,7 +258,7 @@ def serve_until_killed(address):
 
 
 @pytest.mark.system
-def test_killed_server_process_raises(tmp_path):
+def test_pool_raises_if_the_server_process_is_killed(tmp_path):
     context = multiprocessing.get_context("spawn")
     address = str(tmp_path / "envs")
     child = context.Process(target=serve_until_killed, args=(address,))

@@ -1,4 +1,4 @@
-"""A restored pool continues exactly from its saved state."""
+"""A restored pool returns the same steps as the saved pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSIC = ("CartPole-v1", "Acrobot-v1", "MountainCar-v0", "Pendulum-v1", "Mounta
 
 
 class Eager(ScriptedEnv, EzPickle):
-    """An environment whose pickle contains the constructor's arguments, but not the state."""
+    """An environment whose pickle omits the state: EzPickle pickles only the constructor's arguments."""
 
 
 class HoldsEager(ScriptedEnv):
@@ -44,7 +44,7 @@ def act(pool, random, steps):
     [(name, "loop", "loop") for name in CLASSIC]
     + [("CartPole-v1", "process", "process"), ("CartPole-v1", "loop", "process"), ("CartPole-v1", "thread", "loop")],
 )
-def test_restored_pool_continues_exactly(name, saved_by, restored_by):
+def test_restored_pool_returns_the_same_steps_as_the_saved_pool(name, saved_by, restored_by):
     with SyncEnv(name, 3, saved_by, seed=1, num_workers=2) as pool:
         pool.reset()
         act(pool, np.random.RandomState(0), 25)
@@ -57,8 +57,8 @@ def test_restored_pool_continues_exactly(name, saved_by, restored_by):
         pool.set_state(state)
         for received, wanted in zip(act(pool, np.random.RandomState(1), 230), expected, strict=True):
             np.testing.assert_array_equal(received, wanted)
-    # The pool must reset an environment, to test that the random state was restored. Two environments have too long
-    # episodes for a reset.
+    # The steps must include a reset, which shows that the random state was restored. In two environments, the episodes
+    # are too long for a reset.
     assert (expected[0] == 0).any() or name in ("Acrobot-v1", "MountainCarContinuous-v0")
 
 
@@ -75,19 +75,19 @@ def test_pool_saved_before_its_first_reset_starts_with_the_same_observation():
     [(Eager, "loop"), (Locked, "loop"), (Locked, "process"), (HoldsEager, "loop")]
     + [(lambda: gymnasium.wrappers.TimeLimit(Eager(), 10), "process")],
 )
-def test_state_of_environments_that_cannot_be_saved_is_none(builder, type):
+def test_get_state_returns_none_for_environments_that_cannot_be_saved(builder, type):
     with SyncEnv(builder, 2, type, num_workers=1) as pool:
         pool.reset()
         assert pool.get_state() is None
         assert pool.step(np.zeros(2, np.int32)).step_type.tolist() == [1, 1]
 
 
-def test_state_of_envpool_is_none():
+def test_get_state_returns_none_for_envpool():
     with SyncEnv("CartPole-v1", 2, "envpool") as pool:
         assert pool.get_state() is None
 
 
-def test_state_of_another_pool_size_is_refused():
+def test_set_state_refuses_the_state_of_a_pool_with_another_size():
     with SyncEnv("CartPole-v1", 2) as pool:
         state = pool.get_state()
     with (

@@ -1,4 +1,4 @@
-"""Conversion of spaces and specs, and `as_pool`."""
+"""Pools convert spaces and specs to the framework's specs. `as_pool` converts environments and builders to pools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.envs.scripted import ScriptedDmEnv, ScriptedEnv
 
 
 class Echo(gymnasium.Env):
-    """The observation is the previous action. The environment keeps a reference to the action array, as some do."""
+    """An environment that returns the previous action. Like some real environments, it stores the action array."""
 
     def __init__(self, action_space):
         self.action_space = action_space
@@ -47,18 +47,18 @@ class Echo(gymnasium.Env):
         (g.Box(-2.0, 2.0, (1,), np.float64), specs.BoundedArray((1,), np.float32, -2.0, 2.0), [[1.5], [-1.5]]),
     ],
 )
-def test_environments_receive_copies_of_actions_in_their_own_dtype(space, spec, actions):
+def test_environments_receive_copies_of_actions_in_the_dtype_of_their_action_space(space, spec, actions):
     with SyncEnv(lambda: Echo(space), 1) as pool:
         assert pool.action_spec == spec.replace(name="action")
         given = np.zeros((1, *spec.shape), spec.dtype)
         pool.reset()
         for action in actions:
-            given[0] = action  # overwrite the array; the action that the environment kept must not change
+            given[0] = action  # overwrite the array, to check that the environment has a copy
             kept = pool.step(given).observation
         np.testing.assert_array_equal(kept[0], actions[0])
 
 
-def test_discrete_actions_are_shifted_to_the_start_of_the_space():
+def test_start_of_a_discrete_space_is_added_to_actions():
     with SyncEnv(lambda: Echo(g.Discrete(3, start=-1)), 1) as pool:
         pool.reset()
         seen = [float(pool.step(np.array([action])).observation[0]) for action in (0, 2, 1)]
@@ -75,13 +75,13 @@ def observed_in(space):
     return spaces.codec_of_spaces(space, g.Discrete(2)).observation_spec
 
 
-def test_observation_space_without_a_fixed_shape_is_refused_with_its_path():
+def test_error_for_an_observation_space_without_a_fixed_shape_contains_its_path():
     with pytest.raises(UsageError, match=r"'observation\.a\.0', Text"):
         observed_in(g.Dict(a=g.Tuple((g.Text(5),))))
 
 
 @pytest.mark.parametrize("keys", [(1, "a"), (None, "a"), ((1, 2), ("a", 2))])
-def test_keys_that_cannot_be_sorted_are_refused_with_their_path(keys):
+def test_error_for_dict_keys_that_cannot_be_sorted_contains_the_path_of_the_space(keys):
     mixed = {key: g.Discrete(2) for key in keys}
     with pytest.raises(UsageError, match=r"The space of 'observation\.in' has the keys .*, which JAX cannot sort"):
         observed_in(g.Dict({"in": g.Dict(mixed)}))
@@ -89,7 +89,7 @@ def test_keys_that_cannot_be_sorted_are_refused_with_their_path(keys):
         spaces.codec_of_specs({key: specs.DiscreteArray(2) for key in keys}, specs.DiscreteArray(2))
 
 
-def test_64_bit_dtypes_and_their_bounds_become_32_bit():
+def test_64_bit_dtypes_and_bounds_become_32_bit_dtypes_and_bounds():
     spec = observed_in(g.Box(-np.inf, np.finfo(np.float64).max, (2,), np.float64))
     assert spec.dtype == np.float32
     np.testing.assert_array_equal(spec.minimum, [-np.inf, -np.inf])
@@ -100,7 +100,7 @@ def test_64_bit_dtypes_and_their_bounds_become_32_bit():
 
 
 class Floors(ScriptedEnv):
-    """An environment whose observation is a floor number, -1 to 3, alone or in a tree."""
+    """An environment whose observation is a floor number from -1 to 3. If `nested` is True, the number is in a tree."""
 
     def __init__(self, nested):
         self.nested = nested
@@ -167,7 +167,7 @@ def test_as_pool_accepts_pools_environments_and_builders():
 
 
 class CounterPool:
-    """A user's pool around a batched simulator. The observations are two counters."""
+    """A user's pool with two environments, as for a batched simulator. Each observation is a counter of steps."""
 
     num_envs = 2
     observation_spec = specs.Array((), np.float32, "observation")
@@ -199,7 +199,7 @@ class AsyncCounterPool(CounterPool):
         self.t += 1
 
 
-def test_user_pool_needs_only_the_sync_or_async_methods():
+def test_user_pool_needs_only_the_required_methods_of_its_protocol():
     pool = as_pool(CounterPool)
     assert pool.is_sync and pool.num_envs == 2
     assert pool.reset().observation.tolist() == [0, 0] and pool.step(np.zeros(2)).observation.tolist() == [1, 1]
@@ -211,8 +211,8 @@ def test_user_pool_needs_only_the_sync_or_async_methods():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("CartPole-v1", r"only the name of an environment: pass SyncEnv\('CartPole-v1', size\)"),
-        (types.SimpleNamespace(num_envs=3, reset=None), "SimpleNamespace. For a pool it has no step"),
+        ("CartPole-v1", r"the name of an environment: expected a pool. Pass SyncEnv\('CartPole-v1', size\)"),
+        (types.SimpleNamespace(num_envs=3, reset=None), "SimpleNamespace. A pool also needs step"),
         (types.SimpleNamespace(single_observation_space=3), "is a vector environment of gymnasium.vector"),
     ],
 )
@@ -251,7 +251,7 @@ class Fractional(ScriptedDmEnv):
         return dm_env.TimeStep(dm_env.StepType.MID, None, 0.5, np.zeros(3))
 
 
-def test_dm_env_discount_is_kept():
+def test_pool_returns_the_discount_of_a_dm_env_environment():
     with SyncEnv(Fractional, 1) as pool:
         pool.reset()
         timestep = pool.step(np.zeros(1, np.int32))

@@ -1,4 +1,4 @@
-"""Threads of a pool end with the pool. A hung environment is named and does not delay `close`."""
+"""The threads of a pool end with the pool. If an environment hangs, an error contains its id, and `close` is fast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 
 class Hanging(ScriptedEnv):
-    """The environment with the index `victim` hangs in its second step until the event `released` is set."""
+    """An environment that hangs in its second step until `released` is set, if its index in the pool is `victim`."""
 
     def __init__(self, hangs, released, closed, victim=2, seed=0):
         self.hangs, self.released, self.closed, self.is_victim = hangs, released, closed, seed == env_seed(0, victim)
@@ -38,7 +38,10 @@ class Hanging(ScriptedEnv):
 
 @pytest.fixture
 def hanging(monkeypatch):
-    """Yield a builder, an event that is set when an environment hangs, and the `is_victim` of closed environments."""
+    """Yield a builder of `Hanging`, the event `hangs`, and a list with one item for each closed environment.
+
+    `hangs` is set when an environment hangs. An item is True if the closed environment is the one that hangs.
+    """
     monkeypatch.setattr("rlframe.envs.thread._CLOSE_TIMEOUT", 100.0)
     hangs, released, closed = threading.Event(), threading.Event(), []
     yield functools.partial(Hanging, hangs, released, closed), hangs, closed
@@ -64,18 +67,18 @@ POOLS = {
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_hung_environment_in_a_thread_is_named(kind, hanging):
+def test_error_for_a_hung_environment_in_a_thread_contains_its_id(kind, hanging):
     builder, _, closed = hanging
     with POOLS[kind](builder, answer_timeout=1.0) as pool:
         with pytest.raises(EnvError, match="No answer from environment 2 within 1 s: it hangs"):
             step_until_it_hangs(pool)
         started = time.monotonic()
-    assert time.monotonic() - started < 60.0  # `close` waited for no thread
-    assert True not in closed  # the environment was not closed during its step
+    assert time.monotonic() - started < 60.0  # `close` has not waited for the hung thread
+    assert True not in closed  # a hung environment must not be closed during its step
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_ctrl_c_ends_a_step_immediately(kind, hanging):
+def test_ctrl_c_interrupts_a_step_immediately(kind, hanging):
     builder, hangs, closed = hanging
     interrupted = []
 
@@ -89,13 +92,13 @@ def test_ctrl_c_ends_a_step_immediately(kind, hanging):
         thread = threading.Thread(target=interrupt, args=(pool,))
         thread.start()
         step_until_it_hangs(pool)
-    assert time.monotonic() - interrupted[0] < 60.0  # `close` waited for no thread
+    assert time.monotonic() - interrupted[0] < 60.0  # `close` has not waited for the hung thread
     thread.join()
     assert True not in closed
 
 
 @pytest.mark.parametrize("kind", POOLS)
-def test_garbage_collected_pools_end_their_threads_and_close_their_environments(kind):
+def test_garbage_collection_of_a_pool_ends_its_threads_and_closes_its_environments(kind):
     closed = []
     builder = functools.partial(Hanging, threading.Event(), threading.Event(), closed, victim=4)
     before = threading.active_count()

@@ -1,4 +1,4 @@
-"""Frame stacking, action repeat and reward clipping give the same steps in every type of pool."""
+"""Frame stacking, action repeat and reward clipping have the same results in every type of pool."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OPTIONS = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 30.0}
 
 
 class Twin:
-    """The expected steps of one environment with OPTIONS."""
+    """Computes the steps that a pool with OPTIONS must return for one environment."""
 
     def __init__(self, index):
         self.stream = Stream(7, index)
         self.frames = collections.deque(maxlen=3)
 
     def step(self, action):
-        """Return (step type, reward, discount, observation [3, 3] as lists)."""
+        """Return the expected (step type, reward, discount, stacked observation [3, 3] as lists)."""
         step_type, reward, discount, observation = self.stream.step(action)
         if step_type == MID:
             step_type, more, discount, observation = self.stream.step(action)
@@ -40,7 +40,7 @@ def rows(timestep):
 
 
 @pytest.mark.parametrize("type", ["loop", "thread", "process"])
-def test_sync_pool_options_have_the_same_effect_as_wrappers_of_each_environment(type):
+def test_sync_pool_with_options_returns_the_expected_steps_of_each_environment(type):
     twins, random = [Twin(i) for i in range(SIZE)], np.random.RandomState(0)
     kinds = set()
     with SyncEnv(ScriptedEnv, SIZE, type, seed=7, num_workers=2, **OPTIONS) as pool:
@@ -58,7 +58,7 @@ def test_sync_pool_options_have_the_same_effect_as_wrappers_of_each_environment(
 
 
 @pytest.mark.parametrize("type", ["thread", "process"])
-def test_async_pool_options_have_the_same_effect_as_wrappers_of_each_environment(type):
+def test_async_pool_with_options_returns_the_expected_steps_of_each_environment(type):
     twins, random, actions = [Twin(i) for i in range(SIZE)], np.random.RandomState(0), np.zeros(SIZE, np.int64)
     with AsyncEnv(ScriptedEnv, SIZE, 2, type, seed=7, num_workers=2, **OPTIONS) as pool:
         for _ in range(40):
@@ -88,7 +88,7 @@ def test_envpool_repeats_an_action_until_the_episode_ends(is_sync):
     ends = set()
     with plain, repeating:
         before = plain.reset()
-        # The timesteps of the environments with a constant action that is not repeated.
+        # The timesteps of a pool that steps with the same constant action, but without action repeat.
         stream = [before] + [plain.step(np.ones(SIZE, np.int32)) for _ in range(60)]
         places = [0] * SIZE
         for number in range(12):

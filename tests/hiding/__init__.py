@@ -1,4 +1,4 @@
-"""Simulate installations with only some extras: hide the modules of all other distributions from Python."""
+"""Simulate an installation with only some extras. Modules of all other installed packages are hidden from Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = FOLDER.parents[1]
 
 @functools.cache
 def setup_arguments() -> dict[str, Any]:
-    """Return the arguments of `setup()` in the current setup.py. The installed metadata may be out of date."""
+    """Return the arguments of `setup()` in setup.py. Do not use the installed metadata, which can be out of date."""
     import runpy
 
     import setuptools
@@ -34,7 +34,7 @@ def setup_arguments() -> dict[str, Any]:
 
 
 def distributions_of(requirements: Iterable[str]) -> set[str]:
-    """Return the installed distributions of these requirements, including all their dependencies."""
+    """Return the names of the packages that these requirements install, with all dependencies."""
     found: dict[str, set[str]] = {}
     todo = [Requirement(each) for each in requirements]
     while todo:
@@ -54,13 +54,13 @@ def distributions_of(requirements: Iterable[str]) -> set[str]:
 
 @functools.cache
 def installed() -> dict[str, metadata.Distribution]:
-    """Return all installed distributions by name."""
+    """Return a dict of name -> distribution for all installed packages."""
     return {canonicalize_name(each.metadata["Name"]): each for each in metadata.distributions()}
 
 
 @functools.cache
 def modules_by_distribution() -> dict[str, set[str]]:
-    """Return the top-level modules of all installed distributions."""
+    """Return a dict of package name -> top-level modules for all installed packages."""
     found: dict[str, set[str]] = {}
     for name, distribution in installed().items():
         modules = found.setdefault(name, set())
@@ -75,7 +75,7 @@ def modules_by_distribution() -> dict[str, set[str]]:
 
 @functools.cache
 def visible(extras: tuple[str, ...]) -> frozenset[str]:
-    """Return the top-level modules of the core package and of these extras."""
+    """Return the top-level modules that an installation of the core package with these extras has."""
     arguments = setup_arguments()
     requirements = [
         *arguments["install_requires"],
@@ -86,7 +86,7 @@ def visible(extras: tuple[str, ...]) -> frozenset[str]:
 
 
 def environment(*extras: str) -> dict[str, str]:
-    """Return the environment variables for a Python in which only the core and these extras are installed."""
+    """Return environment variables with which Python finds only the core package and these extras."""
     every = {module for modules in modules_by_distribution().values() for module in modules}
     return {
         **os.environ,

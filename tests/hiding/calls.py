@@ -1,7 +1,7 @@
-"""Load the core package once, then run commands in forks of this process. Each extra has its own hidden modules.
+"""Load the core package once, then run commands in forks of this process. Each extra has another set of hidden modules.
 
-Reads {extra: {"hidden": [...], "calls": [[...], ...]}} as JSON and prints {extra: [[exit code, stderr], ...]}. A call
-`["import", MODULE, NAME...]` imports the module and gets these names from the module.
+Read {extra: {"hidden": [...], "calls": [[...], ...]}} as JSON from stdin. Print {extra: [[exit code, stderr], ...]}. A
+call `["import", MODULE, NAME...]` imports the module and gets these names from the module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main() -> None:
-    # Load the core package. In this process, all extras are hidden.
+    # Load the core package. In this process, the modules of all extras are hidden.
     import rlframe.cli.main
     import rlframe.cli.train
     import rlframe.cli.train_options
@@ -61,7 +61,7 @@ def _call(arguments: list[str]) -> tuple[int, str]:
             for name in arguments[2:]:
                 getattr(module, name)
         except UsageError as error:
-            return error.exit_code, f"rlframe: {error}\n"  # as the command line prints it
+            return error.exit_code, f"rlframe: {error}\n"  # the command line prints this text
         except Exception as error:
             return 1, f"{type(error).__name__}: {error}"
     return 0, ""

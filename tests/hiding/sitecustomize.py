@@ -1,4 +1,4 @@
-"""Hide the top-level modules in RLFRAME_HIDDEN. Python imports this file if its folder is in PYTHONPATH."""
+"""Hide the top-level modules in RLFRAME_HIDDEN. Python imports this file at start if its folder is in PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HIDDEN = set(os.environ.get("RLFRAME_HIDDEN", "").split())
 
 
 class HidingFinder(PathFinder):
-    """Python's finder for modules. It does not find the hidden modules."""
+    """A finder for modules that does not find the hidden modules."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:

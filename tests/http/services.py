@@ -1,4 +1,4 @@
-"""The three HTTP services, each with requests that read and requests that change the service's state."""
+"""Start the three HTTP services for tests. Each has requests that only read, and requests that change its state."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Target:
 
     Attributes:
         url: URL without a trailing slash.
-        reads: (method, path, body) of each request that only reads.
-        changes: (method, path, body) of each request that changes the state.
-        state: Returns the part of the service's state that the requests in `changes` modify.
+        reads: List of (method, path, body) for requests that only read.
+        changes: List of (method, path, body) for requests that change the state.
+        state: Function that returns the part of the state that the requests in `changes` modify.
     """
 
     url: str

@@ -1,4 +1,4 @@
-"""SameOrigin: programs and the service's own pages may call a service, but pages of other sites may not."""
+"""`SameOrigin` lets programs and the service's own pages call a service, and refuses pages of other sites."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHROMIUM = {"user-agent": "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36"}
 
 
 def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, token=False, **options) -> bool:
-    """Return True if a request passes `SameOrigin`. The service's names are `OWN` and train.example."""
+    """Return True if `SameOrigin` accepts a request to a service with the host names `OWN` and train.example."""
     sent = []
 
     async def application(scope, receive, send):
@@ -37,22 +37,22 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
 @pytest.mark.parametrize(
     "method, path, headers, expected",
     [
-        # Requests of programs, which do not send Origin or Sec-Fetch-Site.
+        # Requests from programs, which do not send Origin or Sec-Fetch-Site.
         ("GET", "/batch", {}, True),
         ("POST", "/reset_data", {"user-agent": "python-requests/2.32"}, True),
-        # Requests of the service's own pages, and requests to addresses that a person typed.
+        # Requests from the service's own pages, and requests to an address that a person typed into the browser.
         ("GET", "/report", {"sec-fetch-site": "same-origin"}, True),
         ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": f"http://{OWN}"}, True),
         ("POST", "/pause", {"origin": f"http://{OWN}", **CHROMIUM}, True),
         ("POST", "/pause", {"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, True),
         ("GET", "/reset_data", {"sec-fetch-site": "none", **NAVIGATION}, True),
         ("GET", "/report", CHROMIUM, True),
-        # Requests of other sites' pages, recognized by Sec-Fetch-Site.
+        # Requests from pages of other sites. The header Sec-Fetch-Site reveals them.
         ("GET", "/batch", {"sec-fetch-site": "cross-site", **IMAGE}, False),
         ("GET", "/reset_data", {"sec-fetch-site": "same-site", **IMAGE}, False),
         ("GET", "/report", {"sec-fetch-site": "cross-site"}, False),
         ("GET", "/report", {"sec-fetch-site": "something new"}, False),
-        # Requests of other sites' pages, recognized by Origin.
+        # Requests from pages of other sites. The header Origin reveals them.
         ("POST", "/pause", {"origin": "http://evil.example"}, False),
         ("POST", "/pause", {"origin": "null"}, False),
         ("POST", "/pause", {"origin": "http://127.0.0.1"}, False),
@@ -61,12 +61,12 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
         ("GET", "/batch", {"origin": "http://evil.example", "sec-fetch-site": "none"}, False),
         ("POST", "/pause", {"origin": f"http://{OWN}", "sec-fetch-site": "cross-site"}, False),
         ("OPTIONS", "/pause", {"origin": "http://evil.example", "access-control-request-method": "POST"}, False),
-        # Requests from pages of other sites. Browsers send no Sec-Fetch-Site and no Origin to http addresses that are
-        # not loopback, so the service recognizes these requests by their User-Agent.
+        # Requests from pages of other sites to http addresses other than loopback. Browsers send no Sec-Fetch-Site and
+        # no Origin to these addresses, but the header User-Agent reveals the browser.
         ("GET", "/batch", CHROMIUM, False),
         ("GET", "/runs/mine/batch", CHROMIUM, False),
         ("GET", "/reset_data", CHROMIUM, False),
-        # Links on other sites' pages may lead only to the service's pages.
+        # Links on pages of other sites. They may open the service's pages, but no other address of the service.
         ("GET", "/", {"sec-fetch-site": "cross-site", **NAVIGATION}, True),
         ("GET", "/docs", {"sec-fetch-site": "same-site", **NAVIGATION}, True),
         ("GET", "/", {"sec-fetch-site": "cross-site", **FRAME}, False),
@@ -77,14 +77,16 @@ def is_answered(method="GET", path="/batch", headers=None, *, server=LOOPBACK, t
         ("GET", "/status", {"sec-fetch-site": "cross-site", **NAVIGATION}, False),
     ],
 )
-def test_only_programs_and_own_pages_may_call_a_service(method, path, headers, expected, token):
+def test_programs_and_the_service_pages_may_call_a_service_but_pages_of_other_sites_may_not(
+    method, path, headers, expected, token
+):
     assert is_answered(method, path, headers, token=token) is expected
 
 
 @pytest.mark.parametrize(
     "host", [OWN, "localhost", "LOCALHOST:80", "[::1]:8765", "192.168.0.7:1", "train.EXAMPLE:8765"]
 )
-def test_requests_to_own_names_and_ip_addresses_are_answered(host):
+def test_requests_to_the_names_of_the_service_and_to_ip_addresses_are_answered(host):
     assert is_answered(headers={"host": host})
     assert is_answered("POST", "/pause", {"host": host, "origin": f"http://{host}"})
 
@@ -92,7 +94,7 @@ def test_requests_to_own_names_and_ip_addresses_are_answered(host):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "[::1", "localhost.evil", "trainer"]
 )
-def test_unknown_host_name_is_refused_without_a_token(host):
+def test_service_without_a_token_refuses_unknown_host_names(host):
     assert not is_answered(headers={"host": host})
     assert not is_answered(headers={"host": host, "sec-fetch-site": "same-origin"})
     assert is_answered(headers={"host": host}, token=True)
@@ -112,8 +114,8 @@ def test_local_requests_need_no_token(server):
     assert is_answered(server=server)
 
 
-def test_no_token_accepts_host_names_without_a_dot():
-    """Containers and machines of a cluster have names without a dot. Any web site may have a name with a dot."""
+def test_service_with_the_no_token_option_accepts_host_names_without_a_dot():
+    """Names without a dot are safe: containers and machines of a cluster have such names, but web sites do not."""
     for host, expected in (
         ("rollout_server:8000", True),
         ("vm-7", True),

@@ -1,7 +1,7 @@
-"""The launcher's side of the engine `ray`: connect to a cluster, or start Ray on this machine, and start nodes there.
+"""The launcher's part of the engine `ray`: it connects to a cluster or starts Ray on this machine, and starts nodes.
 
-`RayCluster.place` returns a `StartableRayNode`. The supervisor starts this as a `RunningRayNode`, which gets the node's
-state from the node's Ray actor (`host.py`).
+`RayCluster.place` returns a `StartableRayNode`. The supervisor starts this node and gets a `RunningRayNode`, which
+receives the node's state from the node's Ray actor (`host.py`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ with extras.explain_import_error("--engine ray", "ray"):
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RELAY = "relay-launcher"
-_KILL_TIMEOUT = 5.0  # seconds in which the actor must confirm the end of a killed node
+_KILL_TIMEOUT = 5.0  # seconds that a Ray actor has to confirm the end of a killed node
 
 
 class RayCluster:
-    """Connects this process to Ray and to the nodes of a program on it.
+    """Connects this process to Ray, and to the nodes of a program that run on Ray.
 
     Args:
         address: "auto" or "HOST:PORT". None starts Ray on this machine until `close` or the end of this process.
 
     Attributes:
         token: a random id of the program, which is part of the paths of the program's sockets.
-        hosts: (address, actor) of each started node, in the order of their start.
-        others: a dict of address -> newest actor of the node, for the launcher's relay.
+        hosts: (address, Ray actor) of each started node, in the order of the starts.
+        others: a dict of node address -> the node's newest Ray actor, for the launcher's relay.
 
     Raises:
         UsageError: Ray cannot be reached.
@@ -77,13 +77,13 @@ class RayCluster:
         shares_memory: bool,
         end_program: Callable[[], None],
     ) -> StartableRayNode:
-        """Return a node that can be started.
+        """Return a node that the supervisor can start.
 
         Args:
             name, address, pickled, rules, end_program: see `StartableRayNode`.
             cpus: number of CPUs that the node reserves.
             gpus: number of accelerators that the node reserves.
-            shares_memory: whether the node shares memory with this process. Then it runs on the same Ray node.
+            shares_memory: whether the node shares memory with this process, and so must run on the same Ray node.
         """
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if shares_memory else "SPREAD"}
@@ -94,7 +94,7 @@ class RayCluster:
 
         Args:
             nodes: number of nodes.
-            shares_memory: whether a node must run on this process's Ray node. Then only that node's CPUs count.
+            shares_memory: if True, count only the CPUs of the Ray node on which this process runs.
         """
         total = sum(
             there.get("CPU", 0.0) for name, there in self._resources() if not shares_memory or name == self._ray_node
@@ -102,7 +102,10 @@ class RayCluster:
         return 1.0 if total >= nodes else int(1000 * total / nodes) / 1000
 
     def gpus(self, nodes: int) -> float:
-        """Return the number of accelerators for each of `nodes` nodes: an equal share of the best-equipped Ray node."""
+        """Return the number of accelerators for each of `nodes` nodes.
+
+        All nodes must fit on the Ray node with the most accelerators, in equal shares.
+        """
         most = max((there.get("GPU", 0.0) for _, there in self._resources()), default=0.0)
         if nodes == 0:
             return 0.0
@@ -114,8 +117,8 @@ class RayCluster:
 
 @contextlib.contextmanager
 def _connected_to_ray(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine until the end of the `with` or of this process."""
-    if ray.is_initialized():  # the caller started Ray, and will end it
+    """Connect to a cluster, or start Ray on this machine. Ray ends with the `with` block or with this process."""
+    if ray.is_initialized():  # the caller started Ray and will shut it down
         yield
         return
     with contextlib.ExitStack() as opened:
@@ -127,8 +130,8 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
                 ray.init(address=address, **quiet)
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine needs this time
-                directory = SocketDirectory()  # for Ray's files; removed even if this process is killed
+                os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine can need 2 minutes
+                directory = SocketDirectory()  # contains Ray's files; it is removed even if this process is killed
                 opened.callback(directory.close)
                 cpus = max(1, len(os.sched_getaffinity(0)))
                 ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=directory.path, **quiet)
@@ -141,13 +144,13 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
             raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
         opened.callback(ray.shutdown)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # restore the handler, because Ray has set another one
+            signal.signal(signal.SIGTERM, handler)  # restore the handler that Ray has replaced
         yield
 
 
 @contextlib.contextmanager
 def _connected_to_nodes(ray_sockets: RaySockets, ray_node: str) -> Iterator[None]:
-    """Let this process call nodes, and share memory with the nodes on its Ray node, during a `with`."""
+    """Inside `with`, this process can call nodes, and can share memory with the nodes on the same Ray node."""
     before = os.environ.get(MACHINE)
     os.environ[MACHINE] = ray_node
     use_sockets(ray_sockets)
@@ -189,7 +192,7 @@ class StartableRayNode:
 
 
 class RunningRayNode(RunningNode):
-    """A running node: its Ray actor, and the thread that watches the actor."""
+    """A running node: the node's Ray actor, and the thread that watches the actor."""
 
     def __init__(
         self, node: StartableRayNode, heartbeat: HeartbeatMonitor | None, on_exit: OnExit, take_line: TakeLine
@@ -245,7 +248,7 @@ class RunningRayNode(RunningNode):
         on_exit(self)
 
     def _answer(self, reference: Any) -> NodeSnapshot | None:
-        """Wait for the actor's answer. Return None if the node was killed and the actor does not answer in time."""
+        """Wait for the actor's answer. Return None if the node was killed and the actor did not answer in time."""
         while not ray.wait([reference], timeout=0.5)[0]:
             if time.monotonic() > self._killed_at + _KILL_TIMEOUT:
                 return None

@@ -1,8 +1,8 @@
-"""`NodeHost`, the Ray actor of a node: it starts the node's process, watches it, and relays calls.
+"""`NodeHost` is the Ray actor of a node. It starts the node's process, watches it, and relays calls.
 
-The process is like a process of the engine `local`, and dies with the actor. So a node has its own main thread, and
-the exit code and the last output of the node are always available. Nodes on the same Ray node call each other over
-sockets, which takes a tenth of the time of a call through Ray actors.
+The engine `local` starts the same process. The process dies with the actor. A separate process gives the node a main
+thread, and makes the node's exit code and last output available. Nodes on the same Ray node call each other over
+sockets: this takes a tenth of the time of a call through Ray actors.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ with extras.explain_import_error("--engine ray", "ray"):
 
 WATCH_TIMEOUT = 0.5  # seconds that `NodeHost.watch` waits for a change
 
-_MAX_LINES = 10_000  # number of newest output lines that are kept for the supervisor
+_MAX_LINES = 10_000  # maximum number of output lines that are kept for the supervisor; older lines are dropped
 _MAX_CALLS = 32  # maximum number of concurrent calls to the node
 
 Handles = Mapping[str, Any]  # address of a node -> its Ray actor
 
-# Separate concurrency groups, so that slow calls to the node do not delay the supervisor's calls.
+# Concurrency groups of the Ray actor. They are separate, so that slow calls to the node do not delay the supervisor.
 CONCURRENCY = {"watch": 2, "signal": 2, "call": _MAX_CALLS}
 
 
@@ -51,11 +51,11 @@ class NodeSnapshot(NamedTuple):
     Attributes:
         lines: output lines since the previous snapshot.
         total: total number of output lines.
-        page: the memory page with the node's heartbeat; None if the node has no heartbeat.
+        page: the memory page that contains the node's heartbeat; None if the node has no heartbeat.
         host: name of the node's machine.
         pid: process id of the node on that machine.
         code: see `RunningNode.code`.
-        ends: whether the node has requested the end of the program.
+        ends: whether the node has asked the supervisor to end the program.
         serves: whether the node accepts calls.
     """
 
@@ -76,7 +76,7 @@ class NodeHost:
         name, address, pickled, rules: see `StartableRayNode`.
         token: token of the program: see `RayCluster`.
         hang_timeout: see `Supervisor`.
-        imports: the launcher's `sys.path`. Ray itself passes only two of these directories to actors.
+        imports: the launcher's `sys.path`. It is necessary because Ray passes only two of its directories to actors.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class NodeHost:
         self._count, self._ends, self._has_exited = 0, False, False
         heartbeat = HeartbeatMonitor(hang_timeout, 0.0) if hang_timeout else None
         env = {**rules.env, **self._relay.ray_sockets.variables, MACHINE: ray_node}
-        sys.path += [path for path in imports if path not in sys.path]  # the node's process inherits this variable
+        sys.path += [path for path in imports if path not in sys.path]  # the node's process inherits `sys.path`
         process = StartableProcess.of(name, run_ray_node, pickled, dataclasses.replace(rules, env=env))
         self._node = process.start(heartbeat, self._on_exit, self._take)
 
     @ray.method(concurrency_group="watch")
     def watch(self, count: int, others: Handles) -> NodeSnapshot:
-        """Return the state of the node after its next change, or after WATCH_TIMEOUT.
+        """Wait for the next change of the node's state, but at most WATCH_TIMEOUT. Return the state.
 
         Args:
-            count: number of output lines that the supervisor has received.
-            others: actors of nodes that have been started or restarted.
+            count: number of output lines that the supervisor has received so far.
+            others: Ray actors of the nodes that were started or restarted since the previous call.
         """
         self._relay.others.update(others)
         with self._changed:
@@ -137,7 +137,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="call")
     def call(self, packed: Parts) -> Parts | str:
-        """Relay a packed call to the node. Return the packed answer, or an error message if the node did not answer."""
+        """Relay a packed call to the node. Return the packed answer, or an error message if no answer arrived."""
         try:
             return self._client.exchange(packed)
         except UnavailableError as error:
@@ -145,7 +145,7 @@ class NodeHost:
 
     @ray.method(concurrency_group="signal")
     def subscribe(self, other: str, policy: Policy) -> None:
-        """Offer the versions of this node's parameters to the host of another node: see `PublishedVersions`."""
+        """Send each new version of this node's parameters to the host of another node: see `PublishedVersions`."""
 
         def offer(version: int, references: list[Any]) -> None:
             if other in self._relay.others:
@@ -182,16 +182,16 @@ class NodeHost:
 
 
 class Relay:
-    """Relays calls from processes on this Ray node to nodes on other Ray nodes. It runs in a Ray actor or driver.
+    """Relays calls from processes on this Ray node to nodes on other Ray nodes. Runs in a Ray actor or in the launcher.
 
     Args:
         ray_sockets: the directory and name of the relay's socket.
-        *sockets: paths of other sockets that are removed when this process ends.
-        subscriber: address of the host's node; None in the launcher.
+        *sockets: paths of further sockets that are also removed when this process ends.
+        subscriber: address of this host's node. Other hosts send parameter versions to it. None in the launcher.
 
     Attributes:
         ray_sockets: the argument `ray_sockets`.
-        others: a dict of address -> Ray actor, for all nodes.
+        others: a dict of node address -> Ray actor, for all nodes of the program.
         end_program: function that a node calls to end the program.
     """
 
@@ -218,7 +218,7 @@ class Relay:
         self._close()
 
     def versions_of(self, node: str, policy: Policy) -> FetchedVersions:
-        """Return the versions of a node on another Ray node."""
+        """Return the fetched parameter versions of a node on another Ray node."""
         key = node, policy
         with self._lock:
             if key not in self._versions:
@@ -228,14 +228,14 @@ class Relay:
     def _answer_versions(self, node: str, method: str, *args: Any) -> Any:
         if self._subscriber is None or node not in self.others:
             return None
-        policy = tuple(arg for arg in args if isinstance(arg, str))  # the policy's arguments come first
+        policy = tuple(arg for arg in args if isinstance(arg, str))  # the arguments that select the policy come first
         return self.versions_of(node, policy).answer(self.others[node], method, *args[len(policy) :])
 
     def _pass_on(self, node: str, packed: Parts) -> Parts:
         answer = self._ask(node, "call", packed)
         if isinstance(answer, str):
             raise UnavailableError(answer)
-        # Copy arrays from Ray's object store, which are read-only: the caller may write to its arrays.
+        # Copy the arrays: arrays from Ray's object store are read-only, but the caller may write to its arrays.
         return [part if part.flags.writeable else part.copy() for part in answer]
 
     def _reaches(self, node: str) -> bool:

@@ -1,8 +1,8 @@
-"""Parameters between Ray nodes: each version is put into Ray's object store once, and each Ray node fetches it once.
+"""Transfer of parameters between Ray nodes: each version is stored in Ray once, and each Ray node fetches it once.
 
-The host of a learner (or of elastic's param store) calls the learner once for each version, and sends the reference to
-the hosts that have subscribed. So the learner's work per version does not grow with the number of actors. On the
-learner's own Ray node, inferencers read shared memory, as under every engine.
+For each version, the host of a learner calls the learner once, and sends a reference to the hosts that have
+subscribed. So the learner's work per version does not grow with the number of actors. In the topology elastic, the
+param store takes the learner's place. Inferencers on the learner's Ray node read shared memory, as under every engine.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlframe.transport.sockets import SocketClient
 with extras.explain_import_error("--engine ray", "ray"):
     import ray
 
-_RESUBSCRIBE_INTERVAL = 5.0  # seconds after which a host subscribes again
-_FIRST_VERSION_TIMEOUT = 1.0  # seconds to wait for the first version; after that the node itself is called
+_RESUBSCRIBE_INTERVAL = 5.0  # seconds between two subscriptions of a host to the same node
+_FIRST_VERSION_TIMEOUT = 1.0  # seconds to wait for the first version, before a call goes to the node itself
 
 Offer = Callable[[int, list[Any]], None]  # callback (version, [object reference])
 Policy = tuple[str, ...]  # the first arguments of each call: () for a learner, (policy_id,) for a param store
 
 
 class PublishedVersions:
-    """The publishing side. It runs in the host of the node that has the parameters.
+    """Publishes parameter versions to other hosts. Runs in the host of the node that has the parameters.
 
     Args:
         client: client of the node, which is a `PackedSource`.
@@ -46,7 +46,7 @@ class PublishedVersions:
         self._over = False
 
     def subscribe(self, subscriber: str, offer: Offer) -> None:
-        """Call `offer` with the newest version now, and with each later version. May be called again."""
+        """Call `offer` with the newest version now, and with each later version. Repeated calls are allowed."""
         with self._lock:
             self._offers[subscriber] = offer
             if self._newest is not None:
@@ -56,7 +56,7 @@ class PublishedVersions:
                 self._thread.start()
 
     def close(self) -> None:
-        """Stop publishing, after the end of the node."""
+        """Stop publishing. The node has ended."""
         self._over = True
 
     def _follow(self) -> None:
@@ -65,8 +65,8 @@ class PublishedVersions:
             try:
                 version = self._client.call("wait_for_version", *self._policy, known, LONGEST_WAIT)
                 if version > known:
-                    # The node may return a newer version than `version`. The newer version is then published again
-                    # under its own number, but readers that already have it do not fetch it again.
+                    # The node may return newer parameters than `version`. The next loop publishes them again under
+                    # their own version number, but readers that already have them do not fetch them again.
                     parts = self._client.exchange(messages.pack(("get_packed", (*self._policy, -1), {})))
                     self._publish(version, ray.put(parts))
                     known = version
@@ -85,10 +85,10 @@ class PublishedVersions:
 
 
 class FetchedVersions:
-    """The reading side. It runs on other Ray nodes.
+    """Receives and fetches parameter versions. Runs on the other Ray nodes, which do not have the parameters.
 
     Args:
-        subscribe: function that subscribes to a host, which then sends each version to `take`.
+        subscribe: function (host) that subscribes to a host. Then the host sends each version to `take`.
     """
 
     def __init__(self, subscribe: Callable[[Any], None]) -> None:
@@ -110,14 +110,14 @@ class FetchedVersions:
         """Answer a call of `wait_for_version` or `get_packed` from the known versions.
 
         Args:
-            host: the Ray actor of the node.
+            host: the Ray actor of the node that has the parameters.
             method: "wait_for_version" or "get_packed".
             known: the version that the caller already has.
-            timeout: seconds, for `wait_for_version`.
+            timeout: maximum seconds that `wait_for_version` waits.
 
         Returns:
-            The result of `wait_for_version`, or the packed result of `get_packed`. None if no version has arrived. Then
-            the caller must call the node itself.
+            The result of `wait_for_version`, or the packed result of `get_packed`. None means that no version has
+            arrived, and that the caller must call the node itself.
 
         Raises:
             UnavailableError: the version could not be fetched.

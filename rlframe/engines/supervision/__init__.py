@@ -8,7 +8,7 @@ In the order of a node's life:
 - `supervisor.py`: `Supervisor` handles exits, kills hung nodes, and restarts nodes after a `Backoff`.
 - `program_supervisor.py`: `ProgramSupervisor` decides how an exit affects the program, and ends all nodes together.
 
-The classes for one node, by stage:
+The class that represents a node in each stage of its life:
 
     stage                                             process on this machine      process of a Ray actor (`ray_nodes`)
     description: constructor and address              ServedNode                   ServedNode

@@ -1,6 +1,6 @@
 """The main program of a node's process: `main`, with the arguments NAME DESCRIPTOR (see `StartableProcess.of`).
 
-1. `main` sets the process up: it dies with the launcher, has a heartbeat, and logs under the name of the node.
+1. `main` sets the process up: the process dies with the launcher, has a heartbeat, and logs with the node's name.
 2. `main` reads a function and a pickled node from the file descriptor, and calls the function with the node. Under the
    engines `local` and `ray`, the function is `run_served_node`.
 3. `run_to_exit` converts an exception to an exit code for the supervisor.
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def begin_process(name: str) -> None:
-    """Set up the process of a node or worker. Call it before anything starts a thread or imports JAX.
+    """Set up the process of a node or worker. Call this function before any code starts a thread or imports JAX.
 
     Args:
         name: name of the node. For `actor/1`, the process title is `rlframe: actor 1`.
@@ -66,11 +66,11 @@ def begin_process(name: str) -> None:
 def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> None:
     """Construct the object of a node in its process, serve it and run it.
 
-    An object without `run` is served until SIGTERM. Then its `close` is called, if it has one.
+    If the object has no `run`, serve it until SIGTERM, and then call its `close` if it has this method.
 
     Args:
         pickled: a pickled `ServedNode` (`rlframe.engines.served_engine`).
-        end: function that ends the program; None means to send a signal to the launcher.
+        end: function that ends the program. None means that the node ends the program by a signal to the launcher.
     """
     stop = threading.Event()
     register_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
@@ -85,7 +85,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
         if hasattr(made, "run"):
             made.run()
         else:
-            while not stop.wait(1.0):  # a signal just before the wait would not interrupt an endless wait
+            while not stop.wait(1.0):  # poll, because a signal just before an endless wait would not interrupt it
                 pass
     finally:
         server.stop()
@@ -94,7 +94,7 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
 
 
 def public_methods(target: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods that other nodes may call: those whose names do not begin with an underscore."""
+    """Return the methods that other nodes may call: all methods whose names do not begin with an underscore."""
     names = (name for name in dir(type(target)) if not name.startswith("_"))
     return {name: getattr(target, name) for name in names if callable(getattr(type(target), name, None))}
 
@@ -104,14 +104,14 @@ def set_at_sigterm(stop: threading.Event) -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame
-        # Use a new thread, because the thread that the handler interrupts may hold the event's lock.
+        # Use a new thread, because the interrupted thread may hold the event's lock.
         threading.Thread(target=stop.set, daemon=True).start()
 
     signal.signal(signal.SIGTERM, handle)
 
 
 def run_to_exit(function: Callable[[], Any]) -> NoReturn:
-    """Call the function, and exit with 0, with EXIT_PERMANENT if a restart would fail again, or with 1."""
+    """Call the function and exit with 0 for success, EXIT_PERMANENT if a restart would fail, 1 for other errors."""
     code = 0
     try:
         function()
@@ -124,8 +124,8 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
     except Exception:
         traceback.print_exc()
         code = 1
-    # Run the exit handlers, but skip the shutdown of the interpreter: running threads of Courier, Reverb and JAX could
-    # crash during it.
+    # Run the exit handlers, but skip the shutdown of the interpreter, in which running threads of Courier, Reverb and
+    # JAX could crash.
     with ENDING:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -27,10 +27,10 @@ from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.processes import start_process
 from rlframe.user_code.directories import import_path
 
-_MAX_LINES = 80  # number of newest output lines of each node that are kept, to report its traceback
+_MAX_LINES = 80  # number of output lines that are kept for each node, because the last lines can contain a traceback
 
 EXIT_PERMANENT = 4  # exit code of a process that would fail again after a restart
-LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # environment variable of a node's process: the launcher's process id
+LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # environment variable with the launcher's process id, for a node's process
 
 
 class RunningNode(abc.ABC):
@@ -42,11 +42,11 @@ class RunningNode(abc.ABC):
         take_line: callback (name, line) for each line of output.
 
     Attributes:
-        code: exit code, or the negative number of the signal that killed the process; None while it runs.
-        pid: process id on its machine; None if it is unknown.
-        host: name of that machine.
-        serves_at: address at which the process accepts calls; None if it does not accept calls, or not yet.
-        hang_reason: how the process hung, if `kill_if_hung` killed it; else "".
+        code: exit code, or the negative number of the signal that killed the process; None while the process runs.
+        pid: process id on the node's machine; None if it is unknown.
+        host: name of the node's machine.
+        serves_at: address at which the process accepts calls; None while it accepts no calls.
+        hang_reason: description of the hang if `kill_if_hung` killed the process; otherwise "".
     """
 
     code: int | None = None
@@ -62,7 +62,7 @@ class RunningNode(abc.ABC):
 
     @abc.abstractmethod
     def send(self, number: int) -> None:
-        """Send a signal to the process. SIGKILL is sent to all processes of its session."""
+        """Send a signal to the process. Send SIGKILL to all processes of the same session."""
 
     @abc.abstractmethod
     def wait(self) -> None:
@@ -80,7 +80,7 @@ class RunningNode(abc.ABC):
                 self.send(signal.SIGKILL)
 
     def uptime(self) -> float:
-        """Return the seconds since the start, except the time in which the process hung."""
+        """Return the seconds since the start, without the seconds in which the process hung."""
         hung = self.heartbeat.stuck if self.heartbeat is not None and self.hang_reason else 0.0
         return time.monotonic() - self.began - hung
 
@@ -139,14 +139,15 @@ class StartableProcess:
     name: str  # "actor/1"
     command: Sequence[str]
     rules: GroupRules = dataclasses.field(default_factory=GroupRules)
-    content: bytes | None = None  # input of the process, from a file descriptor whose number is appended to `command`
+    # Input for the process. The last argument of the command is the file descriptor of this input.
+    content: bytes | None = None
     address: str | None = None  # path of the socket at which the process accepts calls
 
     @classmethod
     def of(
         cls, name: str, run: Callable[[bytes], Any], pickled: bytes, rules: GroupRules, address: str | None = None
     ) -> StartableProcess:
-        """Return a process that runs a pickled node with this process's `sys.path`. It writes no file to disk.
+        """Return a process that will run a pickled node with this process's `sys.path`, without a file on disk.
 
         Args:
             name: name of the node, such as `actor/1`.
@@ -190,7 +191,7 @@ class RunningProcess(RunningNode):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C at the terminal reaches only the launcher
+                start_new_session=True,  # so that Ctrl-C at the terminal reaches only the launcher
             )
         self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -211,7 +212,7 @@ class RunningProcess(RunningNode):
                 self._process.send_signal(number)
 
     def wait(self) -> None:
-        """See `RunningNode`. Do not wait for child processes of the node that still hold the output pipe."""
+        """See `RunningNode`. Do not wait for the node's child processes, which may keep the output pipe open."""
         self.code = self._process.wait()
         self._reader.join(1.0)
 
@@ -227,7 +228,7 @@ class RunningProcess(RunningNode):
 
 @contextlib.contextmanager
 def _in_memory(content: bytes) -> Iterator[int]:
-    """Yield a descriptor of a file in memory from which `content` can be read. The kernel frees the memory."""
+    """Write `content` to a file in memory, and yield its descriptor. The kernel frees the file after its last close."""
     descriptor = os.memfd_create("rlframe node")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -261,7 +262,7 @@ def pickle_node(group: str, node: Any) -> bytes:
 
     try:
         pickled: bytes = cloudpickle.dumps(node)
-    except UsageError:  # an argument is invalid
+    except UsageError:  # the message already names the invalid argument
         raise
     except Exception as error:
         raise UsageError(

@@ -15,14 +15,14 @@ from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, Start
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import ProgramError
 
-STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, as for `lp.stop()`
+STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, for example in `lp.stop()`
 
 
 class ProgramSupervisor(Supervisor):
     """Runs the nodes of a program until its end.
 
-    The program ends when all nodes with the rule `ends_program` have ended, when all nodes have ended, when a node
-    fails and has no restarts left, when `stop` is called, or at a signal.
+    The program ends when the first of these events happens: all nodes with the rule `ends_program` have ended, all
+    nodes have ended, a node fails and has no restarts left, `stop` is called, or a signal arrives.
 
     Args:
         nodes: the nodes.
@@ -46,17 +46,17 @@ class ProgramSupervisor(Supervisor):
         self._reported: Any = None  # the arguments of the latest call of `watch`
         self._signal_number: int | None = None
         self._is_stopping = False
-        self._is_complete = False  # whether all nodes that end the program have exited with 0
+        self._is_complete = False  # whether all nodes with the rule `ends_program` have exited with code 0
         self._failure: str | None = None  # error of a node that failed and has no restarts left
         self._unsaved: str | None = None  # error of a node that should have saved but did not
         self.add(*nodes)
 
     def add(self, *nodes: StartableNode) -> None:
-        """Add nodes that are created after this object. Call it before `run`."""
+        """Add nodes. Call this method before `run`."""
         self.slots.update({node.name: _slot_of(node) for node in nodes})
 
     def stop(self) -> None:
-        """End the program without an error. Any thread may call it."""
+        """End the program without an error. Any thread may call this method."""
         self.events.put(self._end_nodes)
 
     def run(self) -> int | None:
@@ -66,8 +66,8 @@ class ProgramSupervisor(Supervisor):
             The number of the first signal that ended the program, or None if no signal did.
 
         Raises:
-            ProgramError: a node failed and has no restarts left, or a node that must save did not save: it failed or
-                was killed while the program ended. The message contains the node's name and traceback.
+            ProgramError: a node failed and has no restarts left, or a node with the rule `must_save` failed or was
+                killed while the program ended. The message contains the node's name and traceback.
         """
         with signal_handlers((*stop_signals(), STOP_SIGNAL), self._on_signal):
             try:
@@ -92,7 +92,7 @@ class ProgramSupervisor(Supervisor):
     # --- the end of a process
 
     def decide_after_exit(self, slot: Slot, running: RunningNode, state: NodeState) -> None:
-        """Restart the node or end the program, depending on the exit code and the rules: see `Supervisor`."""
+        """See `Supervisor`. Restart the node or end the program, depending on the exit code and the node's rules."""
         if state == "ENDING":
             self._check_saved(slot, running)
         elif running.code == 0:
@@ -101,18 +101,18 @@ class ProgramSupervisor(Supervisor):
             self._restart_or_fail(slot, running)
 
     def _check_saved(self, slot: Slot, running: RunningNode) -> None:
-        """While the program ends: warn about a node that failed, and record the failure if the node must save."""
+        """Warn about a node that failed while the program ended. Record the failure if the node must save."""
         ending = f"{running.exit_reason()} while the program ended"
         if running.code not in (0, -signal.SIGTERM, -signal.SIGKILL):
             self.node_logs.warn(slot.name, ending)
-        # If SIGTERM killed a node, the node had not started to work, so it has nothing to save.
+        # A node that SIGTERM killed had not started its work. It has nothing to save.
         if slot.rules.must_save and running.code not in (0, -signal.SIGTERM):
             self._note_unsaved(slot, ending, running.last_output())
 
     def _end_if_complete(self) -> None:
         """End the program if all nodes with the rule `ends_program` have ended with exit code 0.
 
-        Failed nodes need no check here: they wait to be restarted, or the program has already ended.
+        A failed node needs no check here: its state is WAITING, or the program is already ending.
         """
         ending = [slot for slot in self.slots.values() if slot.rules.ends_program]
         if ending and all(slot.state == "ENDED" for slot in ending):
@@ -120,7 +120,7 @@ class ProgramSupervisor(Supervisor):
             self._end_nodes()
 
     def _restart_or_fail(self, slot: Slot, running: RunningNode) -> None:
-        """Restart a failed node after its backoff. End the program if it has no restarts left or would fail again."""
+        """Restart a failed node after its backoff. If a restart is not allowed or would fail, end the program."""
         self.count_death(slot, running)
         reason, restarts = running.exit_reason(), slot.rules.max_restarts
         if running.code == EXIT_PERMANENT or slot.deaths > restarts:
@@ -134,7 +134,7 @@ class ProgramSupervisor(Supervisor):
     # --- the end of the program
 
     def _end_nodes(self) -> None:
-        """Terminate all nodes. A node that waits for its restart is not restarted, so it cannot save."""
+        """Terminate all nodes. A node that waits for its restart will not restart, so it cannot save its work."""
         if self._is_stopping:
             return
         self._is_stopping = True

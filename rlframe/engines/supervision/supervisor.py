@@ -2,7 +2,7 @@
 
 It has two subclasses. `ProgramSupervisor` (`program_supervisor.py`) runs the nodes of a program.
 `SupervisedOperator` (`rlframe.coordinator.operators.supervised`) runs the workers of the topology elastic.
-A `StartableNode` may be a process on this machine, or a process that a Ray actor starts.
+A `StartableNode` can start a process on this machine, or a process of a Ray actor.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rlframe.interprocess.waiting import Inbox
 class Backoff:
     """Seconds from the death of a node to its restart."""
 
-    first: float = 0.5  # seconds after the first death; doubled for each later death
-    longest: float = 10.0  # maximum seconds, after the sixth and each later death; the default allows only 3 restarts
-    healthy: float = 900.0  # seconds of life after which the count of deaths restarts; time in a hang does not count
+    first: float = 0.5  # seconds after the first death; the seconds double with each later death
+    longest: float = 10.0  # maximum seconds; the sixth death reaches it, but by default a node has only 3 restarts
+    healthy: float = 900.0  # seconds without a death or hang after which the count of deaths starts again
 
     def delay(self, deaths: int) -> float:
         """Return the seconds to wait after this many deaths in a row."""
@@ -44,15 +44,15 @@ class Slot:
 
     Attributes:
         name: name of the node, such as `actor/1`.
-        make: function (incarnation) -> the node to start. A node of a program is always the same object. A worker of
-            elastic is a new object for each incarnation.
+        make: function (incarnation) -> the node to start. For a program, it always returns the same node. For a worker
+            of elastic, it returns a new node for each incarnation.
         rules: rules of the node's group.
         state: see `NodeState`.
         deadline: time of the restart (state WAITING), time of the kill (state ENDING), or infinity (other states).
         running: the process; None if the node has no process.
         incarnation: number of restarts; -1 before the first start.
         deaths: number of deaths in a row.
-        problem: how the latest process died, or why the node does not start; "" after a healthy time.
+        problem: how the latest process died, or why the node does not start; "" if the process ran long enough since.
     """
 
     name: str
@@ -67,25 +67,25 @@ class Slot:
 
 
 class Supervisor:
-    """Keeps nodes running.
+    """Starts nodes, restarts them after a death or hang, and ends them.
 
     A subclass adds a `Slot` for each node to `slots` and calls `step` in a loop. Its method `decide_after_exit` handles
     the exit of a process, and may call `count_death` and `restart_later`.
 
-    `start`, `terminate` and `kill` act on one slot, and `kill_all` on all slots. Call them in the thread that calls
-    `step`. Another thread must hold `lock` during the call, or put a function that makes the call into `events`.
+    `start`, `terminate` and `kill` act on one slot. `kill_all` acts on all slots. Call these methods in the thread that
+    calls `step`. Another thread must hold `lock` during the call, or put a function with the call into `events`.
 
     Args:
         logs: receives the output of the nodes, and warnings about them; None means that stderr shows both.
         hang_timeout: seconds without a heartbeat (`rlframe.interprocess.heartbeat`) after which a node is killed. A
-            node whose work makes no progress is also killed. Both count as deaths. 0 means that hung nodes are not
-            killed.
+            node whose work makes no progress is also killed. Each kill counts as a death. 0 means that hung nodes
+            are not killed.
         grace: seconds from SIGTERM to SIGKILL.
         backoff: seconds from a death to the restart.
 
     Attributes:
-        slots: the slots, by name of the node.
-        lock: lock of the slots. `step` holds it, except while it waits.
+        slots: a dict of node name -> slot.
+        lock: lock of the slots. `step` holds the lock, except while `step` waits for an event.
         events: functions that the next `step` calls.
         node_logs: the argument `logs`.
         backoff: the argument `backoff`.
@@ -121,7 +121,7 @@ class Supervisor:
         raise NotImplementedError
 
     def step(self) -> None:
-        """Wait for the next event and handle it. Then kill and start the nodes whose deadlines have passed."""
+        """Wait for the next event and handle it. Kill hung nodes. Kill or start nodes whose deadline has passed."""
         now = time.monotonic()
         due = min((slot.deadline for slot in self.slots.values()), default=math.inf)
         event = None
@@ -158,11 +158,11 @@ class Supervisor:
             self.decide_after_exit(slot, running, state)
 
     def count_death(self, slot: Slot, running: RunningNode) -> None:
-        """Increase the count of deaths. After a healthy time of life, the count restarts at 1."""
+        """Increase the slot's count of deaths. If the process ran longer than `backoff.healthy`, set the count to 1."""
         slot.deaths = 1 if running.uptime() > self.backoff.healthy else slot.deaths + 1
 
     def restart_later(self, slot: Slot) -> float:
-        """Schedule the next start, and return the seconds until then."""
+        """Schedule the node's next start. Return the seconds until this start."""
         delay = self.backoff.delay(slot.deaths)
         slot.state, slot.deadline = "WAITING", time.monotonic() + delay
         return delay
@@ -174,7 +174,7 @@ class Supervisor:
         elif slot.state == "RUNNING":
             slot.state, slot.deadline = "ENDING", time.monotonic() + self._grace
             slot.running.send(signal.SIGTERM)
-            slot.running.send(signal.SIGCONT)  # a stopped process would not handle SIGTERM
+            slot.running.send(signal.SIGCONT)  # a suspended process cannot handle SIGTERM
         else:  # the process has already been killed
             slot.state = "ENDING"
 
