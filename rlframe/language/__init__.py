@@ -82,8 +82,8 @@ __all__ = [
     "tokenize_for_trainer",
 ]
 
-# Public name -> the subpackage that defines it; all other names are defined in `environments`. A name is imported at its
-# first use, because servers and environments need packages that may not be installed.
+# Public name -> the subpackage that defines it. All other names are defined in `environments`. A name is imported when
+# it is first used, because servers and environments need packages that may not be installed.
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
     **dict.fromkeys(("Answer", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"),

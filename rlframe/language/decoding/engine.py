@@ -156,7 +156,9 @@ class DecodeEngine(Closeable):
         copied = jax.block_until_ready(_copy(params, self.model_config))
         with self._changed:
             if version < self.version:
-                raise UsageError(f"The decode engine has version {self.version} already: {version} is not above it.")
+                raise UsageError(
+                    f"The decode engine has version {self.version} already, but got the older version {version}."
+                )
             self._params = version, copied
 
     @property

@@ -2,9 +2,9 @@
 
 **A log-probability always means log softmax(logits)[token]**, at temperature 1 and without top_p and top_k.
 `transformer.token_log_probs` computes the same values from the same parameters. The importance weight of a policy
-gradient is the ratio of two such probabilities. With temperature 1, top_p 1 and top_k 0, tokens are sampled from exactly
-this distribution. With other options, tokens are sampled from a different distribution, but the log-probabilities stay
-the same. This biases training. To train without this bias, sample with temperature 1, top_p 1 and top_k 0.
+gradient is the ratio of two such probabilities. With temperature 1, top_p 1 and top_k 0, tokens are sampled from this
+distribution. With other options, tokens are sampled from another distribution, but the log-probabilities stay the same.
+This biases training. To train without this bias, sample with temperature 1, top_p 1 and top_k 0.
 
 The random noise of a row depends only on the row's key and on the number of tokens that the row has sampled. Other rows
 of the batch do not affect it.

@@ -1,4 +1,5 @@
-"""Options of environments and of their model servers. Names and defaults are `atroposlib`'s, except where noted."""
+"""Options of environments and of their model servers. Names and defaults are the same as in `atroposlib`, except where
+a comment notes a difference."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class EvalHandlingEnum(Enum):
-    """Effect of an evaluation on collecting: pause, continue with fewer workers, or continue."""
+    """During an evaluation, collecting pauses, continues with fewer workers, or continues unchanged."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -38,7 +39,9 @@ class StrictModel(BaseModel):
                     )
             for name, value in values.items():
                 if isinstance(value, bool) and not takes_bool(cls.model_fields[name].annotation):
-                    raise ValueError(f"{name} cannot be {value}.")  # pydantic would convert the bool to a number
+                    raise ValueError(
+                        f"{name} cannot be {value}."
+                    )  # without this check, pydantic would convert the bool to a number
         return values
 
 
@@ -48,7 +51,7 @@ def takes_bool(annotation: Any) -> bool:
 
 
 class BaseEnvConfig(StrictModel):
-    """Options of every environment. Subclasses add more."""
+    """Options of every environment. Subclasses add their own options."""
 
     group_size: int = Field(default=4, ge=1, description="number of sequences in a group; all answer the same item")
     max_num_workers: int = Field(
@@ -110,7 +113,7 @@ class BaseEnvConfig(StrictModel):
     max_reasoning_tokens: int | None = Field(
         default=None, ge=1024, le=32000, description="maximum tokens of the reasoning; implies thinking_mode"
     )
-    # `atroposlib` does not have the options below.
+    # The following options do not exist in `atroposlib`.
     service_timeout: float = Field(
         default=600, gt=0, description="seconds to wait for the trajectory service or a trainer"
     )
@@ -122,10 +125,10 @@ class BaseEnvConfig(StrictModel):
 
 
 class ServerBaseline(StrictModel):
-    """Options of requests to the model servers of this machine.
+    """Options of requests to model servers on this machine.
 
-    The servers are `rlframe serve policy` at port 8001 if that port is open; otherwise ports 9004 to 9007, as
-    in `atroposlib`.
+    If port 8001 is open, the only server is `rlframe serve policy` at this port. Otherwise the servers are at ports
+    9004 to 9007, as in `atroposlib`.
     """
 
     timeout: int = Field(default=1200, gt=0, description="seconds for an answer, including all retries")
@@ -159,7 +162,7 @@ class APIServerConfig(ServerBaseline):
     )
 
 
-OpenaiConfig = APIServerConfig  # the name that older environments import
+OpenaiConfig = APIServerConfig  # older environments import this name
 
 
 class ServerManagerConfig(StrictModel):
@@ -181,9 +184,9 @@ class ReasoningConfig:
     max_tokens: int | None = None
 
     def extra_body(self, base_url: str | None) -> dict[str, Any]:
-        """Return the provider's request fields; empty if no reasoning is requested.
+        """Return the extra fields of a request to the provider; an empty dict if no reasoning is requested.
 
-        Providers take either effort or max_tokens. If both are set, effort is used.
+        A provider accepts either effort or max_tokens. If both are set, send only effort.
         """
         if not (self.enabled or self.effort is not None or self.max_tokens is not None):
             return {}
