@@ -181,14 +181,14 @@ class AnswerPiece:
 
 
 class Generation:
-    """The answers to one request. The constructor submits the request to the engine.
+    """Delivers the answers to one request as text. The constructor submits the request to the engine.
 
     Args:
         engine: The decode engine.
         parsed: The request.
         tokenizer: Tokenizer of the model.
-        streams: Whether the caller reads the answers with `pieces`.
-        timeout: Seconds for all answers.
+        streams: True if the caller reads the answers with `pieces`, False if it calls `whole`.
+        timeout: Seconds for all answers together.
 
     Raises:
         UsageError: The engine cannot process the request.
@@ -215,7 +215,7 @@ class Generation:
             TextDecoder(tokenizer, parsed.fields.stops, parsed.fields.skip_special_tokens, parsed.offsets)
             for _ in prompts
         ]
-        # Create a queue only if pieces are needed, since each piece wakes the event loop.
+        # Create a queue only if pieces are needed, because each piece wakes the event loop.
         self._queue: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or parsed.fields.stops else None
         self._loop = asyncio.get_running_loop()
         on_tokens = None
@@ -229,7 +229,7 @@ class Generation:
             raise RefusedError(str(error), 429, code="queue_full", headers=RETRY) from error
 
     async def whole(self) -> list[AnswerPiece]:
-        """Return all answers, in their order. Raise the errors of `pieces`."""
+        """Return all complete answers, ordered by their index. See `pieces` for the errors."""
         if self._queue is not None:
             parts: list[list[AnswerPiece]] = [[] for _ in self._handles]
             async for piece in self.pieces():
@@ -264,7 +264,7 @@ class Generation:
                 index, answer = await self._queue.get()
                 if isinstance(answer, Exception):
                     raise answer
-                if index not in pending:  # this piece was decoded before the answer was cancelled
+                if index not in pending:  # a late piece of an answer that was cancelled
                     continue
                 piece = self._piece(index, answer)
                 if piece.finish_reason is not None:
@@ -276,7 +276,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Free the slots of pending answers."""
+        """Cancel the answers that are not complete, which frees their slots."""
         for handle in self._handles:
             handle.cancel()
 
@@ -287,7 +287,7 @@ class Generation:
         )
 
     def _put(self, index: int, answer: Answer | Exception) -> None:
-        # Called in the engine's thread.
+        # The engine's thread calls this method.
         assert self._queue is not None
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, answer))

@@ -107,7 +107,7 @@ def test_stop_token_is_the_last_token_of_an_answer(engine):
 def test_streamed_pieces_add_up_to_the_answer(engine):
     pieces: list = []
     answer = engine.submit([1], SamplingParams(max_tokens=8, seed=1), pieces.append).result(TIMEOUT)
-    # The prefill samples 1 token, and each later call samples up to `steps` tokens.
+    # Prefill samples 1 token. Each later call samples up to 2 tokens, the value of `EngineConfig.steps`.
     assert [len(piece.tokens) for piece in pieces] == [1, 2, 2, 2, 1]
     assert [piece.finish_reason for piece in pieces] == [None] * 4 + ["length"]
     for name in ("tokens", "log_probs", "versions"):

@@ -1,4 +1,4 @@
-"""A fake model server with the OpenAI API. Tests control the answers, which contain token ids like vLLM's answers."""
+"""A fake model server with the OpenAI API. Tests set its answers, which contain token ids like vLLM's answers."""
 
 from __future__ import annotations
 
