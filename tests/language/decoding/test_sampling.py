@@ -34,7 +34,7 @@ def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
         (SamplingParams(top_p=0.75), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),
         (SamplingParams(top_p=0.01), [1, 0, 0, 0, 0]),
         (SamplingParams(top_k=2), np.array([4, 3, 0, 0, 0]) / 7),
-        (SamplingParams(top_k=4, top_p=0.8), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),  # top_p after top_k
+        (SamplingParams(top_k=4, top_p=0.8), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),  # top_k first, then top_p
         (SamplingParams(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (SamplingParams(top_k=10**20), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (SamplingParams(top_p=1e-50), [1, 0, 0, 0, 0]),  # 1e-50 is 0 in float32
