@@ -237,7 +237,7 @@ class _Batch:
     def __init__(self, leaves: list[np.ndarray], max_rows: int) -> None:
         self.leaves, self.capacity, self._max_rows = leaves, len(leaves[0]), max_rows
         self.rows = self.requests = self.unread = 0
-        self.unwritten = -1  # the leader's `join` adds 1, and then 0 requests are unwritten
+        self.unwritten = -1  # -1, so that it is 0 after the leader's `join`
         self.answer: Any = None
         self.error: BaseException | None = None
         self.done = threading.Event()

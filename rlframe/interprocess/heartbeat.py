@@ -21,10 +21,8 @@ VARIABLE = "RLFRAME_HEARTBEAT"  # its value is "DESCRIPTOR:SECONDS": the page's 
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process is considered hung
 # While a process starts, the timeout is longer by this factor, because imports can block the interpreter for seconds.
 _STARTING_FACTOR = 4.0
-_INTERVAL_FRACTION, _MAX_INTERVAL = (
-    0.1,
-    1.0,
-)  # heartbeat interval: this fraction of the timeout, but at most so many seconds
+# The heartbeat interval is a fraction of the timeout, but not above a maximum in seconds.
+_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0
 _watched = threading.Event()  # set if the parent process watches this process
 # The page's fields: the number of the heartbeat; then, for the phase that is nearest to its limit, its seconds without
 # progress, its limit in seconds, and its name.
@@ -98,7 +96,7 @@ class HeartbeatMonitor:
         os.pwrite(self.descriptor, written, 0)
 
     def problem(self, now: float) -> str:
-        """Return the reason why the process is considered hung; an empty string if the process works.
+        """Return the reason why the process is considered hung; an empty string if it is not considered hung.
 
         Args:
             now: the time of a `SuspendAwareClock`, because a suspended watcher misses heartbeats.

@@ -46,7 +46,7 @@ class Phase:
         thread.within = thread.within[1]  # type: ignore[index]
 
 
-STARTING = Phase("starting", 600.0)  # imports libraries, and constructs the node's object
+STARTING = Phase("starting", 600.0)  # during imports, and in the constructor of a node's object
 COMPILING = Phase("compiling", 1800.0)
 COMPUTING = Phase("computing", 1800.0)  # may include a compilation for new shapes
 SAVING = Phase("saving", 1800.0)

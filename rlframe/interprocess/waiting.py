@@ -1,8 +1,8 @@
 """A `Futex` wakes other processes. An `Inbox` wakes a thread of this process.
 
 A futex is a word of shared memory. Processes sleep until another process changes the word. A futex has no name or
-descriptor, so a crash leaves nothing behind. A process can also wake up for no reason, or miss a change. So it sleeps
-with a timeout, and checks the shared counters whenever it wakes up.
+descriptor, so a crash leaves nothing behind. A process can also wake up although nothing has changed. So it checks the
+shared counters after each wake-up, and always sleeps with a timeout.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class Futex:
     """
 
     def __init__(self, word: memoryview) -> None:
-        self._word = ctypes.c_uint32.from_buffer(
-            word
-        )  # the lower half of the int64, because these machines are little-endian
+        self._word = ctypes.c_uint32.from_buffer(word)  # the lower half, because these machines are little-endian
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
         self._number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
         self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_ALL_WAITERS), None, None, _ZERO)

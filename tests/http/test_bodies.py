@@ -43,7 +43,8 @@ def read_body(body, encoding):
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_several_compressed_parts_become_one_body(encoding):
     compress = COMPRESS[encoding]
-    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]  # so many sizes that parts end anywhere in a piece
+    # The sizes differ, so the parts end at different offsets of a piece.
+    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]
     assert read_body(b"".join(map(compress, parts)), encoding) == (200, [b"".join(parts)])
     assert read_body(b"".join(map(compress, parts))[:-1], encoding) == (400, [])
 

@@ -92,9 +92,9 @@ class DecodeEngine(Closeable):
 
         Args:
             prompt: Token ids, at least one.
-            sampling: Sampling options. The same seed, prompt and parameters give the same answer. Other
-                requests do not affect it, with one exception: rounding depends on the size of the batch, and can decide
-                between two almost equally likely tokens.
+            sampling: Sampling options. The same seed, prompt and parameters give the same answer. Other requests do not
+                affect it, with one exception: rounding depends on the size of the batch, and can decide between two
+                almost equally likely tokens.
             on_tokens: Called with each new piece of the answer, in the engine's thread. It must not block.
 
         Raises:

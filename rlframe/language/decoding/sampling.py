@@ -288,7 +288,7 @@ class PromptScores(NamedTuple):
     def positions(self, prompt: Sequence[int], count: int) -> list[dict[int, tuple[float, int]] | None]:
         """Return a dict for each position of the prompt: token -> (log-probability, rank).
 
-        Each dict contains the prompt's token and the `count` most likely tokens. At the first position it is None.
+        Each dict contains the prompt's token and the `count` most likely tokens. The first position has None.
         """
         positions: list[dict[int, tuple[float, int]] | None] = [None]  # the first token has no score
         for token, log_prob, at, top_tokens in zip(prompt[1:], self.log_probs, self.ranks, self.top_tokens):

@@ -1,7 +1,7 @@
 """The part of the decode engine that runs on the device: a cache and a batch, with one row for each slot.
 
 JAX compiles for each new shape, so the engine uses few shapes: it pads prompts to powers of two, a prefill call has 1,
-4, 16, ... prompts, and a decode step attends to a power of two of positions.
+4, 16, ... prompts, and the number of positions to which a decode step attends is a power of two.
 """
 
 from __future__ import annotations

@@ -106,9 +106,7 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if streams.silence_broken_pipe(
-            sys.stdout
-        ):  # the output's reader has ended, as in `my_env.py serve --help | head`
+        if streams.silence_broken_pipe(sys.stdout):  # such as in `my_env.py serve --help | head`
             return 0
         raise
     except KeyboardInterrupt:  # Ctrl-C came before the signal handlers were installed
@@ -245,7 +243,7 @@ def _flags(defaults: CommandConfig) -> dict[str, tuple[FieldInfo, Any]]:
 
 
 def _override_servers(servers: Servers, default: APIServerConfig, file_values: Any, given: dict[str, Any]) -> Servers:
-    """Return the model servers of the file or the command line; those of the environment class if neither names any."""
+    """Return the model servers of the command line or the file; by default, the servers of the environment class."""
     listed = file_values if isinstance(file_values, list) else [file_values]
     several = len(listed) > 1
     if given and (several or (file_values is None and isinstance(servers, list) and len(servers) > 1)):

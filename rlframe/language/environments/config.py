@@ -1,5 +1,4 @@
-"""Options of environments and of their model servers. Names and defaults are the same as in `atroposlib`, except where
-a comment notes a difference."""
+"""Options of environments and of their model servers. Most names and defaults are the same as in `atroposlib`."""
 
 from __future__ import annotations
 
@@ -39,9 +38,7 @@ class StrictModel(BaseModel):
                     )
             for name, value in values.items():
                 if isinstance(value, bool) and not takes_bool(cls.model_fields[name].annotation):
-                    raise ValueError(
-                        f"{name} cannot be {value}."
-                    )  # without this check, pydantic would convert the bool to a number
+                    raise ValueError(f"{name} cannot be {value}.")  # pydantic would convert the bool to a number
         return values
 
 

@@ -89,7 +89,7 @@ def to_json(content: Any, indent: int | None = None) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if hasattr(value, "model_dump"):  # the value is a message of the openai package
+    if hasattr(value, "model_dump"):  # for example, a message of the openai package
         return value.model_dump(exclude_none=True)
     return value.item() if isinstance(value, np.generic) else str(value)
 

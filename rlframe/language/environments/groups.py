@@ -124,7 +124,7 @@ def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_versi
     return Group.from_item({**group, **empty, **messages, **metadata})
 
 
-_PLACEHOLDERS = ("a", "b")  # any content starts differently from one of these, and ends differently from one of these
+_PLACEHOLDERS = ("a", "b")  # any content differs from one of these at its start, and from one of these at its end
 
 
 def tokenize_for_trainer(

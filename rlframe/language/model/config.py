@@ -47,9 +47,7 @@ class ModelConfig:
     intermediate_size: int = 384
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
-    num_key_value_heads: int = (
-        2  # number of groups of query heads; a group shares keys and values (Ainslie et al. 2023)
-    )
+    num_key_value_heads: int = 2  # number of groups of query heads that share keys and values (Ainslie et al. 2023)
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None

@@ -262,9 +262,7 @@ def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
     """Scale frequencies as in Llama 3.1: lengthen long wavelengths, keep short ones, interpolate between them."""
-    turns = (
-        scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    )  # rotations within the original context
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor

@@ -19,9 +19,8 @@ from rlframe.language.server.requests import ParsedRequest
 
 _UNKNOWN = "\ufffd"  # an incomplete character is decoded to this text
 _WINDOW = 16  # tokens that are decoded again with each new token; more if a character is incomplete
-_DISTINCT = (
-    3  # minimum number of final characters in a shortened window; checks that it does not begin within a character
-)
+# Minimum number of final characters in a shortened window. They prove that it does not begin within a character.
+_DISTINCT = 3
 
 
 class TextDecoder:

@@ -99,7 +99,7 @@ class SglangRequest(StrictRequest):
     )
 
     def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Encode the texts as tokens. Raise `RefusedError` if both `text` and `input_ids` are given, or none."""
+        """Encode the texts as tokens. Raise `RefusedError` if `text` and `input_ids` are both given or both missing."""
         if (self.text is None) == (self.input_ids is None):
             raise RefusedError("Give either text or input_ids, not both.", 400, param="input_ids")
         given, name = (self.text, "text") if self.input_ids is None else (self.input_ids, "input_ids")

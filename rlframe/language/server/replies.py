@@ -160,7 +160,7 @@ class CompletionReplies(Replies):
         return [min(offset, len(text)) for offset in decoder.offsets]
 
     def _top(self, token: int, log_prob: float, top_tokens: dict[int, float] | None) -> dict[str, float] | None:
-        """Return the top tokens at one position, and the sampled token."""
+        """Return the top tokens at one position, and the token at this position, with their log-probabilities."""
         if top_tokens is None:
             return None
         kept = dict([*top_tokens.items()][: self._request.top_tokens])  # type: ignore[union-attr]

@@ -89,7 +89,7 @@ def test_reverse_scores_partly_correct_answers():
     ]
 
 
-def test_add_example(model):
+def test_add_example_scores_answers_and_evaluates(model):
     def answer(prompt, number):
         left, _, right = text_of(prompt).rstrip("=").partition("+")
         return encoded(str(int(left) + int(right)))
@@ -132,7 +132,7 @@ def halving(prompt, number):
     return encoded(str((low + high) // 2))
 
 
-def test_guess_example(model):
+def test_guess_example_scores_games_and_evaluates(model):
     async def use(env):
         model.reply = halving
         node, score, found = await env.play(10, temperature=1.0)
@@ -174,7 +174,7 @@ def test_demonstrations_of_guess_are_valid_games():
     }
 
 
-def test_calculator_example(model):
+def test_calculator_example_scores_answers_and_tool_calls(model):
     def careful(prompt, number):
         """Return a correct answer: call the tool once for each operation, then give the last result."""
         lines = text_of(prompt).splitlines()

@@ -479,9 +479,7 @@ def test_single_trajectories_become_a_group(url, model):
     make = lambda: make_env(Singles, model, url=url, max_num_workers=1, include_messages=True)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         groups = [pull(client)[0] for _ in range(2)]
-        wait_until(
-            lambda: any(request["prompt"] == "further" for request in model.requests), "the item of the backlog is used"
-        )
+        wait_until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog is used")
         assert isinstance(running.env.backlog, list)
     assert sorted(row.tolist()[1] for row in groups[0].tokens) == [65, 66]
     assert groups[0].advantages is None
