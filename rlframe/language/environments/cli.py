@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
 COMMANDS = {
-    "serve": "collect for the trainer of a trajectory service",
+    "serve": "collect groups for the trainer of a trajectory service",
     "process": "write groups to a JSONL and an HTML file; needs only a model server",
     "evaluate": "evaluate once; needs only a model server",
 }

@@ -44,13 +44,13 @@ _COUNTERS = (
     ("refreshes", "Updates of the parameters from the learner.", "refreshes"),
 )
 _GAUGES = (
-    ("running", "Completions being decoded.", "running"),
-    ("waiting", "Completions waiting for a slot.", "waiting"),
+    ("running", "Number of completions that are decoded now.", "running"),
+    ("waiting", "Number of completions that wait for a slot.", "waiting"),
     ("version", "Version of the parameters.", "version"),
-    ("learner_version", "Newest known version of the learner; -1: none.", "learner_version"),
+    ("learner_version", "Newest known version of the learner's parameters; -1: none.", "learner_version"),
     (
         "versions_behind",
-        "Versions by which the parameters are behind the learner's newest known version.",
+        "Number of versions between the parameters and the learner's newest known version.",
         "versions_behind",
     ),
     ("since_refresh_seconds", "Seconds since the last update of the parameters.", "since_refresh"),

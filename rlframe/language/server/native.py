@@ -35,13 +35,13 @@ class VllmRequest(SamplingFields):
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="log-probabilities of the sampled tokens and of this number of top tokens",
+        description="return log-probabilities of the sampled tokens and of this number of top tokens",
     )
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="log-probabilities of the prompt's tokens and of this number of top tokens",
+        description="return log-probabilities of the prompt's tokens and of this number of top tokens",
     )
 
     def parse(self, tokenizer: Tokenizer) -> ParsedRequest:

@@ -128,7 +128,7 @@ class SamplingFields(StrictRequest):
     n: int = Field(default=1, ge=1, description="number of answers to each prompt")
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = Field(default=0, description="0 or -1: all tokens")
+    top_k: int = Field(default=0, description="sample from this number of top tokens; 0 or -1: all")
     seed: int | None = None
     stop: Union[str, list[str]] = Field(
         default=[], description="strings that end an answer; they are not part of the answer"
@@ -170,7 +170,7 @@ class _Request(SamplingFields):
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="log-probabilities of the prompt's tokens and of this number of top tokens; not with stream",
+        description="return log-probabilities of the prompt's tokens and this number of top tokens; not with stream",
     )
 
     @model_validator(mode="after")
@@ -309,9 +309,9 @@ class ChatRequest(_Request):
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_check_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(
-        default=None, description="maximum tokens of each answer; default: up to the server's maximum length"
+        default=None, description="maximum tokens of each answer; default: the server's limit"
     )
-    max_completion_tokens: int | None = Field(default=None, description="same as max_tokens; takes precedence")
+    max_completion_tokens: int | None = Field(default=None, description="replaces max_tokens if both are given")
     logprobs: bool = Field(default=False, description="return log-probabilities of the sampled tokens")
     top_logprobs: int = Field(
         default=0, ge=0, le=MAX_TOP_TOKENS, description="also return log-probabilities of this number of top tokens"
