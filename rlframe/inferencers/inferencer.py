@@ -277,7 +277,7 @@ class Inferencer:
     def get_state(self) -> dict[str, Any]:
         """Return numpy arrays and ints from which a resumed Inferencer continues exactly."""
         version, packed = self._active_params
-        # Save the parameters if they can be older than the learner's. Then the learner no longer has them.
+        # With a longer interval, the learner may have replaced the parameters that are in use, so save them.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
         params = packing.unpack_numpy(packed) if packing is not None else None
         return {"calls": self._calls, "version": version, "params": params}
