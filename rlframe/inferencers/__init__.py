@@ -8,8 +8,8 @@ A service (`run()`) answers actors in other processes of the machine:
 1. The actor's `RemoteInferencer` (shared_calls.py) writes the rows to a slot of shared memory, and sends the slot's
    number.
 2. `Inferencer.shared_inference` reads the rows. `Batcher` (batching.py) joins simultaneous calls into a batch.
-3. One jitted call answers the batch. Each call writes its part of the answer to its slot, and returns the version of
-   the parameters.
+3. One jitted call answers the batch. Each actor's part of the answer is written to its slot, and the actor receives the
+   version of the parameters.
 
 A `Refresher` fetches the learner's parameters at the same time. base.py defines the protocol that an actor uses.
 """

@@ -17,22 +17,25 @@ from rlframe.types import AgentOutput, AgentState, TimeStep
 class Inference(Protocol):
     """Returns actions for timesteps: an Inferencer, a handle to an Inferencer, or your own object.
 
-    The recurrent state is passed with each call. So each of several inferencers can answer for any environment, a call
-    can be repeated, and a restart of an inferencer loses no state.
+    The caller passes the recurrent state with each call. So any of several inferencers can answer for any environment,
+    a call can be repeated, and no state is lost if an inferencer restarts.
 
     Some callers need more methods. An Actor of an on-policy agent needs `wait_for_version`, as in `ParamSource`. An
     Actor whose replay is on another node needs `specs()`. An Evaluator needs `refresh()` before it begins.
     """
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """Return (output, next state) for the environments `env_ids` [B] at `timestep` [B, ...] in `state` [B, ...]."""
+        """Return (output, next state) for a batch of environments.
+
+        `env_ids` is [B]. The leaves of `timestep` and of the recurrent `state` are [B, ...].
+        """
 
     def initial_state(self, batch_size: int) -> AgentState:
-        """Return the recurrent state for a FIRST timestep: a tree of [batch_size, ...], or `()` if there is none."""
+        """Return the recurrent state for FIRST timesteps: a tree of [batch_size, ...]; `()` for a stateless agent."""
 
 
 def as_inference(target: Any) -> Any:
-    """Return the target as an `Inference`: the target itself, or an adapter.
+    """Return the target itself if it implements `Inference`, else an adapter for it.
 
     Args:
         target: an object whose `inference` takes (env_ids, timestep), and optionally the state. It returns an
@@ -54,7 +57,7 @@ def as_inference(target: Any) -> Any:
 
 
 def count_positional(function: Any) -> float:
-    """Return the number of positional arguments of a function; infinity if it takes any number."""
+    """Return the number of positional arguments of a function; infinity if the function has `*args`."""
     parameters = inspect.signature(function).parameters.values()
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return math.inf
@@ -65,15 +68,15 @@ class StatelessInference:
     """Adapts an object that only has `inference` to an `Inference` without recurrent state.
 
     Args:
-        target: the object, or a handle to a node that has such an object.
+        target: an object with `inference`, or a handle to a node with such an object.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a handle takes any number of arguments
+        self._takes_state = 2 < count_positional(target.inference) < math.inf  # a handle's methods have `*args`
 
     def inference(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        """See `Inference`. The version is -1 if the object returns no version."""
+        """See `Inference`. `output.params_version` is -1 if the object returns no version."""
         answer = self._target.inference(env_ids, timestep, *([state] if self._takes_state else []))
         output = answer[0] if isinstance(answer, tuple) and not isinstance(answer, AgentOutput) else answer
         if not isinstance(output, AgentOutput):

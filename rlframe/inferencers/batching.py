@@ -1,11 +1,11 @@
-"""Batching: one call of `act` answers simultaneous calls.
+"""Batching: simultaneous requests for actions are joined into a batch, which one call of `act` answers.
 
-The callers' threads do all the work. While one call of `act` runs, the next batch collects calls. For example, actors 0
-and 1 call at the same time, with 8 rows each:
+The callers' threads do all the work. While one call of `act` runs, the next batch collects requests. For example,
+actors 0 and 1 send requests at the same time, with 8 rows each:
 
 1. Actor 0 comes first, so it leads the batch: it waits until the batch may run (`_take_turn`).
-2. Actor 1 joins the batch: it writes its rows after those of actor 0, and waits for the answer.
-3. Actor 0 writes its own rows, pads the batch to a size that is already compiled (16), and calls `act` for both.
+2. Actor 1 joins the batch: it writes its rows after the rows of actor 0, and waits for the answer.
+3. Actor 0 writes its own rows, pads the batch to one of a few sizes (here 16 rows), and calls `act` for both actors.
 4. Each actor takes its part of the answer.
 
 So a single caller needs no other thread, and many callers share one jitted call.
@@ -28,10 +28,10 @@ from rlframe.types import AgentOutput, AgentState, TimeStep, specs
 
 Answer = tuple[AgentOutput, AgentState]
 
-# Seconds that a call waits for its batch. Less than the transport's timeout, so that the caller gets our error message.
+# Seconds that a call waits for its batch. The transport's timeout is longer, so the caller gets our error message.
 TIMEOUT = CALL_TIMEOUT - 1.0
 _SMALLEST_BUCKET = 8  # smallest padded size, in rows
-_MAX_CONCURRENT_CALLS = 2  # with only one call, cores would be idle before and after the jitted call
+_MAX_CONCURRENT_CALLS = 2  # with 1, cores would be idle between two jitted calls
 
 
 class Batcher:
@@ -70,10 +70,10 @@ class Batcher:
         self.counts = {"requests": 0, "calls": 0, "rows": 0, "padding_rows": 0}
 
     def __call__(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Answer:
-        """Return the result of `act` for this request. Any number of threads may call it.
+        """Return the result of `act` for this request. Any number of threads may call this method at the same time.
 
         Raises:
-            UsageError: the arrays do not match the agent's specs. Other calls are answered.
+            UsageError: the arrays do not match the agent's specs. Other calls are not affected.
             UnavailableError: the batch of this call did not start in time, or the Batcher was stopped.
         """
         leaves, rows = self._check(env_ids, timestep, state)
@@ -83,7 +83,7 @@ class Batcher:
             batch = self._batch_with_room(rows)
             leads, start = not batch.requests, batch.join(rows)
             if not leads and len(self._waiting_batches) == 1:
-                self._changed.notify_all()  # with this call, the batch may be large enough to run
+                self._changed.notify_all()  # this request may have made the batch large enough to run
         if leads:
             self._lead(batch, env_ids, leaves, rows)
         else:
@@ -92,7 +92,7 @@ class Batcher:
                 batch.unwritten -= 1
                 if not batch.unwritten:
                     self._changed.notify_all()
-            if not batch.done.wait(self._timeout):  # the timeout can expire if the running call of `act` compiles
+            if not batch.done.wait(self._timeout):  # can time out while `act` compiles
                 raise UnavailableError(self._timeout_message)
         if batch.error is not None:
             raise batch.error
@@ -105,12 +105,12 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of calls whose batch does not run yet."""
+        """Number of calls in batches that do not run yet."""
         with self._changed:
             return sum(batch.requests for batch in self._waiting_batches)
 
     def stop(self, why: str) -> None:
-        """Refuse all waiting and all later calls. Running calls are answered."""
+        """Refuse all calls that wait, and all later calls. Calls in a running batch are still answered."""
         with self._changed:
             self._stopped = why
             for batch in self._waiting_batches:
@@ -147,12 +147,12 @@ class Batcher:
         else:
             leaves = [np.zeros((capacity, *shape), dtype) for shape, dtype in self._leaf_specs]
         if self._waiting_batches:
-            self._changed.notify_all()  # the previous batch is full, so it need not wait for more rows
+            self._changed.notify_all()  # the previous batch is full, so it does not wait for more rows
         self._waiting_batches.append(_Batch(leaves, self._max_rows))
         return self._waiting_batches[-1]
 
     def _lead(self, batch: _Batch, env_ids: np.ndarray, leaves: list[np.ndarray], rows: int) -> None:
-        """Run a batch when its turn comes."""
+        """Wait until the batch may run. Then call `act` for it."""
         if not self._take_turn(batch):
             return
         try:
@@ -180,7 +180,7 @@ class Batcher:
             batch.done.set()
 
     def _take_turn(self, batch: _Batch) -> bool:
-        """Wait until the batch may run. Return False if the batch fails before then."""
+        """Wait until the batch may run. Return True then, or False if the batch failed while it waited."""
         with self._changed:
             came = self._changed.wait_for(
                 lambda: batch.error is not None or self._is_ready_to_run(batch), self._timeout
@@ -202,9 +202,9 @@ class Batcher:
     def _is_ready_to_run(self, batch: _Batch) -> bool:
         """Return True if this is the oldest batch and may run now.
 
-        While another batch runs, this batch may start only if it has at least as many rows as the running batch, or if
-        a newer batch waits. Reason: the callers of a batch return together, and call again at almost the same time.
-        The first of them should not start a batch without the others.
+        While another batch runs, this batch may start in two cases: it has at least the running batch's number of rows,
+        or a newer batch waits behind it. Reason: the callers of one batch get their answers together, and call again at
+        almost the same time. The first of these calls should wait for the others, instead of starting a small batch.
         """
         if self._waiting_batches[0] is not batch or len(self._running_batches) >= _MAX_CONCURRENT_CALLS:
             return False
@@ -216,9 +216,9 @@ class _Batch:
 
     Attributes:
         leaves: one array [capacity, ...] for each leaf of a request.
-        rows, requests: number of rows and of requests that have joined.
-        unwritten: number of requests whose rows are not written yet, without the leader's request.
-        unread: number of requests whose answer was not taken yet.
+        rows, requests: number of rows, and number of requests, in the batch.
+        unwritten: number of requests whose rows are not written yet. The leader's request is not counted.
+        unread: number of requests whose caller has not taken the answer yet.
     """
 
     __slots__ = (
@@ -237,7 +237,7 @@ class _Batch:
     def __init__(self, leaves: list[np.ndarray], max_rows: int) -> None:
         self.leaves, self.capacity, self._max_rows = leaves, len(leaves[0]), max_rows
         self.rows = self.requests = self.unread = 0
-        self.unwritten = -1  # -1, because `join` also counts the leader's request
+        self.unwritten = -1  # -1, so that it is 0 after the leader's `join`
         self.answer: Any = None
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -246,7 +246,7 @@ class _Batch:
         return self.rows + rows <= self._max_rows
 
     def join(self, rows: int) -> int:
-        """Add a request of this number of rows to the batch. Return the index of its first row."""
+        """Add a request with `rows` rows to the batch. Return the index of its first row."""
         start = self.rows
         self.rows += rows
         self.requests += 1
@@ -259,7 +259,7 @@ class _Batch:
             here[start : start + rows] = leaf
 
     def part(self, start: int, rows: int) -> Answer:
-        """Return the part of the answer for `rows` rows from row `start` on."""
+        """Return the answer for the rows from `start` to `start + rows - 1`."""
         output, state = self.answer
         if self.requests == 1 and rows == len(jax.tree.leaves(output.action)[0]):
             return self.answer
@@ -275,11 +275,11 @@ class _Batch:
 
 
 def bucket_of(rows: int, max_rows: int) -> int:
-    """Return the padded size for `rows`: 8, 12, 16, 24, 32, 48 and so on.
+    """Return the size to which a batch of `rows` rows is padded: 8, 12, 16, 24, 32, 48 and so on.
 
     The size is at most `max_rows`, unless `rows` is larger.
     """
     power = max(_SMALLEST_BUCKET, 1 << (rows - 1).bit_length())
-    between = power * 3 // 4  # with only powers of two, a third of all rows was padding
+    between = power * 3 // 4  # with powers of two only, a third of all rows was padding
     bucket = between if rows <= between and power > _SMALLEST_BUCKET else power
     return max_rows if rows <= max_rows < bucket else bucket

@@ -1,4 +1,4 @@
-"""The Inferencer: a copy of the parameters, and one jitted call from timesteps to actions."""
+"""The Inferencer keeps a copy of the parameters. It computes actions from timesteps, with one jitted call."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class InferencerConfig:
-    """How an Inferencer acts, and how often it fetches newer parameters."""
+    """Options of an Inferencer: how it acts, and how often it fetches newer parameters."""
 
     sync_interval: int = 1  # inference calls between two checks for newer parameters
     greedy: bool = False  # True: act with `agent.eval_step`, not `agent.actor_step`
     seed: int = 0
-    learner_deadline: float = handles.DEADLINE  # seconds for which a remote learner may be unreachable
+    learner_deadline: float = handles.DEADLINE  # maximum seconds without an answer from a remote learner
     # Options of a service (`run`), which an inline Inferencer ignores:
     refresh_interval: float = 0.02  # seconds between two checks for newer parameters
-    max_batch: int = 256  # maximum rows of a batch; a larger request forms its own batch
+    max_batch: int = 256  # maximum number of rows in a batch; a larger request gets its own batch
     max_wait: float = 0.0  # seconds to wait for more requests; 0 was fastest in benchmarks
 
     def __post_init__(self) -> None:
@@ -49,11 +49,10 @@ class InferencerConfig:
 class Inferencer:
     """Returns an agent's actions for batches of timesteps, with the learner's newest parameters.
 
-    An inline Inferencer, which one thread calls, is synchronous, and its results are reproducible. While `run()` is
-    active, the Inferencer is a service: one jitted call answers simultaneous calls, and another thread fetches
-    parameters.
+    An inline Inferencer runs in the thread of its caller, so its results are reproducible. While `run()` is active, the
+    Inferencer is a service: one jitted call answers simultaneous calls, and the thread of `run` fetches parameters.
 
-    The methods of a call, in the process of the Inferencer or from another process through a handle:
+    A call starts one of these three methods. An indented name is called by the method above it:
 
             inference(env_ids, timestep, state)
               refresh                           # every `sync_interval` calls
@@ -61,14 +60,14 @@ class Inferencer:
                 _jitted_step                    # compiled once for each number of rows
                   Agent.actor_step
 
-            answer_inference                    # from another process: `inference`; returns a refusal as a string
-            shared_inference                    # from the same machine: with the arrays in the client's memory,
-              inference                         #   which `share_calls` maps (shared_calls.py)
-                Batcher                         # in a service: joins simultaneous calls
+            answer_inference                    # from another process: calls `inference`; returns a refusal as a string
+            shared_inference                    # from another process of the machine: the arrays are in the client's
+              inference                         #   memory, which `share_calls` maps (shared_calls.py)
+                Batcher                         # if this is a service: joins simultaneous calls
                   _act_for_batch                # stops the service if a batch fails, and logs compilations
                     _act
 
-    A pickled Inferencer contains only its constructor's arguments. So it can be passed to an Actor in another process.
+    An Inferencer can be passed to an Actor in another process, because only its constructor's arguments are pickled.
 
     Args:
         cfg: see `InferencerConfig`.
@@ -84,16 +83,16 @@ class Inferencer:
     """
 
     def __init__(self, cfg: InferencerConfig, agent: Agent, learner: ParamSource | Any) -> None:
-        # Check now, because the process that makes an Inferencer may not be the one that uses it.
+        # Check now, where the mistake is. The Inferencer may be used in another process.
         handles.refuse_nodes(learner, "as the learner")
         self._cfg = cfg
         self.agent = agent
         self._learner_or_handle = learner
         self._calls = 0
-        # (version, packed parameters). A concurrent refresh replaces both at once.
+        # (version, packed parameters), in one tuple, so that a concurrent refresh replaces both values at once.
         self._active_params: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
-        self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; tracing adds an entry
+        self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; each tracing adds an entry
         self._lock = threading.Lock()  # a call of an inline Inferencer acquires this lock
         self._counting = threading.Lock()  # guards `_calls`, so that no two calls draw the same random numbers
         self._batcher: Batcher | None = None  # None until `run` is called
@@ -121,7 +120,7 @@ class Inferencer:
         def step(
             rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
         ) -> list[jax.Array]:
-            # Python runs this function only when JAX traces it, once for each number of rows. Later calls do no checks.
+            # Python runs this function only while JAX traces it, once for each number of rows. Later calls skip checks.
             self.agent.check_observation(timestep.observation)
             act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
             assert self._params_packing is not None
@@ -135,16 +134,16 @@ class Inferencer:
 
     @functools.cached_property
     def _upload(self) -> Any:
-        # A jitted identity moves arrays to the device ten times as fast as jax.device_put.
+        # A jitted identity function copies arrays to the device ten times faster than jax.device_put.
         return jax.jit(lambda arrays: arrays)
 
     def specs(self) -> AgentSpecs:
-        """Return (replay_spec, step_spec) of the agent. An Actor makes its side of a replay from these."""
+        """Return (replay_spec, step_spec) of the agent. An Actor needs them if its replay is on another node."""
         return AgentSpecs(self.agent.replay_spec, self.agent.step_spec)
 
     @property
     def params_version(self) -> int:
-        """Version of the parameters in the last call; -1 before the first call."""
+        """Version of the parameters in use; -1 before the first parameters arrive."""
         return self._active_params[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
@@ -181,7 +180,7 @@ class Inferencer:
             return self._act(env_ids, timestep, state)
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait for parameters, for up to `timeout` seconds (at most 1). Return True if they exist."""
+        """Wait for the first parameters, for up to `timeout` seconds (at most 1). Return True if they have arrived."""
         return self._batcher is None or self._has_params.wait(min(timeout, 1.0))
 
     def answer_inference(
@@ -189,7 +188,8 @@ class Inferencer:
     ) -> tuple[AgentOutput, AgentState] | str:
         """Answer a call of `inference` from another process. Return the message of an UnavailableError as a string.
 
-        The caller then repeats its call. Servers may print a traceback for each exception, and this is a normal answer.
+        The caller repeats its call if it gets a string. An exception would make the server print a traceback, although
+        such a refusal is normal.
         """
         try:
             return self.inference(env_ids, timestep, state)
@@ -201,7 +201,7 @@ class Inferencer:
         return self._shared_calls.share(name, capacity, request, answer)
 
     def shared_inference(self, token: int, slot: int, rows: int) -> int | str:
-        """Do the same as `answer_inference`, but with the arguments and the answer in a slot of a client's memory.
+        """Read the arguments of `inference` from a slot of a client's memory, and write the answer to this slot.
 
         Returns:
             The version of the parameters that chose the actions, or a string with the reason why there is no answer.
@@ -244,7 +244,7 @@ class Inferencer:
         stays in use.
 
         Raises:
-            PeerError: no learner answered within `learner_deadline`, and there are no parameters.
+            PeerError: the learner did not answer within `learner_deadline`, and no parameters have arrived before.
         """
         if self._batcher is not None:
             raise UsageError("This Inferencer's run() was already called. Make another Inferencer.")
@@ -275,15 +275,15 @@ class Inferencer:
         return {**counts, "compilations": len(self._output_packings), "params_version": self.params_version}
 
     def get_state(self) -> dict[str, Any]:
-        """Return the state from which a resumed Inferencer continues exactly (numpy arrays and ints)."""
+        """Return numpy arrays and ints from which a resumed Inferencer continues exactly."""
         version, packed = self._active_params
-        # Between two checks for newer parameters, the learner may no longer have the parameters that are in use.
+        # With a longer interval, the learner may have replaced the parameters that are in use, so save them.
         packing = self._params_packing if self._cfg.sync_interval > 1 else None
         params = packing.unpack_numpy(packed) if packing is not None else None
         return {"calls": self._calls, "version": version, "params": params}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the result of `get_state`."""
+        """Restore the state that `get_state` returned."""
         self._calls = state["calls"]
         if state["params"] is not None:
             self._take(state["version"], PackedParams.of(state["params"]))
@@ -301,7 +301,7 @@ class Inferencer:
         known, began = len(self._output_packings), time.perf_counter()
         try:
             answer = self._act(env_ids, timestep, state)
-        except BaseException as error:  # the shapes were checked, so the request is not the cause, and `run` fails
+        except BaseException as error:  # end `run` with this error: the shapes were checked, so no request is the cause
             self._failure = error
             self.stop()
             raise

@@ -1,15 +1,15 @@
-"""Calls in shared memory: requests to a service on the same machine, and its answers, are not sent over the network.
+"""Calls of an inference service on the same machine: requests and answers are exchanged in shared memory.
 
 Each client creates memory with one slot for each concurrent call. A slot has room for the request's rows and for the
-answer. The call itself still uses the transport, with its deadlines and retries, but its message contains only the
-slot's name:
+answer. The call itself still uses the transport, with its deadlines and retries, but the message contains only the
+slot's name. An example with the memory 1234:
 
     client   _InferencerClient.submit("inference", env_ids, timestep, state)
-      slot = CallMemory.write                             the request, in slot 5 of the memory 1234: 8 rows
+      slot = CallMemory.write                             writes the request, with 8 rows, to slot 5 of the memory
       Client.submit("shared_inference", 1234, 5, 8)
     service  Inferencer.shared_inference(1234, 5, 8)
-      call = CallMemoryRegistry.slot(1234, 5, 8)          the same slot, mapped into the service's process
-      call.write(inference(*call.request()))              the answer; the call returns the parameters' version
+      call = CallMemoryRegistry.slot(1234, 5, 8)          finds the same slot, mapped into the service's process
+      call.write(inference(*call.request()))              writes the answer, and returns the parameters' version
     client   slot.read(version)                           copies the answer, and frees the slot
 """
 
@@ -33,7 +33,7 @@ from rlframe.types import AgentOutput, AgentState, Tree
 Answer = tuple[AgentOutput, AgentState]
 
 _LABEL = "rlframe-calls"
-_SLOTS = 64  # maximum number of concurrent calls in shared memory; other calls send their arrays
+_SLOTS = 64  # maximum number of concurrent calls in shared memory; further calls send their arrays
 
 
 class RemoteInferencer(Remote):
@@ -49,20 +49,19 @@ class RemoteInferencer(Remote):
 
 
 class _InferencerClient:
-    """An inferencer's client. It wraps the transport's client.
+    """A client of an inferencer. It wraps the transport's client.
 
-    - Before the first call, it waits until the inferencer has parameters. The arrays of that call are sent, and its
-      answer shows the shapes of later answers.
-    - At the second call, it creates memory, and asks the inferencer to map it.
-    - After a failed call, it creates new memory, because the answer of that call may still be written to the old
-      memory.
+    - Before the first call, it waits until the inferencer has parameters. The first call sends its arrays over the
+      network. Its answer shows the shapes of later answers.
+    - At the second call, the client creates memory, and asks the inferencer to map it.
+    - After a failed call, the client creates new memory, because a late answer may still be written to the old memory.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._can_share = SUPPORTED
-        self._method = ""  # method to call if the arrays are sent; empty before the first call
-        self._answer: Tree = None  # an answer with zero rows, which shows the shapes; None before the first answer
+        self._method = ""  # name of the method for calls that send arrays; empty before the first call
+        self._answer: Tree = None  # an answer cut to zero rows, for its shapes; None before the first answer
         self._memory: CallMemory | None = None
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -86,14 +85,14 @@ class _InferencerClient:
         return MappedFuture(submitted, lambda future: self._answer_of(slot, future.result))
 
     def _message(self, slot: _Slot | None, args: Any) -> tuple[Any, ...]:
-        """Return the method to call for `inference`, followed by its arguments."""
+        """Return (name of the remote method, its arguments...): with the slot's name, or with the arrays."""
         return (self._method, *args) if slot is None else ("shared_inference", *slot.name)
 
     def _answer_of(self, slot: _Slot | None, result: Callable[[], Any]) -> Answer:
-        """Return the answer to a request. `result` waits for the result of its call."""
+        """Return the answer to a request, from its slot if there is one. `result` waits until the call returns."""
         try:
             returned = result()
-            if isinstance(returned, str):  # the message of a refusal: see `Inferencer.answer_inference`
+            if isinstance(returned, str):  # the inferencer refused: see `Inferencer.answer_inference`
                 raise UnavailableError(returned)
             return self._record_shapes(returned) if slot is None else slot.read(returned)
         except Exception:
@@ -110,7 +109,7 @@ class _InferencerClient:
                 raise UnavailableError("The inference service has no parameters yet: its learner has not answered.")
             self._method = "answer_inference"
         except NoMethodError:
-            self._method = "inference"  # not an Inferencer, but an object with an `inference` method
+            self._method = "inference"  # the node is the user's own object with an `inference` method
 
     def _write(self, request: Any) -> _Slot | None:
         """Wait for parameters, and write the request to a slot. Return the slot; None if the arrays must be sent."""
@@ -122,7 +121,7 @@ class _InferencerClient:
         memory = self._memory
         if memory is None or not memory.fits(leaves, treedef, rows):
             if not all(isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == rows for leaf in leaves):
-                return None  # send the wrong arrays, so that the inferencer raises its error
+                return None  # the arrays are wrong; if they are sent, the inferencer raises a clear error
             memory = CallMemory(None, rows, treedef.unflatten([leaf[:0] for leaf in leaves]), self._answer)
             self._can_share = self._client.call(
                 "share_calls", memory.name, memory.capacity, memory.request, memory.answer
@@ -133,7 +132,7 @@ class _InferencerClient:
         return memory.write(leaves, rows)
 
     def _record_shapes(self, answer: Answer) -> Answer:
-        """Return the answer. Record its shapes, so that the next call can create memory for an answer."""
+        """Return the answer unchanged. Record its shapes, so that the next call can create memory for answers."""
         if self._answer is None and self._method != "inference":
             output, state = answer
             self._answer = jax.tree.map(lambda leaf: leaf[:0], (output._replace(params_version=None), state))
@@ -141,16 +140,16 @@ class _InferencerClient:
 
 
 class CallMemoryRegistry:
-    """The memory of all clients of a service, by the client's token."""
+    """The memories of all clients of a service. The key is the memory's token."""
 
     def __init__(self) -> None:
         self._memories: dict[int, CallMemory] = {}
         self._lock = threading.Lock()
 
     def share(self, name: MemoryName, capacity: int, request: Tree, answer: Tree) -> bool:
-        """Map a client's memory.
+        """Map a client's memory. Return False if that is not possible.
 
-        Return False if that is not possible. Release the memory of clients that have exited.
+        Also release the memories of clients that have exited.
         """
         with self._lock:
             for token in [token for token, memory in self._memories.items() if memory.is_gone]:
@@ -162,7 +161,7 @@ class CallMemoryRegistry:
         return True
 
     def slot(self, token: int, number: int, rows: int) -> _Slot:
-        """Return a slot of a client's memory."""
+        """Return the slot `number` of the memory with this token."""
         memory = self._memories.get(token)
         if memory is None:
             raise UnavailableError("The inferencer has not mapped the memory of this call: it was restarted.")
@@ -173,9 +172,9 @@ class CallMemory:
     """A client's memory, mapped into this process.
 
     Args:
-        name: the memory's name; None creates it.
+        name: name of an existing memory to map; None creates a new memory.
         capacity: maximum number of rows of a slot.
-        request, answer: trees of arrays with zero rows, [0, ...].
+        request, answer: trees of arrays [0, ...]. They define shapes and dtypes of a row.
 
     Raises:
         OSError: the memory is not on this machine, or cannot be opened.
@@ -196,7 +195,7 @@ class CallMemory:
 
     @property
     def is_gone(self) -> bool:
-        """True if the client has closed the memory or has died."""
+        """True if the client has closed the memory, or if its process has died."""
         return self._shared.closed or not self._shared.creator_is_alive
 
     def fits(self, leaves: list[Any], treedef: Any, rows: int) -> bool:
@@ -211,7 +210,7 @@ class CallMemory:
         )
 
     def write(self, leaves: list[np.ndarray], rows: int) -> _Slot | None:
-        """Write a request. Return its slot; None if all slots are in use."""
+        """Write a request to a free slot. Return the slot; None if all slots are in use."""
         try:
             slot = _Slot(self, self.free.pop(), rows)
         except IndexError:
@@ -237,12 +236,12 @@ class _Slot:
         self.memory, self.name, self.arrays = memory, (memory.name.token, number, rows), memory.arrays(number, rows)
 
     def request(self) -> Any:
-        """Return the arguments of `inference`, as views. They do not change before the call is answered."""
+        """Return the arguments of `inference`, as views of the slot. They do not change before the answer."""
         treedef = self.memory.request_treedef
         return treedef.unflatten(self.arrays[: treedef.num_leaves])
 
     def write(self, answer: Answer) -> int:
-        """Write the answer. Return the parameters' version, which the call returns to the client."""
+        """Write the answer to the slot. Return the parameters' version, which is sent to the client."""
         output, state = answer
         leaves = jax.tree.leaves((output._replace(params_version=None), state))
         for array, leaf in zip(self._answer, leaves, strict=True):

@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and paths that are not valid UTF-8."""
+"""Functions that replace a file atomically, and functions for paths that are not valid UTF-8."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def write_atomically(
     """Write the contents, one after another, to the file at `path`. If writing fails, the old file stays unchanged.
 
     Args:
-        contents: the contents. Text is written as UTF-8.
-        parents: create the file's missing parent directories.
+        contents: parts of the file's content. Text is written as UTF-8.
+        parents: True creates missing parent directories.
         mode: permissions of the file, before the process's umask is applied.
     """
     if parents:
@@ -32,9 +32,9 @@ def write_atomically(
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield a temporary path. At the end, rename the file there to `path`. After an error, remove the file."""
+    """Yield a path for a temporary file. At the end, rename this file to `path`. After an error, remove this file."""
     path = pathlib.Path(path)
-    # The random number makes the name unique on all machines that share the directory. A process id would not.
+    # A random number is unique among all machines that share the directory. A process id is not.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.new")
     try:
         yield temporary
@@ -46,10 +46,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 class NativePath:
-    """A directory's path in a form that C++ libraries in this process can open. These libraries expect UTF-8.
+    """Converts a directory's path for C++ libraries in this process, which accept only paths in UTF-8.
 
-    The bytes of a non-ASCII path may be invalid UTF-8, and Python may encode paths differently. So a non-ASCII path is
-    replaced by the /proc path of an open descriptor. The /proc path is valid until `close`.
+    A non-ASCII path may be in another encoding. So it is replaced by a path in /proc, of a descriptor that is open
+    until `close`.
 
     Attributes:
         path: the path to pass to the library.
@@ -69,5 +69,5 @@ class NativePath:
 
 
 def printable(text: str) -> str:
-    """Return `text` with each byte that is not valid UTF-8 written as an escape: `a\\xff`."""
+    """Return `text` with escapes, such as `a\\xff`, for the bytes that are not valid UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="backslashreplace")

@@ -1,8 +1,8 @@
-"""Heartbeats: a thread reports at regular intervals that its process is alive, and the current phase.
+"""Heartbeats: a thread reports at regular intervals that its process is alive, and what the process does (its phase).
 
-The thread writes to a page of shared memory. The parent process created the page and watches it. If a process is
-stopped, or a call into C blocks its interpreter, the heartbeats stop. If a process makes no progress, the heartbeats
-continue and report how long the process has been in its phase (`rlframe.interprocess.phases`).
+The thread writes to a page of shared memory, which the parent process created and reads. The heartbeats stop if the
+process is stopped, or if a call into C blocks its interpreter. If the process only makes no progress, the heartbeats
+continue, and report how long the process has been in its phase (`rlframe.interprocess.phases`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from rlframe.interprocess.phases import STARTING, ThreadProgress, describe_stall
 
 VARIABLE = "RLFRAME_HEARTBEAT"  # its value is "DESCRIPTOR:SECONDS": the page's descriptor and the heartbeat interval
 TIMEOUT = 30.0  # seconds without a heartbeat after which a process is considered hung
-# Factor of the timeout while a process starts, because imports of libraries may block the interpreter for seconds.
+# While a process starts, the timeout is longer by this factor, because imports can block the interpreter for seconds.
 _STARTING_FACTOR = 4.0
-_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0  # the heartbeat interval: fraction of the timeout, maximum in seconds
-_watched = threading.Event()  # set if another process watches this process
-# The page's fields: number of the heartbeat; seconds without progress, allowed seconds and name of the phase that is
-# nearest to its deadline.
+# The heartbeat interval is a fraction of the timeout, but not above a maximum in seconds.
+_INTERVAL_FRACTION, _MAX_INTERVAL = 0.1, 1.0
+_watched = threading.Event()  # set if the parent process watches this process
+# The page's fields: the number of the heartbeat; then, for the phase that is nearest to its limit, its seconds without
+# progress, its limit in seconds, and its name.
 _PAGE = struct.Struct("=qdd64s")
 
 
 class SuspendAwareClock:
     """A clock that stops while this process is suspended. A call returns the time in seconds since the epoch.
 
-    After this process or its machine was suspended, a normal clock would make every watched process look silent for the
-    time of the suspension.
+    With a normal clock, every watched process would look hung after this process or its machine was suspended.
 
     Args:
-        max_gap: the most seconds that count between two calls of `tick`. A longer gap counts as a suspension.
+        max_gap: seconds between two calls of `tick`. If more seconds pass, this process was suspended, and the clock
+            advances by `max_gap` only.
     """
 
     def __init__(self, max_gap: float = 2.0) -> None:
@@ -55,7 +56,7 @@ class SuspendAwareClock:
 
 
 def heartbeat_interval(timeout: float) -> float:
-    """Return the seconds between two heartbeats, which are also the seconds between two checks of the heartbeats."""
+    """Return the seconds between two heartbeats. The watcher checks the heartbeats at the same interval."""
     return min(timeout * _INTERVAL_FRACTION, _MAX_INTERVAL)
 
 
@@ -64,11 +65,11 @@ class HeartbeatMonitor:
 
     Args:
         timeout: seconds without a heartbeat after which the process is considered hung.
-        now: the current time of the clock whose times are passed to `problem`.
+        now: the current time, from the same clock as the argument of `problem`.
 
     Attributes:
         timeout: the argument `timeout`.
-        phase: the process's phase at the last check; empty if no phase has a deadline.
+        phase: name of the process's phase at the last check; empty if no thread was in a phase.
         silent: seconds from the last heartbeat to the last check.
         stuck: seconds without progress in `phase` at the last check.
     """
@@ -82,12 +83,12 @@ class HeartbeatMonitor:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that tell the watched process its page and its heartbeat interval."""
+        """Environment variables for the watched process, which contain the page's descriptor and the interval."""
         return {VARIABLE: f"{self.descriptor}:{heartbeat_interval(self.timeout)}"}
 
     @property
     def page(self) -> bytes:
-        """The page's content. If the process is on another machine, set this to the content that was read there."""
+        """The page's content. Set it for a process on another machine, to the content that was read on that machine."""
         return os.pread(self.descriptor, _PAGE.size, 0)
 
     @page.setter
@@ -95,11 +96,10 @@ class HeartbeatMonitor:
         os.pwrite(self.descriptor, written, 0)
 
     def problem(self, now: float) -> str:
-        """Return the reason why the process is considered hung; empty if the process is not considered hung.
+        """Return the reason why the process is considered hung; an empty string if it is not considered hung.
 
         Args:
-            now: the time of a `SuspendAwareClock`. A suspended watcher misses heartbeats, so the time of its suspension
-                must not count.
+            now: the time of a `SuspendAwareClock`, because a suspended watcher misses heartbeats.
         """
         beat, seconds, allowed, raw = _PAGE.unpack(self.page)
         name = raw.rstrip(b"\0").decode(errors="replace")
@@ -113,10 +113,7 @@ class HeartbeatMonitor:
 
 
 def peer_timeout(seconds: float, watched: float = math.inf) -> float:
-    """Return how long to wait for other processes.
-
-    Return `watched` seconds if a supervisor kills processes that hang. Otherwise return `seconds`.
-    """
+    """Return the timeout for other processes: `seconds`, or `watched` if a supervisor kills processes that hang."""
     return watched if _watched.is_set() else seconds
 
 
@@ -132,7 +129,7 @@ def begin() -> None:
 
 
 class HeartbeatSender:
-    """Writes the heartbeats of the watched process.
+    """Writes heartbeats in the watched process.
 
     Args:
         descriptor: the page's descriptor.
@@ -141,13 +138,13 @@ class HeartbeatSender:
 
     def __init__(self, descriptor: int, interval: float) -> None:
         self._descriptor, self._interval = descriptor, interval
-        self._clock = SuspendAwareClock(2.0 * interval)  # the time of a suspension does not count in a phase
+        self._clock = SuspendAwareClock(2.0 * interval)  # a suspension does not use up a phase's time limit
         self._progress = ThreadProgress()
         self._beats = 0
         self._has_reported = False
 
     def run(self) -> None:
-        """Write heartbeats forever. The heartbeats stop if other code blocks the interpreter."""
+        """Write heartbeats forever. A call into C that blocks the interpreter also stops the heartbeats."""
         while True:
             self.beat(self._clock.tick())
             time.sleep(self._interval)
@@ -155,7 +152,8 @@ class HeartbeatSender:
     def beat(self, now: float) -> None:
         """Write one heartbeat.
 
-        If a phase exceeds its limit, print its thread's traceback once, before the watcher kills the process.
+        If a phase exceeds its limit, print the traceback of its thread. This happens only once, because the watcher
+        then kills the process.
         """
         self._beats += 1
         status = self._progress.look(now)

@@ -1,9 +1,9 @@
 """Settings of glibc's malloc for a learner's process. docs/performance.md has the measurements.
 
-`use_one_arena`: By default, glibc gives the threads of a process up to 8 arenas per core. An arena keeps the memory
-that its threads freed, and threads of other arenas cannot use this memory. Orbax starts about 19 threads for each
-checkpoint, and each thread uses any free arena. So every arena grows until it has the most memory that any thread
-needs.
+`use_one_arena`: By default, glibc splits the memory of a process into arenas, up to 8 per core. An arena keeps the
+memory that its threads freed, and threads of other arenas cannot use this memory. Orbax starts about 19 threads for
+each checkpoint, and each thread gets any free arena. So, with time, every arena grows to the size that the largest
+thread needs.
 
 `keep_freed_memory`: An update of a convolutional network allocates and frees hundreds of MB. By default, glibc returns
 this memory to the kernel, and the next update causes a page fault for each page. These page faults took a third of the
@@ -26,8 +26,8 @@ _KEEP_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX
 def use_one_arena() -> bool:
     """Limit malloc to one arena for all threads of this process.
 
-    Call this function at the start of a process, before a second thread allocates memory and so creates another arena.
-    Existing arenas stay. JAX's threads start with the first computation, not with `import jax`.
+    Call this function at the start of a process. Later, a second thread may have created another arena, which stays.
+    JAX's threads start with the first computation, not with `import jax`.
 
     Returns:
         True if the limit is set. False if an environment variable sets the number of arenas, or if the C library is not

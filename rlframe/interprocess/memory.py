@@ -1,7 +1,7 @@
-"""Arrays in memory that the processes of one machine share, a lock, and a sequence lock (`Seqlock`).
+"""Arrays in memory that the processes of one machine share, with a lock and a sequence lock (`Seqlock`).
 
-The memory is an anonymous file, so a crash leaves no file behind. The kernel frees the memory after its creator has
-closed it or died, once no process maps it. Pages that were never written use no memory.
+The memory is an anonymous file, so a crash leaves no file behind. The kernel frees the memory when its creator has
+closed it or died, and no process maps it. Pages that were never written use no memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from rlframe.interprocess.waiting import HAS_FUTEX, NEEDS_FENCE, fence
 
 _RETRY_INTERVAL = 0.002  # seconds between two attempts to take the lock
 
-# An environment variable. Only processes with the same value may share memory, so that two Ray nodes on one machine
-# stay separate.
+# Environment variable. Only processes with the same value share memory. It keeps two Ray nodes on one machine apart.
 MACHINE = "RLFRAME_MACHINE"
 
 SUPPORTED = hasattr(os, "memfd_create") and HAS_FUTEX
 
-# Indexes of the first words of the memory. The word _TOKEN is a random identifier. The word _CLOSED is 1 once the
-# creator has closed the memory.
+# The first two words of the memory: a random identifier at index _TOKEN, and at index _CLOSED a 1 after the creator has
+# closed the memory.
 _TOKEN, _CLOSED = 0, 1
 _CACHE_LINE = 64  # bytes
 
-Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # array's name -> its shape and dtype
+Fields = Mapping[str, tuple[tuple[int, ...], np.dtype]]  # array name -> (shape, dtype)
 
 
 class MemoryName(NamedTuple):
@@ -51,16 +50,16 @@ class MemoryName(NamedTuple):
 class SharedArrays:
     """Named arrays in shared memory, mapped into this process.
 
-    `create` makes the memory, and `attach` opens it by its `name`. The constructor instead takes a descriptor that
-    `anonymous_file` returned, which child processes can inherit. The caller closes this descriptor.
+    `create` makes new memory, and `attach` opens existing memory by its `name`. The constructor is for memory that
+    child processes inherit: its descriptor comes from `anonymous_file`, and the caller closes it.
 
     Args:
-        descriptor: the memory's descriptor. A file that is too small for the arrays is enlarged.
+        descriptor: the memory's descriptor. If the memory is too small for the arrays, it is enlarged.
         fields: shape and dtype of each array, in memory order. Every process must pass the same fields.
 
     Attributes:
         arrays: the arrays by name, initially zero.
-        name: the argument for `attach`; None for inherited memory.
+        name: the address to pass to `attach`; None for inherited memory.
     """
 
     name: MemoryName | None = None
@@ -73,17 +72,17 @@ class SharedArrays:
             os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
         self._words = memoryview(mapped)[:_CACHE_LINE].cast("q")
-        # Do not use `frombuffer` and `reshape`. A view of their result would refer to a hidden base array, so the view
-        # would not count as a reference to the array in this dict.
+        # Do not use `frombuffer` and `reshape`. A view would then keep a hidden base array alive, not the array in this
+        # dict, and reference counts of the arrays in this dict would be too low.
         self.arrays: dict[str, np.ndarray] = {
             name: np.ndarray(*fields[name], mapped, place) for name, place in offsets.items()
         }
 
     @classmethod
     def create(cls, label: str, fields: Fields) -> SharedArrays:
-        """Create the memory.
+        """Create memory, which system tools list as `label`.
 
-        System tools list the memory as `label`. The memory is closed when the returned object is garbage-collected.
+        The memory is closed when the returned object is garbage-collected.
         """
         descriptor = anonymous_file(label)
         created = cls(descriptor, fields)
@@ -98,14 +97,14 @@ class SharedArrays:
 
         Raises:
             PermissionError: the creator runs as another user, or on another Ray node.
-            FileNotFoundError: the memory is closed or has other fields, or its creator has exited or runs on another
-                machine.
+            FileNotFoundError: the memory is closed, or its size does not match `fields`. Or its creator has exited, or
+                runs on another machine.
         """
         path = f"/proc/{name.creator.pid}/fd/{name.descriptor}"
         if name.machine != os.environ.get(MACHINE, ""):
             raise PermissionError("it belongs to another Ray node, which may be on this machine")
         if not os.readlink(path).startswith(f"/memfd:{label}"):
-            raise FileNotFoundError(path)  # the memory is closed, and another file has its descriptor number
+            raise FileNotFoundError(path)  # the memory is closed, and its descriptor number now belongs to another file
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if not name.creator.is_alive or os.fstat(descriptor).st_size != _lay_out(fields)[1]:
@@ -121,7 +120,7 @@ class SharedArrays:
         return attached
 
     def rows(self, name: str) -> list[memoryview]:
-        """Return the rows of an int64 array as memoryviews, from which reading a scalar takes a third of the time."""
+        """Return the rows of an int64 array as memoryviews. Reading a number from them is 3 times faster than numpy."""
         array = self.arrays[name]
         return [memoryview(row) for row in array.reshape(-1, array.shape[-1])]
 
@@ -136,15 +135,15 @@ class SharedArrays:
         return self.name is None or self.name.creator.is_alive
 
     def close(self) -> None:
-        """Release the memory. In the creator process, close the memory for all processes. Later calls do nothing."""
+        """Release the memory. In the creator's process, mark it as closed for all processes. Later calls do nothing."""
         if self._finalizer is not None:
             self._finalizer()
 
     @contextlib.contextmanager
     def lock(self, timeout: float, timeout_error: Exception) -> Iterator[None]:
-        """Hold this memory's lock. Only one `SharedArrays` object in all processes can hold it at a time.
+        """Hold this memory's lock. In all processes together, only one `SharedArrays` object can hold it at a time.
 
-        If a process exits, the kernel releases the lock.
+        If the process that holds the lock exits, the kernel releases the lock.
 
         Args:
             timeout: seconds to wait for the lock.
@@ -166,7 +165,7 @@ class SharedArrays:
 
 
 def anonymous_file(label: str) -> int:
-    """Return the descriptor of an empty file without a name, for child processes to inherit."""
+    """Return the descriptor of a new empty file without a name. Child processes can inherit the descriptor."""
     return os.memfd_create(label, os.MFD_CLOEXEC)
 
 
@@ -191,15 +190,15 @@ def _lay_out(fields: Fields) -> tuple[dict[str, int], int]:
 
 
 class Seqlock:
-    """A sequence lock. A process writes a few numbers together, and a reader gets all numbers of one write.
+    """A sequence lock: a reader never gets a mix of the numbers of two writes.
 
-    There are two copies of the numbers. The lowest bit of the number of writes selects the complete copy. So readers
-    never wait for the writer, and a writer that dies during a write changes nothing. Only one thread may write at a
-    time.
+    The memory contains two copies of the numbers. `count`, the number of writes, is even or odd, which selects the copy
+    that is complete. So readers do not wait for the writer, and a writer that dies during a write changes nothing. Only
+    one thread may write at a time.
 
     A sequence lock can also protect other data, such as a slot of large arrays. The writer first writes numbers that
-    mark the slot as empty, then the data, then the new numbers. A reader compares `count` before and after it reads the
-    data.
+    mark the slot as empty, then the data, then the new numbers. A reader reads `count` before and after the data. The
+    data is valid if both values are equal.
 
     Args:
         words: contiguous int64 words in shared memory, initially zero. n numbers need `Seqlock.words(n)` words.
@@ -213,16 +212,16 @@ class Seqlock:
 
     @staticmethod
     def words(numbers: int) -> int:
-        """Return how many words a `Seqlock` with this many numbers needs."""
+        """Return the number of words that a `Seqlock` of `numbers` numbers needs."""
         return 1 + 2 * numbers
 
     @property
     def count(self) -> int:
-        """The number of writes so far."""
+        """Number of writes so far."""
         return self._words[0]
 
     def write(self, *numbers: int) -> None:
-        """Write `numbers`. Readers of these numbers also see everything that was written to the memory before."""
+        """Write `numbers`. A reader that gets these numbers also sees all data that was written to memory earlier."""
         words = self._words
         count = words[0] + 1
         self._pack(words, self._offsets[count & 1], *numbers)
@@ -235,7 +234,7 @@ class Seqlock:
     def read(self) -> tuple[int, ...]:
         """Return the numbers of the last `write`."""
         words = self._words
-        while True:  # repeat only if two writes happened during the read
+        while True:  # the loop repeats only if the numbers were written twice during the read
             count = words[0]
             if NEEDS_FENCE:
                 fence()

@@ -1,14 +1,12 @@
-"""The current phase of each thread in this process, and how long it has lasted.
+"""Phases: the kind of work that each thread of this process does now, and for how long.
 
-Phases distinguish a hang from slow work.
-
-Declare the phase of work that should finish within a time limit:
+A phase has a time limit, which distinguishes a hang from slow work:
 
     with phases.COMPUTING:
         ...
 
-A wait for another process has no time limit. So a process that hangs is reported, but the processes that wait for it
-are not.
+A wait for another process has no time limit. So the process that hangs is reported, and the processes that wait for it
+are not reported.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ class Phase:
 
     Args:
         name: name of the phase in messages, such as "stepping".
-        allowed: the phase's limit: most seconds without progress.
-        progress: function that returns a value, which changes when the work makes progress. Other threads call this
-            function. None means that only `advance` reports progress.
+        allowed: the phase's limit: maximum seconds without progress.
+        progress: a function whose return value changes when the work makes progress. Another thread calls this
+            function. If None, only calls of `advance` report progress.
     """
 
     __slots__ = ("allowed", "name", "progress")
@@ -37,7 +35,7 @@ class Phase:
     def __init__(self, name: str, allowed: float, progress: Callable[[], Any] | None = None) -> None:
         self.name, self.allowed, self.progress = name, allowed, progress
 
-    # Every step of an environment enters a phase, so a tenth of a microsecond matters here.
+    # These two methods must be fast, because they run at every step of an environment.
 
     def __enter__(self) -> None:
         thread = _threads[get_ident()]
@@ -48,7 +46,7 @@ class Phase:
         thread.within = thread.within[1]  # type: ignore[index]
 
 
-STARTING = Phase("starting", 600.0)  # the phase of imports, and of the constructor of a node's object
+STARTING = Phase("starting", 600.0)  # during imports, and in the constructor of a node's object
 COMPILING = Phase("compiling", 1800.0)
 COMPUTING = Phase("computing", 1800.0)  # may include a compilation for new shapes
 SAVING = Phase("saving", 1800.0)
@@ -73,12 +71,13 @@ class _ThreadState:
         self.advances = 0
 
 
-# Thread identifier -> state. A new thread may get the identifier of an ended thread, which had left all its phases.
+# Thread identifier -> state. A new thread may get the identifier of an ended thread. Its state can be reused, because
+# the ended thread had left all its phases.
 _threads: collections.defaultdict[int, _ThreadState] = collections.defaultdict(_ThreadState)
 
 
 class PhaseStatus(NamedTuple):
-    """A thread's current phase."""
+    """The current phase of a thread, and its time without progress."""
 
     phase: Phase
     seconds: float  # seconds without progress
@@ -90,27 +89,27 @@ class PhaseStatus(NamedTuple):
         return self.seconds - self.phase.allowed
 
     def where(self) -> str:
-        """Return the thread's traceback as text."""
+        """Return the thread's current traceback as text."""
         frame = sys._current_frames().get(self.ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
 
 class ThreadProgress:
-    """Measures how long each thread has made no progress, by comparing the calls of `look`."""
+    """Measures the time since each thread last made progress. Each call of `look` compares with the call before."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[Any, Any, float]] = {}  # thread id -> (phase, progress, time of the last change)
+        self._seen: dict[int, tuple[Any, Any, float]] = {}  # thread id -> (phase, progress, time of last change)
 
     def look(self, now: float, ident: int | None = None) -> PhaseStatus | None:
-        """Return the status of the most overdue thread. None if no thread is in a phase.
+        """Return the status of the thread that is nearest to its limit or beyond it. None if no thread is in a phase.
 
         Args:
             now: current time in seconds. All calls must use the same clock.
-            ident: identifier of the only thread to consider. None means all threads.
+            ident: identifier of a thread, to check only this thread. None checks all threads.
         """
         found = []
         for thread_id, thread in list(_threads.items()):
-            within = thread.within  # read once, because the thread continues to run
+            within = thread.within  # read only once, because the running thread can change it
             ask = within[0].progress if within is not None else None
             at = thread.advances, ask() if ask is not None else None
             before, then, since = self._seen.get(thread_id, (None, None, now))

@@ -1,4 +1,4 @@
-"""Process identity, liveness, and child processes that die with their parent."""
+"""Identify processes, check whether they are alive, and start child processes that die with their parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 class ProcessId(NamedTuple):
     """Identifies a process by its number and its start time in clock ticks since boot.
 
-    The start time differs for a later process with the same number.
+    The start time is needed because the system can give the same number to a later process.
     """
 
     pid: int
@@ -27,7 +27,7 @@ class ProcessId(NamedTuple):
 
     @staticmethod
     def of(pid: int) -> ProcessId:
-        """Return the process that has this number now. `started` is -1 if no process or only a zombie has it."""
+        """Return the current process with number `pid`. `started` is -1 if no such process runs (a zombie does not)."""
         return ProcessId(pid, _started(pid))
 
     @property
@@ -37,18 +37,18 @@ class ProcessId(NamedTuple):
 
 
 def this_process() -> ProcessId:
-    """Return this process."""
+    """Return the `ProcessId` of the process that calls this function."""
     return _cached_id(os.getpid())
 
 
-_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # by number, because forked children differ
+_cached_id = functools.lru_cache(maxsize=1)(ProcessId.of)  # cached by number, because a forked child has another number
 
 
 def _started(pid: int) -> int:
-    """Return the start time of a process. -1 if no process or only a zombie has this number."""
+    """Return the start time of a process in clock ticks since boot; -1 if no such process runs (a zombie does not)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The process's name, in parentheses, may contain any bytes. After the name follow: state, parent, ...
+            # The process's name, in parentheses, can contain any bytes. The fields after it are: state, parent, ...
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return -1
@@ -56,7 +56,7 @@ def _started(pid: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies, even if SIGKILL ends the parent. Linux only.
+    """Make the kernel kill this process when its parent dies, even by SIGKILL. This works only on Linux.
 
     The kernel treats the *thread* that started this process as the parent (see `start_process`).
     """
@@ -66,24 +66,24 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_soon_after_parent() -> None:
-    """Make the kernel end this process 3 seconds after its parent dies, which leaves time to close resources.
+    """Make the kernel end this process 3 seconds after its parent dies. In this time, it can close its resources.
 
-    This works even if a call into C blocks the interpreter, because no Python code needs to run. Does nothing on
-    systems other than Linux.
+    This works even if a call into C blocks the interpreter, because no Python code has to run. On systems other than
+    Linux, this function does nothing.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        # The C function `alarm` handles SIGQUIT. Its argument is the signal's number, 3, so SIGALRM follows after 3
-        # seconds.
+        # Use the C function `alarm` as the handler of SIGQUIT. A handler's argument is the signal's number. For
+        # SIGQUIT it is 3, so SIGALRM ends this process 3 seconds later.
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         libc.signal(signal.SIGQUIT, ctypes.cast(libc.alarm, ctypes.c_void_p))
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 
 def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
-    """Start a `subprocess.Popen` from a thread that lives as long as this process.
+    """Start a child process from a thread that lives until this process ends.
 
-    The kernel treats the end of the thread that started a process as the death of the process's parent.
+    If a thread starts a child process and then ends, the kernel acts as if the child's parent had died.
     """
     if threading.current_thread() is threading.main_thread():
         return subprocess.Popen(command, **kwargs)
@@ -94,11 +94,11 @@ def start_process(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
 
 @functools.lru_cache(maxsize=1)
 def _start_queue(pid: int) -> SimpleQueue[Any]:
-    """Return the queue of a daemon thread that starts processes.
+    """Return the queue of commands for a daemon thread, which starts a process for each command.
 
-    Do not use an executor, because the interpreter ends the threads of executors too early.
+    An executor does not work here, because the interpreter ends the threads of executors too early.
     """
-    # Cached by process number, because a forked child has a copy of the queue, but not the queue's thread.
+    # Cached by process number, because a forked child inherits the queue, but not the thread that reads it.
     queue: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_start_all, args=(queue,), name="rlframe starter", daemon=True).start()
     return queue

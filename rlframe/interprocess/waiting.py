@@ -1,8 +1,8 @@
 """A `Futex` wakes other processes. An `Inbox` wakes a thread of this process.
 
 A futex is a word of shared memory. Processes sleep until another process changes the word. A futex has no name or
-descriptor, so a crash leaves nothing behind. A futex costs nothing while no process sleeps. A wake-up is only a hint.
-So a sleeping process passes a timeout, and checks the shared counters when it wakes up.
+descriptor, so a crash leaves nothing behind. A process can also wake up although nothing has changed. So it checks the
+shared counters after each wake-up, and always sleeps with a timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Generic, TypeVar
 
-_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}  # number of the futex system call on each machine type
+_FUTEX_SYSCALLS = {"x86_64": 202, "aarch64": 98}  # machine type -> number of the futex system call
 _MACHINE = os.uname().machine
 _WAIT, _WAKE = 0, 1
 _ALL_WAITERS = 2**31 - 1
@@ -41,23 +41,23 @@ class Futex:
     """
 
     def __init__(self, word: memoryview) -> None:
-        self._word = ctypes.c_uint32.from_buffer(word)  # the lower half: all machines with HAS_FUTEX are little-endian
+        self._word = ctypes.c_uint32.from_buffer(word)  # the lower half, because these machines are little-endian
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
         self._number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
         self._wake = (self._number, self._address, ctypes.c_int(_WAKE), ctypes.c_int(_ALL_WAITERS), None, None, _ZERO)
 
     @property
     def value(self) -> int:
-        """The value to pass to `wait`. Read this value before you check the condition that you wait for."""
+        """Current value of the word. First read it, then check your condition, then pass the value to `wait`."""
         return self._word.value
 
     def wait(self, value: int, timeout: float) -> bool:
         """Sleep until another process calls `wake`, for at most `timeout` seconds.
 
-        Return at once if the word is not `value`.
+        Return at once if the word's current value is not `value`.
 
         Returns:
-            False after a timeout. True otherwise, although possibly no process has called `wake`.
+            False after a timeout, else True. True does not prove that a process has called `wake`.
         """
         fraction, seconds = math.modf(max(0.0, timeout))
         limit = _Timespec(int(seconds), int(fraction * 1e9))
@@ -70,13 +70,13 @@ class Futex:
         return True
 
     def wake(self) -> None:
-        """Wake all sleepers. A process that is about to sleep returns from `wait` at once."""
-        self._word.value += 1  # wraps at 2^32; two simultaneous calls may add only 1, which is enough
+        """Wake all processes that sleep in `wait`. A process that begins `wait` at this moment does not sleep."""
+        self._word.value += 1  # wraps around at 2^32; two simultaneous calls may add only 1, which is enough
         _libc.syscall(*self._wake)
 
 
-# On x86-64, other processes see the stores of a process in program order, and loads are not reordered with loads.
-# Other machines need a barrier between writing data and announcing the data.
+# On x86-64, other processes see all writes of a process in program order, and reads are not reordered either. Other
+# machines need a memory barrier after the data is written, and before the data is announced.
 NEEDS_FENCE = _MACHINE != "x86_64"
 _fence_word = ctypes.c_uint32()
 
@@ -84,7 +84,7 @@ _fence_word = ctypes.c_uint32()
 def fence() -> None:
     """Execute a full memory barrier if this machine needs one.
 
-    The kernel executes a barrier in a system call that wakes nobody.
+    To do this, make a futex system call that wakes nobody: the kernel executes a barrier during this call.
     """
     if NEEDS_FENCE:
         number = ctypes.c_long(_FUTEX_SYSCALLS[_MACHINE])
@@ -97,11 +97,11 @@ _Item = TypeVar("_Item")
 
 
 class Inbox(Generic[_Item]):
-    """A queue with one reader. Threads and signal handlers may add items.
+    """A queue with one reader, to which threads and signal handlers can add items.
 
-    The standard queues do not work with signal handlers. Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never
-    returns if a signal handler runs longer than the timeout. `queue.Queue.put` deadlocks if a signal handler that
-    interrupts the reader calls it.
+    Python's own queues fail with signal handlers. Before Python 3.13, `queue.SimpleQueue.get(timeout=...)` never
+    returns if a signal handler runs longer than the timeout. `queue.Queue.put` deadlocks in a signal handler that
+    interrupts the reader.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Inbox(Generic[_Item]):
         self._has_items.acquire()
 
     def put(self, item: _Item) -> None:
-        """Add an item. Threads and signal handlers may call it."""
+        """Add an item. Threads and signal handlers may call this method."""
         self._items.append(item)
         with contextlib.suppress(RuntimeError):  # already released
             self._has_items.release()

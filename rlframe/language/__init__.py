@@ -1,4 +1,4 @@
-"""Language models: the model, the decode engine, the policy server and environments. See `docs/llm.md`.
+"""Reinforcement learning of language models: model, decode engine, policy server, environments. See `docs/llm.md`.
 
 From a prompt to a group of scored completions:
 
@@ -82,8 +82,8 @@ __all__ = [
     "tokenize_for_trainer",
 ]
 
-# Name -> the subpackage that defines it. Names that are missing here are defined in `environments`. Each name is
-# imported at its first use, since servers and environments need packages that may not be installed.
+# Public name -> the subpackage that defines it. All other names are defined in `environments`. A name is imported when
+# it is first used, because servers and environments need packages that may not be installed.
 _SUB_PACKAGE = {
     **dict.fromkeys(("ModelConfig", "RopeScaling"), "model"),
     **dict.fromkeys(("Answer", "DecodeEngine", "EngineConfig", "Handle", "SamplingParams", "generate"), "decoding"),

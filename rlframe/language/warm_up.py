@@ -23,7 +23,7 @@ from rlframe.types import Batch, Params
 
 Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
 
-_SHORTEST = 16  # minimum length of padded batches, in tokens
+_SHORTEST = 16  # tokens; sequences are padded at least to this length
 _NOTHING = "Nothing is saved during the supervised warm-up."
 
 
@@ -38,16 +38,16 @@ def warm_up(
 ) -> Params:
     """Train for `supervised_steps` updates of the agent's config with the cross-entropy loss.
 
-    Save the result with `rlframe.language.model.weights.save` in the folder of the tokenizer, and set
-    `GRPOConfig.weights` to this folder. GRPO then starts from these parameters and uses them as its reference.
+    To use the result, save it with `rlframe.language.model.weights.save` in the folder of the tokenizer, and set
+    `GRPOConfig.weights` to this folder. GRPO then starts from these parameters, and also uses them as the reference.
 
     Args:
         agent: Agent with the model, the optimizer and the `supervised_*` settings.
         demonstrate: A function, for example `BaseEnv.demonstrations`. `demonstrate(source, count)` returns `count` new
-            pairs of a prompt and a correct answer. `source` is the `random.Random` that draws the pairs.
+            pairs (prompt, correct answer), which it draws at random with `source`, a `random.Random`.
         tokenizer: Tokenizer of the model. Its eos token is appended to each answer.
         seed: Seed of the initial parameters and of the demonstrations.
-        logger: Any object with `write(step, values)`; receives `supervised_loss`. None logs nothing.
+        logger: An object with `write(step, values)`, to log `supervised_loss`. None logs nothing.
         log_every: Number of updates between two log rows.
 
     Returns:
@@ -76,7 +76,7 @@ def warm_up(
 
 
 def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], max_tokens: int) -> Batch:
-    """Make a batch of sequences, each a prompt and its answer. Only the answers are trained on.
+    """Make a batch from pairs (prompt, answer). A sequence is a prompt and its answer; only the answer is trained on.
 
     Raises:
         UsageError: The tokenizer has no eos token, or a sequence is longer than `max_tokens`.

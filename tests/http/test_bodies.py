@@ -1,4 +1,4 @@
-"""Compressed request bodies of one or several parts, and the JSON of responses."""
+"""Test that services decompress request bodies of one or several parts, and that responses are valid JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECOMPRESS = {name: functools.partial(decompressed, _DECOMPRESSORS[name]) for na
 
 
 def read_body(body, encoding):
-    """Return the status of the response, and the bodies that reached the application."""
+    """Send a request to `ReadBody`. Return the response's status, and a list of the bodies that the application got."""
     seen, sent = [], []
 
     async def application(scope, receive, send):
@@ -43,14 +43,15 @@ def read_body(body, encoding):
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_several_compressed_parts_become_one_body(encoding):
     compress = COMPRESS[encoding]
-    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]  # the parts end at different offsets within a piece
+    # The sizes differ, so the parts end at different offsets of a piece.
+    parts = [bytes([i % 256]) * (i * 37) for i in range(60)]
     assert read_body(b"".join(map(compress, parts)), encoding) == (200, [b"".join(parts)])
     assert read_body(b"".join(map(compress, parts))[:-1], encoding) == (400, [])
 
 
 @pytest.mark.parametrize("encoding", COMPRESS)
 def test_many_empty_parts_are_refused(encoding):
-    """An empty part takes as long as a part of a kilobyte, but adds nothing to the size that is limited."""
+    """Decompressing an empty part takes time, but adds nothing to the body. So a limit on the size is not enough."""
     empty = COMPRESS[encoding](b"")
     assert DECOMPRESS[encoding](empty * 10_000, LIMIT) == b""
     with pytest.raises(ValueError, match="10000 parts"):
@@ -58,17 +59,17 @@ def test_many_empty_parts_are_refused(encoding):
     assert read_body(empty * 10_001, encoding) == (400, [])
 
 
-def test_zeros_after_a_gzip_member_are_padding():
+def test_zero_bytes_between_gzip_parts_are_ignored():
     assert DECOMPRESS["gzip"](gzip.compress(b"ab") + bytes(5000) + gzip.compress(b"c") + bytes(3), LIMIT) == b"abc"
 
 
-def test_more_than_two_encodings_are_refused():
+def test_body_with_more_than_two_encodings_is_refused():
     twice = gzip.compress(gzip.compress(b"a"))
     assert read_body(twice, "gzip, identity, gzip") == (200, [b"a"])
     assert read_body(gzip.compress(twice), "gzip, gzip, gzip") == (415, [])
 
 
-def test_bytes_that_are_not_utf_8_become_escapes_in_json():
+def test_invalid_utf_8_in_a_path_is_escaped_in_json():
     path = os.fsdecode(b"/a\xff")
     response = answer({"run_dir": path, "steps": 3})
     assert response.body == b'{"run_dir": "/a\\udcff", "steps": 3}' and json.loads(response.body)["run_dir"] == path

@@ -1,4 +1,4 @@
-"""Pages of another origin in a real browser change nothing in the three services."""
+"""Test with a real browser that pages of another origin cannot change the three services."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def page_of(browser: Browser, url: str) -> Iterator[Page]:
     context.close()
 
 
-# A page of the same site (same host, other port), and a page of another site.
+# The first page is on the same site (same host, other port). The second page is on another site.
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_requests_from_a_page_of_another_origin_change_nothing(browser, elsewhere, host):
     with trajectories() as groups, policy() as model, control() as run:
@@ -115,7 +115,7 @@ def test_requests_from_a_page_of_another_origin_change_nothing(browser, elsewher
 
 
 def test_requests_without_sec_fetch_site_change_nothing(browser, elsewhere):
-    """Browsers send Sec-Fetch-Site only to loopback and https addresses, and no Origin for an image."""
+    """Browsers send Sec-Fetch-Site only to loopback and https addresses. They send no Origin header for an image."""
     with trajectories("0.0.0.0", no_token=True) as target:
         before = target.state()
         for address in (outer_address(), "0.0.0.0"):

@@ -1,4 +1,4 @@
-"""Clients that send slowly, send too much, or do not read, and more clients than allowed."""
+"""Test clients that send slowly, send too much or do not read the response, and the limit on connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 DEADLINE = 60.0
 
 
-LARGE = 64 << 20  # bytes; the operating system buffers less
+LARGE = 64 << 20  # bytes, which is more than the operating system buffers
 
 
 PARTS = {"/large": [LARGE], "/parts": [LARGE // 4, LARGE]}  # path -> bytes of each part of the response
@@ -36,7 +36,7 @@ async def _answer(scope, receive, send):
 
 @contextlib.contextmanager
 def served(**bounds):
-    """Serve `_answer` with these arguments of `bounded`. Yield the port."""
+    """Serve the application `_answer`. The arguments are limits for `bounded`. Yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(_answer, http=bounded(**bounds), lifespan="off", log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -64,7 +64,7 @@ def test_client_that_does_not_finish_its_headers_is_disconnected(sent):
     with (
         served(limit=8, head_deadline=0.2) as port,
         connect(port) as connection,
-        contextlib.suppress(ConnectionError),  # the server may disconnect before all is sent
+        contextlib.suppress(ConnectionError),  # the server can disconnect before the client has sent everything
     ):
         connection.sendall(sent)
         assert read_to_end(connection) == b""
@@ -103,7 +103,7 @@ def test_client_that_does_not_read_is_disconnected(more):
     with served(limit=1, read_deadline=0.2) as port, connect(port) as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n" + more + b"\r\n")
         assert connection.recv(1) == b"H"
-        wait_until(lambda: not refused(port))  # the server refuses new clients until it disconnects the first
+        wait_until(lambda: not refused(port))  # the server accepts a new client after it has disconnected this one
         assert len(read_to_end(connection)) < LARGE
 
 
@@ -113,7 +113,7 @@ def test_client_that_reads_gets_a_large_response():
 
 
 def test_read_deadline_restarts_with_each_part():
-    """The client has the full time for each part, even if the second part is larger."""
+    """The client gets the full `read_deadline` for each part of the response."""
     with served(limit=8, read_deadline=4.0) as port, connect(port) as connection:
         connection.sendall(b"GET /parts HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         read = 0

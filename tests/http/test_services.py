@@ -1,4 +1,4 @@
-"""Access to the trajectory service, the policy server and a run's control service, tested with real requests."""
+"""Test who can reach the trajectory service, the policy server and a run's control service, with real requests."""
 
 from __future__ import annotations
 

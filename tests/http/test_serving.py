@@ -1,4 +1,4 @@
-"""Addresses that a service listens at, and the progress that its event loop reports."""
+"""Test the addresses that a service listens at, and the progress that its event loop reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def app(scope, receive, send):
 
 @contextlib.contextmanager
 def serving() -> Iterator[tuple[str, int]]:
-    """Serve `app` in a thread. Yield the URL and the thread's identifier."""
+    """Serve the application `app` in a thread. Yield (URL, identifier of the thread)."""
     listener = listen("127.0.0.1", 0)
     ready = threading.Event()
     server = HttpServer(app, 10, ready.set)
@@ -63,7 +63,7 @@ def test_blocked_event_loop_reports_no_progress():
 
         for _ in range(3):
             wait_until(lambda: phase_status().seconds > 0.0)
-            wait_until(lambda: phase_status().seconds == 0.0)  # there was progress since the last look
+            wait_until(lambda: phase_status().seconds == 0.0)  # the event loop has made progress
         client = threading.Thread(target=lambda: urllib.request.urlopen(f"{url}/block").close())
         client.start()
         assert blocked.wait(60.0)

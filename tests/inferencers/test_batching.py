@@ -1,4 +1,4 @@
-"""Batching: a few calls answer many callers, and each caller gets the answer to its own request."""
+"""Test that a few calls of `act` answer many callers, and that each caller gets the answer to its own request."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def request(rows, first=0.0):
 
 
 def echo(env_ids, timestep, state):
-    """Answer each row with its own observation. Return the same state array that was passed."""
+    """Return each row's observation as its action, and the state array that was passed."""
     return AgentOutput(timestep.observation[:, 0].astype(np.int32), {}, 7), state
 
 
 class Gate:
-    """Like `echo`, but each call waits until `opened` is set."""
+    """Returns the result of `echo`, but each call waits until `opened` is set."""
 
     def __init__(self):
         self.entered, self.opened, self.sizes = threading.Semaphore(0), threading.Event(), []
@@ -46,7 +46,7 @@ class Gate:
         return echo(env_ids, timestep, state)
 
     def occupy(self, batcher, rows):
-        """Start two calls of `rows` rows, the most that may run at once."""
+        """Start two calls of `rows` rows. The Batcher runs at most two at once, so later calls wait."""
         results, threads = [], []
         for _ in range(2):
             result, thread = call_in_threads(batcher, [request(rows)])
@@ -57,7 +57,7 @@ class Gate:
 
 
 def call_in_threads(call, requests):
-    """Return (the result or error of each call, in order; the threads)."""
+    """Start a thread for each request. Return (list of results or errors, list of threads)."""
     results = [None] * len(requests)
 
     def run(i):
@@ -85,7 +85,7 @@ def test_simultaneous_callers_share_one_call_and_get_their_own_rows():
         calls.append(len(args[1].step_type))
         return echo(*args)
 
-    # A batch waits for all 32 rows.
+    # The batch runs when it has 32 rows.
     batcher = Batcher(counting_agent(), act, max_rows=32, max_wait=DEADLINE, timeout=DEADLINE)
     results, threads = call_in_threads(batcher, [request(4, first=100.0 * i) for i in range(8)])
     join(threads)
@@ -103,7 +103,7 @@ def test_requests_during_a_call_are_answered_by_the_next_call():
     wait_until(lambda: batcher.waiting == 5)
     gate.opened.set()
     join([*leader, *others])
-    assert sorted(gate.sizes[2:]) == [12, 16]  # batches of two and of three requests, each with 5 rows, padded
+    assert sorted(gate.sizes[2:]) == [12, 16]  # two requests of 5 rows, padded to 12, and three requests, padded to 16
     assert batcher.counts == {"requests": 7, "calls": 4, "rows": 57, "padding_rows": 3}
     for i in range(5):
         np.testing.assert_array_equal(rest[i][0].action, 10 * i + np.arange(5))

@@ -1,4 +1,4 @@
-"""The Inferencer: parameter versions, recurrent state, and random numbers."""
+"""Test the parameter versions, the recurrent state and the random numbers of an Inferencer."""
 
 from __future__ import annotations
 

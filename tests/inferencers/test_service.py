@@ -1,4 +1,4 @@
-"""The Inferencer as a service: many callers get the same answers as from an inline Inferencer. The learner may die."""
+"""Test that an inference service gives the answers of an inline Inferencer, and survives the death of its learner."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
         _wait_until_run(service)
         for rows in {
             bucket_of(rows, 64) for rows in range(1, 65)
-        }:  # compile now, since calls that wait for a compilation may be refused
+        }:  # compile now, because a call that waits for a compilation can time out
             service.inference(np.arange(rows), random_timestep(rows, 0), ())
         before = service.stats()
         threads = [threading.Thread(target=caller, args=(caller_index,)) for caller_index in range(8)]
@@ -74,7 +74,7 @@ def test_service_gives_the_answers_of_an_inline_inferencer_with_fewer_calls():
     stats = service.stats()
     assert stats["requests"] - before["requests"] == 96 and stats["calls"] - before["calls"] < 48
     assert stats["compilations"] == before["compilations"] == 7
-    # One call of an inline Inferencer on all the rows, to compile it once.
+    # The inline Inferencer gets all rows in one call, so that it compiles only once.
     asked = [
         random_timestep(plan[caller_index][number], 100 * caller_index + number) for caller_index, number in answers
     ]
@@ -93,7 +93,7 @@ def test_padding_does_not_change_answers():
         _wait_until_run(service)
         timestep = random_timestep(5, seed=1)
         first, _ = service.inference(np.arange(5), timestep, ())
-        for seed in range(3):  # the batch's memory then contains rows of other calls
+        for seed in range(3):  # now the padding contains rows of other calls
             service.inference(np.arange(8), random_timestep(8, seed), ())
             service.inference(np.arange(7), random_timestep(7, seed), ())
         again, _ = service.inference(np.arange(5), timestep, ())
@@ -200,12 +200,12 @@ def test_error_of_the_agent_is_raised_for_the_callers_and_ends_the_service():
     assert len(caught) == 1
 
 
-def test_client_gets_numpy_arrays_once_the_learner_has_started():
+def test_client_gets_numpy_arrays_after_the_learner_starts():
     learner_address, address = free_address(), free_address()
     service = Inferencer(InferencerConfig(), counting_agent(), client(learner_address))
     with serving(service, address), running(service):
         remote = resolve(client(address), "inferencer", deadline=DEADLINE)
-        # The call is refused and repeated until there are parameters.
+        # The service refuses the call, and the client repeats it, until the learner has sent parameters.
         call = AsyncCall(remote, "inference", _request(3))
         with serving(FixedParams({"w": np.float32(0.5)}), learner_address):
             output, state = call.result()
@@ -222,10 +222,7 @@ def _request(rows):
 
 
 def _answer_of_version(service, version):
-    """Repeat a call until its answer has this version. Return the answer.
-
-    Before `run` has begun, calls are inline, which does not matter here.
-    """
+    """Call the service until an answer comes from this version of the parameters or a later one. Return the answer."""
     answers = []
 
     def answered():
@@ -240,5 +237,5 @@ def _answer_of_version(service, version):
 
 
 def _wait_until_run(service):
-    """Wait until the service has begun."""
+    """Wait until `run` has started the service."""
     wait_until(lambda: "calls" in service.stats())

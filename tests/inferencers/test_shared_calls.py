@@ -1,4 +1,4 @@
-"""Calls in shared memory get the same answers as calls over Courier, even if the service or a client dies."""
+"""Test that calls in shared memory get the same answers as calls over Courier, even if a service or a client dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(rows, seed=0, state=None):
 
 
 class CountedInferencer(Inferencer):
-    """An Inferencer that counts all calls, and the calls in shared memory."""
+    """An Inferencer with two counters: `all` counts every call, `shared` counts the calls in shared memory."""
 
     def __init__(self, agent=None, learner=None, finds=True):
         super().__init__(
@@ -49,7 +49,7 @@ class CountedInferencer(Inferencer):
         self._finds = finds
 
     def share_calls(self, name, capacity, request, answer):
-        # If not `_finds`, simulate a client on another machine: its memory has a token that does not exist here.
+        # If `_finds` is False, simulate a client on another machine: replace its token by one that does not exist.
         return super().share_calls(name if self._finds else name._replace(token=0), capacity, request, answer)
 
     def inference(self, env_ids, timestep, state):
@@ -69,7 +69,7 @@ def test_answers_in_shared_memory_equal_answers_over_courier():
         for number, rows in enumerate([8, 8, 8, 5, 8, 3]):
             env_ids, timestep, _ = request(rows, number)
             output, state = remote.inference(env_ids, timestep, ())
-            assert service.shared >= number  # the count is higher if a call was repeated
+            assert service.shared >= number  # greater if the client had to repeat a call
             expected, _ = plain.inference(env_ids, timestep, ())
             assert state == () and output.params_version == expected.params_version == 1
             jax.tree.map(np.testing.assert_array_equal, output, expected)
@@ -96,7 +96,7 @@ def test_concurrent_calls_use_separate_slots():
             for seed, call in calls:
                 assert call.result()[1]["seen"].tolist() == [seed + 1.0] * 2
                 assert call.done()
-        # The memory has 64 slots, so the other calls were sent over Courier. On a busy machine, calls are repeated.
+        # The memory has 64 slots, so some calls were sent over Courier. A busy machine repeats calls, so counts vary.
         assert 64 <= service.shared <= service.all - 2 and service.all >= 161
 
 
@@ -130,7 +130,7 @@ def test_service_that_cannot_map_the_memory_receives_the_arrays():
 
 
 class Answers:
-    """An object with an `inference` method that is not an Inferencer."""
+    """A user's own inferencer. It has no other method than `inference`."""
 
     def inference(self, env_ids, timestep, state):
         from rlframe.types import AgentOutput
@@ -138,7 +138,7 @@ class Answers:
         return AgentOutput(np.zeros(len(env_ids), np.int32), {}, 7), state
 
 
-def test_other_object_with_an_inference_method_receives_the_arrays():
+def test_object_with_only_an_inference_method_receives_the_arrays():
     address = free_address()
     with serving(Answers(), address):
         remote = connect(address)
@@ -171,7 +171,7 @@ def test_client_uses_another_service_after_a_kill_and_later_the_restarted_servic
 
     children = [Child(address, fixed_inferencer, w) for address, w in zip(addresses, (0.25, 0.75), strict=True)]
     try:
-        for address in addresses:  # wait for both services
+        for address in addresses:  # wait until each service answers
             connect(address).stats()
         remote, only = connect(*addresses), connect(addresses[0])
         assert [ask(remote) for _ in range(3)] == [ask(only) for _ in range(3)] == [0.25] * 3
@@ -190,7 +190,7 @@ def test_client_uses_another_service_after_a_kill_and_later_the_restarted_servic
 
 
 def test_late_answer_does_not_change_a_later_call():
-    """A service that answers a call too late writes to memory that the client no longer uses."""
+    """After a timeout, the client uses new memory. A late answer is written to the old memory."""
     address, service = free_address(), CountedInferencer()
     with serving(service, address), running(service):
         remote = connect(address)
@@ -198,7 +198,7 @@ def test_late_answer_does_not_change_a_later_call():
         remote.inference(*request(2))
         connection = remote._clients[address]
         late = connection._write(request(2, 40))
-        connection._memory = None  # the client does the same after a call that timed out
+        connection._memory = None  # what the client does after a timeout
         assert remote.inference(*request(2, 50))[1]["seen"].tolist() == [51.0, 51.0]
         call = connection._write(request(2, 60))
         service.shared_inference(*late.name)

@@ -8,7 +8,7 @@ import pytest
 from rlframe.interprocess.files import replacing, write_atomically
 
 
-def test_write_atomically_replaces_a_file_by_all_contents(tmp_path):
+def test_write_atomically_replaces_a_file_with_all_given_parts(tmp_path):
     path = tmp_path / "file"
     path.write_text("the old contents, which are longer than the new ones")
     write_atomically(path, "a text, ", b"bytes", memoryview(b" and more"), " ü")

@@ -1,4 +1,4 @@
-"""When a monitor considers a watched process hung. The tests set the time."""
+"""Test when a monitor considers a watched process hung. The tests use a simulated time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rlframe.interprocess.phases import COMPILING, STARTING, Phase, ThreadProgre
 
 @pytest.fixture(autouse=True)
 def look_at_this_thread_only(monkeypatch: pytest.MonkeyPatch):
-    """Look only at this thread, because threads of earlier tests may still be in a phase."""
+    """Ignore all threads but this one, because threads of earlier tests may still be in a phase."""
     look = functools.partialmethod(ThreadProgress.look, ident=threading.get_ident())
     monkeypatch.setattr(ThreadProgress, "look", look)
 
 
 class Watched:
-    """A monitor and a sender, which the monitor watches. The test advances their clock, one second at a time."""
+    """A monitor that watches a sender of heartbeats. Their time is simulated, in steps of one second."""
 
     def __init__(self, timeout: float = 30.0) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Watched:
         self.sender = HeartbeatSender(self.monitor.descriptor, 1.0)
 
     def advance_time(self, seconds: float, *, beats: bool) -> str:
-        """Advance the time by `seconds`, or until there is a problem. Return the problem."""
+        """Advance the time by `seconds`, but stop at the first problem. Return the problem; empty if there is none."""
         end = self.now + seconds
         while self.now < end:
             self.now += 1.0
@@ -55,7 +55,7 @@ def test_process_without_heartbeats_is_considered_hung():
     assert watched.advance_time(1.0, beats=False) == "no heartbeat for 31 s"
 
 
-def test_starting_process_may_send_no_heartbeat_for_longer():
+def test_starting_process_has_a_longer_heartbeat_timeout():
     watched = Watched()
     assert watched.advance_time(120.0, beats=False) == ""
     assert watched.advance_time(1.0, beats=False) == "no heartbeat for 121 s"

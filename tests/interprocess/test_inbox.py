@@ -1,4 +1,4 @@
-"""`Inbox`, the queue with one reader."""
+"""Test `Inbox`, a queue with one reader, with threads and signal handlers that add items."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.interprocess.waiting import Inbox
 
 @pytest.fixture
 def on_alarm():
-    """Return a function that sets the handler of SIGALRM, and sends this signal after a delay."""
+    """Return a function `after(seconds, handle)`, which makes a signal handler call `handle` after a delay."""
     before = signal.getsignal(signal.SIGALRM)
 
     def after(seconds, handle):

@@ -1,4 +1,4 @@
-"""Settings of malloc for a learner's process: use one arena, and keep freed memory."""
+"""Test the settings of malloc for a learner's process: it uses one arena, and keeps freed memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
     "name, value",
     [("MALLOC_ARENA_MAX", "4"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4:glibc.malloc.tcache_count=7")],
 )
-def test_number_of_arenas_from_the_environment_is_not_changed(name, value):
+def test_number_of_arenas_set_by_an_environment_variable_is_not_changed(name, value):
     code = """
 from rlframe.interprocess.malloc import use_one_arena
 print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
@@ -107,7 +107,7 @@ print(json.dumps([kept, usual[-1], [faults() for _ in range(3)][-1]]))
 
 
 def faults_in_a_new_process(**env: str) -> tuple[bool, int, int]:
-    """Return (result of `keep_freed_memory`, page faults for 100 MB before that call, page faults after it)."""
+    """Return (result of `keep_freed_memory`, page faults for 100 MB before this call, page faults after this call)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
     return tuple(json.loads(subprocess.check_output(command, env={**environment, "JAX_PLATFORMS": "cpu", **env})))
@@ -117,11 +117,11 @@ def faults_in_a_new_process(**env: str) -> tuple[bool, int, int]:
 def test_freed_memory_is_reused_without_page_faults():
     kept, usual, after = faults_in_a_new_process()
     assert kept
-    assert after <= usual / 10  # 100 MB are 24,414 pages, or about 50 huge pages
+    assert after <= usual / 10  # a new allocation of 100 MB causes 24,414 page faults, or about 50 with huge pages
 
 
 @pytest.mark.system
-def test_malloc_options_from_the_environment_are_not_changed():
+def test_malloc_option_set_by_an_environment_variable_is_not_changed():
     kept, _, _ = faults_in_a_new_process(MALLOC_TOP_PAD_="0")
     assert not kept
 

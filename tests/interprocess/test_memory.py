@@ -1,4 +1,4 @@
-"""Arrays in shared memory: the layout, opening the memory, and reading while another process writes."""
+"""Test arrays in shared memory: their layout, opening the memory, and reading while another process writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_arrays_share_no_cache_line_and_large_arrays_share_no_page():
         assert not shared.arrays[name].any()
 
 
-def test_attached_process_sees_writes_and_that_the_memory_is_closed():
+def test_attached_memory_shows_writes_and_that_it_was_closed():
     created = SharedArrays.create(LABEL, FIELDS)
     attached = SharedArrays.attach(created.name, LABEL, FIELDS)
     created.arrays["pixels"][1] = 7
@@ -45,7 +45,7 @@ def test_attached_process_sees_writes_and_that_the_memory_is_closed():
     created.close()
     created.close()
     assert attached.closed
-    assert attached.arrays["pixels"][1, 0, 0] == 7  # attached memory stays readable
+    assert attached.arrays["pixels"][1, 0, 0] == 7  # the closed memory is still readable through `attached`
     with pytest.raises(FileNotFoundError):
         SharedArrays.attach(created.name, LABEL, FIELDS)
 
@@ -131,7 +131,7 @@ def test_unfinished_seqlock_write_changes_nothing():
     lock = Seqlock(words)
     lock.write(1, 2)
     lock.write(3, 4)
-    for place in (3, 4):  # write into the copy of the next write, but do not change the count
+    for place in (3, 4):  # change the copy that the next write uses, but not the number of writes
         words[place] = 99
     assert lock.read() == (3, 4)
 

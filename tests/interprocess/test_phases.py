@@ -1,4 +1,4 @@
-"""Phases of threads, and how long they last."""
+"""Test the measured time of phases, and the progress that restarts this time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPPING = Phase("stepping", 600.0)
 
 @pytest.fixture
 def look() -> Look:
-    """Return a function that looks only at this thread, because threads of earlier tests may still be in a phase."""
+    """Return `ThreadProgress.look` for this thread only, because threads of earlier tests may still be in a phase."""
     found = functools.partial(ThreadProgress().look, ident=threading.get_ident())
     assert found(0.0) is None
     return found
@@ -65,7 +65,7 @@ def test_time_of_waiting_for_another_process_does_not_count_in_the_enclosing_pha
         assert look(10_001.0)[:2] == (STARTING, 0.0)  # type: ignore[index]
 
 
-def test_look_returns_the_thread_nearest_to_its_deadline_with_its_traceback():
+def test_look_returns_the_most_overdue_thread_with_its_traceback():
     progress = ThreadProgress()
     entered, leave = threading.Event(), threading.Event()
 

@@ -1,12 +1,12 @@
-"""Child processes that die with their parent, but not earlier."""
+"""Test that child processes which die with their parent do not die earlier."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# A thread that outlives the main thread starts two processes. The kernel treats this thread as their parent. The first
-# process starts before the interpreter begins to exit, the second one while the interpreter waits for this thread.
+# A thread that outlives the main thread starts two processes. The first process starts before the interpreter begins to
+# exit. The second process starts while the interpreter waits for this thread.
 SCRIPT = """
 import subprocess, sys, threading
 from rlframe.interprocess.processes import start_process

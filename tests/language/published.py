@@ -1,4 +1,4 @@
-"""Train tokenizers in the format of Hugging Face: a byte-level BPE as in GPT-2, and characters or bytes as in Llama."""
+"""Make tokenizers in the format of Hugging Face: byte-level BPE as in GPT-2, or characters and bytes as in Llama."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHATML = (
 
 
 def byte_level(folder: Path, **config: Any) -> Path:
-    """Write a byte-level BPE tokenizer with ChatML's special tokens. Many characters take several tokens."""
+    """Write a byte-level BPE tokenizer with ChatML's special tokens. Many characters consist of several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,10 @@ def byte_level(folder: Path, **config: Any) -> Path:
 
 
 def byte_fallback(folder: Path, **config: Any) -> Path:
-    """Write a tokenizer of known characters. Other characters become single bytes. Texts get a space in front."""
+    """Write a tokenizer with tokens for known characters. Other characters become single bytes.
+
+    The tokenizer adds a space in front of each text.
+    """
     single = [f"<0x{byte:02X}>" for byte in range(256)]
     characters = ["▁", "▁▁", "▁w", "中", *sorted(set(TEXTS[0]) - set(" “”’…"))]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *single, *characters])}

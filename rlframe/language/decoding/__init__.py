@@ -1,4 +1,4 @@
-"""Sampling, and an engine that decodes many requests in one batch.
+"""Sampling of tokens, and an engine that answers many requests in one batch. The steps of a request:
 
     engine = DecodeEngine(config, params, EngineConfig(slots=8))
     handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=32))    # requests.py: a `Handle` with a future

@@ -1,11 +1,12 @@
 """The decode engine, which answers requests by continuous batching (Yu et al. 2022, Orca).
 
-The engine has a fixed number of slots, each with a part of the cache. It repeats three steps: fill free slots from a
-bounded queue, in the queue's order; decode all slots for a few steps in one jitted call; deliver the sampled tokens.
+The engine has a fixed number of slots. A slot holds one request, and has its part of the cache of keys and values. The
+engine repeats three steps: move requests from a bounded queue into free slots; sample a few tokens for all slots in one
+jitted call; deliver the tokens.
 
-New parameters are used from the next call on, and no request is dropped. So one answer may contain tokens of several
-versions. Every answer lists the version of each token. Cached keys and values are not recomputed, as in PipelineRL
-(Piché et al. 2025).
+The next call after an update uses the new parameters, and running requests continue. So an answer can contain tokens
+from several versions of the parameters. Every answer lists the version of each token. Cached keys and values are not
+recomputed, as in PipelineRL (Piché et al. 2025).
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ CLOSE_TIMEOUT = 60.0  # seconds
 
 
 class DecodeEngine(Closeable):
-    """A thread that decodes the requests of any number of other threads. A context manager; `close` ends the thread.
+    """A thread that answers requests of any number of other threads. It is a context manager; `close` ends the thread.
 
-    If the engine fails, it sets the error on all pending futures and closes.
+    If the engine fails, it closes, and all pending requests fail with its error.
 
     Args:
         model_config: Architecture of the model.
         params: Parameters of the model. The engine copies them.
         engine_config: Sizes of the engine.
         version: Version of the parameters.
-        seed: Seed for requests without a seed.
+        seed: The engine uses it to draw a seed for each request that has none.
 
     Raises:
         UsageError: `EngineConfig.length` is more than the model's max_position_embeddings.
@@ -91,9 +92,9 @@ class DecodeEngine(Closeable):
 
         Args:
             prompt: Token ids, at least one.
-            sampling: Sampling options. The same seed, prompt and parameters give the same answer, independent of other
-                requests. Exception: shapes of batches change rounding, which can decide between two almost equally
-                likely tokens.
+            sampling: Sampling options. The same seed, prompt and parameters give the same answer. Other requests do not
+                affect it, with one exception: rounding depends on the size of the batch, and can decide between two
+                almost equally likely tokens.
             on_tokens: Called with each new piece of the answer, in the engine's thread. It must not block.
 
         Raises:
@@ -108,9 +109,10 @@ class DecodeEngine(Closeable):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         on_tokens: Sequence[OnTokens] | None = None,
     ) -> list[Handle]:
-        """Submit several requests, or none if one of them cannot be accepted. See `submit`.
+        """Submit several requests, as `submit` does. If one of them cannot be accepted, all are refused.
 
-        Equal prompts are prefilled once. Request i samples from stream i of the seed. `submit` uses stream 0.
+        The model reads equal prompts only once. Request i uses stream i of the seed's random numbers. `submit` uses
+        stream 0.
         """
         if len(sampling.stop_tokens) > self.config.max_stop_tokens:
             raise UsageError(
@@ -143,7 +145,7 @@ class DecodeEngine(Closeable):
         return handles
 
     def set_params(self, version: int, params: Params) -> None:
-        """Decode with a copy of `params` from the next call on. Running requests continue with the new parameters.
+        """Copy `params`, and use the copy in all later calls. Running requests continue with the new parameters.
 
         Raises:
             UsageError: The shapes differ from the model's shapes, or `version` is lower than the current version.
@@ -154,7 +156,9 @@ class DecodeEngine(Closeable):
         copied = jax.block_until_ready(_copy(params, self.model_config))
         with self._changed:
             if version < self.version:
-                raise UsageError(f"The decode engine has version {self.version} already: {version} is not above it.")
+                raise UsageError(
+                    f"The decode engine has version {self.version} already, but got the older version {version}."
+                )
             self._params = version, copied
 
     @property
@@ -163,7 +167,7 @@ class DecodeEngine(Closeable):
         return self._params[0]
 
     def stats(self) -> dict[str, int]:
-        """Return counters so far (requests, tokens, prompt_tokens, calls), and version, running and waiting."""
+        """Return the totals requests, tokens, prompt_tokens and calls, and the current version, running and waiting."""
         with self._changed:
             return {
                 **self._counts,
@@ -173,10 +177,10 @@ class DecodeEngine(Closeable):
             }
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
-        """End the engine. Waiting and running requests fail with `UnavailableError`. May be called again.
+        """End the engine. Waiting and running requests fail with `UnavailableError`. Later calls do nothing more.
 
         Raises:
-            PeerError: The current call did not end within `timeout` seconds, possibly because JAX compiles.
+            PeerError: The current jitted call did not end within `timeout` seconds. JAX may still compile it.
         """
         self._fail(UnavailableError("The decode engine was closed."))
         if threading.current_thread() is self._thread:
@@ -197,7 +201,7 @@ class DecodeEngine(Closeable):
             self._fail(failure)
 
     def _wait(self) -> bool:
-        """Wait for work. Return False if the engine is closed."""
+        """Wait for a request. Return False if the engine is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._waiting or self._running)
             return not self.closed
@@ -219,9 +223,9 @@ class DecodeEngine(Closeable):
             self._deliver(group, sampled, version)
 
     def _groups(self, taken: list[tuple[int, Handle]]) -> Iterator[list[tuple[int, Handle]]]:
-        """Yield one list of requests for each prefill call.
+        """Yield a list of (slot, handle) for each prefill call.
 
-        The prompts of a list are in one bucket. There are at most `Slots.batch` different prompts.
+        All prompts of a list have the same padded length (bucket). At most `Slots.batch` of them differ.
         """
         buckets = collections.defaultdict(list)
         for slot, handle in taken:
@@ -247,7 +251,7 @@ class DecodeEngine(Closeable):
         self._deliver(running, sampled, version)
 
     def _deliver(self, rows: list[tuple[int, Handle]], sampled: Sampled, version: int) -> None:
-        """Append each column of `sampled` to its handle, and free the slots of completed requests."""
+        """Append each column of `sampled` to the answer of its request, and free the slots of completed requests."""
         counts = (sampled.tokens >= 0).sum(axis=0)
         self._counts["calls"] += 1
         self._counts["tokens"] += int(counts.sum())
@@ -261,12 +265,12 @@ class DecodeEngine(Closeable):
                     del self._running[slot]
 
     def _remove_cancelled(self, handle: Handle, _: object) -> None:
-        """Remove a cancelled request from the queue."""
+        """Remove a request from the queue if it was cancelled."""
         if handle.future.cancelled():
             with (
                 self._changed,
                 contextlib.suppress(ValueError),
-            ):  # if the request runs, it is not in the queue, and `_fill` frees its slot
+            ):  # a running request is not in the queue; `_fill` frees its slot
                 self._waiting.remove(handle)
 
     def _fail(self, error: RlframeError) -> None:
@@ -309,7 +313,7 @@ def generate(
 
 
 def _copy(params: Params, config: ModelConfig) -> Params:
-    # Always copy, since the learner may donate its arrays.
+    # Always copy, because the learner can donate its arrays to a jitted call, which deletes them.
     return jax.tree.map(lambda leaf: jnp.array(leaf, config.array_dtype), params)
 
 

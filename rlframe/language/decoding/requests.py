@@ -1,4 +1,4 @@
-"""Requests to the decode engine, and their answers."""
+"""Types of requests to the decode engine and of their answers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ RESULT_TIMEOUT = 600.0  # seconds
 
 
 class Answer(NamedTuple):
-    """A complete completion, or a piece of a streamed completion."""
+    """A full completion, or one piece of a streamed completion."""
 
     tokens: list[int]  # includes the stop token that ended the answer, if there is one
     log_probs: list[float]  # log-probability of each token at temperature 1; see `rlframe.language.decoding.sampling`
     versions: list[int]  # version of the parameters for each token
     finish_reason: str | None  # "stop" or "length"; None if more pieces follow
-    top_tokens: list[dict[int, float]]  # for each token: log-probabilities of the top tokens; empty if not requested
-    prompt_scores: PromptScores | None  # None if not requested, and in all pieces except the first
+    top_tokens: list[dict[int, float]]  # for each token: top token -> log-probability; empty if not requested
+    prompt_scores: PromptScores | None  # only in the first piece, and only if requested; else None
 
 
 OnTokens = Callable[[Answer], None]
 
 
 class DecodeRequest(NamedTuple):
-    """A checked request for one completion."""
+    """A request for one completion, after its options were checked."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -40,10 +40,10 @@ class DecodeRequest(NamedTuple):
 
 
 class Handle:
-    """The future answer of a request.
+    """Gives access to the answer of a submitted request.
 
-    `future` is a `concurrent.futures.Future` of the `Answer`; `asyncio.wrap_future` makes it awaitable. Cancelling the
-    future cancels the request and frees its slot.
+    `future` is a `concurrent.futures.Future` with the `Answer`; `asyncio.wrap_future` makes it awaitable. To cancel the
+    request and free its slot, cancel the future.
     """
 
     def __init__(self, request: DecodeRequest, on_tokens: OnTokens | None) -> None:
@@ -79,7 +79,7 @@ class Handle:
         self.future.cancel()
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, ranked: TopTokens) -> bool:
-        """Append sampled tokens; called by the engine. Return True if the answer is complete."""
+        """Append sampled tokens. Return True if the request is done. The engine calls this method."""
         if self.done:
             return True
         start = self.sampled
@@ -96,7 +96,7 @@ class Handle:
         if self._on_tokens is not None:
             try:
                 self._on_tokens(self._answer(start, reason))
-            except Exception as error:  # an error of the callback fails only this request
+            except Exception as error:  # an error in the callback affects only this request
                 self.fail(error)
         if reason is not None:
             with contextlib.suppress(InvalidStateError):  # the request has already failed or was cancelled
@@ -104,7 +104,7 @@ class Handle:
         return self.done
 
     def fail(self, error: Exception) -> None:
-        """Fail the request; called by the engine."""
+        """Set an error as the result of the request. The engine calls this method."""
         with contextlib.suppress(InvalidStateError):  # the request is already done or was cancelled
             self.future.set_exception(error)
 

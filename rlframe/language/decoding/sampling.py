@@ -1,14 +1,13 @@
-"""Sampling of tokens, log-probabilities and ranks: pure functions on logits.
+"""Pure functions on logits: sample tokens, and compute log-probabilities and ranks of tokens.
 
-**All log-probabilities are those of the model**, at temperature 1 and without top_p and top_k: log
-softmax(logits)[token]. `transformer.token_log_probs` computes the same values from the same parameters. The
-importance weight of a policy gradient is the ratio of two such probabilities. With temperature 1, top_p 1 and top_k 0,
-tokens are sampled from exactly the model's distribution. With other options, tokens are sampled from a different
-distribution, but the log-probabilities are still those of the model. To train without this bias, sample with
-temperature 1, top_p 1 and top_k 0.
+**A log-probability always means log softmax(logits)[token]**, at temperature 1 and without top_p and top_k.
+`transformer.token_log_probs` computes the same values from the same parameters. The importance weight of a policy
+gradient is the ratio of two such probabilities. With temperature 1, top_p 1 and top_k 0, tokens are sampled from this
+distribution. With other options, tokens are sampled from another distribution, but the log-probabilities stay the same.
+This biases training. To train without this bias, sample with temperature 1, top_p 1 and top_k 0.
 
-The noise of a row depends only on its key and on its number of sampled tokens. Other rows of the batch do not affect
-it.
+The random noise of a row depends only on the row's key and on the number of tokens that the row has sampled. Other rows
+of the batch do not affect it.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _FLOAT32, _INT32 = np.finfo(np.float32), np.iinfo(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Sampling options of one request, checked: length, temperature, top_p, top_k, stop tokens and seed."""
+    """Sampling options of one request. Invalid values raise `UsageError`."""
 
     max_tokens: int | None = (
-        None  # maximum tokens of the answer; None: up to the engine's length; 0: only score the prompt
+        None  # maximum number of sampled tokens; None: the engine's limit; 0: only score the prompt
     )
-    temperature: float = 1.0  # 0 always samples the most likely token
+    temperature: float = 1.0  # 0: always take the most likely token
     top_p: float = 1.0  # in (0, 1]: sample from the top tokens with this total probability (Holtzman et al. 2020)
     top_k: int = 0  # sample from this number of top tokens; 0: from all tokens
     stop_tokens: tuple[int, ...] = ()  # tokens that end the answer, and are included in it
@@ -68,7 +67,7 @@ class SamplingParams:
 
 
 class SamplingRows(NamedTuple):
-    """Sampling options of each row of a batch: `SamplingParams` as arrays."""
+    """The `SamplingParams` of a batch of B rows (requests), as arrays."""
 
     key: Array  # [B, 2] uint32, made by `row_key`
     temperature: Array  # [B] float32
@@ -80,27 +79,30 @@ class SamplingRows(NamedTuple):
 class Sampled(NamedTuple):
     """The result of sampling: arrays `[steps, B]` for several steps, or `[B]` for one step."""
 
-    tokens: Array  # int32; -1 if the row had ended before
+    tokens: Array  # int32; -1 if the row's answer was already complete
     log_probs: Array  # float32
     ranked: TopTokens  # [..., K]
 
 
 def row_key(seed: int, sample: int = 0) -> np.ndarray:
-    """Return the random key `[2]` uint32 of answer number `sample` to a request with this seed (any integer)."""
+    """Return a random key `[2]` uint32 for a seed (any integer). `sample` numbers the answers to one request."""
     return np.random.SeedSequence([seed % 2**64, sample]).generate_state(2, np.uint32)
 
 
 def make_rows(
     keys: Sequence[np.ndarray] | np.ndarray, sampling: Sequence[SamplingParams], max_stop: int
 ) -> SamplingRows:
-    """Convert options to numpy arrays, with one row per key `[2]` uint32 and at most `max_stop` stop tokens per row."""
+    """Convert the options of several requests to numpy arrays, with one row for each request.
+
+    Each key is `[2]` uint32. A row has space for `max_stop` stop tokens.
+    """
     stop = np.full((len(sampling), max_stop), -1, np.int32)
     for row, one in zip(stop, sampling):
         row[: len(one.stop_tokens)] = one.stop_tokens
     return SamplingRows(
         np.asarray(keys, np.uint32),
         np.array([one.temperature for one in sampling]).clip(max=_FLOAT32.max).astype(np.float32),
-        # A top_p of 0 would exclude all tokens.
+        # Avoid a top_p that rounds to 0, because it would exclude all tokens.
         np.array([one.top_p for one in sampling]).clip(_FLOAT32.tiny).astype(np.float32),
         np.array([min(one.top_k, _INT32.max) for one in sampling], np.int32),
         stop,
@@ -119,10 +121,10 @@ def sample(logits: jax.Array, rows: SamplingRows, sampled: jax.Array) -> tuple[j
         (tokens `[B]` int32, their log-probabilities `[B]` float32 at temperature 1, without top_p and top_k).
     """
     drawn = rows.temperature > 0
-    # Subtract the maximum, so that a low temperature cannot make a value infinite.
+    # Subtract the maximum, so that the division by a low temperature gives no infinite value.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(drawn, rows.temperature, 1.0)[:, None]
     cut = drawn & ((rows.top_p < 1) | (rows.top_k > 0))
-    # Skip the sort if no row needs it.
+    # Call `_cut` only if a row needs it, because it sorts the logits.
     scaled = jax.lax.cond(jnp.any(cut), lambda x: _cut(x, rows.top_p, rows.top_k), lambda x: x, scaled)
     keys = jax.vmap(lambda key, i: jax.random.fold_in(jax.random.wrap_key_data(key), i))(rows.key, sampled)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
@@ -132,16 +134,16 @@ def sample(logits: jax.Array, rows: SamplingRows, sampled: jax.Array) -> tuple[j
 
 
 def _cut(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Set logits to -inf outside the top_k tokens, then outside the top_p of the rest (Holtzman et al. 2020).
+    """Keep the top_k tokens, and of these the tokens within top_p (Holtzman et al. 2020). Set other logits to -inf.
 
-    Tokens that are as likely as the last kept token are also kept.
+    If several tokens have the same probability as the last kept token, keep all of them.
     """
     ranked = -jnp.sort(-logits, axis=-1)
     within = (jnp.arange(logits.shape[-1]) < top_k[:, None]) | (top_k == 0)[:, None]
     ranked = jnp.where(within, ranked, -jnp.inf)
     probabilities = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # Always keep the most likely token. With top_p 1, keep all tokens in spite of rounding.
+    # This always keeps the most likely token. With top_p 1, it keeps all tokens, even if `before` is rounded to 1.
     kept = (before < top_p[:, None]) | (top_p >= 1)[:, None]
     last = jnp.min(jnp.where(kept & within, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= last, logits, -jnp.inf)
@@ -150,10 +152,10 @@ def _cut(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
 class DecodeProgress(NamedTuple):
     """Progress of each row of a decoding batch."""
 
-    token: jax.Array  # [B] int32: last token of the row, not yet in the cache
+    token: jax.Array  # [B] int32: last token of the row, which is not in the cache yet
     length: jax.Array  # [B] int32: number of tokens in the cache
     sampled: jax.Array  # [B] int32: number of sampled tokens
-    remaining: jax.Array  # [B] int32: number of tokens that may still be sampled; 0: the row has ended
+    remaining: jax.Array  # [B] int32: maximum number of further tokens; 0: the row has ended
 
 
 def decode(
@@ -167,14 +169,14 @@ def decode(
     span: int | None = None,
     top_tokens: int = 0,
 ) -> tuple[transformer.Cache, DecodeProgress, Sampled]:
-    """Sample up to `steps` tokens for each row that has not ended. Stop early when all rows have ended.
+    """Sample up to `steps` tokens for each row that has not ended. Return early if all rows have ended.
 
     Args:
         params, config, cache: See `rlframe.language.model.transformer.apply_cached`.
         rows: Sampling options of the rows.
         progress: Progress of the rows.
         steps: Static. Maximum number of tokens for each row.
-        span: Static. Number of cache positions in use afterwards; see `apply_cached`.
+        span: Static. Number of cache positions that are used, including the new tokens; see `apply_cached`.
         top_tokens: Static. Number of top tokens to return for each sampled token.
 
     Returns:
@@ -206,7 +208,7 @@ def decode(
 def sample_first(
     rows: SamplingRows, logits: jax.Array, lengths: jax.Array, max_tokens: jax.Array, top_tokens: int = 0
 ) -> tuple[DecodeProgress, Sampled]:
-    """Sample the first token of rows whose prompts are in the cache.
+    """Sample the first token for each row. The prompts of the rows are in the cache.
 
     Args:
         rows: Sampling options of the rows.
@@ -226,7 +228,7 @@ def sample_first(
 
 
 def advance(rows: SamplingRows, progress: DecodeProgress, token: jax.Array, cached: int) -> DecodeProgress:
-    """Return `progress` after sampling `token` `[B]` and caching `cached` tokens. Ended rows do not change."""
+    """Return the progress after each row sampled `token` `[B]` and cached `cached` tokens. Ended rows do not change."""
     is_running = progress.remaining > 0
     stopped = jnp.any(token[:, None] == rows.stop, axis=-1)
     return DecodeProgress(
@@ -241,7 +243,7 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length
     """Raise `UsageError` if the prompt is empty, has an unknown token, or is too long.
 
     Args:
-        length: Maximum of the prompt's length plus `max_tokens`.
+        length: Maximum value of the prompt's length plus `max_tokens`.
     """
     if not len(prompt):
         raise UsageError("The prompt is empty. A model needs at least one token, such as bos.")
@@ -256,11 +258,11 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int, length
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """Return the smallest power of two that is at least `count` and at least `least`."""
+    """Return the smallest power of two that is at least `count`; if it is smaller than `least`, return `least`."""
     return max(1 << max(count - 1, 0).bit_length(), least)
 
 
-# --- Top tokens at each position, and scores of prompts.
+# --- The most likely tokens at each position, and scores of prompts.
 
 
 class TopTokens(NamedTuple):
@@ -270,13 +272,13 @@ class TopTokens(NamedTuple):
     log_probs: Array  # float32, at temperature 1
 
     def first(self, count: int) -> list[dict[int, float]]:
-        """Return the first `count` tokens at each position of `[T, K]`, as dicts of token to log-probability."""
+        """Return a dict for each position of `[T, K]`: token -> log-probability, for the top `count` tokens."""
         positions = zip(self.tokens[:, :count].tolist(), self.log_probs[:, :count].tolist())
         return [dict(zip(tokens, log_probs)) for tokens, log_probs in positions]
 
 
 class PromptScores(NamedTuple):
-    """Scores of a prompt's tokens, from the second token on."""
+    """Scores of a prompt's tokens. The first token has no score."""
 
     log_probs: list[float]
     ranks: list[int]  # rank of each token: 1 for the most likely token at its position
@@ -284,9 +286,9 @@ class PromptScores(NamedTuple):
     version: int = -1  # version of the parameters, which the engine sets
 
     def positions(self, prompt: Sequence[int], count: int) -> list[dict[int, tuple[float, int]] | None]:
-        """Return a dict of token to (log-probability, rank) for each position of the prompt.
+        """Return a dict for each position of the prompt: token -> (log-probability, rank).
 
-        Each dict has the position's own token and the top `count` tokens. The first position is None.
+        Each dict contains the prompt's token and the `count` most likely tokens. The first position has None.
         """
         positions: list[dict[int, tuple[float, int]] | None] = [None]  # the first token has no score
         for token, log_prob, at, top_tokens in zip(prompt[1:], self.log_probs, self.ranks, self.top_tokens):
@@ -296,7 +298,7 @@ class PromptScores(NamedTuple):
 
 
 def rank(logits: jax.Array, count: int) -> TopTokens:
-    """Return the top `count` tokens of `logits` `[..., V]` as arrays `[..., min(count, V)]`."""
+    """Return the `count` most likely tokens for `logits` `[..., V]`, as arrays `[..., min(count, V)]`."""
     if count == 0:
         empty = jnp.zeros((*logits.shape[:-1], 0))
         return TopTokens(empty.astype(jnp.int32), empty)
@@ -309,9 +311,9 @@ def score_prompt(params: Any, config: Any, x: jax.Array, prompt: tuple[int, ...]
 
     Args:
         params, config: The model.
-        x: `[T, D]`: input of the head at each token of the prompt, followed by padding.
+        x: `[T, D]`: input of the model's head at each token of the prompt, followed by padding.
         prompt: Token ids.
-        count: Number of top tokens at each position.
+        count: Number of most likely tokens to return at each position.
     """
     targets = np.zeros(len(x), np.int32)
     targets[: len(prompt) - 1] = prompt[1:]

@@ -1,6 +1,6 @@
-"""The device side of the decode engine: a cache and a batch of rows, one for each slot.
+"""The part of the decode engine that runs on the device: a cache and a batch, with one row for each slot.
 
-Each new shape costs a compilation, so few shapes are used: prompts are padded to powers of two, a prefill call has 1,
+JAX compiles for each new shape, so the engine uses few shapes: it pads prompts to powers of two, a prefill call has 1,
 4, 16, ... prompts, and the number of positions to which a decode step attends is a power of two.
 """
 
@@ -33,7 +33,7 @@ from rlframe.language.model import transformer
 from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
-_SHORTEST_PROMPT = 16  # minimum length in tokens; shorter prompts are padded to this length
+_SHORTEST_PROMPT = 16  # tokens; shorter prompts are padded to this length
 _SHORTEST_SPAN = 64  # positions
 
 
@@ -42,10 +42,10 @@ class EngineConfig:
     """Sizes of the decode engine."""
 
     slots: int = 32  # requests decoded at the same time
-    length: int | None = None  # maximum tokens of prompt and answer; None: the model's limit
-    steps: int = 8  # tokens sampled per call; waiting requests get free slots between two calls
-    prefill_tokens: int = 1024  # maximum prompt tokens, with padding, in a prefill call
-    max_waiting: int = 1024  # maximum number of waiting requests; more are refused
+    length: int | None = None  # maximum number of tokens of prompt plus answer; None: the model's limit
+    steps: int = 8  # tokens sampled per slot and call; waiting requests enter free slots between two calls
+    prefill_tokens: int = 1024  # maximum number of prompt tokens in a prefill call, including padding
+    max_waiting: int = 1024  # maximum number of waiting requests; further requests are refused
     max_stop_tokens: int = 8  # maximum number of stop tokens of one request
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class EngineConfig:
 
 
 class Slots:
-    """The cache and the rows of the decode engine on the device. Used by one thread.
+    """The cache and the batch of the decode engine, on the device. Only one thread may use this object.
 
     Args:
         config: Architecture of the model.
@@ -71,22 +71,22 @@ class Slots:
         self._rows: SamplingRows = jax.tree.map(jnp.asarray, rows)
 
     def bucket(self, prompt: Sequence[int]) -> int:
-        """Return the padded length of the prompt."""
+        """Return the length to which this prompt is padded, in tokens."""
         return min(power_of_two(len(prompt), _SHORTEST_PROMPT), self._length)
 
     def batch(self, bucket: int) -> int:
-        """Return the largest number of different prompts of this padded length in one call of `fill`."""
+        """Return the maximum number of different prompts for one call of `fill`, if prompts are padded to `bucket`."""
         return max(1, min(self._engine_config.prefill_tokens // bucket, self._slots))
 
     def fill(
         self, params: Params, slots: Sequence[int], requests: Sequence[DecodeRequest]
     ) -> tuple[Sampled, list[PromptScores | None]]:
-        """Put requests of one bucket into free slots and sample their first tokens.
+        """Put requests into free slots, and sample their first tokens. Their prompts have the same padded length.
 
-        Equal prompts are prefilled once.
+        The model reads equal prompts only once.
 
         Returns:
-            (sampled tokens `[1, requests]`, the scores of each prompt or None).
+            (sampled tokens `[1, requests]`; for each request the scores of its prompt, None if not requested).
         """
         prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in requests))}
         bucket = self.bucket(requests[0].prompt)
@@ -94,7 +94,7 @@ class Slots:
         lengths = np.ones(len(tokens), np.int32)
         for prompt, i in prompts.items():
             tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-        # Pad to one row for each slot. The padding's slot index is out of range, so `_place` drops it.
+        # Pad the batch to one row for each slot. Padding has a slot index that is out of range, so `_place` drops it.
         padded = [*requests, *[requests[0]] * (self._slots - len(requests))]
         where = np.full(self._slots, self._slots, np.int32)
         where[: len(slots)] = slots
@@ -126,7 +126,7 @@ class Slots:
         """Sample up to `steps` tokens for each slot of `running`. Return arrays `[steps, running]`.
 
         Args:
-            longest: Largest number of tokens that a prompt and its answer have so far.
+            longest: Maximum over these slots of the number of tokens in the prompt and the answer so far.
         """
         slots = list(running)
         live = np.zeros(self._slots, bool)
@@ -142,12 +142,12 @@ class Slots:
 
 
 def _top_token_count(requests: Sequence[DecodeRequest]) -> int:
-    """Return MAX_TOP_TOKENS if a request needs top tokens, otherwise 0. So only two programs are compiled."""
+    """Return MAX_TOP_TOKENS if any request needs top tokens, else 0. With only two values, JAX compiles only twice."""
     return MAX_TOP_TOKENS if any(request.sampling.top_tokens for request in requests) else 0
 
 
 def _padded_batch_size(count: int, most: int) -> int:
-    """Return the smallest of 1, 4, 16, ... that is at least `count`, but at most `most`."""
+    """Return the smallest number among 1, 4, 16, ... that is at least `count`; `most` if this number is larger."""
     size = 1
     while size < count:
         size *= 4
@@ -156,7 +156,10 @@ def _padded_batch_size(count: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
-    """Return (head's input `[R, T, D]`, logits `[R, V]` at the last token of each prompt, cache of the prompts)."""
+    """Run the model on the prompts `tokens` `[R, T]`, with their `lengths` `[R]`.
+
+    Return (input of the model's head `[R, T, D]`, logits `[R, V]` at the last token of each prompt, cache).
+    """
     R, T = tokens.shape
     x, cache = transformer.hidden_cached(
         params, config, tokens, transformer.init_cache(config, R, T), jnp.zeros(R, jnp.int32)
@@ -169,7 +172,7 @@ def _prefill(params, config, tokens, lengths):  # type: ignore[no-untyped-def]
 def _place(  # type: ignore[no-untyped-def]
     cache, rows, progress, logits, prefilled, lengths, sources, slots, new_rows, max_tokens, *, top_tokens
 ):
-    """Copy prefilled rows `sources` into `slots` and sample their first tokens."""
+    """Copy the prefilled rows with the indexes `sources` into `slots`, and sample the first token of each slot."""
     start, sampled = sample_first(new_rows, logits[sources], lengths[sources], max_tokens, top_tokens)
     T = prefilled.keys[0].shape[2]
     cache = jax.tree.map(lambda total, part: total.at[slots, :, :T].set(part[sources], mode="drop"), cache, prefilled)

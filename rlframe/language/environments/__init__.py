@@ -1,12 +1,12 @@
 """Environments for language models. All names are the same as in `atroposlib`, so `atroposlib`'s environments run here.
 
-`python my_env.py serve`, where `my_env.py` defines a subclass of `BaseEnv` (`env.py`):
+If `my_env.py` defines a subclass of `BaseEnv` (`env.py`), then `python my_env.py serve` does these steps:
 
 1. `cli.py` parses the options (`config.py`) and makes the environment.
-2. `serving.py: ServeLoop` registers with the trajectory service, and decides when to collect, pause, evaluate and end.
+2. `serving.py: ServeLoop` registers with the trajectory service. It decides when to collect, pause, evaluate and end.
 3. `collecting.py: Collector` runs many calls of `collect_trajectories` concurrently. They use a `ServerManager`
    (`server_manager.py`), which sends each request to the `APIServer` with the most free slots (`model_server.py`).
-4. `groups.py` checks and converts the scored group. `serving.py: Membership` sends the group.
+4. `groups.py` checks and converts each scored group. `serving.py: Membership` sends it to the service.
 5. `metrics.py` computes metrics. `files.py` writes groups, checkpoints and evaluation results.
 """
 

@@ -1,6 +1,6 @@
 """Command line of an environment: `python my_env.py serve|process|evaluate`.
 
-Options on the command line override those of a YAML file, which override those of the environment's class.
+The command line overrides the options of a YAML file. The YAML file overrides the defaults of the environment's class.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
 COMMANDS = {
-    "serve": "collect for the trainer of a trajectory service",
+    "serve": "collect groups for the trainer of a trajectory service",
     "process": "write groups to a JSONL and an HTML file; needs only a model server",
     "evaluate": "evaluate once; needs only a model server",
 }
@@ -49,7 +49,7 @@ logger = logging.getLogger("rlframe.language.environments")
 
 
 class CommandConfig(ServerManagerConfig):
-    """All options of a command. `config_cls` makes a subclass for each environment and command."""
+    """All options of a command. `config_cls` makes a subclass for each pair of an environment and a command."""
 
     env_cls: ClassVar[type[BaseEnv]]
     command: ClassVar[str]
@@ -78,7 +78,7 @@ class CommandConfig(ServerManagerConfig):
 
 
 def config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
-    """Make the option class of a command, with the environment class's defaults adapted to the command."""
+    """Make the class of a command's options. Its defaults come from the environment class, adapted to the command."""
     env, servers = _defaults(env_cls, command)
     cls: type[CommandConfig] = pydantic.create_model(
         f"{env_cls.__name__}{command.title()}Config",
@@ -91,12 +91,12 @@ def config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
 
 
 def main(env_cls: type[BaseEnv], arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit the process: 0 success, 1 failure, 2 invalid input, 130 Ctrl-C, 143 SIGTERM."""
+    """Run a command and exit. Exit codes: 0 success, 1 failure, 2 invalid input, 130 Ctrl-C, 143 SIGTERM."""
     sys.exit(run(env_cls, sys.argv[1:] if arguments is None else arguments))
 
 
 def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
-    """Run a command as `main` does. Return the exit code."""
+    """Run a command. Return the exit code; see `main`."""
     streams.prepare()
     _configure_logging()
     try:
@@ -106,10 +106,10 @@ def run(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if streams.silence_broken_pipe(sys.stdout):  # for example after `my_env.py serve --help | head`
+        if streams.silence_broken_pipe(sys.stdout):  # such as in `my_env.py serve --help | head`
             return 0
         raise
-    except KeyboardInterrupt:  # Ctrl-C before the signal handlers were installed
+    except KeyboardInterrupt:  # Ctrl-C came before the signal handlers were installed
         return 128 + signal.SIGINT
     finally:
         streams.flush()
@@ -155,7 +155,7 @@ def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Com
 
 
 def _config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
-    """Return the option class of a command. A subclass of `BaseEnv` may override it."""
+    """Return the class of a command's options. A subclass of `BaseEnv` can override the method that returns it."""
     return getattr(env_cls, f"get_cli_{command}_config_cls")()
 
 
@@ -211,7 +211,7 @@ def _options(env_cls: type[BaseEnv], command: str) -> list[str]:
 
 
 def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Servers]:
-    """Return the default options of the environment class, adapted to the command, and its default model servers."""
+    """Return (the environment class's default options, adapted to the command; its default model servers)."""
     env, servers = env_cls.config_init()
     update: dict[str, Any] = {}
     if env.wandb_name is None and env_cls.name is not None:
@@ -226,13 +226,13 @@ def _defaults(env_cls: type[BaseEnv], command: str) -> tuple[BaseEnvConfig, Serv
 
 
 def _single_server(servers: Servers) -> APIServerConfig:
-    """Return the config that the --openai.* flags change: the class's server if there is only one, or the defaults."""
+    """Return the config that the --openai.* flags change: the class's only server; the defaults if it has several."""
     server = servers if isinstance(servers, ServerBaseline) else servers[0] if len(servers) == 1 else ServerBaseline()
     return server if isinstance(server, APIServerConfig) else APIServerConfig(**server.model_dump())
 
 
 def _flags(defaults: CommandConfig) -> dict[str, tuple[FieldInfo, Any]]:
-    """Return a dict from each flag, without its dashes, to the flag's field and default value."""
+    """Return a dict: name of a flag without its dashes -> (the flag's field, its default value)."""
     models = {_ENV: defaults.env, _SERVER: _single_server(defaults.openai), "": defaults}
     return {
         f"{space}.{name}".removeprefix("."): (field, getattr(model, name))
@@ -243,7 +243,7 @@ def _flags(defaults: CommandConfig) -> dict[str, tuple[FieldInfo, Any]]:
 
 
 def _override_servers(servers: Servers, default: APIServerConfig, file_values: Any, given: dict[str, Any]) -> Servers:
-    """Return the class's servers, unless the file or the command line gives others."""
+    """Return the model servers of the command line or the file; by default, the servers of the environment class."""
     listed = file_values if isinstance(file_values, list) else [file_values]
     several = len(listed) > 1
     if given and (several or (file_values is None and isinstance(servers, list) and len(servers) > 1)):
@@ -255,7 +255,7 @@ def _override_servers(servers: Servers, default: APIServerConfig, file_values: A
 
 
 def _parse_flags(arguments: Sequence[str], fields: Mapping[str, tuple[FieldInfo, Any]]) -> dict[str, Any]:
-    """Parse the flags of a command line as values of their fields."""
+    """Parse the flags of a command line. Return a dict: name of the flag -> value of its field's type."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     known = [f"--{name}" for name in (*fields, _CONFIG)]
     for flag in known:
@@ -276,7 +276,7 @@ def _parse_flags(arguments: Sequence[str], fields: Mapping[str, tuple[FieldInfo,
 
 
 def read_yaml(path: str | None) -> dict[str, Any]:
-    """Read the options of a file: `env`, `openai` (one server or a list), and the command line's top-level options."""
+    """Read the options of a YAML file: `env`, `openai` (one server or a list), and other fields of `CommandConfig`."""
     if path is None:
         return {}
     import yaml
@@ -297,10 +297,10 @@ def read_yaml(path: str | None) -> dict[str, Any]:
 
 
 def override(default: Model, file_values: Any, given: Mapping[str, Any], prefix: str) -> Model:
-    """Return a validated copy of the default, with the values of the file and of the command line.
+    """Return a validated copy of `default`, with the values of the file, and then those of the command line.
 
     Raises:
-        UsageError: A name is unknown, or a value is invalid. `prefix` follows `--` in the option names of the message.
+        UsageError: A name is unknown, or a value is invalid. The message names the option as `--`, `prefix` and name.
     """
     if not isinstance(file_values, Mapping):
         raise UsageError(f"{prefix.rstrip('.')} must be a mapping of option names to values; got {file_values!r}.")
@@ -317,7 +317,7 @@ def _describe(error: Any, prefix: str) -> str:
 
 
 def _parse_value(name: str, field: FieldInfo, values: list[str]) -> Any:
-    """Parse the words after a flag. No words mean true for a bool flag. Several words mean a list."""
+    """Parse the words after a flag. A bool flag without words is true. Several words are a list."""
     import yaml
 
     annotation: Any = field.annotation
@@ -340,7 +340,7 @@ def _parse_value(name: str, field: FieldInfo, values: list[str]) -> Any:
                 return candidate
     if len(values) > 1:
         raise UsageError(f"--{name} does not take {len(values)} values; got {' '.join(values)}.")
-    return values[0]  # if the value is invalid, the validation of the whole config reports the error
+    return values[0]  # an invalid value raises an error later, when the whole config is validated
 
 
 def _configure_logging() -> None:

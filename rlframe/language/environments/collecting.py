@@ -1,6 +1,6 @@
-"""Collect groups concurrently: start, pause, retry and cancel attempts.
+"""Collect groups of sequences concurrently: start, pause, retry and cancel attempts.
 
-`process` and `evaluate` run an environment with a model, but without a trainer and a trajectory service.
+The functions `process` and `evaluate` run an environment with a model, but without a trainer or a trajectory service.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3  # maximum number of attempts for one item
 FAILURES_IN_A_ROW = 32  # collecting ends after this number of failed attempts in a row
-MAX_ITEMS_WITHOUT_GROUP = 100  # this number of items in a row without a group causes a warning or an error
+MAX_ITEMS_WITHOUT_GROUP = 100  # after this number of items in a row without a group, warn or raise an error
 NO_GROUP_REASON = (
     "collect_trajectories or postprocess_histories returned None, or the log gives the reason why groups were not sent."
 )
-# Seconds of backoff before an item's next attempt, doubled with each failure in a row.
+# Seconds to wait after a failure. Each further failure in a row doubles them.
 _pauses = functools.partial(retry.backoff, 0.1, 1.0, jitter=0.5)
 
 logger = logging.getLogger(__name__)
 
-# Errors that mean that the service or a model did not answer before its deadline.
+# Errors which mean that the service or a model server did not answer before its deadline.
 _UNREACHABLE = (PeerError, RemoteError, UnavailableError)
 
 T = TypeVar("T")
@@ -43,16 +43,16 @@ HandleItem = Callable[[Any], Awaitable[bool]]
 
 
 class Gate:
-    """A gate that pauses collecting.
+    """A gate that pauses all attempts to collect groups.
 
-    While the gate is closed, an attempt continues up to its next request to a model. It sends this request after the
-    gate has opened.
+    While the gate is closed, an attempt stops before its next request to a model. It sends this request when the gate
+    opens.
     """
 
     def __init__(self) -> None:
         self._opened = asyncio.Event()
         self._opened.set()
-        self._paused_at = self._paused_seconds = 0.0  # start of the current pause, and duration of all earlier pauses
+        self._paused_at = self._paused_seconds = 0.0  # start of the current pause; total duration of earlier pauses
 
     @property
     def closed(self) -> bool:
@@ -60,7 +60,7 @@ class Gate:
 
     @property
     def clock(self) -> float:
-        """Seconds on a clock that stops while the gate is closed."""
+        """Time in seconds of a clock that stops while the gate is closed."""
         return (self._paused_at if self.closed else time.monotonic()) - self._paused_seconds
 
     def set(self, closed: bool) -> None:
@@ -83,8 +83,8 @@ class CollectAttempt:
     item: Any
     gate: Gate
     attempt: int = 1
-    policy_version: int | None = None  # oldest version of the parameters in the model's answers
-    newest_version: int | None = None  # newest version of the parameters in the model's answers
+    policy_version: int | None = None  # oldest version of the parameters among the model's answers
+    newest_version: int | None = None  # newest version of the parameters among the model's answers
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -92,26 +92,26 @@ class CollectAttempt:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start, without pauses."""
+        """Seconds since the attempt started, without pauses."""
         return self.gate.clock - self._started
 
     def record_version(self, policy_version: int | None) -> None:
-        """Record the version of the parameters that gave an answer to this attempt."""
+        """Record that this attempt got an answer from this version of the parameters."""
         if policy_version is not None:
             known = self.policy_version
             self.policy_version = policy_version if known is None else min(known, policy_version)
             self.newest_version = max(policy_version, self.newest_version or policy_version)
 
 
-# Set in the task that collects a group, and thus in all tasks that this task starts. Evaluations have no attempt, so
-# they ignore closed gates.
+# The attempt that the current task belongs to. Tasks that this task starts inherit the value. The value is None in
+# evaluations, so evaluations ignore the gate.
 current_attempt: contextvars.ContextVar[CollectAttempt | None] = contextvars.ContextVar("rlframe_attempt", default=None)
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results.
 
-    If a coroutine raises, cancel the other coroutines, wait until they have ended, and raise its error.
+    If a coroutine raises an error, cancel the other coroutines, wait until they have ended, and raise this error.
     """
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
@@ -124,27 +124,27 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 class Collector:
-    """A runner of many concurrent attempts, each in its own task.
+    """Runs many attempts concurrently, each in its own task.
 
-    While the gate is closed, running attempts keep their state: each waits before its next request to a model and
-    continues from there. If an attempt raises, the item is retried, up to `ATTEMPTS` attempts.
+    While the gate is closed, each running attempt waits before its next request to a model. It continues there when the
+    gate opens. If an attempt raises an error, its item is tried again, up to `ATTEMPTS` times in total.
 
     Args:
         next_item: Returns an item, or None if there is no item now.
-        handle: Collects a group for an item and sends the group. Returns whether there was a group.
+        handle: Collects a group for an item and sends the group. Returns True if there was a group.
         statistics: Records the duration of attempts.
         timeout: Seconds for one attempt, without pauses. 0 or less means no limit.
 
     Attributes:
         gate: Pauses the attempts.
         under_way: Running attempts.
-        items_without_group: Number of items in a row that gave no group.
+        items_without_group: Number of the latest items in a row that gave no group.
     """
 
     def __init__(self, next_item: NextItem, handle: HandleItem, statistics: CollectStatistics, timeout: float) -> None:
         self.gate = Gate()
         self.under_way: set[CollectAttempt] = set()
-        self.failed: BaseException | None = None  # the error because of which collecting ends
+        self.failed: BaseException | None = None  # the error that ends collecting; None if there is none
         self._next_item, self._handle = next_item, handle
         self._statistics = statistics
         self._timeout = timeout
@@ -154,7 +154,7 @@ class Collector:
         self._changed = asyncio.Event()
 
     async def fill(self, limit: int) -> bool:
-        """Start attempts until `limit` attempts are running. Return False if there were not enough items."""
+        """Start attempts until `limit` attempts run. Return False if the items did not suffice."""
         while len(self.under_way) < limit:
             if self._retries:
                 earlier = self._retries.pop()
@@ -166,13 +166,13 @@ class Collector:
         return True
 
     async def wait(self, seconds: float) -> None:
-        """Wait until an attempt ends, or for this number of seconds. Cancel attempts that exceed the timeout.
+        """Wait until an attempt ends, for at most `seconds`. Then cancel the attempts that exceed the timeout.
 
         Raises:
             RlframeError: The service or a model did not answer before its deadline.
-            EnvError: `FAILURES_IN_A_ROW` attempts failed.
+            EnvError: `FAILURES_IN_A_ROW` attempts in a row failed.
         """
-        # Do not use `asyncio.wait_for`: in Python 3.10 it can swallow a cancellation.
+        # Do not use `asyncio.wait_for`, because in Python 3.10 it can swallow a cancellation.
         timer = asyncio.get_running_loop().call_later(seconds, self._changed.set)
         try:
             await self._changed.wait()
@@ -245,11 +245,11 @@ async def process(env: BaseEnv) -> tuple[pathlib.Path, pathlib.Path]:
     """Collect `total_steps` groups. Write them to the file `data_path_to_save_groups` and to an HTML page next to it.
 
     Returns:
-        The JSONL file and the HTML file.
+        (path of the JSONL file, path of the HTML page).
 
     Raises:
         EnvError: There were not enough items, collecting failed too often, or `MAX_ITEMS_WITHOUT_GROUP` items in a row
-            gave no group. The groups collected so far are written.
+            gave no group. The groups that were collected before the error are written.
     """
     config = env.config
     if env.groups_file is None:

@@ -1,4 +1,4 @@
-"""Options of environments and of their model servers. Names and defaults are `atroposlib`'s, except where noted."""
+"""Options of environments and of their model servers. Most names and defaults are the same as in `atroposlib`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class EvalHandlingEnum(Enum):
-    """Effect of an evaluation on collecting: pause, continue with fewer workers, or continue."""
+    """During an evaluation, collecting pauses, continues with fewer workers, or continues unchanged."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -48,32 +48,34 @@ def takes_bool(annotation: Any) -> bool:
 
 
 class BaseEnvConfig(StrictModel):
-    """Options of every environment. Subclasses add more."""
+    """Options of every environment. Subclasses add their own options."""
 
     group_size: int = Field(default=4, ge=1, description="number of sequences in a group; all answer the same item")
     max_num_workers: int = Field(
         default=-1,
         ge=-1,
-        description="groups collected concurrently; -1: max_num_workers_per_node for each model server",
+        description="number of groups to collect at the same time; -1: max_num_workers_per_node for each model server",
     )
-    max_num_workers_per_node: int = Field(default=8, ge=1, description="groups collected concurrently per model server")
-    max_eval_workers: int = Field(default=16, ge=1, description="tasks of `gather_eval` that run concurrently")
+    max_num_workers_per_node: int = Field(
+        default=8, ge=1, description="groups to collect at the same time per model server"
+    )
+    max_eval_workers: int = Field(default=16, ge=1, description="maximum tasks of `gather_eval` at the same time")
     steps_per_eval: int = Field(default=100, description="training steps between evaluations; 0: no evaluations")
     max_token_length: int = Field(
         default=2048, ge=1, description="maximum tokens of a sequence, including the prompt and all turns"
     )
     eval_handling: EvalHandlingEnum = Field(
-        default=EvalHandlingEnum.STOP_TRAIN, description="effect of an evaluation on collecting"
+        default=EvalHandlingEnum.STOP_TRAIN, description="what collecting does during an evaluation"
     )
     eval_limit_ratio: float = Field(
-        default=0.5, ge=0, le=1, description="fraction of the workers that continue with eval_handling LIMIT_TRAIN"
+        default=0.5, ge=0, le=1, description="if eval_handling is LIMIT_TRAIN: fraction of workers that continue"
     )
     inference_weight: float = Field(
         default=1.0,
-        description="share of the model servers relative to other environments; -1: no limit",
+        description="share of the model servers, relative to other environments; -1: no limit",
     )
-    batch_size: int = Field(default=-1, description="sequences in a batch, if the service does not specify it")
-    max_batches_offpolicy: int = Field(default=3, ge=1, description="batches in the queue at which collecting pauses")
+    batch_size: int = Field(default=-1, description="sequences in a batch, if the service does not set it")
+    max_batches_offpolicy: int = Field(default=3, ge=1, description="number of queued batches at which to pause")
     tokenizer_name: str = Field(
         default="byte",  # in `atroposlib`, the default is a tokenizer that must be downloaded
         description="`byte`, or a folder with a tokenizer.json; see `rlframe.language.model.tokenizers.load_tokenizer`",
@@ -81,10 +83,10 @@ class BaseEnvConfig(StrictModel):
     use_wandb: bool = Field(default=True, description="log to Weights & Biases")
     rollout_server_url: str = Field(default="http://localhost:8000", description="URL of the trajectory service")
     total_steps: int = Field(
-        default=1000, ge=-1, description="training steps of serve, groups of process; -1: the trainer's number of steps"
+        default=1000, ge=-1, description="serve: training steps; process: groups; -1: the trainer's number of steps"
     )
     wandb_name: str | None = Field(default=None, description="name of the run, and of the environment at the service")
-    num_rollouts_to_keep: int = Field(default=32, ge=1, description="groups in the table of rollouts")
+    num_rollouts_to_keep: int = Field(default=32, ge=1, description="number of groups in the table of rollouts")
     num_rollouts_per_group_for_logging: int = Field(
         default=1, ge=-1, description="sequences per group in the table of rollouts; -1: all"
     )
@@ -108,9 +110,9 @@ class BaseEnvConfig(StrictModel):
         default=None, description="effort of reasoning; implies thinking_mode"
     )
     max_reasoning_tokens: int | None = Field(
-        default=None, ge=1024, le=32000, description="maximum tokens of the reasoning; implies thinking_mode"
+        default=None, ge=1024, le=32000, description="maximum number of tokens of the reasoning; implies thinking_mode"
     )
-    # `atroposlib` does not have the options below.
+    # The following options do not exist in `atroposlib`.
     service_timeout: float = Field(
         default=600, gt=0, description="seconds to wait for the trajectory service or a trainer"
     )
@@ -122,35 +124,37 @@ class BaseEnvConfig(StrictModel):
 
 
 class ServerBaseline(StrictModel):
-    """Options of requests to the model servers of this machine.
+    """Options of requests to model servers on this machine.
 
-    The servers are `rlframe serve policy` at port 8001 if that port is open; otherwise ports 9004 to 9007, as
-    in `atroposlib`.
+    If port 8001 is open, the only server is `rlframe serve policy` at this port. Otherwise the servers are at ports
+    9004 to 9007, as in `atroposlib`.
     """
 
     timeout: int = Field(default=1200, gt=0, description="seconds for an answer, including all retries")
     num_max_requests_at_once: int = Field(
-        default=512, ge=1, description="concurrent requests to one server in training"
+        default=512, ge=1, description="maximum number of concurrent requests to a server in training"
     )
-    num_requests_for_eval: int = Field(default=64, ge=1, description="concurrent requests to one server in evaluations")
+    num_requests_for_eval: int = Field(
+        default=64, ge=1, description="maximum requests to a server at once in evaluations"
+    )
     model_name: str = Field(default="default", description="name of the model")
     rolling_buffer_length: int = Field(
-        default=1000, ge=1, description="number of recent requests in the statistics of a server"
+        default=1000, ge=1, description="a server's statistics cover this number of recent requests"
     )
     server_type: Literal["openai", "vllm", "sglang"] = Field(
         default="openai",
-        description="sglang: get token ids from its /generate; otherwise from /v1/completions",
+        description="sglang: get token ids from /generate of SGLang; otherwise: from /v1/completions",
     )
     tokenizer_name: str = Field(
-        default="none", description="tokenizer for `managed_server()` if it gets no tokenizer; none: model_name"
+        default="none", description="default tokenizer of `managed_server()`; none: use model_name"
     )
 
 
 class APIServerConfig(ServerBaseline):
     """Options of one model server."""
 
-    api_key: str | None = Field(default="", description="None: the environment variable OPENAI_API_KEY")
-    base_url: str | None = Field(default="", description="such as http://HOST:PORT/v1; None: OpenAI's server")
+    api_key: str | None = Field(default="", description="None: use the environment variable OPENAI_API_KEY")
+    base_url: str | None = Field(default="", description="URL such as http://HOST:PORT/v1; None: OpenAI's server")
     n_kwarg_is_ignored: bool = Field(
         default=False, description="the server ignores n and always returns one completion"
     )
@@ -159,16 +163,16 @@ class APIServerConfig(ServerBaseline):
     )
 
 
-OpenaiConfig = APIServerConfig  # the name that older environments import
+OpenaiConfig = APIServerConfig  # older environments import this name
 
 
 class ServerManagerConfig(StrictModel):
     """Options that apply to all model servers."""
 
     slurm: bool = Field(default=False, description="use the nodes of the Slurm job as model servers")
-    testing: bool = Field(default=False, description="not supported; `atroposlib`'s option for made-up answers")
+    testing: bool = Field(default=False, description="not supported; in `atroposlib`, it gives made-up answers")
     max_n_completions: int = Field(
-        default=8, ge=1, description="maximum completions in one request; larger requests are split"
+        default=8, ge=1, description="maximum number of completions in a request; larger requests are split"
     )
 
 
@@ -181,9 +185,9 @@ class ReasoningConfig:
     max_tokens: int | None = None
 
     def extra_body(self, base_url: str | None) -> dict[str, Any]:
-        """Return the provider's request fields; empty if no reasoning is requested.
+        """Return the extra fields of a request to the provider; an empty dict if no reasoning is requested.
 
-        Providers take either effort or max_tokens. If both are set, effort is used.
+        A provider accepts either effort or max_tokens. If both are set, send only effort.
         """
         if not (self.enabled or self.effort is not None or self.max_tokens is not None):
             return {}

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
 ServerConfigs = Union[ServerBaseline, list[APIServerConfig]]
 
-_QUEUES = ("queue_size", "self_queue_size")  # fields of the service's status that are logged
+_QUEUES = ("queue_size", "self_queue_size")  # these fields of the service's status are logged
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class BaseEnv(abc.ABC):
     """An environment that requests completions from a model, scores them, and sends groups to the trajectory service.
 
     A subclass implements `setup`, `get_next_item`, `evaluate`, and either `collect_trajectory` or
-    `collect_trajectories`. `MyEnv.cli()` runs the command line. Names and behavior are those of `atroposlib`.
+    `collect_trajectories`. `MyEnv.cli()` runs the command line. Names and behavior are the same as in `atroposlib`.
 
     Args:
         config: Options, an instance of the class's `env_config_cls`.
@@ -48,9 +48,9 @@ class BaseEnv(abc.ABC):
         curr_step: The trainer's step: the number of batches it has received.
         max_token_len: Maximum number of tokens of a sequence, set by the trainer. -1 before registration.
         workers, eval_workers: Running attempts to collect groups, and running tasks of an evaluation.
-        status_dict: Last response to `/status-env`.
-        backlog: Items that are collected before new items are requested.
-        process_mode: Whether groups are collected for a file, without trainer and service.
+        status_dict: Last response of the service to `/status-env`.
+        backlog: Items to use before `get_next_item` is called again.
+        process_mode: True if groups are written to a file, without trainer and service.
     """
 
     name: str | None = None
@@ -91,24 +91,24 @@ class BaseEnv(abc.ABC):
 
     @classmethod
     def get_cli_serve_config_cls(cls) -> type[cli.CommandConfig]:
-        """Return the option class of `serve`: a pydantic model with the defaults of `config_init`."""
+        """Return the class of the options of `serve`: a pydantic model with the defaults of `config_init`."""
         return cli.config_cls(cls, "serve")
 
     @classmethod
     def get_cli_process_config_cls(cls) -> type[cli.CommandConfig]:
-        """Return the option class of `process`."""
+        """Return the class of the options of `process`."""
         return cli.config_cls(cls, "process")
 
     @classmethod
     def get_cli_evaluate_config_cls(cls) -> type[cli.CommandConfig]:
-        """Return the option class of `evaluate`."""
+        """Return the class of the options of `evaluate`."""
         return cli.config_cls(cls, "evaluate")
 
     # Methods that subclasses override.
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
-        """Return the default options: the environment's config and the model servers."""
+        """Return the default options: (config of the environment, configs of the model servers)."""
         return cls.env_config_cls(), ServerBaseline()
 
     async def setup(self) -> None:
@@ -120,11 +120,11 @@ class BaseEnv(abc.ABC):
         """Return the item for the next group, or None if there is no item now."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | Any | None, list[Item]]:
-        """Return (one sequence for an item or None, further items for the backlog)."""
+        """Return (sequence, backlog): one sequence that answers the item, or None; and a list of further items."""
         raise NotImplementedError(f"{type(self).__name__} must implement collect_trajectory or collect_trajectories.")
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
-        """Return (groups for an item, further items for the backlog). The groups are a group, several groups or None.
+        """Return (groups, backlog): one group that answers the item, a list of groups, or None; and further items.
 
         The default calls `collect_trajectory` `group_size` times concurrently and drops None results. If all results
         are `ScoredDataItem`, they become one group. Otherwise `postprocess_histories` gets the list of results.
@@ -135,22 +135,22 @@ class BaseEnv(abc.ABC):
         if not sequences or not all(isinstance(one, Mapping) and "tokens" in one for one in sequences):
             return sequences, backlog
         group = groups.group_from_items(sequences)
-        if len(sequences) < self.config.group_size:  # without this override, the small group would not be sent
+        if len(sequences) < self.config.group_size:  # without it, a group with fewer sequences is not sent
             group["group_overrides"] = {**(group.get("group_overrides") or {}), "group_size": len(sequences)}
         return group, backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
-        """Convert the results of `collect_trajectories` to groups, or change groups, before they are sent."""
+        """Convert the results of `collect_trajectories` to groups, or change its groups, before the groups are sent."""
         return trajectories
 
     @abc.abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the model, every `steps_per_eval` steps. `gather_eval` runs many tasks concurrently."""
+        """Evaluate the model. Called every `steps_per_eval` steps. `gather_eval` can run many tasks concurrently."""
 
     def demonstrations(self, source: random.Random, count: int) -> list[tuple[str, str]]:
-        """Return `count` pairs of a prompt and a correct answer for a supervised warm-up, drawn with `source`.
+        """Return `count` pairs (prompt, correct answer) for a supervised warm-up. Draw them at random with `source`.
 
-        The prompts must not occur in evaluations. May be called before `setup`.
+        The prompts must not occur in evaluations. This method may be called before `setup`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no demonstrations, which a supervised warm-up needs. Implement "
@@ -158,12 +158,12 @@ class BaseEnv(abc.ABC):
         )
 
     async def cleanup(self) -> None:  # noqa: B027 - overriding is optional
-        """Clean up after an item. Called after each item, even if it failed."""
+        """Clean up after an item. Called after each item, even if its attempt failed."""
 
     # Methods that subclasses call.
 
     async def gather_eval(self, tasks: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run all tasks and return their results. At most `max_eval_workers` run concurrently, as `eval_workers`."""
+        """Run all tasks and return their results. At most `max_eval_workers` run at once; `eval_workers` has these."""
         slots = asyncio.Semaphore(self.config.max_eval_workers)
 
         async def run(task: Coroutine[Any, Any, T]) -> T:
@@ -181,7 +181,7 @@ class BaseEnv(abc.ABC):
             return await gather_or_cancel(map(run, listed))
         finally:
             for task in listed:
-                task.close()  # if one task failed, close the tasks that have not started
+                task.close()  # after an error, some tasks have not started; without `close`, Python would warn
 
     @property
     def max_num_workers(self) -> int:
@@ -193,7 +193,7 @@ class BaseEnv(abc.ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Number of sequences in a batch that are not reserved for other environments; -1 if unknown."""
+        """Number of sequences in a batch without those that other environments reserve; -1 if it is unknown."""
         size = self.config.batch_size
         if size == -1 or not self.status_dict:
             return size
@@ -201,21 +201,21 @@ class BaseEnv(abc.ABC):
         return int(size * fraction)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save `data` for a step. Called at the trainer's checkpoint interval.
+        """Save `data` as the environment's checkpoint of a step. Called at the trainer's checkpoint interval.
 
-        A subclass adds its state to `data` and calls this method with it.
+        To save more state, override this method: add the state to `data`, and call the method of the base class.
         """
         if data is not None:
             path = files.save_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", step, data)
             logger.info("Saved %s.", path)
 
     def load_checkpoint(self) -> None:
-        """Load the newest checkpoint up to `curr_step`, if there is one, and set the attributes that it contains."""
+        """Load the newest checkpoint that is not after `curr_step`. Set the attributes that it contains."""
         for name, value in files.load_checkpoint(self.checkpoint_dir, self.wandb_prepend or "", self.curr_step).items():
             setattr(self, name, value)
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:
-        """Keep a group as (text, score) rows for the table of rollouts."""
+        """Add a group to the table of rollouts, as rows (text, score)."""
         if self.tracker is None:
             return
         for group in scored_data if isinstance(scored_data, list) else [scored_data]:
@@ -233,7 +233,7 @@ class BaseEnv(abc.ABC):
         return wandb_metrics
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Log metrics. A subclass adds its metrics and calls this method with them."""
+        """Log metrics. To log more metrics, override this method, and call the method of the base class."""
         metrics = dict(wandb_metrics or {})
         longest = self.max_token_len if self.max_token_len > 0 else self.config.max_token_length
         metrics |= length_metrics(self.completion_lengths, longest)
@@ -253,17 +253,17 @@ class BaseEnv(abc.ABC):
             self.tracker.write(self.curr_step, metrics)
 
     def _with_prefix(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Prefix the metrics' names with this environment's name, since environments may share a run in W&B."""
+        """Add this environment's name to the metrics' names, because environments can share a run in W&B."""
         prefix = "" if self.wandb_prepend is None else f"{self.wandb_prepend}_"
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
     def log_pause(self, paused: bool) -> None:
-        """Log that collecting pauses or continues."""
+        """Write to the log that collecting pauses or continues."""
         if self.tracker is not None:
             self.tracker.write(self.curr_step, self._with_prefix({"train/paused": int(paused)}))
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add metrics of the time and success of collecting since the last call."""
+        """Add metrics about collecting since the last call: durations, and numbers of successes and failures."""
         return self.statistics.report(metrics_dict)
 
     async def evaluate_log(
@@ -279,8 +279,8 @@ class BaseEnv(abc.ABC):
     ) -> None:
         """Log the results of an evaluation, and write them to `data_dir_to_save_evals`.
 
-        Metrics are logged as `eval/NAME`, unless their name already begins with `eval`. The files are `metrics.json`
-        and `samples.jsonl`.
+        A metric whose name does not begin with `eval` is logged as `eval/NAME`. The files are `metrics.json` and
+        `samples.jsonl`.
         """
         task = task_name or f"{self.name or type(self).__name__}_eval"
         end = time.time() if end_time is None else end_time
@@ -304,7 +304,7 @@ class BaseEnv(abc.ABC):
     # Methods that run the environment.
 
     async def add_train_workers(self, limit: int | None = None) -> None:
-        """Start attempts until `limit` groups are being collected. None means `max_num_workers`."""
+        """Start attempts to collect groups until `limit` attempts run. None means `max_num_workers`."""
         assert self.collector is not None, "env_manager and process_manager create the collector"
         await self.collector.fill(self.max_num_workers if limit is None else limit)
 
@@ -328,11 +328,11 @@ class BaseEnv(abc.ABC):
         cli.main(cls)
 
     async def next_item(self) -> Item:
-        """Return an item from the backlog, or a new one."""
+        """Return an item from the backlog. If the backlog is empty, return a new item."""
         return self.backlog.pop() if self.backlog else await self.get_next_item()
 
     async def handle_env(self, item: Item) -> bool:
-        """Collect groups for an item and send them, or write them in process mode. Return whether there was a group."""
+        """Collect groups for an item, and send them; in process mode, write them. Return True if there was a group."""
         try:
             collected, further = await self.collect_trajectories(item)
             self.backlog.extend(further)
@@ -348,13 +348,13 @@ class BaseEnv(abc.ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> bool:
-        """Check groups, record them as configured, and send them if `do_send_to_api`.
+        """Check groups, write them to the configured files, and send them if `do_send_to_api` is True.
 
         Returns:
-            Whether the service accepted a group. If groups are not sent: whether a group is valid.
+            True if the service accepted a group. If groups are not sent, True if a group is valid.
 
         Raises:
-            UsageError: Rows of a group do not have matching lengths.
+            UsageError: The rows of a group do not have the same length.
         """
         listed: list[Any] = list(scored_data) if isinstance(scored_data, (list, tuple)) else [scored_data]
         doing = current_attempt.get()
@@ -366,7 +366,7 @@ class BaseEnv(abc.ABC):
                     "a ScoredDataItem from collect_trajectory, or convert the results in postprocess_histories."
                 )
             if why := groups.rejection_reason(self, group, abort_on_any_max_length_exceeded):
-                if why not in self._logged_reasons:  # many groups may have the same reason
+                if why not in self._logged_reasons:  # log each reason only once
                     self._logged_reasons.add(why)
                     logger.info("A group is not sent: %s. (train/items_rejected counts these groups.)", why)
                 continue

@@ -1,4 +1,4 @@
-"""Files of an environment: groups as JSON lines and as an HTML page, checkpoints, and results of evaluations."""
+"""Write the files of an environment: groups as JSON lines or an HTML page, checkpoints, and results of evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHECKPOINTS = "env_checkpoints"  # folder in the trainer's checkpoint_dir, name
 class GroupsFile:
     """A JSONL file with one group per line.
 
-    The first `write` creates the file. If a file of this name exists, a number is appended to the name.
+    The first `write` creates the file. If a file with this name exists, a number is appended to the new file's name.
     """
 
     def __init__(self, path: str) -> None:
@@ -46,14 +46,14 @@ class GroupsFile:
 
 
 def save_checkpoint(checkpoint_dir: str, name: str, step: int, data: Mapping[str, Any]) -> pathlib.Path:
-    """Write the data of a step atomically."""
+    """Write the environment's data for a step to a file, atomically."""
     path = pathlib.Path(checkpoint_dir, _CHECKPOINTS, name, f"step-{step}.json")
     write_atomically(path, to_json(data), parents=True)
     return path
 
 
 def load_checkpoint(checkpoint_dir: str, name: str, step: int) -> dict[str, Any]:
-    """Return the newest data up to this step, or {} if there is none.
+    """Return the newest saved data that is not after this step; {} if there is none.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -72,7 +72,7 @@ def load_checkpoint(checkpoint_dir: str, name: str, step: int) -> dict[str, Any]
 def write_evaluation(
     folder: str, result: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] | None
 ) -> pathlib.Path:
-    """Write `metrics.json` and, if there are samples, `samples.jsonl`."""
+    """Write an evaluation's `metrics.json` and, if there are samples, `samples.jsonl`."""
     path = pathlib.Path(folder, "metrics.json")
     write_atomically(path, to_json(result, indent=2), parents=True)
     if samples:
@@ -82,14 +82,14 @@ def write_evaluation(
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """Encode a value as JSON. Convert numpy numbers and arrays; write other unknown objects as text."""
+    """Encode a value as JSON. Numpy numbers and arrays become numbers and lists; other unknown objects become text."""
     return json.dumps(content, default=_plain, indent=indent, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if hasattr(value, "model_dump"):  # a message of the openai package
+    if hasattr(value, "model_dump"):  # for example, a message of the openai package
         return value.model_dump(exclude_none=True)
     return value.item() if isinstance(value, np.generic) else str(value)
 
@@ -118,7 +118,7 @@ pre {{ font: inherit; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0;
 
 
 def write_page(groups_file: pathlib.Path) -> pathlib.Path:
-    """Write the groups of a JSONL file as HTML beside it, and return that file."""
+    """Write the groups of a JSONL file as an HTML page next to it. Return the page's path."""
     with open(groups_file, encoding="utf-8") as lines:
         groups = [json.loads(line) for line in lines]
     scores = [score for group in groups for score in group["scores"]]

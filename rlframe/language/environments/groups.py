@@ -1,4 +1,4 @@
-"""Scored groups: their types, their conversion for the trajectory service, and the tokens and masks of chats."""
+"""Types of scored groups. Functions that convert groups for the trajectory service, and chats to tokens and masks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Message(TypedDict, total=False):
 
 
 class ScoredDataGroup(TypedDict, total=False):
-    """S scored sequences that answer one item. See `rlframe.trajectories.Group` for shapes and meaning.
+    """Several scored sequences that answer one item. `rlframe.trajectories.Group` describes the fields.
 
-    `tokens`, `masks` (the token if it is trained on, otherwise -100) and `scores` are required.
+    `tokens`, `masks` and `scores` are required. A mask is the token itself if the token is trained on, otherwise -100.
     """
 
     tokens: list[list[int]]
@@ -48,7 +48,7 @@ class ScoredDataGroup(TypedDict, total=False):
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
-    policy_version: int | None  # default: the oldest version that answered while the group was collected
+    policy_version: int | None  # default: the oldest version of the parameters that answered a request for this group
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -69,7 +69,7 @@ class ScoredDataItem(TypedDict, total=False):
 
 
 def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
-    """Make a group of sequences. Drop fields that some sequences lack, except overrides."""
+    """Make a group from sequences. Drop optional fields that any sequence lacks, except the overrides."""
     rows: list[Mapping[str, Any]] = list(items)
     group: dict[str, Any] = {name: [row[name] for row in rows] for name in ("tokens", "masks", "scores")}
     for name in _ROWS:
@@ -86,7 +86,7 @@ def group_from_items(items: list[ScoredDataItem]) -> ScoredDataGroup:
 
 
 def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -> str | None:
-    """Return the reason why the group is not sent, or None if it is sent."""
+    """Return the reason why the group must not be sent; None if the group can be sent."""
     config = env.config
     tokens: Any = () if group.get("tokens") is None else group["tokens"]  # a list of rows, or an array
     wanted = (group.get("group_overrides") or {}).get("group_size", config.group_size)
@@ -102,7 +102,7 @@ def rejection_reason(env: BaseEnv, group: ScoredDataGroup, check_length: bool) -
 
 
 def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
-    """Return the group with messages. If it has no messages, decode them from the tokens."""
+    """Return the group with `messages`. If the group has none, decode each sequence to one message."""
     if group.get("messages"):
         return group
     messages = [[{"role": "user", "content": tokenizer.decode(list(row))}] for row in group["tokens"]]
@@ -110,12 +110,12 @@ def with_messages(tokenizer: Any, group: ScoredDataGroup) -> ScoredDataGroup:
 
 
 def completion_lengths(group: ScoredDataGroup) -> list[int]:
-    """Return the number of tokens that are trained on, for each sequence."""
+    """Return, for each sequence, the number of tokens that are trained on."""
     return [sum(mask != -100 for mask in row) for row in group["masks"]]
 
 
 def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_version: int | None) -> Group:
-    """Convert a group to a `Group` of the trajectory service. Raise `UsageError` if the rows' lengths do not match."""
+    """Convert a group to a `Group` of the trajectory service. Raise `UsageError` if its rows differ in length."""
     version = group.get("policy_version")
     metadata = {"env_id": env_id, "policy_version": policy_version if version is None else version}
     empty = {name: None for name in ("group_overrides", "overrides", "images") if not group.get(name)}
@@ -124,7 +124,7 @@ def to_trajectory_group(group: ScoredDataGroup, env_id: int | None, policy_versi
     return Group.from_item({**group, **empty, **messages, **metadata})
 
 
-_PLACEHOLDERS = ("a", "b")  # the first token of a content differs from "a" or from "b", and so does the last token
+_PLACEHOLDERS = ("a", "b")  # any content differs from one of these at its start, and from one of these at its end
 
 
 def tokenize_for_trainer(
@@ -134,20 +134,20 @@ def tokenize_for_trainer(
     train_on_all_assistant_turns: bool = False,
     finish_reason: str = "",
 ) -> dict[str, Any]:
-    """Convert a chat to `tokens` and `masks`. Masks are -100 except in the last turn, or in all turns of the assistant.
+    """Convert a chat to `tokens` and `masks`, to train on the last turn, or on all turns of the assistant.
 
-    In these turns, the content and the token that ends the turn are trained on. The other tokens of the chat template
-    were not sampled by the model, so their mask is -100.
+    In these turns, the content and the token that ends the turn are trained on. The model did not sample the other
+    tokens, so their mask is -100.
 
-    The content is encoded from text, so the tokens may differ from the sampled tokens. New environments should use the
-    tokens and log-probabilities of `self.server.managed_server()`.
+    The tokens can differ from the sampled tokens, because the content is encoded from text. New environments should use
+    the tokens and log-probabilities of `self.server.managed_server()`.
 
     Args:
         tokenizer: Tokenizer with a chat template.
-        chat: Dicts, or messages of the `openai` package.
-        include_messages: Whether to return the chat as `messages`.
-        train_on_all_assistant_turns: Whether to train on all turns of the assistant, not only on the last turn.
-        finish_reason: "length" if the last turn was cut off. The tokens then end with its content.
+        chat: List of messages: dicts, or messages of the `openai` package.
+        include_messages: True also returns the chat as `messages`.
+        train_on_all_assistant_turns: True trains on all turns of the assistant, False only on the last turn.
+        finish_reason: "length" if the last turn was cut off. The tokens then end with the content of this turn.
     """
     chat = plain_messages(chat)
     tokens = list(tokenizer.apply_chat_template(chat))
@@ -167,17 +167,17 @@ def tokenize_for_trainer(
         elif ending is not None:
             masks[content_end + ending] = closing[ending]
         else:
-            masks[content_end:end] = closing  # the tokenizer does not define the token that ends a turn
+            masks[content_end:end] = closing  # it is unknown which token ends a turn
     return {"tokens": tokens, "masks": masks, **({"messages": chat} if include_messages else {})}
 
 
 def _turn(
     tokenizer: Any, chat: list[dict[str, Any]], turn: int, tokens: list[int], stops: set[int]
 ) -> tuple[int, int, int]:
-    """Return the start and end of a turn's content, and the end of the tokens that close the turn.
+    """Return (start of a turn's content, end of the content, end of the tokens that close the turn).
 
-    Replace the content by placeholders and compare the tokens. Tokenize the whole chat, because
-    templates may render the last turn differently.
+    To find them, replace the content by placeholders, and compare the tokens. Always tokenize the whole chat, because a
+    template can render the last turn differently.
     """
     message, before, after = chat[turn], chat[:turn], chat[turn + 1 :]
     calls: dict[str, Any] = {"tool_calls": []} if message.get("tool_calls") else {}
@@ -188,7 +188,7 @@ def _turn(
     content = None if calls else message.get("content")
     prompt = list(tokenizer.apply_chat_template(before, add_generation_prompt=True)) if before else []
     if prompt and tokens[: len(prompt)] == prompt:
-        # Templates may add an empty thought in front of the content.
+        # Some templates add an empty thought in front of the content.
         added = tokenizer.decode(tokens[len(prompt) : start]).strip()
         if not isinstance(content, str) or content.lstrip().startswith(added):
             start = len(prompt)

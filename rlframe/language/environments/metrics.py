@@ -1,4 +1,4 @@
-"""Metrics of an environment, with the names of `atroposlib`."""
+"""Metrics of an environment. Their names are the same as in `atroposlib`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rlframe.metrics import Logger, WandbLogger
 
 
 class Tracker(Logger, Protocol):
-    """A logger of an environment's metrics, for example `WandbLogger`."""
+    """Logs an environment's metrics. An implementation is `WandbLogger`."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """Return a table of text in a form that can be one value of a logged row."""
+        """Convert a table of text to a value that can be logged as one metric."""
 
 
 class CollectStatistics:
-    """Durations of collecting since the last report.
+    """Records how long attempts to collect groups take, since the last report.
 
     Attributes:
-        task_duration, succeeded_task_duration, failed_task_duration: Seconds for a group, without pauses.
+        task_duration, succeeded_task_duration, failed_task_duration: Seconds of each attempt, without pauses.
         mainloop_timings: Seconds between two status requests to the service.
         workers_added_per_attempt: Number of attempts that could be started after each status request.
     """
@@ -39,7 +39,7 @@ class CollectStatistics:
         (self.succeeded_task_duration if sent else self.failed_task_duration).append(seconds)
 
     def report(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Add `train_perf/...` and `train/items_...` to the metrics, and reset."""
+        """Add `train_perf/...` and `train/items_...` to the metrics. Then delete the records."""
         if self.succeeded_task_duration:
             metrics["train/items_sent_to_api"] = len(self.succeeded_task_duration)
         if self.failed_task_duration:
@@ -51,7 +51,7 @@ class CollectStatistics:
 
 
 class GroupStatistics:
-    """Scores of sequences, and staleness of groups in versions, since the last report."""
+    """Records the scores of sequences since the last report, and the staleness of groups (in parameter versions)."""
 
     def __init__(self) -> None:
         self.scores: list[float] = []
@@ -59,14 +59,14 @@ class GroupStatistics:
         self._newest = -1
 
     def add(self, scores: Iterable[float], version: int | None, newest: int | None) -> None:
-        """Add a group. `version` is the oldest version that answered for it, `newest` the newest version."""
+        """Add a group. `version` and `newest` are the oldest and the newest parameter version that sampled it."""
         self.scores += map(float, scores)
         if version is not None:
             self._newest = max(self._newest, version, -1 if newest is None else newest)
             self.staleness.append(self._newest - version)
 
     def report(self) -> dict[str, float]:
-        """Return `train/reward` (the mean score), `train/score_...` and `train/staleness`, and reset."""
+        """Return `train/reward` (the mean score), `train/score_...` and `train/staleness`. Then delete the records."""
         metrics = summary("train/score", self.scores)
         if self.scores:
             metrics["train/reward"] = metrics["train/score_mean"]
@@ -89,12 +89,15 @@ def summary(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def length_metrics(lengths: list[int], longest: int) -> dict[str, float]:
-    """Return `train/completion_lengths...`, or {} without lengths. `longest` is the maximum length of a sequence."""
+    """Return the metrics `train/completion_lengths...`; {} if there are no lengths.
+
+    `longest` is the maximum length of a sequence, in tokens.
+    """
     name = "train/completion_lengths"
     metrics = summary(name, lengths)
     if metrics:
         metrics[name] = metrics.pop(f"{name}_mean")
-        # Not a percentile, despite the name from `atroposlib`: this is the fraction of almost too long sequences.
+        # The name comes from `atroposlib`. The value is the fraction of nearly too long sequences, not a percentile.
         metrics[f"{name}_p95"] = sum(one > 0.95 * longest for one in lengths) / len(lengths)
     return metrics
 

@@ -1,6 +1,6 @@
-"""A client of one model server with the OpenAI API, which uses the `openai` package.
+"""A client of one model server. It uses the OpenAI API, with the `openai` package.
 
-Servers return the sampled token ids in different ways: vLLM and rlframe in fields of completions, SGLang in the
+Servers return the sampled token ids in different ways: vLLM and rlframe use fields of completions, and SGLang uses the
 responses of its `/generate`.
 """
 
@@ -22,19 +22,19 @@ from rlframe.errors import PeerError, UsageError
 from rlframe.language.environments.collecting import current_attempt
 from rlframe.language.environments.config import APIServerConfig, ReasoningConfig
 
-_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # first and longest backoff before a retry, in seconds
-_PROBE_TIMEOUT = 5.0  # seconds for a request that checks whether the server answers
+_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds to wait before the first retry, and at most before any retry
+_PROBE_TIMEOUT = 5.0  # seconds; timeout of a request that only checks whether the server answers
 _AVOIDED = 10.0  # after a failure, new requests use other servers for this number of seconds
-_TOKEN_ID = "token_id:"  # prefix of vLLM's token names with return_tokens_as_token_ids
+_TOKEN_ID = "token_id:"  # vLLM's prefix of token names if return_tokens_as_token_ids is set
 
 logger = logging.getLogger(__name__)
 
 
 class APIServer:
-    """A client of one model server. Failed requests are retried until the config's `timeout`.
+    """A client of one model server. It retries failed requests until the config's `timeout`.
 
-    A request that belongs to an attempt to collect a group first waits until the attempt's gate is open. So collecting
-    can pause without losing progress.
+    A request for a group first waits until the gate is open (`collecting.py: Gate`). So collecting can pause, and later
+    continue where it stopped.
 
     Raises (every call):
         PeerError: The server did not answer in time.
@@ -54,7 +54,7 @@ class APIServer:
             api_key="none" if config.api_key == "" else config.api_key,
             base_url=config.base_url,
             timeout=config.timeout,
-            max_retries=0,  # `_ask` retries, because it excludes pauses from the timeout
+            max_retries=0,  # `_ask` does the retries instead, because pauses must not count for the timeout
         )
         self.sem = anyio.CapacityLimiter(config.num_max_requests_at_once)
         self.eval_sem = anyio.CapacityLimiter(config.num_requests_for_eval)
@@ -78,20 +78,20 @@ class APIServer:
         """Call `openai.chat.completions.create` with the config's model.
 
         Args:
-            split: "train" or "eval". Each has its own request slots.
-            skip_reasoning: Do not request reasoning, even if the environment's config enables it.
+            split: "train" or "eval". The number of concurrent requests is limited for each of them separately.
+            skip_reasoning: True requests no reasoning, even if the environment's config enables it.
         """
         kwargs["model"] = self.config.model_name
         if not kwargs.pop("skip_reasoning", False) and (body := self._reasoning.extra_body(self.config.base_url)):
             kwargs["extra_body"] = {**(kwargs.get("extra_body") or {}), **body}
-            if "reasoning_effort" in body:  # with it, OpenAI's models refuse max_tokens and temperatures except 1
+            if "reasoning_effort" in body:  # then OpenAI's models refuse max_tokens, and any temperature except 1
                 kwargs["temperature"] = 1.0
                 if "max_tokens" in kwargs:
                     kwargs["max_completion_tokens"] = kwargs.pop("max_tokens")
         return await self._completions(self.openai.chat.completions.create, kwargs)
 
     async def completion(self, **kwargs: Any) -> Any:
-        """Call `openai.completions.create` for one prompt with the config's model. `split` as in `chat_completion`."""
+        """Call `openai.completions.create` for one prompt with the config's model. See `chat_completion`."""
         check_one_prompt(kwargs.get("prompt"))
         kwargs["model"] = self.config.model_name
         return await self._completions(self.openai.completions.create, kwargs)
@@ -99,15 +99,15 @@ class APIServer:
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Sample completions and return the sampled token ids. Text is never encoded again.
+        """Sample completions. Return the token ids as the server sampled them.
 
         Args:
             prompt or input_ids: Text, or token ids.
-            n, max_tokens, temperature, top_p, stop, seed, ...: As in `completion`; `split`, too.
+            n, max_tokens, temperature, top_p, stop, seed, split, ...: See `completion`.
 
         Returns:
-            The tokens of the prompt; then for each of the n completions its tokens, their log-probabilities, and its
-            finish reason ("stop" or "length").
+            (tokens of the prompt, tokens of each completion, log-probabilities of these tokens, finish reason of each
+            completion: "stop" or "length").
 
         Raises:
             UsageError: The server does not return token ids.
@@ -120,13 +120,13 @@ class APIServer:
         return parts[0].prompt_tokens, tokens, logprobs, reasons
 
     async def update_weight(self, weight: float) -> None:
-        """Limit the concurrent requests to a fraction (0 to 1) of the configured limit, but at least 1."""
+        """Limit the number of concurrent requests to a fraction (0 to 1) of the configured limit. Allow at least 1."""
         part = min(1.0, max(0.0, weight))
         self.sem.total_tokens = max(1, int(self.config.num_max_requests_at_once * part))
         self.eval_sem.total_tokens = max(1, int(self.config.num_requests_for_eval * part))
 
     async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
-        """Add the server's statistics over the last `rolling_buffer_length` requests to the metrics."""
+        """Add statistics of this server to the metrics, computed over the last `rolling_buffer_length` requests."""
         metrics, name = metrics_dict if metrics_dict is not None else {}, f"server/{server_name or 'server'}"
         for kind, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
             if timings:
@@ -143,7 +143,7 @@ class APIServer:
         await self.openai.close()
 
     async def _completions(self, create: Callable[..., Awaitable[Any]], kwargs: dict[str, Any]) -> Any:
-        """Return one answer with n choices."""
+        """Return one answer with n choices, even if the server needs several requests for them."""
 
         def ask(options: dict[str, Any], timeout: float) -> Awaitable[Any]:
             return create(**options, timeout=timeout)
@@ -156,10 +156,10 @@ class APIServer:
         count: Callable[[Any], int],
         kwargs: dict[str, Any],
     ) -> list[Any]:
-        """Return the answers to one request, or to n requests if the server ignores n.
+        """Return a list with the answer to one request; if the server ignores n, with the answers to n requests.
 
         Args:
-            ask: Sends a request with these options and this timeout in seconds.
+            ask: Sends a request. Its arguments are the options and a timeout in seconds.
             count: Returns the number of completions in an answer.
             kwargs: Options, including `split` and `n`.
         """
@@ -179,9 +179,9 @@ class APIServer:
         return answers
 
     async def _ask(self, split: str, ask: Callable[[float], Awaitable[Any]]) -> Any:
-        """Send a request and retry until there is an answer.
+        """Send a request, and repeat it until the server answers or the timeout is over.
 
-        After a failure, first check with a cheap request whether the server answers.
+        If the config enables health checks, then after a failure, first send a cheap request until the server answers.
         """
         attempt = current_attempt.get()
         evaluating = split != "train"
@@ -204,7 +204,7 @@ class APIServer:
             async with self.eval_sem if evaluating else self.sem:
                 attempts += 1
                 began = time.monotonic()
-                end += began - wait_start  # exclude pauses and the wait for a free slot from the timeout
+                end += began - wait_start  # the time of pauses and of waiting for a free slot does not count
                 try:
                     answer = await ask(max(1.0, end - began))
                 except self._retryable as error:
@@ -221,12 +221,12 @@ class APIServer:
                 self._failed_at = time.monotonic()
 
     async def _answers(self) -> bool:
-        """Check whether the server answers."""
+        """Return True if the server answers a cheap request."""
         try:
             await self.openai.models.list(timeout=_PROBE_TIMEOUT)
         except self._retryable:
             return False
-        except self._status_error:  # the server answers, but it cannot list models
+        except self._status_error:  # the server works, but it cannot list models
             return True
         self._set_healthy(True)
         return True
@@ -286,7 +286,7 @@ class APIServer:
         body = {"input_ids": list(input_ids), "sampling_params": options, "return_logprob": True}
         answers: Any = await root.post("/generate", cast_to=object, body=body)
         infos = [answer["meta_info"] for answer in (answers if isinstance(answers, list) else [answers])]
-        # For each answer and each token: (log-probability, id, text).
+        # One list for each answer. It contains (log-probability, id, text) for each token.
         sampled = [info["output_token_logprobs"] for info in infos]
         reasons = [info.get("finish_reason") or "stop" for info in infos]
         return Samples(
@@ -298,7 +298,7 @@ class APIServer:
         )
 
     def _set_healthy(self, healthy: bool, failure: Exception | None = None) -> None:
-        """Record whether the server answers. Log each change."""
+        """Record whether the server answers. If this changes, write it to the log."""
         if healthy != self.server_healthy:
             if healthy:
                 logger.info("The model server %s answers.", self.config.base_url)
@@ -320,11 +320,11 @@ class Samples:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     finish_reasons: list[str]
-    policy_version: int | None  # oldest version of the parameters that sampled one of the tokens
+    policy_version: int | None  # oldest version of the parameters among those that sampled the tokens
 
 
 def merge_answers(answers: list[Any]) -> Any:
-    """Merge the answers to the parts of one request: return the first answer with the choices of all, renumbered."""
+    """Merge the answers to the parts of a split request. Return the first answer, with all choices, numbered from 0."""
     first, *others = answers
     for other in others:
         first.choices.extend(other.choices)
@@ -334,16 +334,16 @@ def merge_answers(answers: list[Any]) -> Any:
 
 
 def check_one_prompt(prompt: Any) -> None:
-    """Raise `UsageError` for a list of texts or of lists of token ids."""
+    """Raise `UsageError` if `prompt` is a list of several prompts: of texts, or of lists of token ids."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
         raise UsageError(f"completion takes one prompt, got a list of {len(prompt)}. Call it once for each prompt.")
 
 
 def options_with_derived_seed(options: dict[str, Any], start: int) -> dict[str, Any]:
-    """Return the options of one part of a split request. The part begins with completion number `start`.
+    """Return the options for one part of a split request. `start` is the number of completions in the parts before it.
 
-    A server returns the same completions for the same seed, so each part needs a different seed. The derived seed is
-    far from the given seed, because vLLM uses consecutive seeds for the completions of one request.
+    Each part needs another seed, because a server returns the same completions for the same seed. The seed is not the
+    given seed plus a small number, because vLLM uses consecutive seeds for the completions of one request.
     """
     body = options.get("extra_body") or {}
     seed = options.get("seed", body.get("seed"))
@@ -356,9 +356,10 @@ def options_with_derived_seed(options: dict[str, Any], start: int) -> dict[str, 
 
 
 def _oldest_version(answer: Any) -> int | None:
-    """Return the oldest version of an answer's tokens, or of `Samples`. None if the server does not return versions.
+    """Return the oldest parameter version that sampled a token of this answer or `Samples`; None if it has no versions.
 
-    `rlframe serve policy` returns the version of each choice's last token, and all versions if there are several.
+    `rlframe serve policy` returns the version of each choice's last token. If the tokens of a choice have several
+    versions, it returns all of them.
     """
     versions = [getattr(answer, "policy_version", None)]
     for choice in getattr(answer, "choices", ()):
@@ -367,7 +368,7 @@ def _oldest_version(answer: Any) -> int | None:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Rename the option for the number of tokens to `max_tokens`, and drop `model`, which the config sets."""
+    """Rename `max_new_tokens` or `max_completion_tokens` to `max_tokens`, and drop `model`, which the config sets."""
     options = {name: value for name, value in options.items() if name != "model"}
     for name in ("max_new_tokens", "max_completion_tokens"):
         if name in options:

@@ -1,4 +1,4 @@
-"""All model servers of an environment, and `ManagedServer`, which records the tokens of multi-turn completions."""
+"""`ServerManager`: all model servers of an environment. `ManagedServer`: records the tokens of multi-turn chats."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_LOGPROB = 1.0  # `atroposlib`'s placeholder for tokens that were not sampled
 
 @dataclasses.dataclass
 class SequenceNode:
-    """A prompt with its completion, or all turns of a chat. The token lists have equal lengths.
+    """A sequence: a prompt with its completion, or all turns of a chat. The three lists of tokens have equal lengths.
 
     Attributes:
         full_text: Text of all tokens. For a completion, the special token that ended it is omitted.
@@ -55,12 +55,12 @@ class SequenceNode:
 
 
 class ManagedServer:
-    """A model server that records the sampled sequences.
+    """Sends requests to a model server, and records the sampled sequences, each as a `SequenceNode`.
 
-    `get_state()["nodes"]` returns the sequences in the order of the choices.
+    `get_state()["nodes"]` contains the nodes in the order of the choices.
 
-    A prompt that begins with the text of a node continues this node, and so do messages that begin with the node's
-    messages: the node's tokens are sent unchanged, only the new text is encoded, and a new node replaces the old node.
+    If a prompt begins with the text of a node, or a chat with a node's messages, it continues this node: the tokens of
+    the node are sent unchanged, only the new text is encoded, and a new node replaces the old node.
     """
 
     def __init__(self, server: APIServer, tokenizer: Any) -> None:
@@ -70,9 +70,9 @@ class ManagedServer:
         self._nodes: list[SequenceNode] = []
 
     async def chat_completion(self, **kwargs: Any) -> Any:
-        """Complete a chat like `openai.chat.completions.create`, with the prompt made by the tokenizer's chat template.
+        """Complete a chat, with the arguments of `openai.chat.completions.create`.
 
-        Tools are not supported.
+        The tokenizer's chat template converts the messages to a prompt. Tools are not supported.
         """
         from openai.types import chat
 
@@ -91,7 +91,7 @@ class ManagedServer:
         return chat.ChatCompletion.model_validate(self._answer("chat.completion", nodes, choices))
 
     async def completion(self, **kwargs: Any) -> Any:
-        """Complete one prompt like `openai.completions.create`."""
+        """Complete one prompt, with the arguments of `openai.completions.create`."""
         from openai.types import Completion
 
         prompt = kwargs.pop("prompt")
@@ -109,17 +109,17 @@ class ManagedServer:
         return Completion.model_validate(self._answer("text_completion", nodes, choices))
 
     def get_state(self) -> dict[str, list[SequenceNode]]:
-        """Return the recorded sequences as `nodes`."""
+        """Return a dict with the recorded sequences in `nodes`."""
         return {"nodes": list(self._nodes)}
 
     def reset(self) -> None:
-        """Forget the recorded sequences."""
+        """Delete the recorded sequences."""
         self._nodes.clear()
 
     async def _sample(
         self, earlier: SequenceNode | None, added: list[int], options: dict[str, Any]
     ) -> tuple[list[str], list[SequenceNode]]:
-        """Return the texts of the completions, and their nodes without `full_text`."""
+        """Return (texts of the completions, their nodes). The caller must set each node's `full_text`."""
         known = earlier or SequenceNode("", [], [], [])
         input_ids = known.tokens + list(added)
         _, outputs, logprobs, reasons = await self.server.tokens_and_logprobs_completion(
@@ -138,7 +138,7 @@ class ManagedServer:
         return [self.tokenizer.decode(output, skip_special_tokens=True) for output in outputs], nodes
 
     def _next_turn(self, messages: list[Any]) -> tuple[SequenceNode | None, list[int]]:
-        """Return (the node that a chat continues, the tokens to append) or (None, the tokens of the whole chat)."""
+        """Return (node that the chat continues, tokens to append to it), or (None, tokens of the whole chat)."""
         template, answered = self.tokenizer.apply_chat_template, bool(messages) and messages[-1]["role"] == "assistant"
         whole = list(template(messages, add_generation_prompt=not answered))
         earlier = _longest(node for node in self._nodes if _continues(messages, node.messages))
@@ -146,17 +146,17 @@ class ManagedServer:
             return None, whole
         turns = len(earlier.messages)
         so_far = list(template(messages[:turns], add_generation_prompt=False))
-        if whole[: len(so_far)] != so_far:  # for example, a template that removes thoughts from earlier turns
+        if whole[: len(so_far)] != so_far:  # the template changes earlier turns; for example, it removes their thoughts
             return None, whole
         opened = len(template(messages[: turns - 1], add_generation_prompt=True))
         ends = [position for position in range(opened, len(so_far)) if so_far[position] in self._stops]
         closing = so_far[ends[-1] :] if ends else []
         if earlier.tokens[-1] in self._stops:
-            closing = closing[1:]  # `earlier` already contains the first closing token, since the model sampled it
+            closing = closing[1:]  # the model has sampled the first closing token, so `earlier` contains it
         return earlier, closing + whole[len(so_far) :]
 
     def _replace(self, earlier: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        """Replace the continued node by the new nodes. If that node was already replaced, append the new nodes."""
+        """Replace the node `earlier` by the new nodes. If `earlier` is no longer recorded, append the new nodes."""
         indices = [index for index, node in enumerate(self._nodes) if node is earlier]
         at = indices[0] if indices else len(self._nodes)
         self._nodes[at : at + len(indices)] = nodes
@@ -179,7 +179,10 @@ def _longest(nodes: Iterable[SequenceNode]) -> SequenceNode | None:
 
 
 def _continues(messages: list[Any], earlier: list[Any] | None) -> bool:
-    """Return whether a chat continues an earlier one. Ignore white space around contents: environments may strip it."""
+    """Return True if a chat continues an earlier chat.
+
+    White space around contents is ignored, because an environment may have stripped it.
+    """
     return (
         earlier is not None
         and len(earlier) < len(messages)
@@ -197,12 +200,12 @@ def _plain(content: Any) -> Any:
 
 
 class ServerManager:
-    """A client of all model servers, which sends each request to the healthy server with the most free slots.
+    """A client of all model servers. It sends each request to the healthy server with the most free slots.
 
     Args:
         configs: Configs of the servers. A ServerBaseline means the servers of this machine.
-        slurm: Use the nodes of the Slurm job, if there is one.
-        testing: Not supported: there are no made-up answers.
+        slurm: True uses the nodes of the Slurm job, if this process runs in one.
+        testing: Must be False. Made-up answers are not supported.
         server_class: APIServer, or a subclass.
         reasoning_config: Options that request reasoning.
         max_n_completions: Maximum number of completions in one request. Requests with a larger n are split.
@@ -240,12 +243,12 @@ class ServerManager:
 
     @contextlib.asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[APIServer]:
-        """Yield one server for all turns of a trajectory, so that the server's cache contains the earlier turns."""
+        """Yield one server for all turns of a trajectory. Its cache then contains the earlier turns."""
         yield self._choose_server("train")
 
     @contextlib.asynccontextmanager
     async def managed_server(self, tokenizer: Any = None) -> AsyncIterator[ManagedServer]:
-        """Yield a `ManagedServer`, which records the tokens of all requests within the `async with`."""
+        """Yield a `ManagedServer`, which records the tokens of all requests in the `async with` block."""
         server = self._choose_server("train")
         if tokenizer is None:
             named = server.config.tokenizer_name
@@ -284,8 +287,8 @@ class ServerManager:
 def resolve_servers(configs: ServerBaseline | Sequence[APIServerConfig], slurm: bool) -> list[APIServerConfig]:
     """Return one config for each server.
 
-    In a Slurm job with several nodes, the model servers are on the nodes after the first NUM_TRAINING_NODES, one for
-    each INFER_TP of 8 GPUs, at ports from 9000 on, as in `atroposlib`.
+    In a Slurm job with several nodes, the first NUM_TRAINING_NODES nodes train. Each further node has 8 GPUs, and one
+    model server for each INFER_TP of them, at ports 9000, 9001, ... This is the same in `atroposlib`.
     """
     listed: list[Any] = [configs] if isinstance(configs, ServerBaseline) else list(configs)
     if not listed:

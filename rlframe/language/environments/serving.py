@@ -1,4 +1,4 @@
-"""The `serve` command: an environment that works for the trajectory service until the trainer's last step."""
+"""The `serve` command: an environment sends groups to the trajectory service until the trainer's last step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rlframe.trajectories.messages import EnvStatus, RegisteredEnv
 if TYPE_CHECKING:
     from rlframe.language.environments.env import BaseEnv
 
-_POLL_INTERVAL = 0.1  # seconds between two status requests to the service, unless an attempt ends earlier
-_LEAVE_TIMEOUT = 5.0  # timeout in seconds of the request that disconnects from the service
+_POLL_INTERVAL = 0.1  # seconds between two status requests to the service; less if an attempt ends earlier
+_LEAVE_TIMEOUT = 5.0  # seconds; timeout of the request that disconnects from the service
 _PAUSE = 1.0  # seconds of pause after the service has refused groups for `service_timeout` seconds
 
 logger = logging.getLogger(__name__)
 
 
 class ServeLoop:
-    """The main loop of an environment. Decides when to collect, pause, evaluate, save and end."""
+    """The main loop of an environment. It decides when to collect, pause, evaluate, save and end."""
 
     def __init__(self, env: BaseEnv) -> None:
         self._env = env
@@ -46,7 +46,7 @@ class ServeLoop:
         env.collector, env.workers = self._collector, self._collector.under_way
 
     async def run(self) -> None:
-        """Run until the trainer's last step. Then, or after an error, leave the service and close the environment."""
+        """Run until the trainer's last step. At the end, or after an error, disconnect and close the environment."""
         env = self._env
         try:
             await env.setup()
@@ -84,7 +84,7 @@ class ServeLoop:
             await self._collector.wait(_POLL_INTERVAL)
 
     async def _join(self) -> None:
-        """Register, or register again with a restarted service that has lost this environment."""
+        """Register with the service. Called again if the service has restarted and no longer has this environment."""
         env, config = self._env, self._config
         joined = await self._membership.join()
         env.env_id, env.wandb_prepend = joined.env_id, joined.wandb_name
@@ -113,7 +113,7 @@ class ServeLoop:
         env.tracker = open_wandb(self._config, wandb.project, wandb.group, env.wandb_prepend)
 
     async def _handle_status(self, status: EnvStatus) -> None:
-        """Update the environment's step. At a new step, save, evaluate and log if the interval has passed."""
+        """Update the environment's step. If the step is new, then save, evaluate and log at their intervals."""
         env, config = self._env, self._config
         env.status_dict = dataclasses.asdict(status)
         if config.inference_weight != -1:
@@ -140,7 +140,9 @@ class ServeLoop:
         return evaluation
 
     async def evaluate(self) -> None:
-        """Wait for registration and for any earlier evaluation, then evaluate. Collecting may pause, as configured.
+        """Wait until the environment is registered and no evaluation runs. Then evaluate.
+
+        During the evaluation, collecting may pause; see `EvalHandlingEnum`.
 
         Raises:
             Exception: Any exception of the environment's `evaluate`.
@@ -152,18 +154,18 @@ class ServeLoop:
 
     @property
     def _evaluation(self) -> asyncio.Task[Any] | None:
-        """The running evaluation, or None."""
+        """The evaluation that runs now, or None."""
         runner = self._env.eval_runner
         return None if runner is None or runner.done() else runner
 
     def _finished(self, status: EnvStatus) -> bool:
-        """Return whether the trainer has all the groups it needs, counting those in the queue."""
-        # If `hold` is set, the reported queue is longer than the real queue, so that environments pause.
+        """Return True if the trainer and the queue have all groups that the trainer still needs."""
+        # If `hold` is set, the service reports a queue that is too long, to make environments pause.
         queued = 0 if status.hold else status.queue_size * self._config.group_size // self._config.batch_size
         return status.current_step >= self._total_steps or status.current_step + queued > self._total_steps
 
     async def _collect(self, status: EnvStatus, unseen: int) -> None:
-        """Start attempts, or pause. `unseen`: number of groups sent after the request for the status."""
+        """Start attempts, or pause. `unseen` is the number of groups that were sent after the service made `status`."""
         env, config = self._env, self._config
         workers = env.max_num_workers
         handling = config.eval_handling if self._evaluation is not None else EvalHandlingEnum.NONE
@@ -181,19 +183,19 @@ class ServeLoop:
         await env.add_train_workers(limit)
 
     def _wanted(self, status: EnvStatus) -> int:
-        """Return how many attempts may run so that the queue has at most `max_batches_offpolicy` batches."""
+        """Return the number of groups to collect until the queue has `max_batches_offpolicy` batches."""
         config = self._config
         allowed = config.max_batches_offpolicy * self._env.derived_batch_size
         wanted = math.ceil(allowed / config.group_size) - status.queue_size
         if config.min_batch_allocation is not None:
-            # Fill this environment's minimum, even if other environments have filled the queue.
+            # Collect the minimum that is reserved for this environment, even if other environments filled the queue.
             own = config.min_batch_allocation * config.batch_size * config.max_batches_offpolicy
             wanted = max(wanted, math.ceil(own / config.group_size) - status.self_queue_size)
         return wanted
 
 
 def _crosses_interval(before: int, now: int, interval: int) -> bool:
-    """Return True if a multiple of the interval is above `before` and at most `now`."""
+    """Return True if a multiple of the interval lies after `before`, and not after `now`."""
     return interval > 0 and now // interval > before // interval
 
 
@@ -203,7 +205,7 @@ def _report(evaluation: asyncio.Task[None]) -> None:
 
 
 class Membership:
-    """The connection of one environment to the trajectory service: registers, sends groups and disconnects.
+    """The connection of one environment to the trajectory service. It registers, sends groups and disconnects.
 
     Each call is retried for `service_timeout` seconds while the service is unreachable.
 
@@ -225,7 +227,7 @@ class Membership:
         self.posted = 0
 
     async def join(self) -> RegisteredEnv:
-        """Wait for the trainer and register. An environment that was registered before keeps its name."""
+        """Wait for the trainer, and register. An environment that registers again keeps its name."""
         logger.info("%s registers with %s when the trainer has requested a batch.", self._name, self.client.url)
         config = self._config
         self._env = await self.client.register_env(
@@ -234,7 +236,7 @@ class Membership:
             max_token_length=config.max_token_length,
             weight=config.inference_weight,
             min_batch_allocation=config.min_batch_allocation,
-            # The service ignores an unknown token, for example after it was reset or the trainer registered again.
+            # The service ignores this token if it is unknown, because the service was reset or the trainer is new.
             resume_token=self._env.resume_token if self._env is not None else self._saved_token(),
             wait=config.service_timeout,
         )
@@ -243,7 +245,7 @@ class Membership:
         return self._env
 
     async def status(self) -> EnvStatus | None:
-        """Return the service's status, or None if the service does not have this environment any more."""
+        """Return the service's status for this environment; None if the environment is no longer registered."""
         assert self._env is not None
         try:
             return await self.client.env_status(self._env.env_id)
@@ -252,7 +254,7 @@ class Membership:
             return None
 
     async def post(self, groups: Sequence[Group]) -> int:
-        """Send groups in one request. Return the number of accepted groups, which survive a crash of the service.
+        """Send groups in one request. Return the number of accepted groups. A crash of the service does not lose these.
 
         Groups that are too old for the trainer are dropped. While the service refuses groups, for example because it is
         full, this call waits, and all attempts pause.

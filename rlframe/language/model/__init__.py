@@ -1,4 +1,4 @@
-"""The transformer, its weights in the format of Hugging Face, and tokenizers. From a conversation to logits:
+"""The transformer, its weights in the format of Hugging Face, and tokenizers. The steps from a chat to logits:
 
     config = ModelConfig(...)                           # config.py: sizes, named as in config.json
     config, params = weights.load("runs/qwen")          # weights.py: safetensors as a tree of arrays

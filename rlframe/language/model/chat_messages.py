@@ -1,4 +1,4 @@
-"""Messages of a chat: dicts, or objects of the `openai` package."""
+"""Convert the messages of a chat to dicts. They can be dicts, or objects of the `openai` package."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rlframe.errors import UsageError
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Convert messages to dicts. Drop null fields of objects, except `content`.
+    """Convert messages to dicts. Drop fields of objects that are None, except `content`.
 
-    A message with tool calls may have no `content`. Its `content` becomes None.
+    If a message with tool calls has no `content`, its `content` becomes None.
 
     Raises:
         UsageError: A message has another type, or no role.
@@ -44,7 +44,7 @@ def _parts(value: Any) -> Any:
 
 
 def join_text_parts(content: Any) -> Any:
-    """Join a list of text parts, as the policy server does. Return other values unchanged."""
+    """Join a list of text parts to one text. Return other values unchanged."""
     if not isinstance(content, list) or not all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):

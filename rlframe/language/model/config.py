@@ -1,4 +1,4 @@
-"""Architecture of a decoder-only transformer of the Llama family. Field names are those of `config.json`."""
+"""Configuration of a decoder-only transformer of the Llama family. `config.json` uses the same field names."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture. The defaults are a byte-level model that two CPU cores train in minutes.
+    """The architecture of a model. The defaults give a byte-level model that two CPU cores train in minutes.
 
-    Hashable, so a ModelConfig may be a static argument of a jitted function.
+    A ModelConfig is hashable, so it can be a static argument of a jitted function.
     """
 
     vocab_size: int = 264  # `rlframe.language.model.tokenizers.ByteTokenizer` has 263 tokens
@@ -47,13 +47,13 @@ class ModelConfig:
     intermediate_size: int = 384
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2  # groups of query heads that share keys and values (Ainslie et al. 2023)
+    num_key_value_heads: int = 2  # number of groups of query heads that share keys and values (Ainslie et al. 2023)
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True  # whether the head is the transpose of the embedding
-    attention_bias: bool = False  # biases of queries, keys and values; also of the output unless model_type is qwen2
+    tie_word_embeddings: bool = True  # True: the head is the transposed embedding
+    attention_bias: bool = False  # True: queries, keys, values have biases; so has the output, except in qwen2
     max_position_embeddings: int = 2048  # tokens
     model_type: str = "llama"  # llama, qwen2 or qwen3
     dtype: str = "float32"  # float32 or bfloat16; norms, softmax and logits are always computed in float32
@@ -89,12 +89,12 @@ class ModelConfig:
 
     @property
     def array_dtype(self) -> Any:
-        """`dtype` as a type. If TensorFlow is imported, numpy would convert the name to TensorFlow's bfloat16."""
+        """`dtype` as a JAX type. Do not pass the name to numpy: it can become TensorFlow's bfloat16."""
         return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
 
     @property
     def head_size(self) -> int:
-        """`head_dim`, or its default."""
+        """Size of a head: `head_dim` if it is set, else its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def normalizes_queries(self) -> bool:
-        """True if queries and keys are normalized per head before the rotation, as in Qwen3."""
+        """True if queries and keys are normalized in each head before the rotary embedding, as in Qwen3."""
         return self.model_type == "qwen3"
 
     @classmethod
@@ -112,7 +112,7 @@ class ModelConfig:
         """Make a config from the content of a `config.json` of transformers 4 or 5.
 
         Raises:
-            UsageError: The file names an unsupported architecture, or an unsupported variant of a supported one.
+            UsageError: The architecture, or one of its options, is not supported.
         """
         model_type = fields.get("model_type")
         if model_type not in ARCHITECTURES:
@@ -138,16 +138,16 @@ class ModelConfig:
         if model_type == "qwen3":
             known.setdefault("head_dim", 128)  # transformers' default
         if known.get("head_dim", 0) * known["num_attention_heads"] == known["hidden_size"]:
-            del known["head_dim"]  # the default of `ModelConfig` has the same value
+            del known["head_dim"]  # equal to the default of `ModelConfig`
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
         known.setdefault("tie_word_embeddings", False)  # transformers' default
         known.setdefault("attention_bias", model_type == "qwen2")
         if model_type == "qwen2":
-            known["attention_bias"] = True  # always true for qwen2, although config.json omits it
+            known["attention_bias"] = True  # qwen2 always has these biases, but its config.json omits the field
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a `config.json` for transformers and `from_json`."""
+        """Return the content of a `config.json`, which transformers and `from_json` can read."""
         fields = {**dataclasses.asdict(self), "head_dim": self.head_size}
         if self.rope_scaling is not None:
             fields["rope_scaling"]["rope_type"] = "llama3"
@@ -198,4 +198,4 @@ def _rope_fields(fields: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _read_dtype(fields: dict[str, Any]) -> str:
     published = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    return "bfloat16" if published == "float16" else published  # the range of float16 is smaller, so it may overflow
+    return "bfloat16" if published == "float16" else published  # float16 can overflow, because its range is smaller

@@ -1,4 +1,4 @@
-"""Tokenizers in the format of Hugging Face: `tokenizer.json`, and files of special tokens and a chat template."""
+"""Tokenizers in the format of Hugging Face: `tokenizer.json`, and files with special tokens and a chat template."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlframe.language.model.chat_messages import join_text_parts, plain_messages
 _VISIBLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
 _HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
 
-# GPT-2's alphabet: each visible byte is mapped to its own character, other bytes to characters from 256 on.
+# GPT-2's alphabet: a visible byte is written as its own character. Other bytes are written as characters from 256 on.
 BYTE_LEVEL = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_HIDDEN)}
 
 
 class TokenBytes:
-    """The bytes of each token of a published tokenizer.
+    """Computes the bytes of each token of a published tokenizer.
 
     Args:
         tokenizer: A `tokenizers.Tokenizer`.
@@ -33,17 +33,17 @@ class TokenBytes:
         self._byte_level = b'"ByteLevel"' in decoder
         ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         falls_back = b'"ByteFallback"' in decoder and None not in ids
-        self._ids = ids if falls_back else []  # token id of each single byte
+        self._ids = ids if falls_back else []  # byte -> id of its token
         self._single = {token: byte for byte, token in enumerate(self._ids)}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token for token, content in added.items() if content.special}
         self.of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
     def repair_bytes(self, tokens: Sequence[int], skip_special_tokens: bool) -> list[int]:
-        """Replace malformed bytes in runs of single-byte tokens by U+FFFD.
+        """Replace invalid UTF-8 in consecutive single-byte tokens by U+FFFD.
 
-        If a run is malformed, the decoder of the `tokenizers` package replaces all of its bytes, even those of valid
-        characters. Without this repair, text that was already streamed would change later.
+        The decoder of the `tokenizers` package would replace all bytes of such a run of tokens, even those of valid
+        characters. So text that was already streamed would change later.
         """
         if self._single.keys().isdisjoint(tokens):
             return list(tokens)
@@ -52,7 +52,7 @@ class TokenBytes:
         return [token for run in self._runs(tokens) for token in self._repair_run(run)]
 
     def _runs(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Split `tokens` into parts: runs of single-byte tokens, and every other token alone."""
+        """Split `tokens`: a part is a run of consecutive single-byte tokens, or one other token."""
         run: list[int] = []
         for token in tokens:
             if token in self._single:
@@ -77,7 +77,7 @@ class TokenBytes:
             return bytes([self._single[token]])
         if self._byte_level and all(character in BYTE_LEVEL for character in name):
             return bytes(BYTE_LEVEL[character] for character in name)
-        # A tokenizer may strip the space of a text's first token, so decode the token twice and use the second part.
+        # A tokenizer can strip the space in front of a text. So decode two copies of the token, and use the second.
         once, twice = (self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -92,18 +92,18 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class PublishedTokenizer:
-    """The tokenizer in a folder. See `rlframe.language.model.tokenizers.Tokenizer`.
+    """A tokenizer that is read from a folder. See `rlframe.language.model.tokenizers.Tokenizer`.
 
-    Reads `tokenizer.json` and, if they exist, `tokenizer_config.json` (special tokens, chat template),
-    `chat_template.jinja` (takes precedence) and `generation_config.json` (additional stop tokens).
+    The folder must contain `tokenizer.json`. Other files are optional: `tokenizer_config.json` (special tokens and a
+    chat template), `chat_template.jinja` (replaces this template) and `generation_config.json` (more stop tokens).
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the `tokenizers` package raises no specific type
+        except Exception as error:  # the `tokenizers` package raises plain `Exception`
             raise UsageError(f"The file {folder / 'tokenizer.json'} cannot be read: {error}.") from error
-        self._tokenizer.no_truncation()  # transformers also ignores truncation and padding in the file
+        self._tokenizer.no_truncation()  # ignore truncation and padding in the file, as transformers does
         self._tokenizer.no_padding()
         self._bytes = TokenBytes(self._tokenizer)
         config = _read(folder / "tokenizer_config.json")
@@ -136,7 +136,7 @@ class PublishedTokenizer:
     def apply_chat_template(
         self, messages: Sequence[Any], *, tokenize: bool = True, add_generation_prompt: bool = False
     ) -> Any:
-        """See `Tokenizer`. The text is equal to that of transformers."""
+        """See `Tokenizer`. The text is the same as in transformers."""
         if self._template is None:
             raise UsageError(f"The tokenizer in {self._folder} has no chat template, so it accepts only plain text.")
         plain = plain_messages(messages)
@@ -153,7 +153,7 @@ class PublishedTokenizer:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,  # templates compare `tools` and `documents` with None
+                tools=None,  # templates test whether `tools` and `documents` are None
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special,
@@ -170,7 +170,7 @@ class PublishedTokenizer:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag `{% generation %}`, which marks the assistant's text in templates. It does not change the text."""
+    """Accepts the tag `{% generation %}`, which marks the assistant's text in templates. The text does not change."""
 
     tags = {"generation"}  # noqa: RUF012  as in jinja2
 
@@ -186,7 +186,7 @@ def _hint(fields: Collection[str]) -> str:
 
 
 def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a dict from name to value of the fields that are not plain text."""
+    """Return the fields of the messages that are not plain text, as a dict: name -> value."""
     fields = {}
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -197,7 +197,7 @@ def _not_text(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _omitted_fields(messages: Sequence[dict[str, Any]], text: str, render: Callable[[Any], str]) -> list[str]:
-    """Return the non-text fields that `text` omits, or contains in Python's format (for example `None`)."""
+    """Return the names of non-text fields that `text` omits, or shows as Python objects (for example `None`)."""
     fields = _not_text(messages)
     if not fields:
         return []
@@ -205,7 +205,7 @@ def _omitted_fields(messages: Sequence[dict[str, Any]], text: str, render: Calla
     no_calls = [{**one, "tool_calls": []} if one.get("tool_calls") else one for one in no_content]
     try:
         without_content, without_calls = render(no_content), render(no_calls)
-    except UsageError:  # the template handles these messages explicitly
+    except UsageError:  # the template itself refuses some messages, so it handles them on purpose
         return []
     omitted = []
     for name, value in fields.items():
@@ -218,14 +218,14 @@ def _omitted_fields(messages: Sequence[dict[str, Any]], text: str, render: Calla
 
 
 def _compile(text: str | None, folder: Path) -> jinja2.Template | None:
-    """Compile the template in a sandbox, since it is untrusted code. Add the functions that transformers adds."""
+    """Compile the template in a sandbox, because it is untrusted code. Add the same functions as transformers."""
     if text is None:
         return None
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, **options: Any) -> str:  # jinja2's `tojson` escapes characters for HTML
+    def tojson(value: Any, **options: Any) -> str:  # replaces jinja2's `tojson`, which escapes characters for HTML
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -244,7 +244,7 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = config.get("chat_template")
-    if isinstance(found, list):  # several templates with names
+    if isinstance(found, list):  # a list of templates with names
         return {entry["name"]: entry["template"] for entry in found}.get("default")
     return found
 
@@ -259,7 +259,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def save_bytes(folder: Path, marks: Sequence[str], special: dict[str, str], chat_template: str) -> None:
-    """Write a tokenizer whose tokens are the 256 bytes, then `marks`. `special`: the names of special tokens."""
+    """Write a tokenizer whose tokens are the 256 bytes and then `marks`. `special` maps names to special tokens."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=BYTE_LEVEL, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Convert text to token ids: one token per byte, or with a `tokenizer.json` of Hugging Face."""
+"""Tokenizers convert text to token ids: `ByteTokenizer`, or a `tokenizer.json` in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Message = Any  # a dict with "role" and "content", or a message of the `openai` 
 
 
 class Tokenizer(Protocol):
-    """A tokenizer for the policy server and environments. Names and defaults are those of transformers."""
+    """A tokenizer for the policy server and environments. Names and defaults are the same as in transformers."""
 
     @property
     def vocab_size(self) -> int:
@@ -38,16 +38,17 @@ class Tokenizer(Protocol):
         """Tokens that end an answer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text. With `add_special_tokens`, add special tokens around the text, for example bos.
+        """Encode a text. If `add_special_tokens` is True, add special tokens around the text, for example bos.
 
-        The text of a special token becomes this token. Invalid Unicode (half a surrogate pair) becomes a question mark.
+        If the text contains the name of a special token, it becomes this token. Half a surrogate pair (invalid Unicode)
+        becomes a question mark.
         """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Decode tokens. Unknown ids are dropped. Malformed bytes become U+FFFD."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds to a text. The bytes may be only a part of a character."""
+        """Return the UTF-8 bytes that a token adds to a text. They can be an incomplete character."""
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, tokenize: bool = True, add_generation_prompt: bool = False
@@ -56,7 +57,7 @@ class Tokenizer(Protocol):
 
         Args:
             messages: Dicts, or objects of the `openai` package.
-            add_generation_prompt: Whether to append the beginning of an assistant's turn.
+            add_generation_prompt: True appends the beginning of the assistant's next turn.
 
         Raises:
             UsageError: The template cannot render the messages, or there is no template.
@@ -76,9 +77,10 @@ _TEMPLATE = (
 
 
 class ByteTokenizer:
-    """A tokenizer of UTF-8 bytes and special tokens. Encodes a message as the role's token, the text, and `<|eos|>`.
+    """A tokenizer whose tokens are the 256 bytes of UTF-8 text, and special tokens.
 
-    `encode` adds no special tokens. `<|bos|>` exists for callers that need a first token.
+    A message is encoded as the role's token, the text and `<|eos|>`. `encode` adds no special tokens. `<|bos|>` exists
+    for callers that need a first token.
     """
 
     vocab_size = 256 + len(_MARKS)
@@ -131,7 +133,9 @@ class ByteTokenizer:
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer `byte`, or the tokenizer of a `tokenizer.json` (the path of the file or of its folder).
+    """Return a `ByteTokenizer` for the name `byte`; otherwise read the tokenizer from a path.
+
+    The path is that of a `tokenizer.json`, or of its folder.
 
     Raises:
         UsageError: The tokenizer does not exist or cannot be read, or the packages tokenizers or jinja2 are missing.

@@ -1,11 +1,11 @@
 """A decoder-only transformer of the Llama family, as pure functions on a tree of parameters.
 
-Llama (Touvron et al. 2023, arXiv:2302.13971), Qwen2 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388). RMSNorm before
-each attention and MLP (Zhang and Sennrich 2019), rotary embeddings (Su et al. 2021; pairs i and i + head / 2),
-grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+The supported architectures are Llama (Touvron et al. 2023, arXiv:2302.13971), Qwen2 (arXiv:2407.10671) and Qwen3
+(arXiv:2505.09388). They consist of: RMSNorm before each attention and MLP (Zhang and Sennrich 2019), rotary embeddings
+(Su et al. 2021; pairs i and i + head / 2), grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
 
-The parameters. D is the hidden size, H the number of query heads, K the number of key-value heads. Matrices are `[in,
-out]`.
+The tree of parameters is as follows. D is the hidden size, H the number of query heads, K the number of key-value
+heads. Matrices are `[in, out]`.
 
     embed_tokens [V, D]    norm [D]    lm_head [D, V], unless it is tied to embed_tokens
     layers: a tuple of dicts: input_layernorm, post_attention_layernorm [D]
@@ -27,10 +27,10 @@ from rlframe.types import Params
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, one array per layer: `[B, K, length, head]`.
+    """Keys and values of the tokens so far, one array for each layer: `[B, K, length, head]`.
 
-    The caller keeps the number of valid positions of each row (`lengths`). The heads come before the positions:
-    otherwise attention would transpose the whole cache in each step.
+    The caller counts the valid positions of each row (`lengths`). The axis of heads is before the axis of positions,
+    because otherwise attention would transpose the whole cache in each step.
     """
 
     keys: tuple[jax.Array, ...]
@@ -40,8 +40,9 @@ class Cache(NamedTuple):
 def init(rng: jax.Array, config: ModelConfig) -> Params:
     """Return random parameters for training a small model from scratch.
 
-    Normal with variance 1 / fan-in. Projections into the residual stream are scaled down by the square root of their
-    number (Radford et al. 2019). Embeddings have a standard deviation of 0.02, the default of transformers.
+    The matrices are normally distributed with variance 1 / fan-in. Projections into the residual stream are divided by
+    the square root of the number of such projections (Radford et al. 2019). Embeddings have a standard deviation of
+    0.02, as in transformers.
     """
     D, F, head = config.hidden_size, config.intermediate_size, config.head_size
     q_size, kv_size = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -99,8 +100,8 @@ def apply(
         params: Parameters from `init` or `rlframe.language.model.weights.load`.
         config: Static.
         tokens: `[B, T]` int32.
-        positions: `[B, T]` int32 for the rotary embeddings. None counts the real tokens of each row from 0.
-        mask: `[B, T]` bool: True for real tokens. Padding may be on either side; real tokens do not attend to it.
+        positions: `[B, T]` int32: positions for the rotary embeddings. None numbers the real tokens of a row from 0.
+        mask: `[B, T]` bool: True for real tokens. Padding can be left or right of them. They do not attend to it.
 
     Returns:
         `[B, T, V]` float32. Values at padding are meaningless.
@@ -117,9 +118,9 @@ def hidden(
     *,
     remat: bool = False,
 ) -> jax.Array:
-    """Return the input of the head, `[B, T, D]`. The arguments are those of `apply`.
+    """Return the input of the model's head, `[B, T, D]`. See `apply` for the arguments.
 
-    With `remat`, the gradient recomputes the activations inside each layer, to save memory.
+    If `remat` is True, the gradient recomputes the activations inside each layer, to save memory.
     """
     if positions is None:
         positions = jnp.arange(tokens.shape[1])[None] if mask is None else jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
@@ -142,7 +143,7 @@ def hidden(
 
 
 def logits_of(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
-    """Apply the head: `[..., D]` to `[..., V]` float32."""
+    """Apply the model's head to `[..., D]`. Return logits `[..., V]` float32."""
     if config.tie_word_embeddings:
         return jnp.einsum("...d,vd->...v", hidden, params["embed_tokens"], preferred_element_type=jnp.float32)
     return jnp.einsum("...d,dv->...v", hidden, params["lm_head"], preferred_element_type=jnp.float32)
@@ -163,14 +164,14 @@ def token_log_probs(
 
     Args:
         params, config, tokens, positions, mask: See `apply`.
-        temperature: `[B]` float32: divisor of the logits of each row. Values of 0 or less count as 1. None means 1.
+        temperature: `[B]` float32: divisor of each row's logits. Values of 0 or less are replaced by 1. None means 1.
         remat: See `hidden`.
-        chunk: Number of positions whose logits, `[B, chunk, V]` float32, are in memory at once, also in the gradient.
-            None means all.
+        chunk: Number of positions whose logits, `[B, chunk, V]` float32, are in memory at the same time, also in the
+            gradient. None means all positions.
 
     Returns:
-        `[B, T - 1]` float32: value t belongs to `tokens[:, t + 1]`. Values are meaningless if this token or the token
-        before it is padding.
+        `[B, T - 1]` float32: value t is for `tokens[:, t + 1]`. A value is meaningless if this token is padding, or if
+        the token before it is padding.
     """
     x = hidden(params, config, tokens, positions, mask, remat=remat)[:, :-1]
     targets = tokens[:, 1:]
@@ -203,18 +204,18 @@ def init_cache(config: ModelConfig, batch: int, length: int) -> Cache:
 def apply_cached(
     params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Append tokens to the cache and return the logits of the next token at each position. For prefill and decoding.
+    """Append tokens to the cache, and return the logits of the next token at each position.
 
-    Padding to the right of a row's real tokens is harmless: its cache entries are beyond the row's length, and real
-    tokens overwrite them before any token attends to them.
+    Prefill and decoding use this function. Padding to the right of a row's real tokens is harmless: later tokens
+    overwrite it in the cache before any token attends to it.
 
     Args:
         params, config: See `apply`.
         tokens: `[B, T]` int32, at the positions `lengths[b] + arange(T)` of each row.
-        cache: A cache from `init_cache`. Donate it to the jitted function to avoid a copy.
-        lengths: `[B]` int32: number of cached tokens of each row. The caller advances them.
-        span: Static. Number of cache positions that are in use after this call. Fewer positions cost less. None means
-            all.
+        cache: A cache from `init_cache`. To avoid a copy, donate it to the jitted function.
+        lengths: `[B]` int32: number of cached tokens of each row. The caller increases it after the call.
+        span: Static. Attention reads only this number of cache positions, which must include the new tokens. A smaller
+            number takes less time. None means all positions.
 
     Returns:
         (`[B, T, V]` float32, the cache with the tokens). Tokens that do not fit into the cache are dropped.
@@ -226,7 +227,7 @@ def apply_cached(
 def hidden_cached(
     params: Params, config: ModelConfig, tokens: jax.Array, cache: Cache, lengths: jax.Array, *, span: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Do the same as `apply_cached`, but return the input of the head, `[B, T, D]`."""
+    """Do the same as `apply_cached`, but return the input of the model's head, `[B, T, D]`, instead of logits."""
     B, T = tokens.shape
     span = span or cache.keys[0].shape[2]
     positions = lengths[:, None] + jnp.arange(T)
@@ -260,8 +261,8 @@ def _rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax
 
 
 def _stretch(frequencies: jax.Array, scaling: Any) -> jax.Array:
-    """Scale frequencies as Llama 3.1: lengthen long wavelengths, keep short ones, and interpolate between them."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # within the old context
+    """Scale frequencies as in Llama 3.1: lengthen long wavelengths, keep short ones, interpolate between them."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the original context
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
@@ -298,20 +299,20 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax
     """Compute softmax attention of `q` `[B, H, T, head]` to `k`, `v` `[B, K, S, head]`.
 
     Args:
-        visible: `[B, T, S]` bool: True where query t may attend to key s.
+        visible: `[B, T, S]` bool: True if query t can attend to key s.
     """
     B, H, T, head = q.shape
     K = k.shape[1]
     q = q.reshape(B, K, H // K, T, head)
     scores = jnp.einsum("bkgtd,bksd->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(head)
-    scores = jnp.where(visible[:, None, None], scores, -1e30)  # not -inf, so that rows of padding are not NaN
+    scores = jnp.where(visible[:, None, None], scores, -1e30)  # not -inf, which would give NaN for padding
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     attended = jnp.einsum("bkgts,bksd->bkgtd", weights, v).reshape(B, H, T, head)
     return jnp.swapaxes(attended, 1, 2).reshape(B, T, H * head)
 
 
 def _finish(config: ModelConfig, layer: dict[str, jax.Array], x: jax.Array, attended: jax.Array) -> jax.Array:
-    """Compute the end of a layer: add the attention's output, then the output of the SwiGLU."""
+    """Compute the last part of a layer: add the attention's output and the SwiGLU's output to the residual stream."""
     x = x + _linear(layer, "o_proj", attended)
     h = _rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
     return x + (jax.nn.silu(h @ layer["gate_proj"]) * (h @ layer["up_proj"])) @ layer["down_proj"]

@@ -1,4 +1,4 @@
-"""Weights in the format of Hugging Face: a folder with `config.json`, and `model.safetensors` or its shards."""
+"""Load and save weights in the format of Hugging Face: `config.json`, and `model.safetensors` or its shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlframe.language.model.config import ModelConfig
 from rlframe.types import Params
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_NAMED = 5  # maximum number of tensors that a message lists
+_NAMED = 5  # maximum number of tensor names in an error message
 
 
 def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[ModelConfig, Params]:
@@ -31,7 +31,7 @@ def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[M
         dtype: float32 or bfloat16. None means the dtype in `config.json`.
 
     Returns:
-        (the config, parameters as from `rlframe.language.model.transformer.init`, on the default device).
+        (config, parameters on the default device). `transformer.init` returns the same tree of parameters.
 
     Raises:
         UsageError: The architecture is not supported, or the package safetensors is missing.
@@ -57,13 +57,13 @@ def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[M
 
 
 def read_config(folder: str | os.PathLike[str], *, dtype: str | None = None) -> ModelConfig:
-    """Return the config that `load` returns, without loading weights. Raise the same errors."""
+    """Return only the config, without loading weights. See `load` for the errors."""
     fields = _read_json(Path(folder) / CONFIG)
     return ModelConfig.from_json({**fields, "dtype": dtype} if dtype else fields)
 
 
 def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) -> None:
-    """Write a folder for `load` and transformers: `config.json` and `model.safetensors`.
+    """Write `config.json` and `model.safetensors` to a folder. `load` and transformers can read them.
 
     Existing files with these names are replaced, each atomically.
     """
@@ -78,20 +78,20 @@ def save(folder: str | os.PathLike[str], config: ModelConfig, params: Params) ->
 
 
 def published(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Return the parameters as numpy arrays, with Hugging Face's names. Matrices are `[out, in]`."""
+    """Convert the parameters to a dict: Hugging Face's name -> numpy array. Matrices are `[out, in]`."""
     expected, treedef = _expected(config)
     if jax.tree.structure(params) != treedef:
         raise UsageError(f"The parameters do not match the configuration. Expected: {treedef}.")
     tensors = {}
     for name, leaf in zip(expected, jax.tree.leaves(params)):
         array = np.asarray(leaf)
-        # safetensors ignores strides, so a transposed view would silently be saved wrongly.
+        # Copy transposed views, because safetensors ignores strides, and would save wrong values without an error.
         tensors[name] = np.ascontiguousarray(array.T if _is_transposed(name) else array)
     return tensors
 
 
 def _expected(config: ModelConfig) -> tuple[dict[str, jax.ShapeDtypeStruct], Any]:
-    """Return (dict from Hugging Face's name to array shape, in the order of the tree; structure of the tree)."""
+    """Return (dict in the tree's order: Hugging Face's name -> array shape; structure of the tree)."""
     shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), config))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     return {_published_name(path): leaf for path, leaf in leaves}, treedef
@@ -115,7 +115,7 @@ def _is_transposed(name: str) -> bool:
 
 
 def _is_superfluous(name: str, config: ModelConfig) -> bool:
-    # Older files have rotary frequencies in each layer. Some files with a tied head also contain the head.
+    # Older files contain rotary frequencies in each layer. Some files contain the head, although it is tied.
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
@@ -127,7 +127,7 @@ def _convert(name: str, tensor: np.ndarray, expected: jax.ShapeDtypeStruct, fold
         )
     if tensor.dtype.name == "bfloat16":  # if TensorFlow is imported, this is TensorFlow's bfloat16, which JAX refuses
         tensor = tensor.view(np.uint16).view(jnp.bfloat16)
-    array = jnp.asarray(tensor, expected.dtype)  # convert before transposing, on the device
+    array = jnp.asarray(tensor, expected.dtype)  # convert the dtype first, then transpose on the device
     return array.T if _is_transposed(name) else array
 
 

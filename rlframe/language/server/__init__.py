@@ -1,8 +1,8 @@
-"""The policy server, which serves the OpenAI API with the decode engine and the learner's newest parameters.
+"""The policy server implements the OpenAI API, with the decode engine and the learner's newest parameters.
 
-A chat request, `POST /v1/chat/completions`:
+The steps of a chat request, `POST /v1/chat/completions`:
 
-1. `app.py` gets the body as a checked `requests.py: ChatRequest`, and `parse` encodes its messages to tokens.
+1. `app.py` gets the body as a checked `requests.py: ChatRequest`. Its method `parse` encodes the messages to tokens.
 2. `generation.py: Generation` submits the request to the `DecodeEngine` and decodes the tokens to text (`TextDecoder`).
 3. `replies.py: ChatReplies` makes the response, as one object or as events. Errors are in OpenAI's format
    (`errors.py`).

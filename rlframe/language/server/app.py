@@ -28,8 +28,8 @@ from rlframe.language.server.requests import ChatRequest, CompletionRequest, Par
 if TYPE_CHECKING:
     from rlframe.language.server.server import PolicyServer
 
-_IN_THREAD = 16 << 10  # size in bytes; larger requests are encoded in a thread, since 1 MB may take seconds
-_LINE_ENDS = "\x85\u2028\u2029"  # Unicode line ends, at which some clients split events; so they are escaped
+_IN_THREAD = 16 << 10  # bytes; larger requests are encoded in a thread, because 1 MB can take seconds
+_LINE_ENDS = "\x85\u2028\u2029"  # these are escaped, because some clients split events at Unicode line ends
 _DESCRIPTION = """A language model in training, with the OpenAI API.
 
 Every response has a `policy_version`: the version of the parameters that sampled its last token."""
@@ -44,13 +44,13 @@ _COUNTERS = (
     ("refreshes", "Updates of the parameters from the learner.", "refreshes"),
 )
 _GAUGES = (
-    ("running", "Completions being decoded.", "running"),
-    ("waiting", "Completions waiting for a slot.", "waiting"),
+    ("running", "Number of completions that are decoded now.", "running"),
+    ("waiting", "Number of completions that wait for a slot.", "waiting"),
     ("version", "Version of the parameters.", "version"),
-    ("learner_version", "Newest known version of the learner; -1: none.", "learner_version"),
+    ("learner_version", "Newest known version of the learner's parameters; -1: none.", "learner_version"),
     (
         "versions_behind",
-        "Versions by which the parameters are behind the learner's newest known version.",
+        "Number of versions between the parameters and the learner's newest known version.",
         "versions_behind",
     ),
     ("since_refresh_seconds", "Seconds since the last update of the parameters.", "since_refresh"),
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 def make_app(server: PolicyServer) -> FastAPI:
-    """Make the application. Raise `UsageError` if the token file cannot be read."""
+    """Return the FastAPI application. Raise `UsageError` if the token file cannot be read."""
     cfg = server.cfg
     requests = (CompletionRequest, ChatRequest, VllmRequest, SglangRequest, SglangSampling)
     known = sorted({name for kind in requests for name in kind.model_fields})
@@ -161,7 +161,7 @@ def _client_closed_request() -> Response:
 
 
 async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
-    """Return the result of `work`. If the client disconnects first, cancel the work and return None."""
+    """Return the result of `work`. If the client disconnects before it is done, cancel the work and return None."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -179,7 +179,7 @@ async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]
 
 
 async def _events(generation: Generation, replies: Replies) -> AsyncIterator[bytes]:
-    """Yield server-sent events, each a JSON object, and finally `[DONE]`. An error is an event, too.
+    """Yield server-sent events. Each event is a JSON object, also for an error. The last event is `[DONE]`.
 
     If the client disconnects, Starlette cancels this generator.
     """

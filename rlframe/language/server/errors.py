@@ -18,12 +18,12 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-RETRY = {"Retry-After": "1"}  # header of errors after which the client may retry the request
+RETRY = {"Retry-After": "1"}  # header of an error response if the client can retry the request
 _NO_FIELDS = ("body", "vllm", "sglang")  # parts of pydantic's error locations that are not field names
 
 
 class RefusedError(RlframeError):
-    """An error that becomes the response to a request, with an HTTP status and a message."""
+    """An error with an HTTP status and a message, which the server sends as the response to a request."""
 
     def __init__(
         self,

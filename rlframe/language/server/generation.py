@@ -1,4 +1,4 @@
-"""Decode a request's answers to text. The tokens come from the engine's thread; asyncio code reads the text."""
+"""Decode the answers to a request to text. The engine's thread delivers the tokens, and asyncio code reads the text."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.language.server.errors import RETRY, RefusedError
 from rlframe.language.server.requests import ParsedRequest
 
-_UNKNOWN = "\ufffd"  # decoded text of an incomplete character
-_WINDOW = 16  # maximum number of tokens to decode again with each new token, unless a character is incomplete
-_DISTINCT = 3  # minimum of final characters in a shortened window, so that it begins at the start of a character
+_UNKNOWN = "\ufffd"  # an incomplete character is decoded to this text
+_WINDOW = 16  # tokens that are decoded again with each new token; more if a character is incomplete
+# Minimum number of final characters in a shortened window. They prove that it does not begin within a character.
+_DISTINCT = 3
 
 
 class TextDecoder:
-    """An incremental decoder of one answer. However the tokens are split, the joined pieces equal the complete text.
+    """Decodes one answer, piece by piece. The joined pieces equal the complete text, however the tokens are split.
 
     Args:
         tokenizer: Tokenizer of the model.
         stops: Strings that end the answer. They are not part of its text.
-        skip_special_tokens: Whether to omit special tokens from the text.
-        with_offsets: Whether to fill `offsets`.
+        skip_special_tokens: True omits special tokens from the text.
+        with_offsets: True fills `offsets`.
 
     Attributes:
         stopped_by: Stop string that ended the answer, or None.
-        offsets: Start of each token in the text, including a stop string. All tokens of one character have the same
-            start.
+        offsets: For each token, the position in the text at which it starts, in characters. The text here includes the
+            stop string. All tokens of one character have the same position.
     """
 
     def __init__(
@@ -48,29 +49,29 @@ class TextDecoder:
         self._with_offsets = with_offsets
         self.stopped_by: str | None = None
         self.offsets: list[int] = []
-        # Tokenizers may decode the first token of a text differently (strip its space), and a character may have
-        # several tokens. So decode each token together with the tokens before it.
+        # The latest tokens. Decode a new token together with them, because a tokenizer can decode the first token of a
+        # text differently (strip its space), and a character can consist of several tokens.
         self._window: list[int] = []
         self._text = ""  # text of the window
         self._certain = 0  # number of characters of `_text` that are final: later tokens cannot change them
         self._before = 0  # number of characters before the window
-        self._held = ""  # text that was not returned yet, since it may be the beginning of a stop string
+        self._held = ""  # text that is not returned yet, because it can be the beginning of a stop string
 
     @property
     def length(self) -> int:
-        """Number of characters so far, including an incomplete character."""
+        """Number of characters of the text so far. An incomplete character at the end counts."""
         return self._before + len(self._text)
 
     def add(self, tokens: Sequence[int], last: bool) -> tuple[str, int]:
-        """Add tokens.
+        """Decode the next tokens of the answer. Return the new text.
 
         Args:
             tokens: The next tokens of the answer.
-            last: Whether these are the last tokens.
+            last: True if these are the last tokens.
 
         Returns:
-            (text that later tokens cannot change, number of these tokens that belong to the answer). Tokens after a
-            stop string do not belong to the answer.
+            (new text that later tokens cannot change, number of tokens of `tokens` that belong to the answer). Tokens
+            after a stop string do not belong to the answer.
         """
         if not (last and not self._stops and self._take_all(tokens)):
             for count, token in enumerate(tokens, start=1):
@@ -92,7 +93,7 @@ class TextDecoder:
         if self._with_offsets:
             parts = [self._decode([token]) for token in tokens]
             if "".join(parts) != text[len(self._text) :] or not text.startswith(self._text):
-                return False  # a character has several tokens, or a space was stripped
+                return False  # a character consists of several tokens, or a space was stripped
             starts = itertools.accumulate(map(len, parts), initial=self.length)
             self.offsets += itertools.islice(starts, len(tokens))
         self._window += tokens
@@ -100,15 +101,15 @@ class TextDecoder:
         return True
 
     def _take(self, token: int) -> str:
-        """Add one token. Return the new text that later tokens cannot change."""
+        """Decode one more token. Return the new text that later tokens cannot change."""
         before, text = self._text, self._decode([*self._window, token])
         if self._with_offsets:
             self.offsets.append(self.length - self._continues(token, text))
         if text == before and not self._decode([token, token]):
-            return ""  # for example a special token, which does not affect the text of later tokens
+            return ""  # a token without text, such as a special token, does not affect later tokens
         self._window.append(token)
         certain, self._text = self._certain, text
-        # An incomplete character is decoded as U+FFFD, and so are invalid bytes.
+        # U+FFFD at the end can be an incomplete character, which the next token completes.
         self._certain = max(certain, len(text) - text.endswith(_UNKNOWN))
         new = text[certain : self._certain]
         if len(self._window) % _WINDOW == 0:
@@ -116,14 +117,14 @@ class TextDecoder:
         return new
 
     def _continues(self, token: int, text: str) -> bool:
-        """Return True if a token continues the incomplete character at the end. `text` includes the token."""
+        """Return True if a token continues an incomplete character. `text` is the window's text with this token."""
         if self._certain == len(self._text):
             return False
-        # A joined character is shorter than its parts, each of which would be decoded as U+FFFD.
+        # Separate parts of a character are decoded as one U+FFFD each. So the joined text is shorter.
         return len(text) < len(self._text) + max(1, len(self._decode([token])))
 
     def _shorten(self) -> None:
-        """Drop about the first half of the window. Do not split a character."""
+        """Delete about the first half of the window, but do not split a character."""
         for start in range(len(self._window) // 2, 0, -1):
             text = self._decode(self._window[start:])
             dropped = len(self._text) - len(text)
@@ -136,7 +137,7 @@ class TextDecoder:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
 
     def _find(self) -> str | None:
-        """Return the text before the first stop string, or None if there is no stop string."""
+        """Return the text before the first stop string in `_held`; None if there is no stop string."""
         matches = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if not matches:
             return None
@@ -144,7 +145,7 @@ class TextDecoder:
         return self._held[:position]
 
     def _stop_prefix_length(self) -> int:
-        """Return the number of characters at the end that may be the beginning of a stop string."""
+        """Return the number of characters at the end of `_held` that can be the beginning of a stop string."""
         held = self._held
         sizes = [
             size
@@ -161,7 +162,7 @@ class AnswerPiece:
 
     index: int  # index of the answer
     text: str
-    tokens: list[int]  # includes a stop token, which has no text
+    tokens: list[int]  # includes the stop token, which has no text
     offsets: list[int]  # start of each token in the answer's text; empty if not requested
     log_probs: list[float]
     versions: list[int]
@@ -172,21 +173,21 @@ class AnswerPiece:
 
     @property
     def version(self) -> int | None:
-        """Version of the parameters for the last token; for the prompt's scores if there are no tokens."""
+        """Version of the parameters that sampled the last token; without tokens, the version of the prompt's scores."""
         if self.versions:
             return self.versions[-1]
         return None if self.prompt_scores is None else self.prompt_scores.version
 
 
 class Generation:
-    """The answers to one request. The constructor submits the request to the engine.
+    """Delivers the answers to one request as text. The constructor submits the request to the engine.
 
     Args:
         engine: The decode engine.
         parsed: The request.
         tokenizer: Tokenizer of the model.
-        streams: Whether the caller reads the answers with `pieces`.
-        timeout: Seconds for all answers.
+        streams: True if the caller reads the answers with `pieces`, False if it calls `whole`.
+        timeout: Seconds for all answers together.
 
     Raises:
         UsageError: The engine cannot process the request.
@@ -213,7 +214,7 @@ class Generation:
             TextDecoder(tokenizer, parsed.fields.stops, parsed.fields.skip_special_tokens, parsed.offsets)
             for _ in prompts
         ]
-        # Create a queue only if pieces are needed, since each piece wakes the event loop.
+        # Create a queue only if pieces are needed, because each piece wakes the event loop.
         self._queue: asyncio.Queue[tuple[int, Any]] | None = asyncio.Queue() if streams or parsed.fields.stops else None
         self._loop = asyncio.get_running_loop()
         on_tokens = None
@@ -227,7 +228,7 @@ class Generation:
             raise RefusedError(str(error), 429, code="queue_full", headers=RETRY) from error
 
     async def whole(self) -> list[AnswerPiece]:
-        """Return all answers, in their order. Raise the errors of `pieces`."""
+        """Return all complete answers, ordered by their index. See `pieces` for the errors."""
         if self._queue is not None:
             parts: list[list[AnswerPiece]] = [[] for _ in self._handles]
             async for piece in self.pieces():
@@ -262,7 +263,7 @@ class Generation:
                 index, answer = await self._queue.get()
                 if isinstance(answer, Exception):
                     raise answer
-                if index not in pending:  # this piece was decoded before the answer was cancelled
+                if index not in pending:  # a late piece of an answer that was cancelled
                     continue
                 piece = self._piece(index, answer)
                 if piece.finish_reason is not None:
@@ -274,7 +275,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Free the slots of pending answers."""
+        """Cancel the answers that are not complete, which frees their slots."""
         for handle in self._handles:
             handle.cancel()
 
@@ -285,7 +286,7 @@ class Generation:
         )
 
     def _put(self, index: int, answer: Answer | Exception) -> None:
-        # Called in the engine's thread.
+        # The engine's thread calls this method.
         assert self._queue is not None
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, answer))

@@ -1,6 +1,6 @@
-"""`/generate` with token ids, in the formats of vLLM and SGLang.
+"""The endpoint `/generate`, which returns token ids, in the formats of vLLM and SGLang.
 
-The vLLM format is that of `example_trainer/vllm_api_server.py` in NousResearch/atropos. The SGLang format is that of
+The vLLM format comes from `example_trainer/vllm_api_server.py` in NousResearch/atropos, and the SGLang format from
 SGLang's server.
 """
 
@@ -19,7 +19,7 @@ from rlframe.language.server.requests import ParsedRequest, SamplingFields, Stri
 
 
 class VllmPrompt(BaseModel):
-    """A prompt as token ids."""
+    """A prompt that is given as token ids."""
 
     model_config = ConfigDict(extra="forbid")
     prompt_token_ids: list[int]
@@ -35,24 +35,24 @@ class VllmRequest(SamplingFields):
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="log-probabilities of the sampled tokens and of this number of top tokens",
+        description="return log-probabilities of the sampled tokens and of this number of top tokens",
     )
     prompt_logprobs: int | None = Field(
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="log-probabilities of the prompt's tokens and of this number of top tokens",
+        description="return log-probabilities of the prompt's tokens and of this number of top tokens",
     )
 
     def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Encode the text as tokens."""
+        """Encode the prompt as tokens, and check the options."""
         given = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
         prompts = encode_prompts(given, tokenizer, "prompt")
         sampling = self.to_sampling_params(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
         return ParsedRequest(prompts, sampling, self, [""], self.logprobs is not None)
 
     def reply(self, parsed: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the response: lists with an entry for each of the `n` answers."""
+        """Return the response. Most of its fields are lists with one entry for each of the `n` answers."""
         (prompt,) = parsed.prompts
         answer: dict[str, Any] = {
             "text": [piece.text for piece in pieces],
@@ -76,7 +76,7 @@ class VllmRequest(SamplingFields):
 
 
 def _listed(token: int, log_prob: float, top_tokens: dict[int, float]) -> list[dict[str, float]]:
-    """Return vLLM's entry for one position: a dict from token id to log-probability. The sampled token is first."""
+    """Return vLLM's entry for one position: a dict, token id -> log-probability. The sampled token is first."""
     return [{str(one): value for one, value in {token: log_prob, **top_tokens}.items()}]
 
 
@@ -99,7 +99,7 @@ class SglangRequest(StrictRequest):
     )
 
     def parse(self, tokenizer: Tokenizer) -> ParsedRequest:
-        """Encode the texts as tokens. Raise `RefusedError` unless exactly one of `text` and `input_ids` is given."""
+        """Encode the texts as tokens. Raise `RefusedError` if `text` and `input_ids` are both given or both missing."""
         if (self.text is None) == (self.input_ids is None):
             raise RefusedError("Give either text or input_ids, not both.", 400, param="input_ids")
         given, name = (self.text, "text") if self.input_ids is None else (self.input_ids, "input_ids")

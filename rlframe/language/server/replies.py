@@ -1,4 +1,4 @@
-"""Responses in OpenAI's formats for completions and chats, complete or streamed, with fields of vLLM and rlframe."""
+"""Make complete or streamed responses in OpenAI's formats, with additional fields of vLLM and rlframe."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from rlframe.language.server.requests import ChatRequest, CompletionRequest, Par
 
 
 class Replies:
-    """The response to one request, complete or as events.
+    """Makes the response to one request: one object, or several events.
 
-    Additional fields of a choice: `policy_version` of the last token; `policy_versions` of all tokens, if they differ;
-    `stop_reason`; and, if requested, `token_ids` and `prompt_token_ids`. The response itself also has a
-    `policy_version`: the newest of all choices.
+    A choice has these additional fields: `policy_version` of its last token; `policy_versions` of all its tokens, if
+    they differ; `stop_reason`; and, if requested, `token_ids` and `prompt_token_ids`. The response has the field
+    `policy_version`: the newest version of all choices.
     """
 
     prefix = ""  # prefix of the response's id
-    kinds = ("", "")  # values of the field `object` in a complete response and in an event
-    partial = ""  # prefix of the name of a token that is a part of a character
+    kinds = ("", "")  # value of the field `object`: in a complete response, in an event
+    partial = ""  # prefix of a token's name if the token is a part of a character
     _content: Callable[
         [AnswerPiece, bool, bool], dict[str, Any]
-    ]  # arguments: the piece, whether it is streamed, whether it is the first piece of its answer
+    ]  # arguments: piece; True if it is streamed; True if it is the first piece of its answer
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
     def __init__(self, request: CompletionRequest | ChatRequest, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:
         self._request, self._parsed, self._tokenizer = request, parsed, tokenizer
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
-        self._begun: set[int] = set()  # indices of answers of which a piece was sent
+        self._begun: set[int] = set()  # indices of the answers whose first piece was sent
         self._sampled, self._version = 0, -1
 
     def whole(self, pieces: list[AnswerPiece]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Replies:
         return {**self._frame(1), "choices": [choice], **({"usage": None} if self._request.include_usage else {})}
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the final event with the usage, or None if the request does not need it."""
+        """Return the final event, which contains the usage; None if the request does not ask for it."""
         return {**self._frame(1), "choices": [], "usage": self._usage()} if self._request.include_usage else None
 
     def _frame(self, kind: int) -> dict[str, Any]:
@@ -91,7 +91,10 @@ class Replies:
         return choice
 
     def _prompt_log_probs(self, piece: AnswerPiece) -> list[Any]:
-        """Return vLLM's prompt_logprobs: for each token a dict with token ids as keys. None for the first token."""
+        """Return vLLM's prompt_logprobs: for each token of the prompt a dict whose keys are token ids.
+
+        The first token has None.
+        """
         assert piece.prompt_scores is not None
         prompt = self._parsed.prompts[piece.index // self._parsed.fields.n]
         positions = piece.prompt_scores.positions(prompt, self._request.prompt_logprobs or 0)
@@ -104,7 +107,7 @@ class Replies:
         return {"logprob": log_prob, "rank": rank, "decoded_token": self._tokenizer.decode([token])}
 
     def _name(self, token: int) -> str:
-        """Return a token's name for log-probabilities: its text, or escaped bytes for a partial character."""
+        """Return a token's name for log-probabilities: its text; escaped bytes if it is a part of a character."""
         if self._request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         content = self._tokenizer.token_bytes(token)
@@ -149,15 +152,15 @@ class CompletionReplies(Replies):
         }
 
     def _offsets(self, prompt: list[int], text: str) -> list[int]:
-        """Return the position in the prompt's text at which each token starts."""
-        for skips in (False, True):  # the text may contain special tokens, or the tokenizer added them
+        """Return, for each token, the position in the prompt's text at which it starts."""
+        for skips in (False, True):  # special tokens are in the text, or the tokenizer added them
             decoder = TextDecoder(self._tokenizer, skip_special_tokens=skips, with_offsets=True)
             if decoder.add(prompt, last=True)[0] == text:
                 break
         return [min(offset, len(text)) for offset in decoder.offsets]
 
     def _top(self, token: int, log_prob: float, top_tokens: dict[int, float] | None) -> dict[str, float] | None:
-        """Return the top tokens at one position, including the actual token."""
+        """Return the top tokens at one position, and the token at this position, with their log-probabilities."""
         if top_tokens is None:
             return None
         kept = dict([*top_tokens.items()][: self._request.top_tokens])  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
-"""Requests: the fields of OpenAI's completions and chats, and additional fields of vLLM.
+"""Bodies of requests: the fields of OpenAI's completions and chats, and additional fields of vLLM.
 
-Unsupported fields are refused with a message, unless their value has no effect.
+An unsupported field is refused with a message. It is accepted only if its value has no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlframe.language.server.errors import RefusedError
 
 _MAX_STOPS = 16  # maximum number of stop strings
 
-# Unsupported field -> values that are accepted because they have no effect.
+# Unsupported field -> values that have no effect, and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "detokenize": (True,),
@@ -47,7 +47,7 @@ _LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
 
 
 def _replace_surrogates(text_or_list: Any) -> Any:
-    """Replace invalid Unicode, which JSON may contain, by question marks in a text or a list of texts."""
+    """Replace invalid Unicode by question marks, in a text or a list of texts. JSON can contain invalid Unicode."""
     if isinstance(text_or_list, list):
         return [_replace_surrogates(one) if isinstance(one, str) else one for one in text_or_list]
     return text_or_list.encode(errors="replace").decode() if isinstance(text_or_list, str) else text_or_list
@@ -62,8 +62,8 @@ def encode_prompts(
     """Encode prompts as tokens.
 
     Args:
-        given: A text, token ids, or a list of either.
-        name: Name of the field, for errors.
+        given: A text, a list of texts, a list of token ids, or a list of such lists.
+        name: Name of the field in error messages.
     """
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(one) is int for one in given)):
         given = [given]
@@ -78,14 +78,14 @@ def encode_prompts(
 
 
 class ParsedRequest(NamedTuple):
-    """A request whose texts are encoded as tokens."""
+    """A request after its texts were encoded as tokens."""
 
     prompts: list[list[int]]
     sampling: SamplingParams
     fields: SamplingFields  # the request's body
-    texts: list[str]  # for each prompt, the prefix of its answers: the prompt's text with echo, otherwise ""
-    log_probs: bool  # whether log-probabilities are requested
-    offsets: bool = False  # whether the positions of tokens in the text are requested
+    texts: list[str]  # for each prompt, the text before its answers: the prompt if `echo` is set, else ""
+    log_probs: bool  # True if log-probabilities are requested
+    offsets: bool = False  # True if the positions of tokens in the text are requested
 
 
 class StrictRequest(BaseModel):
@@ -96,7 +96,7 @@ class StrictRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: Any) -> Any:
-        """Drop fields without effect. Raise `RefusedError` for an unsupported field."""
+        """Remove fields that have no effect. Raise `RefusedError` for an unsupported field."""
         if not isinstance(fields, dict):
             return fields
         kept = {}
@@ -128,7 +128,7 @@ class SamplingFields(StrictRequest):
     n: int = Field(default=1, ge=1, description="number of answers to each prompt")
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = Field(default=0, description="0 or -1: all tokens")
+    top_k: int = Field(default=0, description="sample from this number of top tokens; 0 or -1: all")
     seed: int | None = None
     stop: Union[str, list[str]] = Field(
         default=[], description="strings that end an answer; they are not part of the answer"
@@ -170,7 +170,7 @@ class _Request(SamplingFields):
         default=None,
         ge=0,
         le=MAX_TOP_TOKENS,
-        description="log-probabilities of the prompt's tokens and of this number of top tokens; not with stream",
+        description="return log-probabilities of the prompt's tokens and this number of top tokens; not with stream",
     )
 
     @model_validator(mode="after")
@@ -217,13 +217,13 @@ class CompletionRequest(_Request):
 
     @property
     def top_tokens(self) -> int:
-        """Number of top tokens to return for each token."""
+        """Number of top tokens to return at each position of the answer."""
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
     @property
     def _prompt_top_tokens(self) -> int | None:
         echoed = self.top_tokens if self.echo and self.logprobs is not None else None
-        alone = 0 if self.echo and self.max_tokens == 0 else None  # no token is sampled, so only the prompt is scored
+        alone = 0 if self.echo and self.max_tokens == 0 else None  # only score the prompt
         wanted = [count for count in (self.prompt_logprobs, echoed, alone) if count is not None]
         return max(wanted, default=None)
 
@@ -235,7 +235,7 @@ class CompletionRequest(_Request):
 
 
 def _check_messages(messages: Any) -> Any:
-    """Raise `RefusedError` for a message with tool calls, or with a content that is not text."""
+    """Raise `RefusedError` if a message has tool calls, or a content that is not text."""
     for i, message in enumerate(messages if isinstance(messages, list) else []):
         if not isinstance(message, dict):
             continue
@@ -290,7 +290,7 @@ class ChatMessage(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_empty_fields(cls, fields: Any) -> Any:
-        # Clients send earlier answers as messages. These messages contain null and empty fields.
+        # Clients send earlier answers back as messages, with fields that are null or empty.
         if isinstance(fields, dict):
             filled = {name: value for name, value in fields.items() if value is not None and value != []}
             return {**filled, "content": fields["content"]} if fields.get("content") == [] else filled
@@ -309,9 +309,9 @@ class ChatRequest(_Request):
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_check_messages)] = Field(min_length=1)
     max_tokens: int | None = Field(
-        default=None, description="maximum tokens of each answer; default: up to the server's maximum length"
+        default=None, description="maximum tokens of each answer; default: the server's limit"
     )
-    max_completion_tokens: int | None = Field(default=None, description="same as max_tokens; takes precedence")
+    max_completion_tokens: int | None = Field(default=None, description="replaces max_tokens if both are given")
     logprobs: bool = Field(default=False, description="return log-probabilities of the sampled tokens")
     top_logprobs: int = Field(
         default=0, ge=0, le=MAX_TOP_TOKENS, description="also return log-probabilities of this number of top tokens"

@@ -1,4 +1,4 @@
-"""The policy server: a decode engine, the learner's parameters, and an HTTP server."""
+"""The policy server: an HTTP server with a decode engine, which uses the learner's newest parameters."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from rlframe.types import Params
 
 _log = logging.getLogger(__name__)
 
-_READY = 60.0  # seconds for the server to start
+_READY = 60.0  # maximum seconds until the server listens
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyServerConfig(ServiceConfig):
-    """Address and limits of a policy server, and intervals for following its learner."""
+    """Options of a policy server: its address, its limits, and how often it fetches the learner's parameters."""
 
     can: ClassVar[str] = "use the model"
 
     port: int = 8001  # 0: any free port
-    model_name: str = "policy"  # model name that requests must have
-    request_timeout: float = 600.0  # seconds for the answers to a request
+    model_name: str = "policy"  # requests must contain this model name
+    request_timeout: float = 600.0  # maximum seconds for all answers to a request
     refresh_interval: float = 0.02  # seconds between two requests for the learner's parameters
-    learner_deadline: float = handles.DEADLINE  # seconds for which a remote learner may be unreachable
-    seed: int = 0  # seed for requests without a seed
+    learner_deadline: float = handles.DEADLINE  # maximum seconds without an answer from a remote learner
+    seed: int = 0  # the engine uses it to draw seeds for requests without a seed
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)  # sizes of the decode engine
 
     def __post_init__(self) -> None:
@@ -46,17 +46,16 @@ class PolicyServerConfig(ServiceConfig):
 
 
 class PolicyServer:
-    """An HTTP server of completions that are sampled with a learner's newest parameters. `run()` serves until `stop()`.
+    """An HTTP server that samples completions with a learner's newest parameters. `run()` serves until `stop()`.
 
-    The policy server gets parameters in the same way as an Inferencer. New parameters do not interrupt requests. If the
-    learner dies, the server continues with its last parameters.
+    New parameters do not interrupt requests. If the learner dies, the server continues with the last parameters.
 
     Args:
         cfg: See `PolicyServerConfig`.
         model_config: Architecture of the model.
         tokenizer: A tokenizer, or a name for `load_tokenizer`. A name can be sent to another process.
         learner: A learner of this model, or a handle to a learner. None means that `params` never change.
-        params: Parameters to use, as version 0, until the learner answers.
+        params: Parameters to use until the learner answers. They have version 0.
 
     Raises:
         UsageError: Both the learner and the parameters are None, or the tokenizer does not match the model.
@@ -94,11 +93,11 @@ class PolicyServer:
         self._url = ""
 
     def run(self) -> None:
-        """Serve until `stop()` or until the program of this node stops. Then finish the running requests.
+        """Serve until `stop()` is called or the program of this node stops. Then finish the running requests.
 
         Raises:
             UsageError: The server cannot listen, or the learner's parameters do not fit the model.
-            PeerError: No learner answered within `learner_deadline`, and there are no parameters.
+            PeerError: The learner did not answer within `learner_deadline`, and there are no parameters to serve.
             UnavailableError: The engine failed.
         """
         if self._url:
@@ -108,8 +107,8 @@ class PolicyServer:
         try:
             if self._params is not None:
                 self._set_params(0, self._params)
-                self._params = None  # release the parameters, since the engine has a copy
-                self._learner_version = -1  # the learner's parameters of version 0 may differ from `params`
+                self._params = None  # free this memory, because the engine has a copy
+                self._learner_version = -1  # -1, because the learner's version 0 can differ from `params`
             cfg, app = self.cfg, make_app(self)
             with (
                 ServerThread(app, cfg.host, cfg.port, cfg.max_connections, ended=self.stop) as serving,
@@ -143,21 +142,21 @@ class PolicyServer:
 
     def live_engine(self) -> DecodeEngine:
         """Return the engine. Raise `UnavailableError` if there are no parameters yet, or if the engine failed."""
-        # Not a property: the transport reads all properties of a served object, and this one raises at first.
+        # This is not a property, because it raises at first, and the transport reads all properties of a served object.
         if self._engine is None:
             raise UnavailableError("The policy server has no parameters yet: its learner has not answered.")
         if self._engine.closed:
             error = UnavailableError(self._engine.closed)
-            self._fail(error)  # ends this process, so that a supervisor can restart it
+            self._fail(error)  # end this process, so that a supervisor restarts it
             raise error
         return self._engine
 
     def stats(self) -> dict[str, Any]:
-        """Return the engine's counts and how the parameters compare with the learner's.
+        """Return the counters of `DecodeEngine.stats`, and these values about the parameters.
 
-        In addition to `DecodeEngine.stats`: learner_version (-1 if unknown), versions_behind, refreshes, since_refresh
-        (seconds since the last update of the parameters; None if never), since_learner (seconds since the learner's
-        last answer; None if never), and problem (why the learner cannot be followed; None if it is followed).
+        learner_version (-1 if unknown), versions_behind, refreshes, since_refresh (seconds since the last update of the
+        parameters; None before the first), since_learner (seconds since the learner's last answer; None before the
+        first), problem (reason why no newer parameters can be fetched; None if they can).
         """
         now, engine, heard = time.monotonic(), self._engine, self._refresher.last_answer_at
         counts = engine.stats() if engine is not None else {"version": -1}

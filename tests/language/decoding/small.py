@@ -1,4 +1,4 @@
-"""A small model, and a learner's log-probabilities of the model's answers."""
+"""A small language model for tests, and a function that computes a learner's log-probabilities of its answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CONFIG = ModelConfig(
 
 @functools.cache
 def weights(seed: int = 0) -> Any:
-    """Return random parameters, doubled so that some tokens are clearly more likely than others."""
+    """Return random parameters. They are doubled, so that some tokens are clearly more likely than others."""
     return jax.tree.map(lambda x: 2 * x, transformer.init(jax.random.key(seed), CONFIG))
 
 
 def learner_log_probs(prompt: list[int], tokens: list[int]) -> np.ndarray:
-    """Return the log-probabilities of `tokens` after `prompt`. The padding on the right does not change them."""
+    """Return the log-probabilities that a learner computes for `tokens` after `prompt`."""
     padded = np.zeros(CONFIG.max_position_embeddings, np.int32)
     padded[: len(prompt) + len(tokens)] = [*prompt, *tokens]
     return np.asarray(_log_probs(weights(), padded))[len(prompt) - 1 :][: len(tokens)]

@@ -1,4 +1,4 @@
-"""The decode engine: answers, and failures after which all pending requests raise."""
+"""Test the answers of the decode engine, and the failures of the engine, after which all pending requests raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine():
 
 
 class Gate:
-    """A callback for `on_tokens` that blocks the engine, so that a test can act between two calls."""
+    """A callback for `on_tokens` that blocks the engine after each piece, until the test calls `release_once`."""
 
     def __init__(self) -> None:
         self.entered, self.released = threading.Semaphore(0), threading.Semaphore(0)
@@ -49,7 +49,7 @@ class Gate:
 
 
 @pytest.mark.system
-def test_log_probs_equal_the_log_probs_of_a_learner(engine):
+def test_log_probs_of_an_answer_equal_those_of_a_learner(engine):
     handles = {n: engine.submit(list(range(n)), SamplingParams(max_tokens=64 - n, seed=n)) for n in (1, 5, 16, 17, 40)}
     for n, handle in handles.items():
         answer = handle.result(TIMEOUT)
@@ -59,7 +59,7 @@ def test_log_probs_equal_the_log_probs_of_a_learner(engine):
 
 
 @pytest.mark.system
-def test_greedy_answers_have_the_most_likely_tokens(engine):
+def test_temperature_0_samples_the_most_likely_tokens(engine):
     prompts, sampling = [[1, 2], [3] * 20, [4], [5], [6], [7]], SamplingParams(max_tokens=10, temperature=0.0)
     for prompt, handle in zip(prompts, engine.submit_many(prompts, sampling)):
         tokens = handle.result(TIMEOUT).tokens
@@ -107,7 +107,7 @@ def test_stop_token_is_the_last_token_of_an_answer(engine):
 def test_streamed_pieces_add_up_to_the_answer(engine):
     pieces: list = []
     answer = engine.submit([1], SamplingParams(max_tokens=8, seed=1), pieces.append).result(TIMEOUT)
-    # The prefill samples 1 token, and each later call samples up to `steps` tokens.
+    # Prefill samples 1 token. Each later call samples up to 2 tokens, the value of `EngineConfig.steps`.
     assert [len(piece.tokens) for piece in pieces] == [1, 2, 2, 2, 1]
     assert [piece.finish_reason for piece in pieces] == [None] * 4 + ["length"]
     for name in ("tokens", "log_probs", "versions"):
@@ -132,7 +132,7 @@ def test_running_request_continues_with_new_parameters(engine):
     gate = Gate()
     handle = engine.submit([1], SamplingParams(max_tokens=7, seed=1), gate)
     for version in (0, 0, 5):
-        gate.wait()  # the engine pauses after tokens 1, 3 and 5
+        gate.wait()  # the callback blocks the engine after tokens 1, 3 and 5
         assert engine.version == version - 5 * (version == 5)
         if len(gate.pieces) == 3:
             engine.set_params(5, jax.tree.map(np.asarray, weights(1)))
@@ -141,7 +141,7 @@ def test_running_request_continues_with_new_parameters(engine):
     gate.release_all()
     answer = handle.result(TIMEOUT)
     assert answer.versions == [0] * 5 + [5] * 2
-    # The engine keeps the cache of the old parameters and does not recompute it.
+    # The engine does not recompute the cache, so keys and values of earlier tokens come from the old parameters.
     cache, none = transformer.init_cache(CONFIG, 1, 64), jnp.zeros(1, jnp.int32)
     old, cache = transformer.apply_cached(weights(), CONFIG, jnp.array([[1, *answer.tokens[:4]]]), cache, none)
     new, _ = transformer.apply_cached(weights(1), CONFIG, jnp.array([answer.tokens[4:6]]), cache, none + 5)
@@ -170,7 +170,7 @@ def test_parameters_of_another_model_are_refused(engine):
     with pytest.raises(UsageError, match="lm_head.* has the shape"):
         engine.set_params(1, {**weights(1), "lm_head": jnp.ones((16, 40))})
     engine.set_params(4, weights(1))
-    with pytest.raises(UsageError, match="has version 4 already: 3 is not above it"):
+    with pytest.raises(UsageError, match="has version 4 already, but got the older version 3"):
         engine.set_params(3, weights(1))
 
 
@@ -182,7 +182,7 @@ def test_parameters_with_nan_fail_only_requests_that_use_them(engine):
     assert len(engine.submit([1], SamplingParams(max_tokens=3)).result(TIMEOUT).tokens) == 3
 
 
-def test_cancelled_request_frees_its_slot_or_queue_position():
+def test_cancelled_request_frees_its_slot_or_its_place_in_the_queue():
     with DecodeEngine(CONFIG, weights(), EngineConfig(slots=1, steps=2, max_waiting=2)) as engine:
         gate = Gate()
         running = engine.submit([1], SamplingParams(max_tokens=40), gate)
@@ -202,7 +202,7 @@ def test_cancelled_request_frees_its_slot_or_queue_position():
         assert len(gate.pieces) == 1
 
 
-def test_error_in_the_callback_on_tokens_fails_only_that_request(engine):
+def test_error_in_on_tokens_affects_only_its_own_request(engine):
     def fail(_):
         raise ValueError("mine")
 

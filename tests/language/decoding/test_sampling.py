@@ -1,4 +1,4 @@
-"""Sampling of tokens, and the function `generate`."""
+"""Test how tokens are sampled from logits, and the function `generate`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ draw = jax.jit(sampling.sample)
 
 def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
     rows = sampling.make_rows(np.stack([sampling.row_key(5, i) for i in range(count)]), [params] * count, 1)
-    logits = LOGITS[::-1] + 20  # token 0, which a bug would often sample, is the least likely
+    logits = LOGITS[::-1] + 20  # reversed: token 0, which a bug would often sample, is the least likely
     tokens, log_probs = draw(np.tile(logits, (count, 1)), rows, np.zeros(count, np.int32))
-    np.testing.assert_allclose(log_probs, LOGITS[4 - tokens], atol=1e-5)  # the options do not affect log-probabilities
+    np.testing.assert_allclose(log_probs, LOGITS[4 - tokens], atol=1e-5)  # sampling options do not change them
     return np.bincount(4 - tokens, minlength=5) / count
 
 
@@ -34,11 +34,11 @@ def frequencies(params: SamplingParams, count: int = 4000) -> np.ndarray:
         (SamplingParams(top_p=0.75), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),
         (SamplingParams(top_p=0.01), [1, 0, 0, 0, 0]),
         (SamplingParams(top_k=2), np.array([4, 3, 0, 0, 0]) / 7),
-        (SamplingParams(top_k=4, top_p=0.8), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),  # 0.85 / 0.95 is above 0.8
+        (SamplingParams(top_k=4, top_p=0.8), np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85),  # top_k first, then top_p
         (SamplingParams(top_k=9), [0.4, 0.3, 0.15, 0.1, 0.05]),
         (SamplingParams(top_k=10**20), [0.4, 0.3, 0.15, 0.1, 0.05]),
-        (SamplingParams(top_p=1e-50), [1, 0, 0, 0, 0]),  # this top_p is 0 in float32
-        (SamplingParams(temperature=2e-38), [1, 0, 0, 0, 0]),  # a logit divided by this temperature overflows float32
+        (SamplingParams(top_p=1e-50), [1, 0, 0, 0, 0]),  # 1e-50 is 0 in float32
+        (SamplingParams(temperature=2e-38), [1, 0, 0, 0, 0]),  # a logit divided by 2e-38 overflows float32
     ],
 )
 def test_token_frequencies_match_the_probabilities(params, expected):
@@ -58,7 +58,7 @@ def test_noise_depends_only_on_key_and_position():
     assert not np.array_equal(sampling.row_key(-1), sampling.row_key(1))
 
 
-def test_log_probs_of_generate_equal_the_log_probs_of_a_learner():
+def test_generate_returns_the_log_probs_that_a_learner_computes():
     prompts = [[1, 2, 3], list(range(20)), [7]]
     answers = generate(weights(), CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
     for prompt, answer in zip(prompts, answers):
@@ -82,12 +82,12 @@ def test_stop_token_ends_only_its_own_answer():
     end = whole[0].tokens.index(stop) + 1
     assert (first.tokens, first.log_probs) == (whole[0].tokens[:end], whole[0].log_probs[:end])
     assert first.finish_reason == "stop"
-    # The stop token of the first answer does not change the second answer.
+    # The second answer is the same as without stop tokens, up to its own end.
     assert second.tokens == whole[1].tokens[: len(second.tokens)]
     assert generate(weights(), CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
 
 
-def test_answers_without_max_tokens_fill_the_context():
+def test_answers_without_max_tokens_end_at_the_maximum_length():
     assert generate(weights(), CONFIG, [], 0, SamplingParams()) == []
     answers = generate(weights(), CONFIG, [[1] * 60, [2] * 58], 0, SamplingParams())
     assert [len(answer.tokens) for answer in answers] == [4, 6]

@@ -1,4 +1,4 @@
-"""An environment with a command line, for tests that run it in a process."""
+"""An environment with a command line. Tests run this file in another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.language.environments.running import Letters
 class LettersConfig(BaseEnvConfig):
     words: list[str] = Field(default=["a"], description="prompts of the evaluation")
     weight: float | None = None
-    gives_no_group: bool = Field(default=False, description="whether items give no groups")
+    gives_no_group: bool = Field(default=False, description="True: no item gives a group")
 
 
 class CommandLine(Letters):

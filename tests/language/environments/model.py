@@ -1,4 +1,4 @@
-"""A fake model server with the OpenAI API. Tests control the answers, which contain token ids like vLLM's answers."""
+"""A fake model server with the OpenAI API. Tests set its answers, which contain token ids like vLLM's answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# A function of (tokens of the prompt, number of the answer) that returns sampled tokens.
+# A function that returns the sampled tokens. Its arguments are the prompt's tokens and the number of the answer.
 Reply = Callable[[list[int], int], list[int]]
 
 
@@ -22,12 +22,12 @@ class Model:
     Attributes:
         reply: Returns the sampled tokens for a prompt.
         say: Returns the text of a chat's answer.
-        open: Requests wait while this event is cleared.
-        failures: The next requests, this many, get a 503 response.
-        ids: Whether completions have token ids. Otherwise the field `tokens` has the ids, as in older vLLM.
-        policy_version: Version in the answers. None omits the version.
-        n_ignored: Whether the server always returns one completion.
-        requests: Received requests, each with the path.
+        open: While this event is cleared, requests wait.
+        failures: Number of further requests that get a 503 response.
+        ids: True returns the token ids as vLLM does. False returns them in the field `tokens`, as older vLLM does.
+        policy_version: Version of the parameters in the answers. None omits it.
+        n_ignored: True ignores `n`, and returns one completion.
+        requests: The received requests. Each is a dict with the path and the body's fields.
     """
 
     reply: Reply = lambda prompt, number: [65 + number % 26]
@@ -46,7 +46,7 @@ class Model:
         self.open.set()
 
     def logprob(self, token: int) -> float:
-        """Return the log-probability of a token, which does not depend on the position."""
+        """Return the log-probability of a token, which is the same at all positions."""
         return -(token + 1) / 64
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -95,7 +95,7 @@ class Model:
 
 @contextlib.contextmanager
 def serving(model: Model, port: int = 0) -> Iterator[Model]:
-    """Serve the model at `model.url` within the `with` block."""
+    """Serve the model at `model.url` until the `with` block ends."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

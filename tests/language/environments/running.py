@@ -1,4 +1,4 @@
-"""Environments that run within a test, and a trainer that receives their groups."""
+"""Tools for tests: an environment that runs in a thread, and a trainer that receives its groups."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def settings(url: str, **options: Any) -> dict[str, Any]:
 
 
 def make_env(env_cls: type[BaseEnv], model: Model, config: BaseEnvConfig | None = None, **options: Any) -> BaseEnv:
-    """Make an environment with a model. `options` are passed to `settings`, and ignored if a config is given."""
+    """Make an environment that uses a model. `options` change the default `settings`; a config replaces them."""
     if config is None:
         config = env_cls.env_config_cls(**settings(options.pop("url", "http://127.0.0.1:1"), **options))
     return env_cls(config, [APIServerConfig(base_url=model.url, model_name="m", timeout=int(DEADLINE))])
@@ -81,7 +81,7 @@ class Running:
             self.error = error
 
     def join(self) -> None:
-        """Wait for the end, and raise the environment's error."""
+        """Wait until the environment has ended. Raise its error, if there is one."""
         self._thread.join(DEADLINE)
         assert not self._thread.is_alive(), "the environment does not end"
         if self.error is not None:
@@ -96,7 +96,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving_env(make: Callable[[], BaseEnv]) -> Iterator[Running]:
-    """Run `env_manager` within the `with` block, or until it ends."""
+    """Run an environment's `env_manager` in a thread. Stop it at the end of the `with` block."""
     running = Running(make)
     try:
         yield running
@@ -107,7 +107,7 @@ def serving_env(make: Callable[[], BaseEnv]) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def trainer(url: str, requests_batch: bool = True, **options: Any) -> Iterator[TrajectoryClient]:
-    """Yield a client that has registered and, if `requests_batch`, has requested a batch."""
+    """Register a trainer, and yield its client. If `requests_batch` is True, request a batch before."""
     with TrajectoryClient(url, timeout=DEADLINE) as client:
         client.register(**{"batch_size": 2, "max_token_len": 64, "num_steps": 1000, **options})
         if requests_batch:
@@ -116,17 +116,17 @@ def trainer(url: str, requests_batch: bool = True, **options: Any) -> Iterator[T
 
 
 def pull(client: TrajectoryClient) -> list[Group]:
-    """Return the groups of the next batch."""
+    """Wait for the next batch, and return its groups."""
     batch = client.batch(wait=DEADLINE)
     assert batch is not None, "no batch came"
     return batch.groups
 
 
 def text_of(tokens: Any) -> str:
-    """Decode tokens without the special tokens."""
+    """Decode tokens to text. Ignore special tokens."""
     return bytes(int(token) for token in tokens if token < 256).decode()
 
 
 def prompt_of(group: Group) -> str:
-    """Return the prompt of the group's first sequence."""
+    """Return the text of the tokens in the group's first sequence that the model did not sample."""
     return text_of(group.tokens[0][group.masks[0] == -100])

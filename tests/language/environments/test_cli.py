@@ -1,4 +1,4 @@
-"""The command line `python my_env.py serve|process|evaluate` in a process, and its options."""
+"""Test the commands `python my_env.py serve|process|evaluate` in a process, and how their options are parsed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_environment_disconnects_from_the_service_after_a_signal(service, tmp_pa
     with trainer(url) as client:
         process = start(model, tmp_path, "serve", "--env.rollout_server_url", url, "--env.use_wandb", "false")
         pull(client)
-        model.open.clear()  # the signal arrives during a request
+        model.open.clear()  # the environment waits for this request when the signal arrives
         process.send_signal(number)
         finish(process, code)
         with urllib.request.urlopen(f"{url}/report", timeout=DEADLINE) as answer:

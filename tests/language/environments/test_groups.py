@@ -1,4 +1,4 @@
-"""Chats as tokens and masks for a trainer: only tokens of the model are trained on."""
+"""Test that a chat is converted to tokens and masks, and that only tokens of the model are trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = [
     {"role": "assistant", "content": "中 two"},
 ]
 END = "<|im_end|>"
-# Templates that write contents unchanged. Each template writes different tokens around the contents.
+# These templates do not change the contents of messages. They differ in the tokens around the contents.
 TEMPLATES = {
     "ChatML": published.CHATML,
     "no line end after a turn": published.CHATML.replace("<|im_end|>\n", "<|im_end|>"),
@@ -36,7 +36,7 @@ TEMPLATES = {
     "Mistral": "{% for message in messages %}{{ '[INST]' + message.content + '[/INST]' if message.role == 'user' else "
     "message.content + '<|im_end|>' }}{% endfor %}",
 }
-# Templates that strip white space around contents.
+# These templates strip white space around the contents of messages.
 STRIPPING = {
     "Llama 3": published.CHATML.replace("role + '\n'", "role + '\n\n'")
     .replace("assistant\n", "assistant\n\n")
@@ -54,7 +54,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def trained(tokenizer, chat, **options):
-    """Return (text of the trained tokens, whether the last token is trained on). Check the masks."""
+    """Convert a chat, and check its masks. Return (text of the trained tokens, True if the last token is one)."""
     found = tokenize_for_trainer(tokenizer, chat, **options)
     tokens, masks = found["tokens"], found["masks"]
     assert all(mask in (-100, token) for token, mask in zip(tokens, masks)) and len(tokens) == len(masks)
@@ -69,7 +69,7 @@ def test_cut_off_answer_ends_with_its_content(tokenizer):
 
 
 @pytest.mark.parametrize("reason", ["", "stop"])
-def test_mask_is_the_content_and_the_end_of_the_turn(tokenizer, reason):
+def test_content_and_end_of_the_turn_are_trained_on(tokenizer, reason):
     text, _ = trained(tokenizer, CHAT, finish_reason=reason)
     assert text == f"中 two{END}"
     text, _ = trained(tokenizer, CHAT, finish_reason=reason, train_on_all_assistant_turns=True)
@@ -77,7 +77,7 @@ def test_mask_is_the_content_and_the_end_of_the_turn(tokenizer, reason):
 
 
 @pytest.mark.parametrize("content", ["a", "b", "ab", "ba", "a\n", "<think>why</think>so", "c "])
-def test_mask_includes_any_content(tokenizer, content):
+def test_mask_includes_the_exact_content(tokenizer, content):
     chat = [CHAT[0], {"role": "assistant", "content": content}]
     assert trained(tokenizer, chat, finish_reason="length")[0] == content
     assert trained(tokenizer, chat)[0] == content + END
@@ -89,12 +89,12 @@ def test_mask_excludes_thoughts_that_the_template_removes(tmp_path):
     chat = [message for answer in answers for message in (CHAT[0], answer)]
     every = f"b{END}c{END}<think>d</think>e{END}"
     assert trained(tokenizer, chat, train_on_all_assistant_turns=True)[0] == every
-    every = f"b{END}c{END}e{END}"  # if the user has the last turn, the template removes all thoughts
+    every = f"b{END}c{END}e{END}"  # if the last turn is the user's, the template removes all thoughts
     assert trained(tokenizer, [*chat, CHAT[2]], train_on_all_assistant_turns=True)[0] == every
 
 
 @pytest.mark.parametrize("family", STRIPPING)
-def test_mask_includes_the_content_that_a_stripping_template_keeps(family, tmp_path):
+def test_mask_excludes_white_space_that_the_template_strips(family, tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, chat_template=STRIPPING[family]))
     answers = [{"role": "assistant", "content": content} for content in ("  a \n", " \n", "", "b")]
     chat = [message for answer in answers for message in (CHAT[0], answer)]
@@ -102,7 +102,7 @@ def test_mask_includes_the_content_that_a_stripping_template_keeps(family, tmp_p
     assert trained(tokenizer, chat[:4], finish_reason="length")[0] == ""
 
 
-def test_mask_of_an_empty_answer_is_only_the_end_of_the_turn(tokenizer):
+def test_only_the_end_token_of_an_empty_answer_is_trained_on(tokenizer):
     chat = [CHAT[0], {"role": "assistant", "content": ""}]
     assert trained(tokenizer, [*chat, *chat], train_on_all_assistant_turns=True)[0] == END + END
     assert trained(tokenizer, chat)[0] == END
@@ -128,7 +128,7 @@ def test_mask_includes_the_end_token_of_the_byte_tokenizer():
     assert trained(tokenizer, CHAT, finish_reason="length") == ("中 two", True)
 
 
-def test_mask_includes_everything_after_the_content_without_a_known_end_token(tmp_path):
+def test_mask_includes_all_closing_tokens_if_the_end_token_is_unknown(tmp_path):
     tokenizer = load_tokenizer(published.byte_level(tmp_path, eos_token=None))
     assert trained(tokenizer, CHAT, train_on_all_assistant_turns=True)[0] == f"one, “eins”{END}\n中 two{END}\n"
     assert trained(tokenizer, CHAT, finish_reason="length")[0] == "中 two"

@@ -1,4 +1,4 @@
-"""The examples in `examples/llm`, with a fake model that gives correct or wrong answers."""
+"""Test the examples in `examples/llm` with a fake model, which gives correct or wrong answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model():
 
 
 def with_env(cls, model: Model, use, **options):
-    """Set up an environment, and return the result of the coroutine `use(env)`."""
+    """Make and set up an environment. Run the coroutine `use(env)`, and return its result."""
     config, _ = cls.config_init()
     config = type(config)(**{**config.model_dump(), "group_size": 4, **options})
 
@@ -58,7 +58,7 @@ def encoded(text: str) -> list[int]:
     return [*TOKENIZER.encode(text, add_special_tokens=False), *END]
 
 
-def test_reverse_example(model):
+def test_reverse_example_scores_answers_and_evaluates(model):
     Reverse = load_example("reverse").Reverse
     held_out = load_example("reverse").held_out
 
@@ -89,7 +89,7 @@ def test_reverse_scores_partly_correct_answers():
     ]
 
 
-def test_add_example(model):
+def test_add_example_scores_answers_and_evaluates(model):
     def answer(prompt, number):
         left, _, right = text_of(prompt).rstrip("=").partition("+")
         return encoded(str(int(left) + int(right)))
@@ -105,7 +105,7 @@ def test_add_example(model):
     assert group["scores"] == [1.0] * 4 and metrics == {"train/exact_match": 1.0, "eval/exact_match": 1.0}
 
 
-def test_reason_for_unsent_groups_is_logged_once(model, caplog):
+def test_reason_why_groups_are_not_sent_is_logged_once(model, caplog):
     caplog.set_level("INFO", "rlframe.language")
 
     async def use(env):
@@ -119,7 +119,7 @@ def test_reason_for_unsent_groups_is_logged_once(model, caplog):
 
 
 def halving(prompt, number):
-    """Guess the middle of the remaining numbers."""
+    """Return a guess: the middle of the numbers that are still possible after the turns in the prompt."""
     range_, _, turns = text_of(prompt).partition(":")
     low, high, guess = 1, int(range_.partition("-")[2]), ""
     for letter in turns:
@@ -132,7 +132,7 @@ def halving(prompt, number):
     return encoded(str((low + high) // 2))
 
 
-def test_guess_example(model):
+def test_guess_example_scores_games_and_evaluates(model):
     async def use(env):
         model.reply = halving
         node, score, found = await env.play(10, temperature=1.0)
@@ -145,13 +145,14 @@ def test_guess_example(model):
         return node, score, found, exam, repeated[1:], group
 
     node, score, found, exam, repeated, group = with_env(load_example("guess").Guess, model, use)
-    # 8 is too small, 12 is too large, 10 is correct. Each sampled turn has an end token and is not encoded again.
+    # 8 is too small, 12 is too large, 10 is correct. The tokens of each turn are those that were sampled.
     turns = [encoded("8"), encoded("12"), encoded("10")]
     hints = [TOKENIZER.encode("1-15:"), list(b">"), list(b"<")]
     pairs = list(zip(hints, turns))
     assert node.tokens == [token for hint, turn in pairs for token in [*hint, *turn]]
     assert node.masked_tokens == [token for hint, turn in pairs for token in [*[-100] * len(hint), *turn]]
-    # mean over 6 turns of the excluded fraction of 15 numbers: 8 after turn 1, 12 after turn 2, then all
+    # The score is the mean of the excluded fraction over 6 turns. The first guess excludes 8 of 15 numbers, and the
+    # first two exclude 12. The other 4 turns count as 1.
     assert found and score == pytest.approx((8 / 15 + 12 / 15 + 4) / 6)
     assert exam["eval/found"] == 1.0 and 0.85 < exam["eval/score"] < 1
     assert repeated == (pytest.approx(1 / 15), False)
@@ -167,15 +168,15 @@ def test_demonstrations_of_guess_are_valid_games():
         turns = re.findall(r"(\d+)<\|eos\|>(.)", game)
         assert all(1 <= int(number) <= 15 for number, _ in [*turns, (guess, "")])
         low, high = [int(number) for number, hint in turns if hint == ">"], [int(n) for n, hint in turns if hint == "<"]
-        assert max(low, default=0) + 1 < min(high, default=17)  # at least one number is still possible
+        assert max(low, default=0) + 1 < min(high, default=17)  # at least one number is left
     assert max(game.count("|eos|") for game in games) == 5 and {guess for _, guess in demonstrations} == {
         str(number) for number in range(1, 16)
     }
 
 
-def test_calculator_example(model):
+def test_calculator_example_scores_answers_and_tool_calls(model):
     def careful(prompt, number):
-        """Call the tool once for each operation, and answer with the last result."""
+        """Return a correct answer: call the tool once for each operation, then give the last result."""
         lines = text_of(prompt).splitlines()
         product, rest = lines[0].rstrip("?").split("+")
         results = [line[1:] for line in lines if line.startswith("=")]

@@ -1,4 +1,4 @@
-"""Environments written for `atroposlib` run if only their imports are changed."""
+"""Test that an environment written for `atroposlib` runs after only its imports are changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def service(tmp_path_factory):
 
 
 def copy_with_new_imports(file: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Copy a file and the other modules of its folder, with their imports changed. Return the copy."""
+    """Copy a file and the other modules of its folder, and change their imports. Return the path of the file's copy."""
     for other in file.parent.glob("*.py"):
         text, changed = _IMPORT.subn("from rlframe.language import", other.read_text())
         assert changed or other != file
@@ -34,7 +34,7 @@ def copy_with_new_imports(file: pathlib.Path, folder: pathlib.Path) -> pathlib.P
 
 
 def run_environment(url, folder, model, command, steps: int = 3):
-    """Run an environment until it ends. Return the groups of `steps` batches."""
+    """Run an environment's `serve` command for `steps` batches. Return the groups of these batches."""
     flags = {"--env.rollout_server_url": url, "--env.total_steps": "-1", "--env.group_size": "4"}
     flags |= {"--openai.base_url": model.url, "--slurm": "false", "--env.use_wandb": "false"}
     flags |= {"--env.tokenizer_name": "byte", "--env.max_token_length": "20000"}
@@ -55,7 +55,7 @@ def run_environment(url, folder, model, command, steps: int = 3):
 
 @pytest.mark.system
 @pytest.mark.parametrize("name", ["sums", "pairs"])
-def test_small_environment_runs(service, tmp_path, name):
+def test_small_environment_written_for_atroposlib_runs(service, tmp_path, name):
     file = copy_with_new_imports(ROOT / "tests/compat/environment.py", tmp_path)
     with serving(Model(say=lambda messages, number: str(number % 19))) as model:
         groups = run_environment(f"{service.url}/runs/{name}", tmp_path, model, [str(file), name])
@@ -72,7 +72,7 @@ def test_small_environment_runs(service, tmp_path, name):
 @pytest.mark.skipif(
     CHECKOUT is None, reason="RLFRAME_ATROPOS_CHECKOUT is not set to a checkout of the published environments"
 )
-def test_environment_of_atroposlib_runs(service, tmp_path):
+def test_published_environment_of_atroposlib_runs(service, tmp_path):
     file = copy_with_new_imports(
         pathlib.Path(CHECKOUT, "environments/community/regex_generation/regex_env.py"), tmp_path
     )

@@ -1,4 +1,4 @@
-"""Functions and classes that environments use: `gather_or_cancel`, attempts, groups, metrics, files and options."""
+"""Test parts of environments: `gather_or_cancel`, attempts, groups, metrics, files and options."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_attempt_records_the_oldest_version():
     assert one.policy_version == 3
 
 
-def test_fields_that_some_sequences_lack_are_dropped():
+def test_group_has_no_field_that_a_sequence_lacks():
     items = [
         {"tokens": [1], "masks": [1], "scores": 1.0, "advantages": [0.5], "group_overrides": {"a": 1}},
         {"tokens": [2], "masks": [2], "scores": 0.0, "advantages": None, "group_overrides": {"b": 2}},
@@ -74,7 +74,7 @@ def test_fields_that_some_sequences_lack_are_dropped():
     }
 
 
-def test_overrides_are_kept_even_if_some_sequences_lack_them():
+def test_group_has_overrides_even_if_a_sequence_has_none():
     zero = {"set_advantage_to_zero": True}
     items = [
         {"tokens": [1], "masks": [1], "scores": True},
@@ -106,7 +106,7 @@ def test_report_resets_the_statistics():
     assert statistics.report({}) == {}
 
 
-def test_metrics_of_completion_lengths():
+def test_completion_length_metrics_have_the_expected_values():
     assert length_metrics([], 10) == {}
     assert length_metrics([2, 4, 9, 10], 10) == {
         "train/completion_lengths": 6.25,
@@ -117,7 +117,7 @@ def test_metrics_of_completion_lengths():
     }
 
 
-def test_newest_checkpoint_up_to_a_step_is_loaded(tmp_path):
+def test_newest_checkpoint_that_is_not_after_a_step_is_loaded(tmp_path):
     for step in (2, 10, 4):
         files.save_checkpoint(str(tmp_path), "env_0", step, {"at": np.int64(step), "row": np.arange(2)})
     found = {step: files.load_checkpoint(str(tmp_path), "env_0", step) for step in (1, 2, 9, 10, 11)}
@@ -129,7 +129,7 @@ def test_newest_checkpoint_up_to_a_step_is_loaded(tmp_path):
         files.load_checkpoint(str(tmp_path), "env_0", 10)
 
 
-def test_existing_files_of_groups_are_never_overwritten(tmp_path):
+def test_existing_groups_file_is_not_overwritten(tmp_path):
     for expected in ("groups.jsonl", "groups_1.jsonl", "groups_2.jsonl"):
         file = files.GroupsFile(str(tmp_path / "groups.jsonl"))
         file.write({"scores": np.ones(2)})

@@ -1,4 +1,4 @@
-"""Seeds of requests for several completions."""
+"""Test the seeds of requests for several completions, which are split over several servers."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_completions_with_a_seed_differ_and_are_reproducible(server, method, ser
     config = APIServerConfig(base_url=server.url(), model_name="policy", server_type=server_type)
     answers = ask([config], method, seed=3)
     assert len(set(answers)) == 16
-    assert ask([config, config], method, seed=3) == answers  # two servers each get a part of the requests
-    # 11 = 3 + 8 must not be the seed of the request's second part, which begins with completion 8.
+    assert ask([config, config], method, seed=3) == answers  # the result is the same with two servers
+    # The request is split after 8 completions. The seed of its second part must not be 3 + 8 = 11.
     assert not set(answers) & set(ask([config], method, seed=11))
     assert not set(answers) & set(ask([config], method))
 
@@ -84,7 +84,8 @@ def test_parts_of_a_request_have_different_seeds(method, ignored):
             answers = ask([APIServerConfig(base_url=model.url, model_name="m")], method, **options)
         assert len(answers) == 16
         sent = [(request["seed"], request.get("n", 1)) for request in model.requests]
-        # vLLM uses consecutive seeds, from the request's seed on. If n was ignored, there is one completion.
+        # For n completions, vLLM uses n consecutive seeds, which begin with the request's seed. If n is ignored, it
+        # uses one.
         streams = [seed + i for seed, n in sent for i in range(1 if ignored else n)]
         assert len(set(streams)) == len(streams) and min(sent)[0] == 3
 

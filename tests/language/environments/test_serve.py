@@ -1,4 +1,4 @@
-"""Environments with the real trajectory service and a fake model server."""
+"""Test environments with the real trajectory service and a fake model server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture()
 def url(service):
-    """URL of a run that only this test uses."""
+    """Return the URL of a run that no other test uses."""
     return f"{service.url}/runs/{uuid.uuid4().hex}"
 
 
@@ -61,7 +61,7 @@ def report_of(url: str) -> dict:
 
 
 def envs_of(url: str) -> dict[str, dict]:
-    """Return the service's environments by name."""
+    """Return a dict from the service's report: name of an environment -> its status."""
     return {env["wandb_name"]: env for env in report_of(url)["envs"]}
 
 
@@ -70,7 +70,7 @@ def test_trainer_receives_the_sampled_tokens(url, model):
     with trainer(url, num_steps=2) as client, serving_env(lambda: make_env(Letters, model, url=url)) as running:
         groups = [pull(client)[0] for _ in range(2)]
         running.join()
-    first, second = map(prompt_of, groups)  # in any order, since groups are collected concurrently
+    first, second = map(prompt_of, groups)  # their order is random, because groups are collected concurrently
     assert first != second
     for group in groups:
         length = len(prompt_of(group))
@@ -83,7 +83,7 @@ def test_trainer_receives_the_sampled_tokens(url, model):
 
 
 class Turns(Letters):
-    """An environment with two turns per sequence. It counts completed first turns."""
+    """An environment with two turns in each sequence. `first_done` counts the completed first turns."""
 
     async def setup(self):
         await super().setup()
@@ -102,7 +102,7 @@ class Turns(Letters):
 
 
 def test_paused_trajectories_continue_where_they_stopped(url, model):
-    """The queue fills while trajectories are between their two turns."""
+    """The queue becomes full during the first turns. The second turns start when there is room again."""
     model.open.clear()
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
     make = lambda: make_env(Turns, model, url=url, max_batches_offpolicy=2)  # noqa: E731
@@ -113,7 +113,7 @@ def test_paused_trajectories_continue_where_they_stopped(url, model):
         gate = next(iter(running.env.workers)).gate
         wait_until(lambda: gate.closed, "collecting pauses")
         model.open.set()
-        wait_until(lambda: running.env.first_done == 2, "pending requests are answered")
+        wait_until(lambda: running.env.first_done == 2, "the first turns are answered")
         polls = running.env.statistics.mainloop_timings
         seen = len(polls)
         wait_until(lambda: len(polls) >= seen + 3, "the environment continues to poll the service")
@@ -151,7 +151,7 @@ def test_version_of_a_group_is_the_oldest_version_of_its_turns(url, model):
 
 
 def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
-    """Groups arrive between the service's response and the time at which the environment reads the response."""
+    """The environment reads each status late. Groups that it sent in the meantime must count as queued."""
     ask = Membership.status
 
     async def slowly(self):
@@ -159,7 +159,7 @@ def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
         await asyncio.sleep(0.1)
         return status
 
-    def reply(prompt, number):  # only the first group completes before the status request
+    def reply(prompt, number):  # only the first group is complete before the status request
         time.sleep(0 if number < 2 else 0.05)
         return [65]
 
@@ -175,7 +175,7 @@ def test_collecting_stays_within_max_batches_offpolicy(url, model, monkeypatch):
 
 
 class WithEvaluation(Letters):
-    """An environment that evaluates with requests to the model, after a signal from the test."""
+    """An environment whose evaluation waits for a signal from the test, and then sends requests to the model."""
 
     async def setup(self):
         await super().setup()
@@ -204,7 +204,7 @@ def test_evaluation_pauses_or_limits_collecting(url, model, handling):
             model.open.set()
             wait_until(lambda: not env.workers, "pending requests are answered")
         at_once = {"STOP_TRAIN": 0, "LIMIT_TRAIN": 1, "NONE": 2}[handling.name]
-        wait_until(lambda: len(env.workers) == at_once, "this number of workers continues")
+        wait_until(lambda: len(env.workers) == at_once, "the expected number of workers continues")
         sent, polls = len(model.requests), env.statistics.mainloop_timings
         seen = len(polls)
         wait_until(lambda: len(polls) >= seen + 3, "the environment continues to poll the service")
@@ -218,7 +218,7 @@ def test_evaluation_pauses_or_limits_collecting(url, model, handling):
     assert len([request for request in model.requests if request["prompt"] == "exam"]) == 3
 
 
-def test_failed_evaluation_causes_no_warning_about_unawaited_tasks(model):
+def test_failed_evaluation_closes_coroutines_that_have_not_started(model):
     async def task(number):
         await asyncio.sleep(0)
         assert number, "the first fails"
@@ -322,7 +322,7 @@ def test_cleanup_is_called_after_each_attempt(url, model):
     assert env.tried[:ATTEMPTS] == ["item 1"] * ATTEMPTS and env.cleaned == len(env.tried)
 
 
-def test_environments_share_model_servers_by_weight(url, model):
+def test_inference_weights_divide_the_model_servers_slots(url, model):
     class Others(Letters):
         name = "others"
 
@@ -337,9 +337,9 @@ def test_environments_share_model_servers_by_weight(url, model):
         )
         wait_until(
             lambda: (slots(three), slots(one)) == (384, 128),
-            "the environments have three quarters and one quarter of the requests",
+            "the environments get three quarters and one quarter of the 512 slots",
         )
-        wait_until(lambda: all_.env.status_dict, "the third environment has the status")
+        wait_until(lambda: all_.env.status_dict, "the third environment has received a status")
         assert slots(all_) == 512
 
 
@@ -374,7 +374,7 @@ def test_max_eval_workers_limits_concurrent_tasks(model):
 
 
 class Table:
-    """A tracker that returns the rows of a table."""
+    """A fake tracker whose tables are plain lists of rows."""
 
     def table(self, columns, rows):
         return rows
@@ -384,7 +384,7 @@ class Table:
 
 
 @pytest.mark.parametrize(("per_group", "texts"), [(1, ["c", "e"]), (-1, ["c", "d", "e", "f"])])
-def test_table_of_rollouts_has_the_newest_groups(model, per_group, texts):
+def test_table_of_rollouts_contains_only_the_newest_groups(model, per_group, texts):
     options = {"num_rollouts_to_keep": 2, "num_rollouts_per_group_for_logging": per_group}
 
     async def run():
@@ -412,7 +412,7 @@ def test_environment_ends_after_many_failures_in_a_row(url, model):
     ):
         running.join()
     times = int(re.findall(r"failed (\d+) times", str(error.value))[0])
-    # A few more attempts may fail before the error is raised.
+    # Attempts run concurrently, so a few more of the 16 can fail before the error is raised.
     assert FAILURES_IN_A_ROW <= times < FAILURES_IN_A_ROW + 16
     assert envs_of(url)["letters_0"]["connected"] is False
 
@@ -462,7 +462,7 @@ def test_unusable_groups_are_not_sent(url, model):
 
 
 class Singles(Letters):
-    """An environment that collects single trajectories. The first item adds an item to the backlog."""
+    """An environment with `collect_trajectory`. Its first item adds the item "further" to the backlog."""
 
     async def collect_trajectory(self, item):
         answer = await self.server.completion(prompt=item, max_tokens=1)
@@ -479,7 +479,7 @@ def test_single_trajectories_become_a_group(url, model):
     make = lambda: make_env(Singles, model, url=url, max_num_workers=1, include_messages=True)  # noqa: E731
     with trainer(url) as client, serving_env(make) as running:
         groups = [pull(client)[0] for _ in range(2)]
-        wait_until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog goes first")
+        wait_until(lambda: any(request["prompt"] == "further" for request in model.requests), "the backlog is used")
         assert isinstance(running.env.backlog, list)
     assert sorted(row.tolist()[1] for row in groups[0].tokens) == [65, 66]
     assert groups[0].advantages is None
@@ -488,7 +488,7 @@ def test_single_trajectories_become_a_group(url, model):
 
 
 def test_stale_groups_are_replaced_by_new_groups(url, model):
-    """A stale group does not end the environment or its worker."""
+    """The service refuses a group that is too old. The environment drops it, and collects another group."""
     model.policy_version = 1
     make = lambda: make_env(Letters, model, url=url, max_num_workers=1)  # noqa: E731
     with trainer(url, max_staleness=1) as client:
@@ -505,7 +505,7 @@ def test_stale_groups_are_replaced_by_new_groups(url, model):
 
 
 def test_refused_group_is_sent_again_until_accepted(url, model):
-    """The environment retries for longer than `service_timeout`, until the trainer takes the earlier batch."""
+    """The environment sends the group again, for longer than `service_timeout`, until the trainer takes a batch."""
     model.policy_version = 1
     other = Group([[1, 1]] * 2, [[1, 1]] * 2, [0, 1])
     make = lambda: make_env(Letters, model, url=url, max_num_workers=1, service_timeout=3.0)  # noqa: E731
@@ -514,7 +514,7 @@ def test_refused_group_is_sent_again_until_accepted(url, model):
         model.open.clear()
         with serving_env(make) as running:
             wait_until(lambda: model.requests, "a group is being collected")
-            client.post(other)  # after this earlier batch, the environment's group would be too old
+            client.post(other)  # in the batch after this group, the environment's group would be too old
             model.open.set()
             wait_until(lambda: report_of(url)["refused"] >= 4, "the group is refused for longer than service_timeout")
             pull(client)
@@ -540,7 +540,7 @@ def test_several_groups_of_one_item_are_sent(url, model):
 
 
 @pytest.mark.system
-def test_environment_ends_without_a_trainer_or_with_too_small_batches(url, model):
+def test_missing_trainer_or_too_small_batch_ends_the_environment(url, model):
     expected_error = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to join")
     with (
         trainer(url, requests_batch=False),
@@ -561,7 +561,8 @@ def test_environment_with_a_minimum_collects_despite_a_full_queue(url, model):
         client.post([other] * 8)
         with serving_env(make) as running:
             wait_until(
-                lambda: running.env.status_dict.get("self_queue_size") == 2, "the environment's minimum is filled"
+                lambda: running.env.status_dict.get("self_queue_size") == 2,
+                "the queue contains the environment's minimum",
             )
             polls = running.env.statistics.mainloop_timings
             seen = len(polls)
@@ -570,7 +571,7 @@ def test_environment_with_a_minimum_collects_despite_a_full_queue(url, model):
 
 
 @pytest.mark.system
-def test_minimum_of_an_environment_is_kept_in_each_batch(url, model):
+def test_each_batch_contains_the_minimum_of_an_environment(url, model):
     class Others(Letters):
         name = "others"
 

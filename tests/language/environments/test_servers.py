@@ -1,4 +1,4 @@
-"""Model servers and their clients, over HTTP."""
+"""Test the clients of model servers over HTTP: answers, retries, split requests and recorded tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config_of(model: Model, **options) -> APIServerConfig:
 
 
 def ask(configs, use, **options):
-    """Return the result of the coroutine `use(manager)`."""
+    """Make a `ServerManager`, run the coroutine `use(manager)`, and return its result."""
 
     async def run():
         manager = ServerManager(configs, **options)
@@ -71,7 +71,7 @@ def test_sampled_tokens_are_returned(model, ids):
 
 @pytest.mark.parametrize("chats", [False, True], ids=["tokens", "chat"])
 @pytest.mark.parametrize("versions", [{"policy_versions": [7, 9]}, {"policy_version": 7}], ids=str)
-def test_version_of_an_answer_is_the_version_of_its_oldest_token(model, versions, chats):
+def test_version_of_an_answer_is_its_oldest_token_version(model, versions, chats):
     answer = model.answer
     model.policy_version = 9
 
@@ -94,7 +94,7 @@ def test_version_of_an_answer_is_the_version_of_its_oldest_token(model, versions
     assert attempt.policy_version == 7
 
 
-def test_requests_to_an_sglang_server_have_its_format(model):
+def test_requests_to_an_sglang_server_have_the_sglang_format(model):
     async def use(manager):
         return await manager.tokens_and_logprobs_completion(input_ids=[1], n=2, max_tokens=4, temperature=0.5)
 
@@ -178,7 +178,7 @@ def test_requests_succeed_after_the_server_starts(caplog):
         assert answer.choices[0].text == "A" and healthy and attempts[0] >= 2
         messages = [record.getMessage() for record in caplog.records if "model server" in record.getMessage()]
         assert ["does not answer yet" in messages[0], messages[1]] == [True, f"The model server {model.url} answers."]
-        assert len(messages) == 2  # one log message for each change, not for each request
+        assert len(messages) == 2  # one message when the server fails, one when it answers again
 
 
 def test_failed_requests_are_retried_until_the_timeout(model):
@@ -190,7 +190,7 @@ def test_failed_requests_are_retried_until_the_timeout(model):
 
 @pytest.mark.parametrize("blocked_by", ["pause", "others"])
 def test_timeout_excludes_pauses_and_waiting_for_a_slot(model, monkeypatch, blocked_by):
-    """After a wait that is longer than `timeout`, a failed request is still retried."""
+    """A failed request is retried even if it first waited for longer than `timeout`."""
     late, clock = [0.0], time.monotonic
     monkeypatch.setattr(model_server, "time", types.SimpleNamespace(monotonic=lambda: clock() + late[0]))
     model.failures = 1
@@ -276,11 +276,11 @@ def test_weight_limits_concurrent_requests():
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "cut off"])
-def test_text_of_sampled_turns_is_never_encoded_again(model, ended):
+def test_next_turn_contains_the_sampled_tokens_unchanged(model, ended):
     tokenizer = load_tokenizer("byte")
     chat = [{"role": "user", "content": "hi"}]
-    end = tokenizer.apply_chat_template(chat)[-1]  # the token that the template writes after a message
-    # If the text of these tokens is encoded, the result is different tokens.
+    end = tokenizer.apply_chat_template(chat)[-1]  # the template ends a message with this token
+    # Decoding these tokens and encoding the text again would give different tokens.
     first = [0xFF, *b"ok ", *([end] if ended else [])]
     model.reply = lambda prompt, number: first if number == 0 else [*b"bye"]
 
@@ -354,7 +354,7 @@ def test_unrelated_chat_becomes_a_new_sequence(model):
             return managed.get_state()["nodes"]
 
     nodes = ask([config_of(model)], use)
-    assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the second sequence was continued
+    assert [node.tokens[-1] for node in nodes] == [65, 68, 67]  # the last chat continues the second sequence
     assert nodes[1].tokens[: len(model.requests[0]["prompt"]) + 1] == [*model.requests[0]["prompt"], 66]
     assert model.requests[1]["prompt"] == tokenizer.apply_chat_template([*other, other[0]], add_generation_prompt=True)
 
@@ -396,7 +396,7 @@ def test_list_of_prompts_is_refused(model, is_managed):
     assert not model.requests
 
 
-def test_masks_cover_the_last_or_all_assistant_turns(model):
+def test_last_turn_or_all_assistant_turns_are_trained_on(model):
     tokenizer = load_tokenizer("byte")
     chat = [
         {"role": "user", "content": "1"},

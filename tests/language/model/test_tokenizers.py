@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and folders in the format of Hugging Face that the tests write."""
+"""Test the byte tokenizer, and tokenizers in the format of Hugging Face, which the tests write to folders."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(folder):
     assert load_tokenizer(folder).encode("hello there hello") == [1, 3, 4, 3]
 
 
-def test_token_ids_may_have_gaps(folder):
+def test_tokenizer_with_unused_ids_is_accepted(folder):
     fields = json.loads((folder / "tokenizer.json").read_text())
     fields["model"]["vocab"]["far"] = 9
     (folder / "tokenizer.json").write_text(json.dumps(fields))
@@ -179,7 +179,7 @@ def test_python_objects_in_rendered_text_are_refused_by_name(write, folder):
             tokenizer.apply_chat_template([{"role": "user", "content": "None"}, {"role": "assistant", **message}])
 
 
-def test_template_may_render_tool_calls_and_parts(folder):
+def test_template_can_render_tool_calls_and_text_parts(folder):
     write_config(
         folder,
         chat_template="{% for message in messages %}<turn>{% if message.content is string %}{{ message.content }}"

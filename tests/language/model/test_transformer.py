@@ -1,4 +1,4 @@
-"""The transformer, compared with logits of the package `transformers` (`golden/make.py`)."""
+"""Compare the transformer's logits with those of the package `transformers`, which `golden/make.py` has saved."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_cached_logits_equal_the_logits_of_transformers(name, tmp_path):
     write_published(name, tmp_path)
     config, params = weights.load(tmp_path)
     tokens, expected = golden(name)["tokens"], golden(name)["logits"]
-    # Row 0 is decoded from token 8 on. Row 2 has 13 real tokens on the left and is decoded from token 5 on, so its
-    # prefill has padding on the right.
+    # Decoding starts at token 8 of row 0, and at token 5 of row 2. The prefill of row 2 is shorter, so it has padding
+    # on the right.
     tokens, expected = tokens[[0, 2]], expected[[0, 2]]
     step = jax.jit(transformer.apply_cached, static_argnums=1, static_argnames="span")
     lengths = np.array([8, 5])

@@ -1,4 +1,4 @@
-"""Models in folders in the format of Hugging Face."""
+"""Test that models are saved to folders in the format of Hugging Face, and loaded from them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_load_converts_to_another_dtype(folder):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_shards_are_loaded_and_deleted_by_save(folder):
+def test_load_reads_shards_and_save_deletes_them(folder):
     params = weights.load(folder)[1]
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -92,7 +92,7 @@ def test_known_superfluous_tensors_in_files_are_ignored(folder):
     jax.tree.map(np.testing.assert_array_equal, weights.load(folder)[1], params)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(folder):
+def test_error_names_missing_and_unexpected_tensors_and_wrong_shapes(folder):
     tensor = load_file(folder / "model.safetensors")["model.norm.weight"]
     rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match="lacks tensors .* as its config.json describes it: model.norm.weight"):

@@ -1,4 +1,4 @@
-"""A policy server and a client for all tests of a module."""
+"""Fixtures: a policy server and a client, which all tests of a module share."""
 
 from __future__ import annotations
 

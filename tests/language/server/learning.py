@@ -1,4 +1,4 @@
-"""A GRPO learner that repeatedly updates on the same batch. A test runs it in a process."""
+"""A GRPO learner that trains again and again on the same batch. A test runs this file in another process."""
 
 from __future__ import annotations
 

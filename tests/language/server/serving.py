@@ -1,4 +1,4 @@
-"""A policy server in a thread, with a tiny model of random weights."""
+"""Run a policy server in a thread. Its tiny model has random weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENGINE = EngineConfig(slots=4, steps=2, length=512, max_waiting=64)
 
 
 def params_of(seed: int) -> Any:
-    """Return random parameters as numpy arrays, as a learner publishes them."""
+    """Return random parameters as numpy arrays, the form in which a learner publishes parameters."""
     return jax.tree.map(np.asarray, transformer.init(jax.random.key(seed), TINY))
 
 
@@ -58,7 +58,7 @@ def serving_policy(
     tokenizer: Any = "byte",
     **options: Any,
 ) -> Iterator[PolicyServer]:
-    """Run a server within the `with` block. Raise the error of `run()`."""
+    """Run a policy server until the `with` block ends. If `run()` fails, raise its error."""
     config = PolicyServerConfig(**{"port": 0, "engine": engine, **options})
     params = params_of(0) if learner is None else params
     server = PolicyServer(config, model_config, tokenizer, learner, params)

@@ -1,4 +1,4 @@
-"""Environments of `examples/llm` with a real policy server."""
+"""Test environments of `examples/llm` with a real policy server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENIZER = ByteTokenizer()
 
 
 def with_env(server, cls, use, **options):
-    """Set up an environment, and return the result of the coroutine `use(env)`."""
+    """Make and set up an environment. Run the coroutine `use(env)`, and return its result."""
     config, _ = cls.config_init()
     config = type(config)(**{**config.model_dump(), "group_size": 4, **options})
 
@@ -33,7 +33,7 @@ def with_env(server, cls, use, **options):
 
 
 def check_group(group, params):
-    """Check that the log-probabilities of the sampled tokens are those of the model."""
+    """Check that a group's log-probabilities equal those that the model gives to the sampled tokens."""
     rows = list(zip(group["tokens"], group["masks"], group["inference_logprobs"]))
     assert len(rows) == len(group["scores"]) == 4
     for tokens, masks, log_probs in rows:

@@ -1,4 +1,4 @@
-"""`TextDecoder`: decodes tokens that arrive in pieces to text."""
+"""Test `TextDecoder`, which decodes tokens to text while they arrive in pieces."""
 # ruff: noqa: RUF001  quotation marks of other languages
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cut(tokens, size):
 
 
 def decode_parts(text, parts, tokenizer=TOKENIZER, **options):
-    """Return (pieces of text, number of used tokens, stop string or None)."""
+    """Decode tokens that arrive in `parts`. Return (pieces of text, number of used tokens, stop string or None)."""
     one = TextDecoder(tokenizer, **options)
     out, taken = [], 0
     for index, part in enumerate(parts):
@@ -68,7 +68,7 @@ def test_streamed_text_with_malformed_bytes_is_complete(tokenizer, size):
     partial = [token for token in range(tokenizer.vocab_size) if tokenizer.token_bytes(token)[:1] >= b"\x80"]
     for i in range(60):
         tokens = tokenizer.encode("".join(published.TEXTS), add_special_tokens=False)[: source.randrange(60)]
-        for _ in range(8):  # these random tokens include special tokens
+        for _ in range(8):  # some of the random tokens are special tokens
             tokens.insert(source.randrange(len(tokens) + 1), source.randrange(tokenizer.vocab_size))
         tokens += source.choices(partial, k=source.randrange(60))
         for skip in (True, False):
@@ -95,7 +95,7 @@ def test_stop_string_of_several_bytes_is_removed(tokenizer):
         assert ("".join(out), taken, stopped_by) == ("日本語", ends + 1, "”")
 
 
-def test_offset_is_the_position_of_the_first_character(tokenizer):
+def test_offset_of_a_token_is_the_position_of_its_first_character(tokenizer):
     text = "añ中😀 “b”"
     tokens = tokenizer.encode(text, add_special_tokens=False)
     data, expected = b"", []
@@ -128,7 +128,7 @@ def test_time_per_token_is_independent_of_the_length_of_the_text(token):
         return time.process_time() - start
 
     few, many = min(seconds(2000) for _ in range(3)), seconds(20_000)
-    assert many < 40 * few  # if each new token decoded the whole text again, the factor would be 100
+    assert many < 40 * few  # decoding the whole text for each token would take 100 times as long
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
@@ -146,7 +146,7 @@ def test_beginning_of_a_stop_string_is_not_returned_at_once():
 
 
 def test_long_stop_string_takes_little_time_and_memory():
-    stop = "x" * (1 << 20) + "y"  # a list of all its prefixes would take half a terabyte
+    stop = "x" * (1 << 20) + "y"  # all its prefixes together have half a terabyte
     out, taken, stopped_by = decode_parts("", [b"x" * 8] * 8, stops=[stop])
     assert ("".join(out), taken, stopped_by) == ("x" * 64, 64, None)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of top tokens and of prompts, compared with the model's forward pass."""
+"""Compare the log-probabilities of top tokens and of prompts with the model's forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_
 
 
 def forward(tokens):
-    """Return the log-probabilities `[T, V]` of the next token at each position."""
+    """Run the model. Return the log-probabilities `[T, V]` of the next token at each position."""
     return np.asarray(jax.nn.log_softmax(transformer.apply(params_of(0), TINY, np.array([tokens]))[0], axis=-1))
 
 

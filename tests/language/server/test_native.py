@@ -1,4 +1,4 @@
-"""`/generate` in the formats of vLLM and SGLang, with request bodies written out in full."""
+"""Test `/generate` in the formats of vLLM and SGLang. The request bodies are written out in full."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_log_probs(tokens, log_probs):
 
 
 @pytest.mark.system
-def test_vllm_request_gets_a_vllm_response(server):
+def test_request_in_the_vllm_format_gets_a_response_in_this_format(server):
     body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "max_tokens": 6, "temperature": 0.0, "top_p": 1.0}
     answer = ask(server, {**body, "n": 2, "ignore_eos": True})
     expected = greedy(6).tokens
@@ -55,7 +55,7 @@ def test_vllm_request_gets_a_vllm_response(server):
     assert answer["policy_versions"] == [[0] * 6] * 2
 
 
-def test_sglang_request_gets_an_sglang_response(server):
+def test_request_in_the_sglang_format_gets_a_response_in_this_format(server):
     params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": PROMPT, "return_logprob": True, "return_text_in_logprobs": False}
     answer = ask(server, {**body, "sampling_params": params})
@@ -68,7 +68,7 @@ def test_sglang_request_gets_an_sglang_response(server):
     assert answer["text"] == TOKENIZER.decode(expected, skip_special_tokens=True)
 
 
-def test_several_sglang_answers_are_a_list(server):
+def test_sglang_response_with_several_answers_is_a_list(server):
     params = {"max_new_tokens": 4, "n": 3, "ignore_eos": True}
     answers = ask(server, {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True})
     assert len({tuple(answer["output_ids"]) for answer in answers}) == 3

@@ -1,4 +1,4 @@
-"""Requests of the `openai` package to a policy server."""
+"""Test requests of the `openai` package to a policy server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_greedy_completion_equals_the_answer_of_generate(client):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 8, 11)
 
 
-def test_log_probs_equal_the_log_probs_of_a_learner(client):
+def test_log_probs_of_an_answer_equal_those_of_a_learner(client):
     (choice,) = ask(client, seed=5, **with_ids()).choices
     computed = transformer.token_log_probs(params_of(0), TINY, np.array([PROMPT + choice.token_ids]))
     assert choice.logprobs.token_logprobs == pytest.approx(computed[0, len(PROMPT) - 1 :].tolist(), abs=1e-4)
@@ -54,7 +54,7 @@ def test_tokens_in_logprobs_are_named_by_text_or_id(client):
     (choice,) = ask(client, seed=5, max_tokens=40, **with_ids()).choices
     ids, found = choice.token_ids, choice.logprobs
     assert found.tokens == [name_of(token, "bytes:") for token in ids]
-    # A token starts at the position of its first byte. All tokens of one character have the same start.
+    # An offset is the position of the character that contains the token's first byte.
     ends = [len(TOKENIZER.decode(ids[: i + 1], skip_special_tokens=True)) for i in range(len(ids))]
     positions = zip(ids, ends, found.text_offset)
     assert all(at == end - 1 for token, end, at in positions if token < 256)  # special tokens have no text
@@ -64,7 +64,7 @@ def test_tokens_in_logprobs_are_named_by_text_or_id(client):
 
 
 def name_of(token, partial):
-    """Return a token's name in log-probabilities. `partial` is the prefix of escaped bytes."""
+    """Return the expected name of a token in `logprobs`. `partial` is the prefix of a name of escaped bytes."""
     content = TOKENIZER.token_bytes(token)
     return content.decode() if token < 128 or token > 255 else f"{partial}\\x{token:02x}"
 
@@ -86,7 +86,7 @@ def as_sampled():
     return {"extra_body": {"return_token_ids": True, "ignore_eos": True}}
 
 
-def test_prompt_may_be_text_or_token_ids_or_a_list(client):
+def test_prompt_can_be_a_text_or_token_ids_or_a_list_of_these(client):
     text, tokens = "ab", [97, 98]
     answers = [
         [choice.text for choice in ask(client, prompt=prompt, temperature=0, max_tokens=4).choices]
@@ -207,7 +207,7 @@ def test_chat_prompt_is_made_by_the_template(client):
     assert [one.logprob for one in choice.logprobs.content] == pytest.approx(expected.log_probs, abs=1e-4)
     assert [one.token for one in choice.logprobs.content] == [name_of(token, "") for token in expected.tokens]
     assert (answer.object, answer.usage.prompt_tokens, answer.policy_version) == ("chat.completion", len(prompt), 0)
-    # An answer can be sent back as a turn of the next request.
+    # The client sends the answer back as a turn of the next request.
     turns = [*messages, choice.message, plain[1]]
     again = client.chat.completions.create(**{**options, "messages": turns})
     assert again.usage.prompt_tokens > len(prompt) + 6
@@ -275,7 +275,7 @@ def test_too_many_answers_are_refused_with_little_memory(client):
     try:
         with pytest.raises(openai.BadRequestError, match="The request has 100000 answers"):
             ask(client, n=100_000)
-        # Less than 10 MiB are in use. The server runs in a thread of this process.
+        # Measure the memory of this process, because the server runs in a thread of it. The limit is 10 MiB.
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
     finally:
         tracemalloc.stop()
@@ -328,7 +328,7 @@ def test_tool_calls_are_refused_by_name(client):
     assert refusal(question, {"role": "assistant", "content": None}) == "messages[1].content"
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     assert refusal(question, tools=[tool], tool_choice="auto", parallel_tool_calls=True) == "tools"
-    # Results of tools are accepted as turns.
+    # A message with the result of a tool is accepted.
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "!", "annotations": None}]
     for content, text in (("4", "4"), (parts, "4!"), ([], "")):
         texts = [question, {"role": "assistant", "content": "add(2, 2)"}, {**result, "content": content}]

@@ -1,6 +1,6 @@
-"""Make the golden files in this folder with `transformers`, so that the tests do not need transformers and torch.
+"""Make the golden files in this folder with `transformers`. With these files, the tests need no transformers or torch.
 
-In a separate environment: pip install torch transformers 'numpy<2'; python tests/language/model/golden/make.py
+Run in a separate environment: pip install torch transformers 'numpy<2'; python tests/language/model/golden/make.py
 """
 
 import json
@@ -94,7 +94,7 @@ CHATS = [
 def make_model(name, kind, config):
     torch.manual_seed(0)
     model = kind(config).eval()
-    for parameter in model.parameters():  # larger than initial weights, so that every part affects the logits
+    for parameter in model.parameters():  # larger than usual initial weights, so that every layer affects the logits
         parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
     tokens = torch.randint(0, config.vocab_size, (3, 20))
     # Row 0 is complete, row 1 is padded on the left, row 2 on the right.
@@ -104,7 +104,7 @@ def make_model(name, kind, config):
     logits = model(tokens, attention_mask=mask, position_ids=positions).logits
     state = {f"tensor:{key}": value.numpy() for key, value in model.state_dict().items()}
     if config.tie_word_embeddings:
-        del state["tensor:lm_head.weight"]  # save_pretrained also omits it
+        del state["tensor:lm_head.weight"]  # save_pretrained also omits this tensor
     arrays = dict(tokens=tokens.numpy().astype(np.int32), mask=mask.numpy() > 0, logits=logits.numpy())
     fields = {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
     fields["architectures"] = [kind.__name__]
