@@ -1,4 +1,4 @@
-"""Loggers that write rows to JSONL and CSV files. A killed run does not damage the files. A resumed run appends rows."""
+"""Loggers that write rows to JSONL and CSV files. A killed run does not damage a file. A resumed run appends rows."""
 
 from __future__ import annotations
 
