@@ -261,20 +261,20 @@ def _not_nameable(option: str, given: Any) -> UsageError:
 
 
 def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with classes and functions replaced by their names."""
+    """Return a copy of the options in which names replace classes and functions."""
     return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 
 
 def replace_names(
     saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool
 ) -> dict[str, Any]:
-    """Return the fields of a saved config, with names replaced by given objects or by live objects of this process.
+    """Return the fields of a saved config. Replace some names by given objects or by live objects of this process.
 
     Args:
         saved: fields of the config.
         config: path of the config.
-        given: option -> object or name, as for `name_of`. By default, only live names are replaced.
-        replace: replace other names too.
+        given: option -> object or name that replaces the saved name. By default, only live names are replaced.
+        replace: if True, replace the other names too.
     """
     values = dict(saved)
     for field, name in saved.items():
