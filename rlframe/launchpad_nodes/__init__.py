@@ -7,6 +7,6 @@ A script imports rlframe and Launchpad, and calls `lp.launch(program)`:
 3. If the node raises or is killed, its guard prints the node's name, stops the launcher, and kills processes that do
    not end in time.
 
-Any process that imports rlframe may be such a node, so this package must not import `rlframe.handles` or modules above
-it. In contrast, `engines/launchpad.py` runs a program under rlframe's own supervisor, without guards.
+Any process that imports rlframe can be such a node, so this package must not import `rlframe.handles` or modules that
+import `rlframe.handles`. `engines/launchpad.py` needs no guards: it runs programs under rlframe's own supervisor.
 """

@@ -1,11 +1,11 @@
-"""The guard of a Launchpad node: a small process that outlives the node. It reports and handles the end of the node.
+"""The guard of a Launchpad node: a small process that watches one node, and acts when the node ends.
 
-`rlframe.launchpad_nodes.node` starts the guard. It works even if the node holds the GIL or the launcher has died:
+`rlframe.launchpad_nodes.node` starts the guard. The guard works even if the node holds the GIL or the launcher dies:
 
 - If the node fails or is killed: print its name, send SIGTERM to the launcher, and kill the launcher when all other
   nodes have ended.
-- If the launcher dies: send SIGTERM to every node of the program, and kill the nodes that have not ended after `GRACE`.
-- If the program stops: kill the node after `GRACE`, before Launchpad would kill all processes, including the launcher.
+- If the launcher dies: send SIGTERM to every node of the program, and kill the nodes that still run after `GRACE`.
+- If the program stops: kill the node after `GRACE`. Otherwise Launchpad would soon kill all processes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import psutil
 from rlframe.interprocess.processes import ProcessId
 
 ENTRY = "launchpad/nodes/python/process_entry.py"  # the script that runs a node
-DATA_FILE = "job.pkl"  # name of each file with pickled nodes, in temporary directories of Launchpad
+DATA_FILE = "job.pkl"  # file name that Launchpad gives to pickled nodes, in a temporary directory
 WRAPPER = "run_locally/decorate_output"  # shell script that prefixes a node's output, for terminal="current_terminal"
 GRACE = 8.0  # seconds from SIGTERM to SIGKILL; Launchpad's own limit is 10 seconds
 
 _POLL_INTERVAL = 0.2  # seconds between checks of the processes
 _SCAN_INTERVAL = 2.0  # seconds between searches for other nodes
-_CONFIRM_TIMEOUT = 1.5  # seconds to wait for SIGTERM, which Launchpad sends every second while the program stops
+_CONFIRM_TIMEOUT = 1.5  # seconds to wait for a SIGTERM; Launchpad sends one every second while the program stops
 
 
 class Node(NamedTuple):
-    """The process of a node of the program."""
+    """A node of the program, as a process."""
 
     process: ProcessId
-    data_file: str  # path of the file with the pickled nodes of the node's group
+    data_file: str  # path of the file that contains this node and its group, pickled
 
 
 class Guard:
@@ -45,11 +45,12 @@ class Guard:
 
     Args:
         node: the node to guard.
-        launcher: the process that called `lp.launch`. For a node in its own terminal, the node's parent.
+        launcher: the process that called `lp.launch`. If the node has its own terminal: the node's parent process.
         title: name of the node, such as "actor/0".
-        hides_exit_code: whether the launcher cannot see the node's exit code. If it can, Launchpad itself ends the
+        hides_exit_code: True if the launcher cannot see the node's exit code. If False, Launchpad itself ends the
             program after a failure, and the guard sends no signal to the launcher.
-        reports: file descriptor to which the node writes "well", "stopped" or "failed REASON" before it ends.
+        reports: file descriptor from which the guard reads the node's last report: "well", "stopped" or
+            "failed REASON".
     """
 
     def __init__(self, node: Node, launcher: ProcessId, title: str, hides_exit_code: bool, reports: int) -> None:
@@ -61,11 +62,11 @@ class Guard:
         self._stopped_at: float | None = None
 
     def stop(self) -> None:
-        """Record that the program stops, because the launcher sent SIGTERM."""
+        """Record that the program is stopping. Called when the launcher sends SIGTERM."""
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def run(self) -> None:
-        """Watch the node until its end, and handle the end."""
+        """Wait until the node or the launcher ends. Then end the other processes if necessary."""
         os.set_blocking(self._reports, False)
         while self._node.is_alive and self._launcher.is_alive:
             if time.monotonic() > self._scanned_at + _SCAN_INTERVAL:
@@ -86,16 +87,16 @@ class Guard:
             self._end_program()
 
     def _end_program(self) -> None:
-        """Stop the program. Finally, kill the launcher, because otherwise the launcher would exit with code 0.
+        """Stop the program, and kill the launcher at the end, because it would otherwise exit with code 0.
 
-        Kill only the launcher and the nodes. Launchpad's scripts must run until they have printed the last lines. They
-        buffer lines if their output is not a terminal. SIGQUIT would make Launchpad kill the scripts too.
+        Do not kill Launchpad's scripts: they buffer lines if their output is not a terminal, and must print the last
+        lines. For this reason, do not send SIGQUIT either: Launchpad would then kill the scripts.
         """
         reason = self._report.partition(" ")[2] or "its process was killed or crashed"
         self._print(f"failed: {reason}. Ending the program")
         self._scan()
         send(self._launcher, signal.SIGTERM)
-        if self._launcher.pid == 1:  # in a container; PID 1 gets no signal, so it does not stop the nodes
+        if self._launcher.pid == 1:  # in a container: `send` skips PID 1, so this launcher does not stop its nodes
             for node in self._others():
                 send(node.process, signal.SIGTERM)
         _wait_while(lambda: self._launcher.is_alive and bool(self._others()), GRACE)
@@ -106,7 +107,7 @@ class Guard:
         send(self._launcher, signal.SIGKILL)
 
     def _end_orphans(self) -> None:
-        """End all nodes of a dead launcher, including nodes without a guard."""
+        """After the launcher's death, end all its nodes, including nodes without a guard."""
         nodes = [node for node in self._nodes if node.process.is_alive]
         if nodes:
             self._print("ends because its launcher died")
@@ -121,7 +122,7 @@ class Guard:
         return [node for node in nodes_of(self._launcher.pid) if node.process != self._node]
 
     def _scan(self) -> None:
-        """Find and store the launcher's nodes. After the launcher's death, the nodes are no longer its children."""
+        """Store the launcher's nodes, because they can no longer be found as its children after its death."""
         self._scanned_at = time.monotonic()
         self._nodes.update(nodes_of(self._launcher.pid))
 
@@ -135,7 +136,7 @@ class Guard:
         return self._stopped_at is not None
 
     def _print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the reader of the output may have died
+        with contextlib.suppress(OSError):  # the process that reads this output may have died
             print(f"rlframe: the node {self._title} {text}.", flush=True)
 
 
@@ -147,11 +148,7 @@ def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def nodes_of(launcher: int) -> list[Node]:
-    """Return the nodes of a launcher.
-
-    Args:
-        launcher: process id.
-    """
+    """Return the running nodes that the launcher with process id `launcher` has started."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in psutil.Process(launcher).children(recursive=True):
@@ -162,10 +159,9 @@ def nodes_of(launcher: int) -> list[Node]:
 
 
 def end_starting_nodes(launcher: int) -> None:
-    """Kill the nodes that still ignore SIGTERM. They have not imported rlframe yet, and have run no user code.
+    """Kill each node of the process `launcher` that still ignores SIGTERM, so has not yet imported rlframe.
 
-    Args:
-        launcher: process id.
+    No user code runs in a node before this import.
     """
     for node in nodes_of(launcher):
         if ignores(node.process.pid, signal.SIGTERM):
@@ -173,7 +169,7 @@ def end_starting_nodes(launcher: int) -> None:
 
 
 def remove_data(nodes: Iterable[Node]) -> None:
-    """Remove the files with pickled nodes and their directories. Launchpad also does this, unless it is killed."""
+    """Remove the pickled nodes and their directories, as Launchpad does unless it is killed."""
     for path in {node.data_file for node in nodes if os.path.basename(node.data_file) == DATA_FILE}:
         with contextlib.suppress(OSError):
             os.remove(path)
@@ -181,7 +177,7 @@ def remove_data(nodes: Iterable[Node]) -> None:
 
 
 def kill_tree(process: ProcessId) -> None:
-    """Kill a process and its descendants, except PID 1, from which all processes descend."""
+    """Kill a process and its descendants. Do nothing for PID 1, because all processes are its descendants."""
     if process.pid == 1 or not process.is_alive:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -200,12 +196,12 @@ def send(process: ProcessId, number: int) -> None:
 
 
 def is_wrapper(command: list[str]) -> bool:
-    """Return True for the command line of Launchpad's script that prefixes the output lines of a node."""
+    """Return True if `command` runs Launchpad's script that puts the node's name before each output line."""
     return any(part.endswith(WRAPPER) for part in command[:3])
 
 
 def data_file_of(command: list[str]) -> str:
-    """Return the path of the file with the pickled nodes from a node's command line, or "" if there is none."""
+    """Return the path after `--data_file` in a node's command line, or "" if there is no such option."""
     return command[command.index("--data_file") + 1] if "--data_file" in command[:-1] else ""
 
 
@@ -231,7 +227,7 @@ def arguments(node: Node, launcher: ProcessId, title: str, hides_exit_code: bool
 
 
 def main() -> None:
-    """Run a guard with the result of `arguments` as the command line, and with the reports on stdin."""
+    """Run a guard. Its command line is the result of `arguments`. It reads the node's report from stdin."""
     node_pid, node_started, launcher_pid, launcher_started, hides_exit_code, data_file, title = sys.argv[1:]
     node = Node(ProcessId(int(node_pid), int(node_started)), data_file)
     launcher = ProcessId(int(launcher_pid), int(launcher_started))

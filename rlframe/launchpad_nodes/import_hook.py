@@ -1,4 +1,4 @@
-"""Change how Launchpad's nodes are pickled, whether Launchpad is imported before or after rlframe."""
+"""Change how Launchpad's nodes are pickled. This works whether Launchpad is imported before or after rlframe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-NODES = "launchpad.nodes.python.node"  # the module with the base class of nodes
+NODES = "launchpad.nodes.python.node"  # the module that defines the base class of nodes
 
 
 def register_with_launchpad() -> None:
-    """Call `node.register` now if Launchpad is already imported, or else right after the import of Launchpad."""
+    """Call `node.register` as soon as Launchpad is imported, or now if it is already imported."""
     if NODES in sys.modules:
         _register(sys.modules[NODES])
     else:
@@ -22,7 +22,7 @@ def register_with_launchpad() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds Launchpad's module of nodes, and calls `_register` after the module is executed."""
+    """Import finder that calls `_register` right after the import of Launchpad's module `NODES`."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if fullname != NODES:

@@ -1,8 +1,8 @@
-"""Pickle the nodes of plain `lp.launch`, so that each node starts its guard before its constructor.
+"""Pickle the nodes of plain `lp.launch`, so that each node starts its guard before it runs user code.
 
-The launcher pickles each node with `restore`. The process of the node calls `restore`, which starts the node's guard.
-If an object of rlframe gets a node instead of the node's handle, pickling raises UsageError in the launcher. Otherwise
-the error would only occur in the node's process, which constructs the object.
+Each pickled node calls `restore` when the node's process unpickles it. `restore` starts the node's guard.
+If an object of rlframe gets a node instead of the node's handle, pickling raises UsageError in the launcher. Without
+this check, the error would occur later, in the node's process.
 When the program stops, the launcher kills nodes that are still importing modules.
 """
 
@@ -37,19 +37,19 @@ from rlframe.launchpad_nodes.guard import (
 )
 
 _GUARD = "import sys; sys.path += {!r}; from rlframe.launchpad_nodes.guard import main; main()"
-_MAX_REASON = 1000  # maximum number of characters of an error message in a report
+_MAX_REASON = 1000  # an error message in a report is cut after this number of characters
 _THREAD_NAME = "rlframe: waits for lp.launch to start nodes"
 _LAUNCH_TIMEOUT = 60.0  # maximum seconds from the pickling of a node until Launchpad starts nodes
-_POLL_INTERVAL = 0.1  # seconds between checks whether Launchpad starts nodes
+_POLL_INTERVAL = 0.1  # seconds between two checks of whether Launchpad starts nodes
 
 _has_guard = False
 
 
 def start_guard_in_node(launcher: ProcessId, session: int) -> None:
-    """Start a guard if this process is a node of plain `lp.launch`, and report the node's end to the guard.
+    """If this process is a node of plain `lp.launch`, start a guard, and let the node report its end to the guard.
 
-    Launchpad starts nodes with SIGTERM ignored, and installs its handler after all imports. This function installs a
-    handler for the time between, which ends the node immediately.
+    A new node ignores SIGTERM until Launchpad installs a handler, after all imports. Until then, a handler of this
+    function ends the node at SIGTERM.
 
     Args:
         launcher: the process that pickled the node. It may be dead.
@@ -60,7 +60,7 @@ def start_guard_in_node(launcher: ProcessId, session: int) -> None:
     # A child process of `multiprocessing` runs the same file under another module name.
     if entry.__name__ != "__main__" or not str(getattr(entry, "__file__", "")).endswith(ENTRY):
         return
-    if _has_guard:  # this process has already unpickled a node, because a node may contain other nodes
+    if _has_guard:  # a node can contain other nodes, so this process may already have unpickled one
         return
     _has_guard = True
     report = _Report(_start_guard(launcher, session))
@@ -71,15 +71,15 @@ def start_guard_in_node(launcher: ProcessId, session: int) -> None:
 
 
 def _start_guard(launcher: ProcessId, session: int) -> int:
-    """Start the guard. Return a file descriptor to which reports are written."""
+    """Start the guard. Return the file descriptor to which the node must write its report."""
     parent = os.getppid()
     command = command_of(parent)
-    # A node with its own terminal is in another session than the launcher, and ends when the terminal ends.
+    # If a node has its own terminal, its session is not the launcher's, and the node ends when the terminal ends.
     in_terminal = os.getsid(0) != session
     hides_exit_code = is_wrapper(command) and not in_terminal
     # The parent's command is: decorate_output COLOR TITLE COMMAND ...
     title = command[command.index(sys.executable) - 1] if sys.executable in command[1:] else str(os.getpid())
-    # Without site packages the guard starts faster. It imports only rlframe and psutil.
+    # The guard starts faster without site-packages (option -S). It needs only rlframe and psutil.
     places = [__file__.rpartition("/rlframe/")[0], psutil.__file__.rpartition("/psutil/")[0]]
     node = Node(this_process(), data_file_of(command_of(os.getpid())))
     own = arguments(node, ProcessId.of(parent) if in_terminal else launcher, title, hides_exit_code)
@@ -95,7 +95,7 @@ class _Report:
         self._descriptor, self._pid = descriptor, os.getpid()
 
     def chain_excepthook(self) -> None:
-        """Report an exception that ends the main thread. The hook runs before Python waits for other threads."""
+        """Install a hook that reports an exception in the main thread, even while other threads still run."""
         previous_hook = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -106,15 +106,15 @@ class _Report:
         sys.excepthook = hook
 
     def end(self) -> None:
-        """Report the end of the interpreter. `sys.last_type` is set after an exception, even without our hook."""
+        """Report at exit whether an exception ended the node. Python stores its type even without our hook."""
         kind = getattr(sys, "last_type", None)
         self._write("well" if kind is None else f"failed {kind.__name__}")
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Report that the program stops, and exit. The guard may have started too late to receive SIGTERM.
+        """Handle SIGTERM: report that the program is stopping, and exit at once.
 
-        Launchpad's handler also calls this one. In that case the node is already running: do nothing, so that the node
-        can end normally.
+        The report is needed because the guard may have started too late to receive SIGTERM. Launchpad's own handler
+        calls this handler too. The node is then already running: do nothing, so that it can end normally.
         """
         del frame
         if signal.getsignal(number) != self.stop:
@@ -123,15 +123,15 @@ class _Report:
         os._exit(128 + number)
 
     def _write(self, text: str) -> None:
-        if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child inherits the hooks, but must not report
-            with contextlib.suppress(OSError):  # the guard was killed, so it reads no report
+        if self._descriptor >= 0 and self._pid == os.getpid():  # a forked child must not report
+            with contextlib.suppress(OSError):  # the guard may have been killed
                 os.write(self._descriptor, text.encode(errors="replace"))
                 os.close(self._descriptor)
             self._descriptor = -1
 
 
 def register(kind: Any) -> None:
-    """Set `__reduce_ex__` of Launchpad's base class of nodes."""
+    """Install the pickling method in `kind`, which is Launchpad's base class of nodes."""
     kind.__reduce_ex__ = _reduce
 
 
@@ -147,14 +147,13 @@ def _reduce(node: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _end_starting_nodes_at_stop() -> None:
-    """Let the launcher kill nodes that still ignore SIGTERM, each time it sends SIGTERM.
+    """Make the launcher kill nodes that still ignore SIGTERM, whenever it sends SIGTERM to its nodes.
 
-    On a busy machine, nodes may ignore SIGTERM for longer than Launchpad waits.
+    On a busy machine, a node's imports, during which it ignores SIGTERM, can take longer than Launchpad waits.
     """
     manager, end = sys.modules["launchpad.launch.worker_manager"], time.monotonic() + _LAUNCH_TIMEOUT
     while time.monotonic() < end:
-        # Wait until Launchpad has registered its own handler. Launchpad handles SIGINT for the nodes only if its
-        # handler is the first one.
+        # Launchpad's own handler must be registered first. Otherwise Launchpad does not handle SIGINT for its nodes.
         if signal.SIGUSR1 in (manager._SIGNAL_HANDLERS or ()):
             manager.register_stop_handler(_end_starting_nodes)
             return
@@ -168,13 +167,13 @@ def _end_starting_nodes() -> None:
 
 
 def restore(launcher: ProcessId, session: int, make: Callable[..., Any], *arguments: Any) -> Any:
-    """Start the guard, and return a new node without its state."""
+    """Start the guard, and return a new node. Pickle then sets the state of the node."""
     start_guard_in_node(launcher, session)
     return make(*arguments)
 
 
 class ReportedExit:
-    """Wraps the function of a node: `sys.exit` with a code other than 0 is reported like an exception."""
+    """Wraps a node's function, so that `sys.exit(1)` in this function is reported like an exception."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -210,7 +209,7 @@ def refuse_nodes(given: Any, where: str) -> None:
 
 
 def _refuse_arguments(node: Any) -> None:
-    """Raise UsageError if an argument of a class of rlframe is a node: see `refuse_nodes`."""
+    """Raise UsageError if `node` constructs an object of rlframe, and an argument of this object is a node."""
     made_by: Any = getattr(node, "_constructor", None)
     while isinstance(made_by, functools.partial):
         made_by = made_by.func

@@ -1,15 +1,15 @@
-"""Saves and restores checkpoints. A checkpoint contains a learner's arrays, and the replay buffer at that moment.
+"""Save and restore checkpoints. A checkpoint contains a learner's arrays, and often its replay buffer.
 
 - Each checkpoint is written completely or not at all.
 - `Learner.run()` calls `Saver.save_if_due` after each update. `save_soon` saves from another thread, between updates.
-- `Saver` decides whether to save, by `checkpoint_every` and `checkpoint_seconds`. For the replay,
-  `ReplayFiles.is_due` decides.
+- `Saver` decides by `checkpoint_every` and `checkpoint_seconds` whether to save. `ReplayFiles.is_due` decides whether
+  to save the replay too.
 - `Learner.save` collects the arrays. `Checkpointer.save` writes them.
-- In a single-process run, the training loop (`rlframe/programs/training/loop.py`) counts environment steps to decide.
+- In a single-process run, the training loop (`rlframe/programs/training/loop.py`) decides by environment steps.
 
 Orbax saves arrays and extras in `directory/STEP`. The replay buffer is saved in `directory/replay/STEP`, before its
-checkpoint. If a save is interrupted at any point, the newest checkpoint is therefore complete. A large replay is saved
-with only some of the checkpoints. Other checkpoints are restored with the newest replay that is older.
+checkpoint, so the newest checkpoint is complete even if a save is interrupted. A large replay is saved with only some
+of the checkpoints. A checkpoint without a replay is restored with the newest older replay.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
     extras: Any  # object saved with the checkpoint, for example the counters of the actor
-    has_replay: bool  # True if the replay that was saved with this checkpoint was also restored
+    has_replay: bool  # True if this checkpoint had a replay, and that replay was also restored
 
 
 class Checkpointer:
@@ -56,7 +56,7 @@ class Checkpointer:
 
     Attributes:
         directory: directory of the checkpoints.
-        replays: the saved replay buffers. Each one has the number of its checkpoint.
+        replays: the saved replay buffers. A replay and its checkpoint have the same number.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 3) -> None:
@@ -64,7 +64,7 @@ class Checkpointer:
         self.replays = ReplayFiles(self.directory / "replay", keep)
         self._keep = keep
         self._open_manager: Any = None
-        self._native: NativePath | None = None  # the directory as Orbax's path, while the manager is open
+        self._native: NativePath | None = None  # `directory` as a path object for Orbax; None if the manager is closed
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -76,11 +76,11 @@ class Checkpointer:
         """Write one checkpoint. Earlier checkpoints are not changed until the new one is complete.
 
         Args:
-            step: name of the checkpoint. If this name exists, the next free number is used, because a saved checkpoint
-                is never overwritten.
-            tree: a pytree of arrays, restored into the same structure.
-            extras: any picklable object (counters, the state of the actor).
-            replay_buffer: buffer to save with it, or None.
+            step: number of the checkpoint. If the newest checkpoint has this number or a higher one, the next higher
+                number is used, because a saved checkpoint is never overwritten.
+            tree: a pytree of arrays to save.
+            extras: any picklable object to save, for example counters or the state of the actor.
+            replay_buffer: replay buffer to save with the checkpoint, or None.
 
         Raises:
             CheckpointError: the checkpoint could not be written (disk full, no permission).
@@ -93,7 +93,7 @@ class Checkpointer:
             self.replays.save(replay_buffer, step)
         leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
         pickled = np.frombuffer(pickle.dumps(extras, protocol=4), np.uint8)
-        # Orbax verifies only its own indices, not the arrays.
+        # Save checksums, because Orbax does not verify the content of arrays.
         sums = np.array([_checksum(array) for array in (*leaves.values(), pickled)], np.uint32)
         with self._explain("write", step):
             import orbax.checkpoint as ocp
@@ -125,7 +125,7 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(template), leaves), extras, has_replay
 
     def extras(self, step: int | None = None) -> Any:
-        """Read the checkpoint of `step` (by default the latest) in full, and return its extras.
+        """Return the extras of the checkpoint of `step` (by default the latest). Check that it is undamaged.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged.
@@ -133,12 +133,12 @@ class Checkpointer:
         return self._read(self._existing(step))[1]
 
     def go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
-        """Make an undamaged earlier checkpoint the newest one: move newer checkpoints and their replays elsewhere.
+        """Go back to an earlier checkpoint: check it, and move all newer checkpoints and replays to another directory.
 
-        The file of parameter versions stays in place, so that versions never decrease.
+        The file `versions.json` is not moved, so that the versions of the parameters never decrease.
 
         Args:
-            step: step of the checkpoint. None means the newest checkpoint, if there is one.
+            step: step of the checkpoint to go back to. None means the newest checkpoint, if there is one.
             aside: newer checkpoints are moved to a new directory under this path.
 
         Raises:
@@ -152,8 +152,8 @@ class Checkpointer:
             self._read(chosen)
         except CheckpointError as error:
             raise UsageError(f"{error} {self._newest_good([one for one in steps if one != chosen])}") from error
-        # Move checkpoints before replays, and the newest checkpoint first.
-        # If a move is interrupted, each remaining checkpoint still has its replay.
+        # Move all checkpoints (the newest first), then the replays.
+        # A checkpoint that remains after an interrupted move then still has its replay.
         newer = [self.directory / str(one) for one in reversed(steps) if one > chosen]
         if newer:
             newer += [self.replays.path(one) for one in self.replays.numbers() if one > chosen]
@@ -192,7 +192,9 @@ class Checkpointer:
         manager, native = self._open_manager, self._native
         self._open_manager = self._native = None
         with root_handler(logging.lastResort or logging.NullHandler()), contextlib.ExitStack() as closing:
-            for each in filter(None, (native, manager)):  # ExitStack closes in reverse order: the manager first
+            for each in filter(
+                None, (native, manager)
+            ):  # ExitStack calls the last callback first, so it closes the manager first
                 closing.callback(each.close)
 
     def _manager(self) -> Any:
@@ -266,7 +268,7 @@ class Saver:
         self._failure: Exception | None = None
 
     def save_if_due(self, *, now: bool = False, final: bool = False) -> None:
-        """Write a checkpoint with its replay between two updates, if one is due.
+        """If a checkpoint is due, write it between two updates. Write the replay too if it is due.
 
         Args:
             now: save even if no checkpoint is due.
@@ -315,16 +317,17 @@ class Saver:
             learner.release_versions()
 
     def save_soon(self) -> None:
-        """Start a thread that saves between two updates. The next `save_if_due` raises the errors of this thread."""
+        """Start a thread that saves between two updates. If it fails, the next `save_if_due` raises the error."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._save_in_thread, name="rlframe checkpoint", daemon=True)
                 self._thread.start()
 
     def _wait(self) -> None:
-        """Wait for the thread of `save_soon`.
+        """Wait until the thread of `save_soon` has ended, and raise its error.
 
-        Waiting for the lock is not enough, because the learner could take the lock again for each update.
+        Without this wait, the learner could take the lock for one update after another, and the thread would never
+        get it.
         """
         if self._thread.is_alive():
             self._thread.join()
@@ -340,7 +343,7 @@ class Saver:
 
 
 def last_good(checkpointer: Checkpointer | None) -> str:
-    """Return a sentence for an error message that names the newest checkpoint."""
+    """Return a sentence for error messages: it contains the path of the newest checkpoint."""
     steps = checkpointer.steps() if checkpointer is not None else []
     if checkpointer is None or not steps:
         return "Nothing was saved before."
@@ -356,7 +359,7 @@ def _move(paths: list[pathlib.Path], source: pathlib.Path, destination: pathlib.
             path.rename(target)
         except OSError as error:
             raise UsageError(f"Cannot move {path} to {target}: {error.strerror}.") from error
-    _log.warning("Everything newer than the chosen checkpoint was moved to %s.", destination)
+    _log.warning("All checkpoints and replays newer than the chosen checkpoint were moved to %s.", destination)
 
 
 def _checksum(array: np.ndarray) -> int:

@@ -15,15 +15,15 @@ class DataConfig:
     """Arguments of the replay buffer's `make_dataset`, which `Learner.run()` calls. None means the buffer's default."""
 
     prefetch: int | None = None  # number of batches to fetch ahead
-    threads: int | None = None  # number of sampling threads, for replays that support several (Reverb)
-    timeout: float | None = None  # seconds without a batch after which `run()` raises an error
+    threads: int | None = None  # number of threads that sample; only Reverb's replay has this option
+    timeout: float | None = None  # `run()` raises an error after this number of seconds without a batch
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prefetch", "threads")
         check_above(self, 0, "timeout")
 
     def options_of(self, make_dataset: Callable[..., Any]) -> dict[str, Any]:
-        """Return the options that are not None. Raise UsageError for an option that `make_dataset` does not accept."""
+        """Return the options that are not None. Raise UsageError if `make_dataset` does not accept one of them."""
         options = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         accepted = inspect.signature(make_dataset).parameters if options else {}
         for name in options:
@@ -41,16 +41,16 @@ class LearnerConfig:
     """When a Learner starts, stops and saves."""
 
     seed: int = 0
-    max_learner_steps: int | None = None  # `run()` and the program end at this step; None: only `stop()` ends them
-    ends_program: bool = True  # False: max_learner_steps only ends learning, as `finish()` does
+    max_learner_steps: int | None = None  # `run()` and the program end at this learner step; None: no limit
+    ends_program: bool = True  # False: after max_learner_steps, the program continues, and only learning ends
     checkpoint_dir: str | None = None  # directory of the checkpoints; None saves nothing
     checkpoint_every: int = 10_000  # learner steps between two checkpoints of `run()`
     checkpoint_seconds: float = 30.0  # seconds between two checkpoints; a killed learner loses at most this much time
     checkpoints_kept: int = 3
     resume: bool = False  # start from the latest checkpoint, if there is one
-    log_every: int = 100  # learner steps between two rows of the logger of `run()`
+    log_every: int = 100  # learner steps between two rows that `run()` writes to the logger
     data: DataConfig = DataConfig()  # how `run()` reads the replay buffer
-    codec: Any = None  # codec of the environments, saved so that `rlframe.load` needs no environment
+    codec: Any = None  # environment codec, saved in checkpoints so that `rlframe.load` needs no environment
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every")

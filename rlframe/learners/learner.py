@@ -40,10 +40,10 @@ class Learner:
 
     `get_params` returns a copy, so that each update can donate the Learner's own arrays.
 
-    An update is checked when the next update starts, or by `wait_for_update` and `save`. An immediate check would read
-    the loss, and acting would then wait for learning. Errors and the logs of `stats` are therefore one update late.
-    Actors are still safe: if the new parameters are not finite, the jitted update itself passes the previous parameters
-    on to the actors. An update that logs priorities or learns from trajectories is checked immediately.
+    Each update is checked for NaN and infinity. The check waits for the device, so it runs late: when the next update
+    starts, or in `wait_for_update` and `save`. Errors and the logs in `stats` are therefore one update late. Actors
+    never get parameters that are not finite: the jitted update replaces them with the previous parameters. An update
+    that logs priorities or learns from trajectories is checked immediately.
 
     Args:
         cfg: see `LearnerConfig`.
@@ -52,16 +52,16 @@ class Learner:
             this buffer. `step` passes priorities to it.
         logger: any object with `write(step, values)`, used by `run()`. None writes no logs.
         check_may_write: called before anything is written to `cfg.checkpoint_dir`. If it raises, nothing is written.
-            Needed if a successor of this learner may already be writing to the directory. None always allows writing.
-        above_version: the first published version is higher than this number. Used for the successor of a learner that
-            published versions but left no checkpoint.
+            It must raise if a newer learner has replaced this one. None always allows writing.
+        above_version: the first published version is higher than this number. Set it if this learner replaces a
+            learner that published versions but left no checkpoint.
 
     Attributes:
         learner_steps: updates since the run started, including those before a resume.
-        saver: decides when `run()` saves. Callers that use `step` instead of `run()` may call it too. None if there is
-            no `checkpoint_dir`.
-        saved_step: `learner_steps` of the newest checkpoint.
-        replay_saved_step: `learner_steps` of the newest checkpoint with the replay.
+        saver: writes the checkpoints that are due. Callers that use `step` instead of `run()` can call it too. None if
+            there is no `checkpoint_dir`.
+        saved_step: the value of `learner_steps` in the newest checkpoint.
+        replay_saved_step: the value of `learner_steps` in the newest checkpoint that has a replay.
         restored: the checkpoint that the Learner was restored from, or None.
     """
 
@@ -75,7 +75,7 @@ class Learner:
         check_may_write: Callable[[], None] | None = None,
         above_version: int = -1,
     ) -> None:
-        use_one_arena()  # must run before the first call of JAX; engines already do this when a process starts
+        use_one_arena()  # must be called before JAX is used; engines call it when a process starts
         keep_freed_memory()
         self._cfg, self._agent, self._logger = cfg, agent, logger
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
@@ -113,7 +113,8 @@ class Learner:
         init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
         params = agent.initial_params(init_rng)
         learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
-        # Copy, because donated buffers must be distinct. The initial target network may be the parameters themselves.
+        # Copy, because updates donate these arrays, and no array may occur twice. The initial target network can share
+        # its arrays with the parameters.
         self._params, self._learner_state = copy_arrays((params, learner_state))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
@@ -121,10 +122,10 @@ class Learner:
         self._publication = Publication(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def _restore_if_saved(self) -> None:
-        """Restore the latest checkpoint. Without one, continue above all versions that may have been published."""
+        """Restore the latest checkpoint. If there is none, continue above the versions that may have been published."""
         if self._checkpointer is not None and self._checkpointer.steps():
             self.restore(with_replay=True)
-        else:  # other nodes may have newer versions, from a learner that died before its first checkpoint
+        else:  # an earlier learner may have published versions before it died without a checkpoint
             self._versions.resume(self.params_version)
             self._publish()
 
@@ -139,12 +140,13 @@ class Learner:
         """Do one update from `batch`. If `batch` is None, do nothing and return None.
 
         Returns:
-            The agent's logs (device scalars, fetched when read) and `staleness`, the mean age of the batch's items in
-            versions. None if the batch was dropped because it is older than the replay's `max_staleness` allows.
+            The agent's logs, as device scalars that are fetched when read, and `staleness`: the mean number of versions
+            between the items and the current parameters. None if the batch was dropped because it is too old (see
+            `max_staleness` of the replay).
 
         Raises:
-            NonFiniteLossError: after the previous update, the loss or a parameter was NaN or infinite. Actors never get
-                such parameters: the version after that update contains the parameters of the version before.
+            NonFiniteLossError: the loss or a parameter was NaN or infinite after the previous update. Actors never get
+                such parameters: the version of that update contains the parameters of the version before it.
             UsageError: a log of the agent is not a number, or the argument is not a batch.
         """
         check_is_batch(batch, *others)
@@ -164,17 +166,17 @@ class Learner:
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
         check_are_numbers(logs)
         self._unchecked = UncheckedUpdate(self.learner_steps, logs, keys, is_finite)
-        if self._agent.learns_from == "trajectories":  # such an update takes long, so an immediate check costs little
+        if self._agent.learns_from == "trajectories":  # a long update: an immediate check costs little
             self._check_update()
         version = self._versions.next()
         if self._replay.max_staleness is not None:
-            # actors wait for this version, and their calls must not wait for the device
+            # Wait for the device here: actors that call `get_params` for this version must not wait for it.
             jax.block_until_ready(self._actor_arrays)
         self._replay.drop_too_old(version, after_update=True)
         self._publish()
         self._replay.note_update(keys, version)
         if priorities is not None:
-            # The buffer must not receive NaN. Checking here costs nothing, because the priorities are fetched anyway.
+            # The buffer must not receive NaN. This check costs no extra wait, because the next line fetches priorities.
             self._check_update()
             self._replay.update_priorities(keys, np.asarray(priorities))
         return logs
@@ -213,7 +215,7 @@ class Learner:
                 self._learn_from(batch)
                 if self._is_done:
                     break
-        except StoppedError:  # can be raised while waiting for the replay server
+        except StoppedError:  # the wait for the replay server raises this error at a stop
             if not (self._stop.is_set() or handles.is_program_stopping()):
                 raise
         finally:
@@ -233,8 +235,8 @@ class Learner:
     def _make_dataset(self, data_cfg: DataConfig) -> Iterable[Batch]:
         """Return the batches that `run()` learns from. Override this method to change, filter or mix them.
 
-        `stop()` closes the dataset that this method creates, which ends the wait for a batch. An override should take
-        its batches from `super()._make_dataset(data_cfg)`, so that `stop()` also ends the override's iterator.
+        An override should take its batches from `super()._make_dataset(data_cfg)`. `stop()` closes this dataset, which
+        ends the wait for a batch.
         """
         return self._replay.make_dataset(data_cfg)
 
@@ -249,18 +251,18 @@ class Learner:
     # --- calls from other threads and processes; they never wait for an update
 
     def finish(self) -> None:
-        """End learning and save. `get_params` remains available until `stop()`. Any thread may call it."""
+        """End learning and save. `get_params` remains available until `stop()`. Any thread may call `finish`."""
         self._finish.set()
         self._replay.close_dataset()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters, logs of the last checked update, the replay's counters, and whether `run` has `finished`."""
+        """Return counters, the last checked update's logs, the replay's counters, and whether `run` has `finished`."""
         replay = {f"replay_{name}": value for name, value in self._replay.stats().items()}
         counters = {"learner_steps": self.learner_steps, "params_version": self.params_version}
         return {**as_numbers(self._logs), **replay, **counters, "finished": self._finished.is_set()}
 
     def stop(self) -> None:
-        """End `run()` after the current update or while it waits for the replay. Any thread may call it."""
+        """End `run()` after the current update, or at once if it waits for a batch. Any thread may call `stop`."""
         self._stop.set()
         self._replay.stop()
 
@@ -277,11 +279,14 @@ class Learner:
         return self._publication.get_packed(known_version)
 
     def publication_reader(self) -> PublicationReader | None:
-        """Return a reader of `get_packed` for another process on this machine. None if unsupported or after `close`."""
+        """Return a reader that gives another process on this machine the result of `get_packed`.
+
+        Return None if shared memory is not supported, or after `close`.
+        """
         return self._publication.reader()
 
     def save_soon(self) -> None:
-        """Start a thread that saves a checkpoint with the replay, as `run()` does. `run()` raises its errors."""
+        """Start a thread that saves a checkpoint, and the replay if it is due. `run()` raises the thread's error."""
         if self.saver is None:
             raise UsageError("Learner.save_soon needs LearnerConfig.checkpoint_dir.")
         self.saver.save_soon()
@@ -316,7 +321,7 @@ class Learner:
                 self.release_versions()
 
     def release_versions(self) -> None:
-        """Release the reserved versions, so that a resumed run skips no version. Publish nothing after this call."""
+        """Release reserved versions that were not used, so that a resumed run skips none. Then publish nothing more."""
         with self._update_lock:
             self._versions.release()
 
@@ -350,7 +355,7 @@ class Learner:
         self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
     def _pack_params(self) -> None:
-        """Pack the current parameters for actors. An update needs no such call: it returns packed parameters."""
+        """Pack the current parameters for actors. Not needed after an update, which returns packed parameters."""
         check_params(self._params, self.learner_steps, self._last_good)
         self._actor_arrays = self._update.pack(self._params, self._learner_state)
 

@@ -1,4 +1,4 @@
-"""The replay buffer of a learner: batches that are not too old, priorities, counters."""
+"""A learner's access to its replay buffer: sample batches, drop old batches, pass priorities, read counters."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rlframe.types import Batch
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE = 0.5  # seconds that `LearnerReplay.stats` waits
+_PATIENCE = 0.5  # maximum seconds that `LearnerReplay.stats` waits for the counters
 
 
 class LearnerReplay:
-    """The replay buffer of a Learner, with the same methods for each kind of buffer.
+    """Wrapper of a Learner's replay buffer. It has the same methods for each kind of buffer.
 
-    A `BaseReplayBuffer` supports all of these methods. An object that only has the methods of a `ReplayReader` has no
-    counters and no `max_staleness`, and is not saved in checkpoints.
+    A `BaseReplayBuffer` supports all of these methods. A buffer that only implements `ReplayReader` has no counters and
+    no `max_staleness`, and is not saved in checkpoints.
 
     Args:
-        given: the argument of the Learner: a buffer, a handle to a buffer in this process, or a `reverb.Client`.
-        agent: agent whose specs define the items of a `reverb.Client`.
+        given: the Learner's `replay_buffer`: a buffer, a handle to a buffer in this process, or a `reverb.Client`.
+        agent: the agent. If `given` is a `reverb.Client`, the agent's specs define the format of the items.
         stop: setting this event ends all waits for other processes.
 
     Attributes:
-        buffer: the buffer.
+        buffer: the wrapped buffer.
         saved: the buffer if the Learner's checkpoints contain it, otherwise None.
         max_staleness: number of versions that a batch may be behind the newest. None means no limit.
 
@@ -51,7 +51,7 @@ class LearnerReplay:
             )
         self.buffer = as_replay_buffer(target, lambda: agent)
         self._is_own = self.buffer is not target
-        # The buffer, or None if it only has the methods of a `ReplayReader`.
+        # `self.buffer` if it is a `BaseReplayBuffer`, otherwise None.
         self._full = self.buffer if isinstance(self.buffer, BaseReplayBuffer) else None
         self.saved = self._full if self._full is not None and self._full.is_saved_by_learner else None
         self.max_staleness = self._full.spec.max_staleness if self._full is not None else None
@@ -69,18 +69,18 @@ class LearnerReplay:
         return self._dataset
 
     def close_dataset(self) -> None:
-        """End the wait for a batch."""
+        """Close the dataset. This ends the wait for a batch."""
         if self._dataset is not None:
             self._dataset.close()
 
     def is_too_old(self, versions: np.ndarray, newest: int) -> bool:
-        """Return True, and log a warning, if a batch is too old for the version `newest`.
+        """Return True and log a warning if an item of a batch is too old for a learner with the version `newest`.
 
-        Such a batch was sampled before the buffer dropped the items in the batch.
+        This happens if the batch was sampled before the buffer dropped its old items.
 
         Args:
-            versions: [B], the version that acted in each item.
-            newest: version of the learner.
+            versions: [B], for each item the version of the parameters that chose its actions.
+            newest: current version of the learner.
         """
         limit = self.max_staleness
         if limit is None:
@@ -102,7 +102,7 @@ class LearnerReplay:
     # --- notify the buffer of the learner's updates
 
     def resume(self, version: int) -> None:
-        """Treat the checkpoint's `version` as current until the next update, because its parameters are current."""
+        """Until the next update, accept items that are not too old for the `version` of the restored checkpoint."""
         self._resumed_from = version
 
     def drop_too_old(self, newest: int, *, after_update: bool = False) -> None:
@@ -145,7 +145,7 @@ class LearnerReplay:
             self._stats = self._full.stats() if self._full is not None else {}
 
     def stop(self) -> None:
-        """End the wait for a batch. Close the buffer if it was created here."""
+        """End the wait for a batch. Close the buffer if this object created it."""
         self.close_dataset()
         if self._is_own:
             self.buffer.close()

@@ -1,4 +1,4 @@
-"""One update of a learner: compute new parameters, pack them for actors, and check both."""
+"""One update of a learner: compute new parameters, pack them for actors, and check that all are finite."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class UpdateResult(NamedTuple):
     params: Tree
     learner_state: Tree
     logs: Logs
-    actor_arrays: list[jax.Array]  # packed parameters for actors; if the new ones are not finite, the previous ones
+    actor_arrays: list[jax.Array]  # packed parameters for actors; the previous ones if the new ones are not finite
     is_finite: jax.Array  # [] bool: True if the parameters and the new parameters for actors are finite
 
 
 class UncheckedUpdate(NamedTuple):
-    """An update whose loss has not been read yet. `check_update` waits for it."""
+    """An update that has not been checked for NaN and infinity yet: see `check_update`."""
 
     step: int  # number of the learner step
     logs: Logs
@@ -40,9 +40,10 @@ class LearnerUpdate:
     """The jitted update of an agent.
 
     Call it with (params, learner_state, batch, actor_arrays) to get an `UpdateResult`. It donates `params` and
-    `learner_state`. `actor_arrays` are the packed parameters that actors have. Actors never get parameters that are not
-    finite. The jitted call itself chooses between old and new parameters. If the Learner chose, it would have to wait
-    for the result of the update, and actors would have to wait too.
+    `learner_state`. `actor_arrays` are the packed parameters that actors already have.
+
+    Actors never get parameters that are not finite: the jitted call returns `actor_arrays` unchanged in this case. A
+    choice outside the jitted call would have to wait for the device, and actors would have to wait too.
 
     Args:
         agent: the `Agent` that learns.
@@ -77,7 +78,7 @@ class LearnerUpdate:
         return [jnp.where(is_finite, new, old) for new, old in zip(packed, actor_arrays)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
-        # Copy the arrays, because the next update donates them while actors may still read the packed parameters.
+        # Copy the arrays, because actors can still read the packed parameters when the next update donates the arrays.
         return copy_arrays(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
 
 
@@ -94,7 +95,7 @@ def copy_arrays(tree: Tree) -> Tree:
 
 
 def as_numbers(logs: Logs) -> dict[str, float]:
-    """Fetch the logs of an update from the device."""
+    """Return the logs of an update as Python floats, fetched from the device."""
     return {name: float(np.asarray(value).reshape(())) for name, value in dict(logs).items()}
 
 
@@ -114,9 +115,9 @@ def check_is_batch(*given: Any) -> None:
 
 
 def check_are_numbers(logs: Logs) -> None:
-    """Raise UsageError for a log that is not a number, before the logs are passed on."""
+    """Raise UsageError if a value in an agent's logs is not a single number."""
     for name, value in logs.items():
-        array = value if hasattr(value, "dtype") else np.asarray(value)  # do not fetch the value from the device
+        array = value if hasattr(value, "dtype") else np.asarray(value)  # a device array is not fetched
         if array.size != 1 or array.dtype.kind not in "fiubV":  # V: bfloat16 and similar types
             raise UsageError(
                 f"The agent's learner_step logs {name!r} as {array.dtype} of shape {array.shape}; a log is one number. "
@@ -125,11 +126,11 @@ def check_are_numbers(logs: Logs) -> None:
 
 
 def check_update(update: UncheckedUpdate, last_good: Callable[[], str]) -> None:
-    """Raise NonFiniteLossError if the loss of an update, or a parameter after it, is not finite.
+    """Raise NonFiniteLossError if an update has a loss or a new parameter that is not finite.
 
     Args:
         update: the update to check.
-        last_good: returns a sentence that names the last checkpoint.
+        last_good: returns a sentence with the path of the last checkpoint.
     """
     loss = update.logs.get("loss")
     if loss is not None and not math.isfinite(loss):

@@ -13,8 +13,8 @@ import numpy as np
 from rlframe.errors import CheckpointError
 from rlframe.interprocess.files import write_atomically
 
-# Each write of the file reserves so many versions that writing takes at most 1/200 of the time.
-# If updates are slow, it reserves only one. A killed learner then skips none, and staleness counts published versions.
+# Reserve several versions with each write of the file, so that the writes take at most 1/200 of the time.
+# If updates are slow, reserve one version with each write. A killed learner then skips no version.
 _COST = 200
 _RESERVE = 1_000  # maximum number of versions to reserve at once
 _FILE_BYTES = 64  # fixed size of the file
@@ -36,7 +36,7 @@ class VersionCounter:
         self._path = pathlib.Path(directory) / "versions.json" if directory is not None else None
         # The first value needs no reservation, because nothing is published before it.
         self._reserved = self.value = 1
-        self._written, self._cost = (0, 0.0), 0.0  # (value, time) of the last reservation; seconds that it took
+        self._written, self._cost = (0, 0.0), 0.0  # (value, time) of the last reservation; seconds that its write took
 
     def next(self) -> int:
         """Return the next value."""
@@ -49,12 +49,12 @@ class VersionCounter:
         """Return the number of values to reserve in addition to the next value."""
         (value, at), now = self._written, time.monotonic()
         self._written = self.value, now
-        # fraction of the time that one write per value would take
+        # if the file were written for each value: fraction of the time spent in writes
         part = self._cost * (self.value - value) / max(now - at, 1e-6)
         return min(_RESERVE, int(part * _COST)) if value else 0
 
     def skip(self, value: int) -> None:
-        """Continue above `value`, which comes from another counter."""
+        """Continue above `value`, which another counter may have returned."""
         self.value = max(self.value, value)
         self.next()
 
@@ -64,7 +64,7 @@ class VersionCounter:
             self._reserve(self.value)
 
     def resume(self, value: int) -> None:
-        """Continue from a checkpoint's `value`, or above all values that may have been used after the checkpoint."""
+        """Continue from a checkpoint's `value`. Skip all values that may have been used after the checkpoint."""
         self.value = value
         if self._path is not None and self._path.exists():
             try:
@@ -75,7 +75,7 @@ class VersionCounter:
                     "N is at least the newest version of the parameters that was published (params_version in the "
                     "run's logs)."
                 ) from error
-            # Both are equal after a clean stop. Otherwise all values up to the reserved one may have been used.
+            # After a clean stop, `value` equals the reserved value. Otherwise, all reserved values may have been used.
             self.value = value if value == self._reserved else max(value, self._reserved) + 1
 
     def _reserve(self, upto: int) -> None:
@@ -95,7 +95,7 @@ class VersionCounter:
 
 
 def mean_version(versions: np.ndarray) -> float:
-    """Return the mean of the known versions, or NaN if no version is known. -1 means unknown."""
+    """Return the mean of `versions` without -1, which marks an unknown version. Return NaN if all are unknown."""
     # `sum` and a division are several times as fast as `mean`.
     if versions.min() >= 0:
         return versions.sum() / len(versions)

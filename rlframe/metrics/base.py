@@ -1,4 +1,4 @@
-"""The logger protocol, and loggers that pass rows on to functions or other loggers."""
+"""The `Logger` protocol, and loggers that pass rows to a function or to other loggers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Logger(Protocol):
 
         Args:
             step: Number of environment steps so far. It increases from row to row.
-            values: Name -> number, string or array. Rows may have different names.
+            values: Name -> number, string or array. The names can differ from row to row.
 
         Raises:
             RlframeError: The row could not be written, for example because the disk is full. Earlier rows are kept.
@@ -50,9 +50,9 @@ class CallbackLogger:
 
 
 class MultiLogger:
-    """A logger that passes each row to several loggers and fetches it from the device only once.
+    """A logger that fetches each row from the device once, and passes it to several loggers.
 
-    If a logger raises an error, the other loggers still get the row. Then the first error is raised.
+    All loggers get the row, even if one of them raises an error. Then the first error is raised.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -69,8 +69,8 @@ class MultiLogger:
 class LenientLogger(MultiLogger):
     """A logger that continues if a row cannot be written, for example because the disk is full.
 
-    Logs one warning for each different error. When rows can be written again, or when the logger is closed, logs the
-    number of lost rows.
+    Each different error is logged as a warning once. The number of lost rows is logged when a row can be written again,
+    or when the logger is closed.
 
     Args:
         loggers: Loggers that get each row.
@@ -109,20 +109,20 @@ class LenientLogger(MultiLogger):
 def on_host(values: Values) -> dict[str, Any]:
     """Return `values` with device arrays converted to Python numbers and numpy arrays. Other values do not change."""
     for value in values.values():
-        # Start all transfers before waiting for the first.
+        # Start all transfers now, so that they run at the same time.
         if hasattr(value, "copy_to_host_async"):
             value.copy_to_host_async()
     return {name: _on_host(value) for name, value in values.items()}
 
 
 def scalars(values: Values) -> dict[str, float]:
-    """Return the numbers of a row on the host, without its strings and arrays."""
+    """Return the numbers of a row, without strings and arrays. The row must already be on the host."""
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float))}
 
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an `OSError` in the `with` block to an `RlframeError` that explains how to continue."""
+    """If the `with` block raises `OSError`, raise `RlframeError` with advice on how to continue."""
     try:
         yield
     except OSError as error:
@@ -133,9 +133,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def append(fd: int, data: bytes, path: str | os.PathLike[str]) -> None:
-    """Append `data` to the open file `fd`. If only a part can be written, remove it and raise `RlframeError`.
+    """Append `data` to the open file `fd`. If the disk takes only a part, remove this part and raise `RlframeError`.
 
-    The data is written with one system call. So readers see all of the data or none, even if this process is killed.
+    Use a single system call, so that readers see all of the data or none, even if this process is killed.
     """
     with writing(path):
         written = os.write(fd, data)

@@ -1,8 +1,8 @@
-"""Load runs from their directories, group them, and average the runs of a group over seeds, for learning curves.
+"""Load runs from their directories, and compute learning curves: averages over runs that differ only in their seed.
 
 The average is the interquartile mean, with a bootstrap confidence interval: Agarwal et al. 2021, "Deep Reinforcement
 Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264). The interquartile mean is the mean of the middle
-half of the runs. It is more robust to outliers than the mean, and uses more runs than the median.
+half of the runs. Outliers affect it less than the mean, and it uses more runs than the median.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rlframe.metrics.files import read_jsonl
 Over = Literal["steps", "seconds"]  # x axis: environment steps, or wall time of the session
 
 CONFIDENCE = 0.95
-# With fewer runs, the average is the mean of all runs, and the interval goes from the lowest to the highest run.
+# With fewer runs, use the mean of all runs, and an interval from the lowest to the highest value.
 MIN_RUNS_FOR_IQM = 4
 _RESAMPLES = 2_000
 _GRID_POINTS = 400
 
 Config = Mapping[str, Any]  # flat config of an experiment: "agent_config.learning_rate" -> 0.001
 
-_PLAIN = re.compile(r"[\w.+/:-]+")  # labels show matching strings without quotes
-_MOST_FOLDERS = 3  # labels shorten paths to fewer folders than this, or show the whole path
+_PLAIN = re.compile(r"[\w.+/:-]+")  # strings that match this pattern need no quotes in labels
+_MOST_FOLDERS = 3  # a shortened path in a label has fewer folders than this number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RunCurve:
     config: dict[str, Any]  # flat config of the experiment, without the seed
     steps: np.ndarray  # [n] x values: environment steps, or seconds of wall time
     returns: np.ndarray  # [n] float64, mean return of the episodes that ended since the previous row
-    episodes: np.ndarray  # [n] float64, number of these episodes
+    episodes: np.ndarray  # [n] float64, number of episodes in each mean of `returns`
     evaluated_steps: np.ndarray  # [m] x values of the evaluations
     evaluated_returns: np.ndarray  # [m] float64, mean returns of the evaluations
 
@@ -58,10 +58,11 @@ class SeedGroup:
     runs: tuple[RunCurve, ...]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (steps [n], interquartile mean of the smoothed returns [n], ends of its confidence interval [n], [n]).
+        """Return (steps, mean, low, high), each [n]: the average curve and its confidence interval.
 
-        With fewer than four seeds, return (steps, mean, lowest value, highest value). The curve ends where the shortest
-        run ends, so that every point is an average of the same runs.
+        `mean` is the interquartile mean of the smoothed returns. With fewer than four seeds, it is the mean of all, and
+        `low` and `high` are the lowest and highest values. The curve ends where the shortest run ends, so that every
+        point is an average of the same runs.
         """
         with_rows = [run for run in self.runs if len(run.steps)]
         if not with_rows:
@@ -77,10 +78,10 @@ class SeedGroup:
         return grid, interquartile_mean(each), *interval(each)
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (steps [m], mean over seeds [m], lowest value [m], highest value [m]) of the evaluations.
+        """Return (steps, mean over seeds, lowest value, highest value) of the evaluations, each [m].
 
-        Evaluations of several seeds at almost the same step become one point. Their steps differ slightly, because an
-        evaluation starts at the end of a batch.
+        Evaluations of several seeds at almost the same step become one point. The steps of seeds differ slightly,
+        because an evaluation starts only when a batch of steps is complete.
         """
         steps = np.concatenate([run.evaluated_steps for run in self.runs])
         returns = np.concatenate([run.evaluated_returns for run in self.runs])
@@ -95,10 +96,10 @@ class SeedGroup:
 
 
 def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the index [n] of each step's point.
+    """Assign each of the n steps to a point of the plot. Return the indices [n] of the points.
 
-    Two neighboring steps belong to different points if they are further apart than half of the smallest distance
-    between two steps of one run.
+    Steps that are close together share a point. They are close if their distance is at most half of the smallest
+    distance between two steps of the same run.
     """
     if not len(steps):
         return np.zeros(0, np.int64)
@@ -122,7 +123,7 @@ def load_run(directory: str | os.PathLike[str], over: Over = "steps") -> RunCurv
         raise UsageError(
             f"{directory} has no metrics.jsonl ({error.strerror}). Give the directory of a run."
         ) from error
-    # A run without a config is never grouped with other runs: its directory serves as its config.
+    # If there is no config, use the directory as the config, so that this run is not grouped with other runs.
     experiment = _read_experiment(directory / "config.json") or {"directory": str(directory.resolve())}
     at = _positions(rows, over)
     trained = [i for i, row in enumerate(rows) if row.get("episode_return") is not None]
@@ -153,7 +154,7 @@ def _positions(rows: Sequence[dict[str, Any]], over: Over) -> np.ndarray:
 
 
 def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
-    """Group runs that differ only in their seed. The label of a group shows how the group differs from the others."""
+    """Group runs that differ only in their seed. Label each group with the options that distinguish it."""
     grouped: dict[str, list[RunCurve]] = {}
     for run in runs:
         key = json.dumps([run.agent, run.env, run.config], sort_keys=True, default=str)
@@ -162,7 +163,7 @@ def group_runs(runs: Sequence[RunCurve]) -> list[SeedGroup]:
     named: dict[int, str] = {}
     for agent, env in {
         (members[0].agent, members[0].env) for members in groups
-    }:  # a label shows only differences to groups with the same agent and environment
+    }:  # compare only groups that have the same agent and environment
         alike = [i for i, (run, *_) in enumerate(groups) if (run.agent, run.env) == (agent, env)]
         for i, text in zip(alike, labels([groups[i][0].config for i in alike]), strict=True):
             named[i] = f"{agent} ({text})" if text else agent
@@ -180,7 +181,10 @@ def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
 
 
 def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
-    """Return the mean of the middle half of `values` [n, ...] along `axis`. If n < MIN_RUNS_FOR_IQM, average all."""
+    """Return the mean over the middle half of `values` along `axis`, or over all if n < MIN_RUNS_FOR_IQM.
+
+    n is the length of `axis`.
+    """
     from scipy import stats
 
     return np.asarray(stats.trim_mean(values, 0.25, axis=axis))
@@ -196,7 +200,7 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     if len(values) < MIN_RUNS_FOR_IQM:
         return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
-    # Split the resamples into 100 parts: together, the resamples of many long curves need gigabytes.
+    # Compute the means in 100 parts, because all resamples of long curves together need gigabytes of memory.
     means = np.concatenate([interquartile_mean(values[part], axis=1) for part in np.array_split(drawn, 100)])
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
@@ -204,7 +208,7 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def plus_minus(std: float | None, count: int) -> str:
-    """Return " ± std", or "" for a single value, which has no standard deviation."""
+    """Return text such as " ± 1.5", or "" if `count` is 1, because one value has no standard deviation."""
     return f" ± {std:.1f}" if std is not None and count > 1 else ""
 
 
@@ -220,7 +224,7 @@ def _read_experiment(path: pathlib.Path) -> dict[str, Any]:
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):  # nothing is added for an empty dict
+        if isinstance(value, dict):
             result.update(_flat(value, f"{prefix}{name}."))
         else:
             result[prefix + name] = _whole(value)
@@ -228,7 +232,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Convert whole floats to ints, since 1.0 and 1 are the same setting."""
+    """Convert floats such as 1.0 to int, because 1.0 and 1 are the same setting."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -256,15 +260,14 @@ def _plain_env(name: str) -> str:
 def labels(configs: Sequence[Config]) -> list[str]:
     """Return a label for each config, such as `learning_rate 0.001, topology heavy_env`.
 
-    A label lists the config's options that have different values in at least two of the configs. It omits options that
-    other configs lack only because of their topology, network or agent: then it has the name of the topology, network
-    or agent.
+    A label lists the options whose values differ between the configs. If an option exists only for one topology,
+    network or agent, the label shows the name of the topology, network or agent instead of this option.
 
     Args:
         configs: n different configs.
 
     Returns:
-        n different texts. One of them may be empty.
+        n different texts. At most one of them is empty.
     """
     names = sorted({name for config in configs for name in config})
     shown = _option_names(names)
@@ -279,7 +282,7 @@ def labels(configs: Sequence[Config]) -> list[str]:
 
 
 def _differs(name: str, configs: Sequence[Config]) -> bool:
-    """Return True if two configs have different values of an option, or if a config lacks it but could have it."""
+    """Return True if the values of an option differ, or if some config lacks the option but could have it."""
     having = [config for config in configs if name in config]
     if len({repr(config[name]) for config in having}) > 1:
         return True
@@ -292,7 +295,10 @@ def _differs(name: str, configs: Sequence[Config]) -> bool:
 
 
 def _chooser(name: str, configs: Sequence[Config]) -> str | None:
-    """Return the option whose value determines whether the option `name` exists; None if `name` may always exist."""
+    """Return the option that decides whether `name` is an option, or None if any config can have `name`.
+
+    For example, the agent decides whether `agent_config.learning_rate` is an option.
+    """
     if "env_kwargs." in name:
         return None
     part = f"{name.rpartition('.')[0]}.name"  # `agent_config.head.name` for `agent_config.head.num_atoms`
@@ -316,7 +322,7 @@ def _short_forms(name: str) -> tuple[str, ...]:
 
 
 def _value_texts(values: Sequence[Any]) -> dict[str, str]:
-    """Map the `repr` of each value to a short text. Different values have different texts."""
+    """Map the `repr` of each value to a short text that differs from the texts of all other values."""
     every = {repr(value): value for value in values}
     for folders in range(_MOST_FOLDERS):
         texts = {key: _short(value, folders) for key, value in every.items()}

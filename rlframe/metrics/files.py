@@ -1,4 +1,4 @@
-"""Loggers that write rows to JSONL and CSV files. A killed process does not damage the files. Resumed runs append."""
+"""Loggers that write rows to JSONL and CSV files. A killed run does not damage a file. A resumed run appends rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class JSONLLogger:
 class CSVLogger:
     """A logger that writes the numbers of each row as a line of a table.
 
-    For a new name, a last column is added to the table. This column is empty in earlier rows.
+    If a row has a new name, the table gets one more column. This column is empty in earlier rows.
 
     Args: See `JSONLLogger`.
     """
@@ -75,15 +75,15 @@ class CSVLogger:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `JSONLLogger`'s file. Omit an incomplete last line, which a run may be writing."""
+    """Return the rows of a file that a `JSONLLogger` wrote. Omit the last line if it is incomplete."""
     return [row for row, _ in rows_after(path, 0)]
 
 
 def rows_after(path: Path, position: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (row, position of the row's end in bytes) for each complete row after a position in a `JSONLLogger`'s file.
+    """Yield (row, end) for each complete row of a `JSONLLogger`'s file after `position`. `end` is the end of the row.
 
-    If the position is inside a row, start with this row. That happens if a restarted monitor has replaced the rows
-    before the position.
+    `position` and `end` count bytes. If `position` is inside a row, start with this row. This happens if a restarted
+    monitor has replaced the rows before the position.
     """
     with open(path, "rb") as file:
         start = max(0, position - _LONGEST_ROW)
@@ -127,7 +127,7 @@ class _LineFile:
 
 
 def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> int:
-    """Return the position in bytes at which a new writer appends. Damaged lines between complete rows are kept."""
+    """Return the number of bytes to keep: the complete rows to `resume_at`, and damaged lines between these rows."""
     kept = position = 0
     with path.open("rb") as file:
         for line in file:

@@ -18,11 +18,11 @@ from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, Over, RunCurve, SeedGroup, 
 
 # The palette of Okabe and Ito: color-blind readers can distinguish these colors.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES = ("-", "--", ":", "-.")  # after all colors, lines use the next style
+_DASHES = ("-", "--", ":", "-.")  # line style of the first 7 lines, of the next 7 lines, and so on
 _INK, _FAINT = "#333333", "#999999"
 _MAX_COLUMNS = 3
-_INSIDE, _SHORT = 5, 40  # maximum lines of a legend inside the axes, maximum characters of its labels
-# Characters per line of a legend below (the only panel, one of several panels). Height of a line in inches.
+_INSIDE, _SHORT = 5, 40  # limits for a legend inside the axes: number of lines, characters per line
+# For a legend below the axes: characters per line if there is (one panel, several panels), and line height in inches.
 _WIDTHS, _LINE = (110, 60), 0.17
 
 
@@ -44,8 +44,8 @@ def plot_learning_curve(
 
     Args:
         run_dirs: One run directory or several.
-        out: File of the plot. The suffix is the format (.png, .svg, .pdf). None means `learning_curve.png` in the run
-            directory, or in the current directory for several runs.
+        out: File of the plot. Its suffix selects the format (.png, .svg, .pdf). None means `learning_curve.png`, in the
+            run directory if there is only one run, otherwise in the current directory.
         target: Return at which to draw a dashed line.
         over: `steps`, or `seconds` of wall time since the start of each run.
 
@@ -99,9 +99,9 @@ class OptionPanel:
     """The values of a varied option in n trials."""
 
     name: str
-    values: Sequence[Any]  # [n] numbers, or elements of `words`
-    words: Sequence[str] = ()  # all values of an option without a range, in the order of the x axis
-    bounds: tuple[float, float] | None = None  # ends of the range
+    values: Sequence[Any]  # [n] the option's value in each trial: a number, or an element of `words`
+    words: Sequence[str] = ()  # for an option without a range: all its values, in the order of the x axis
+    bounds: tuple[float, float] | None = None  # (lowest, highest) possible value
     log: bool = False  # whether the x axis is logarithmic
 
 
@@ -112,7 +112,7 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
         panels: One panel for each option.
         returns: [n], the return of each trial. None means that the trial failed: it is drawn as a cross at the bottom.
             At least one trial must have succeeded.
-        out: File of the plot, as for `plot_learning_curve`.
+        out: File of the plot. Its suffix selects the format (.png, .svg, .pdf).
         title: Title of the plot.
     """
     figure, axes = _canvas(len(panels))
@@ -140,7 +140,10 @@ def plot_options(panels: Sequence[OptionPanel], returns: Sequence[float | None],
 
 
 def _canvas(panels: int, below: float = 0.0) -> tuple[Any, list[Any]]:
-    """Make a figure without pyplot's global state. Return the figure and its axes, with `below` inches below each."""
+    """Return a new figure and its axes. Leave `below` inches free below each of the axes.
+
+    Do not use pyplot, because it has global state.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -162,7 +165,7 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     by_steps = over == "steps"
     _frame(axis, "environment steps" if by_steps else "wall time (s)", "episode return" if by_steps else "evaluation")
     if by_steps:
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500, 50k, 1.5M
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # tick labels such as 500, 50k and 1.5M
     draw = _draw_group if by_steps else _draw_evaluations
     styles = [{"color": color, "linestyle": dash} for dash in _DASHES for color in _COLORS]
     drawn = [draw(axis, group, styles[i % len(styles)], len(groups) == 1) for i, group in enumerate(groups)]
@@ -229,7 +232,7 @@ def _draw_group(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool)
 
 
 def _draw_evaluations(axis: Any, group: SeedGroup, style: dict[str, str], alone: bool) -> bool:
-    """Draw a line for each run with evaluations. Return True if there is such a run."""
+    """Draw a line through the evaluations of each run. Return True if any run has evaluations."""
     evaluated = [run for run in group.runs if len(run.evaluated_steps)]
     for number, run in enumerate(evaluated):
         label = f"{group.label}, {len(evaluated)} seeds" if len(evaluated) > 1 else group.label
@@ -248,7 +251,7 @@ def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
         shown = "IQM and 95% interval" if count >= MIN_RUNS_FOR_IQM else "mean, lowest to highest"
         line = f"training, {count} seeds: {shown}" if count > 1 else "training"
         return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
-    # With several groups, each has only one short entry, so that the legend does not cover the curves.
+    # If there are several groups, give each group one short entry, so that the legend does not cover the curves.
     line = f"{group.label}, {count} seeds" if count > 1 else group.label
     return f"{line}: evaluated {returns[-1]:,.1f}" if len(returns) else line, None
 
@@ -260,7 +263,7 @@ def _title(env: str, groups: list[SeedGroup]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for matplotlib, because file names may contain dollar signs and bytes that are not UTF-8."""
+    """Escape a text for matplotlib. File names can contain dollar signs and bytes that are not UTF-8."""
     return printable(text).replace("$", r"\$")
 
 

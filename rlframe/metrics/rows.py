@@ -1,4 +1,4 @@
-"""The content of rows: changes of the actors' counters since the previous row, and results of evaluations."""
+"""Create the rows of a run's logs from the actors' counters and from the results of evaluations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CURVE_POINTS = 500  # maximum number of points in a curve
 
 
 def add_sums(sources: Iterable[Sums]) -> Sums:
-    """Return the totals of all sources, by name."""
+    """Return for each name the total over all sources."""
     total: Sums = {}
     for sums in sources:
         for name, (value, count) in sums.items():
@@ -25,9 +25,9 @@ def add_sums(sources: Iterable[Sums]) -> Sums:
 
 @dataclasses.dataclass
 class ActorCounts:
-    """The counters of all actors. They never decrease. Repeated or late results of `Actor.stats` do not change them.
+    """The counters of all actors. They never decrease, even if a result of `Actor.stats` arrives twice or late.
 
-    A restarted actor is a new incarnation. The counts of its previous incarnation are kept.
+    Each restart of an actor gets a new incarnation number. The counters of earlier incarnations are kept.
 
     Attributes:
         counters: "rank.incarnation" -> values of the `COUNTERS`.
@@ -42,7 +42,7 @@ class ActorCounts:
         self.env_steps = int(sum(counters[0] for counters in self.counters.values()))
 
     def add(self, stats: Mapping[str, Any]) -> None:
-        """Add a result of `Actor.stats`. Ignore a late result, which has fewer steps than an earlier one."""
+        """Add a result of `Actor.stats`. Ignore it if a result with more steps has already arrived."""
         actor = f"{int(stats['rank'])}.{int(stats['incarnation'])}"
         new = [stats[name] for name in COUNTERS]
         steps_before = self.counters.get(actor, [0])[0]
@@ -61,7 +61,7 @@ class ActorCounts:
 
 
 class Rows:
-    """Creates training rows. Each row covers the time since the previous row.
+    """Creates training rows. Each row contains the changes of the counters since the previous row.
 
     Args:
         step: Step of the previous row, in the unit of the logs.
@@ -100,7 +100,7 @@ class Rows:
         return row
 
     def to_json(self) -> list[Any]:
-        """Return the arguments `step`, `total` and `logged` for a new `Rows` that continues after the last row."""
+        """Return [step, total, logged]: with these arguments, a new `Rows` continues after the last row."""
         return [self.step, self._total, self._logged]
 
 
@@ -114,7 +114,7 @@ def evaluation_row(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_point(curve: list[list[float]], *point: float) -> None:
-    """Append a point to a curve. If the curve is too long, remove every other point, but keep both ends."""
+    """Append a point to a curve. If the curve is then too long, remove every second point, but keep both ends."""
     curve.append(list(point))
     if len(curve) > _CURVE_POINTS:
         del curve[1::2]

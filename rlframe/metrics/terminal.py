@@ -1,4 +1,4 @@
-"""A display of a run's progress on stderr. Terminals and notebooks redraw it in place; other outputs get lines."""
+"""Show the progress of a run on stderr: redrawn in place in a terminal or notebook, printed as lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlframe.metrics.base import Values, on_host, scalars
 
 
 def _return(value: float) -> str:
-    """Format a return with one decimal. Returns below 1, such as scores of answers, get three decimals."""
+    """Format a return with one decimal, or with three decimals if it is between -1 and 1."""
     return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
-# Displayed values: (label, name in a row, format). The newest row that contains the name gives the value.
+# Values to show: (label, name in a row, format). The value comes from the newest row that contains the name.
 _SHOWN = (
     ("return", "episode_return", _return),
     ("evaluated", "return_mean", _return),
@@ -30,7 +30,7 @@ _SPEED_WINDOW_SECONDS = 15.0
 
 
 def console(file: TextIO) -> Any:
-    """Make a rich console. If `file` is not a terminal, its lines have 120 columns."""
+    """Return a console of the package rich. If `file` is not a terminal, lines have 120 columns."""
     from rich.console import Console
 
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
@@ -39,7 +39,7 @@ def console(file: TextIO) -> Any:
 def table(
     columns: Iterable[str], rows: Iterable[Iterable[str]], *, title: str | None = None, right: bool = False
 ) -> Any:
-    """Make a rich table without lines. Markup in cells is shown as plain text.
+    """Return a borderless table of the package rich. Markup in cells is shown as plain text.
 
     Args:
         columns: Names of the columns.
@@ -62,11 +62,11 @@ class TerminalLogger:
     """A progress display, drawn in `write`: steps, steps/s, return, loss, staleness and remaining time.
 
     Args:
-        total_steps: Number of steps of the run. None means that no progress bar and no remaining time are shown.
+        total_steps: Number of steps of the run. If None, the display has no progress bar and no remaining time.
         title: Title of the run, for example `"PPO on CartPole-v1"`.
         file: Output file. None means stderr.
-        seconds_between_lines: Seconds between two lines if `file` is not a terminal or a notebook. Evaluations are
-            printed at once.
+        seconds_between_lines: Seconds between two lines, used only if `file` is neither a terminal nor a notebook.
+            Evaluations are printed at once.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TerminalLogger:
         self._is_in_notebook = type(self._file).__module__.startswith("ipykernel.")
         is_redrawn = self._live is not None or self._is_in_notebook
         self._pause = _SECONDS_BETWEEN_DRAWINGS if is_redrawn else seconds_between_lines
-        self._width = 0  # width of the line in a notebook
+        self._width = 0  # in a notebook: number of characters of the current line
         if self._live is not None:
             self._draw()
 
@@ -129,7 +129,7 @@ class TerminalLogger:
             print(line, end="" if self._is_in_notebook else "\n", file=self._file, flush=True)
 
     def _entries(self) -> list[tuple[str, str]]:
-        """Return (label, text of the value) for each available value, in the order of the display."""
+        """Return (label, text of the value) for each available value, in the order in which they are shown."""
         total, speed = self._total_steps, self._speed.steps_per_second()
         entries = [("steps", f"{self._step:,}" + (f" / {total:,}" if total else ""))]
         if speed is not None:
@@ -170,7 +170,7 @@ class _Speed:
 
 
 class _Live:
-    """Two lines at the bottom of a terminal. rich redraws them in place. Other output scrolls above the two lines."""
+    """Two lines that the package rich redraws at the bottom of a terminal, while other output scrolls above them."""
 
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console

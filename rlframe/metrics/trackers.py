@@ -20,7 +20,7 @@ from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
-_FILES = itertools.count()  # makes the names of files from the same second unique
+_FILES = itertools.count()  # a number for each file name, because two files can have the same time stamp
 
 
 class WandbLogger:
@@ -36,8 +36,8 @@ class WandbLogger:
         name: Name of the run. None means the directory's name.
         config: Options of the run.
         mode: "online", "offline" or "disabled". None means the value of `WANDB_MODE`, or "online" if it is not set.
-        required_by: Option or feature that needs this logger, for the error message if wandb is not installed.
-        otherwise: A way to run without the feature, for the same message.
+        required_by: Name of the option or feature that needs this logger. Errors name it if wandb is not installed.
+        otherwise: Text for error messages that explains how to run without this logger.
 
     Raises:
         UsageError: wandb is not installed, or cannot start a run, for example because nobody is logged in.
@@ -97,7 +97,7 @@ def _run_id(directory: pathlib.Path) -> str:
 
 
 class TrackioLogger:
-    """A logger for Trackio: a local dashboard (`trackio show`), or a server or Space that environment variables name.
+    """A logger for Trackio. `trackio show` opens the local dashboard. Environment variables select a server or Space.
 
     Args:
         directory: The run directory. Its name is the run's name.
@@ -113,7 +113,7 @@ class TrackioLogger:
     ) -> None:
         with extras.explain_import_error("TrackioLogger", "trackio"):
             import trackio
-        # Unless `trackio.finish` is called, Trackio finishes the run again when the process exits, and prints messages.
+        # `close` must call `trackio.finish`. Otherwise Trackio finishes the run again at exit, and prints messages.
         self._finish = trackio.finish
         # Trackio prints messages on stdout, but only the result of the command should be on stdout.
         with contextlib.redirect_stdout(sys.stderr):
@@ -144,12 +144,12 @@ class TensorBoardLogger:
 
     Numbers become curves, arrays become histograms. Strings are omitted.
 
-    Each row is in the file when `write` returns. Two classes of tensorboardX are not used. When the disk is full, the
-    thread of its `SummaryWriter` dies, and then the caller waits forever. Its file writer calls fsync for each flush.
+    Each row is in the file when `write` returns. tensorboardX's own writers are not used: `SummaryWriter` would make
+    its caller wait forever after the disk was full, and the file writer would call fsync at each flush.
 
     Args:
         directory: Folder for a new event file.
-        resume_at: TensorBoard drops the points of earlier files that are after this step.
+        resume_at: Step at which the run resumes. TensorBoard drops the points after this step in earlier files.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_at: int | None = None) -> None:

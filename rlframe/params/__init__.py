@@ -1,7 +1,7 @@
-"""Versions of the parameters, and how inferencers get them from a learner.
+"""Parameter versions: how a learner publishes them, and how inferencers get them.
 
 A learner packs each version once and publishes the packed version in its `Publication`. An inferencer reads the newest
-version from the `Publication` in one of three ways. `ParamReader` chooses the way.
+version from the `Publication` in one of three ways. `ParamReader` chooses one of them.
 
     Learner -> Packing                      packing.py: packs a tree into few arrays (`PackedParams`)
             -> Publication                  publication.py: stores the newest version
@@ -13,12 +13,12 @@ version from the `Publication` in one of three ways. `ParamReader` chooses the w
 Example: an inferencer gets a version from the learner in another process of the machine.
 
 1. `Learner.step` ends with `Publication.publish(7, packed)`.
-2. The inferencer calls `ParamReader.get_packed(6)`, which uses a `PublicationReader`. The two processes copy the arrays
-   through shared memory (publication.py has the steps). The call returns (7, `PackedParams`).
+2. The inferencer, which has version 6, calls `ParamReader.get_packed(6)`. A `PublicationReader` reads the arrays from
+   shared memory (publication.py describes the steps). The call returns (7, `PackedParams`).
 3. The inferencer uploads the packed arrays without change, and unpacks the tree inside its jitted call.
 
-In the elastic topology, the publication is in the coordinator's `ParamStore`, to which the learner sends each version.
-The store's process outlives the learner.
+In the elastic topology, the learner sends each version to the coordinator's `ParamStore`. The `Publication` is in this
+store, because the store continues to run if the learner dies.
 """
 
 from rlframe.params.packing import PackedParams

@@ -1,18 +1,18 @@
-"""The newest version of the parameters, in the learner's process and in the machine's shared memory.
+"""Store the newest version of the parameters in the learner's process, and share it with processes of the machine.
 
 `LocalParams` stores a version in one process. Its subclass `Publication` also writes versions to shared memory, where a
 `PublicationReader` in another process reads them. A version that no process reads is never copied.
 
 How version 7 gets from a `Publication` to a reader that has version 6:
 
-1. `Publication.publish(7, packed)` announces version 7 in shared memory. If no process has read version 6, `publish`
-   does nothing more.
+1. `Publication.publish(7, packed)` writes the number 7 to shared memory, but not the arrays of version 7.
 2. The reader sees that version 7 is announced, and wakes the publication's thread through the futex `requested`.
 3. The thread copies the arrays into the slot that does not have version 6. During the copy, the slot's version is -1.
 4. The thread sets the slot's version to 7, and wakes the readers through the futex `changed`.
 5. The reader copies the arrays. If the slot's version changed during the copy, the reader starts again with the newest
    slot.
-6. The reader records that version 7 was read. So `publish(8, packed)` wakes the thread at once, without a request.
+6. The reader records that version 7 was read. For this reason, `publish(8, packed)` wakes the thread at once, before
+   any reader requests version 8.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from rlframe.types import Tree
 
 _LABEL = "rlframe-params"
 _SLOTS = 2  # two slots, so that writing a version does not overwrite the newest version
-_ROW_WORDS = 8  # int64 words in each row of numbers. A row fills one cache line, but uses only its first words.
-_READ_TIMEOUT = 1.0  # seconds that a reader waits for an announced version
-# Seconds before a reader wakes the writer thread again, because two simultaneous wake-ups may cancel each other.
+_ROW_WORDS = 8  # int64 words reserved for a number or a lock, so that each fills one cache line
+_READ_TIMEOUT = 1.0  # maximum seconds that a reader waits until an announced version is written
+# A reader wakes the writer thread again after this number of seconds, because a wake-up can be lost if two processes
+# wake the thread at the same time.
 _WAKE_AGAIN_AFTER = 0.02
 _LIVENESS_INTERVAL = 0.1  # seconds between two checks that the publisher is alive
 
 
 class LocalParams:
-    """A `PackedSource` in this process, which has the last published version. Any thread may call this object."""
+    """A `PackedSource` that stores the last published version in this process. Any thread may call this object."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._newest: tuple[int, PackedParams | None] = (-1, None)
-        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # a cache: each version is unpacked once
+        self._unpacked: tuple[PackedParams | None, Tree] = (None, None)  # cached result of `get_params`
 
     @property
     def version(self) -> int:
@@ -55,7 +56,7 @@ class LocalParams:
         return self._newest[0]
 
     def publish(self, version: int, packed: PackedParams) -> None:
-        """Replace the version. If `packed` contains device arrays, do not donate these arrays afterwards."""
+        """Replace the stored version. If `packed` contains device arrays, never donate them to a jitted call."""
         with self._changed:
             self._newest = version, packed
             self._changed.notify_all()
@@ -99,14 +100,14 @@ class Publication(LocalParams):
         self.publish(version, packed)
 
     def publish(self, version: int, packed: PackedParams) -> None:
-        """Publish a newer version. A checkpoint's older version is allowed only before any process has read."""
+        """Publish a newer version. Before any process has read, a checkpoint's older version is also allowed."""
         super().publish(version, packed)
         with self._lock:
             if self._memory is not None:
                 self._memory.announce(version)
 
     def reader(self) -> PublicationReader | None:
-        """Return a reader for other processes of this machine. None if unsupported, or after `close`."""
+        """Return a reader for other processes of this machine, or None after `close` or without shared memory."""
         with self._lock:
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
@@ -137,8 +138,8 @@ class Publication(LocalParams):
     def close(self) -> None:
         """End the writer thread, and wake the readers that wait. Later calls do nothing.
 
-        Readers then call the publisher instead of reading the memory. A process that has opened the memory can still
-        read its version.
+        After this, `ParamReader` calls the publisher instead of reading the memory. A process that has already opened
+        the memory can still read the version in it.
         """
         if self._writer is not None and self._memory is not None:
             writer, self._writer = self._writer, None
@@ -182,7 +183,7 @@ class PublicationReader:
 
     @property
     def is_gone(self) -> bool:
-        """True if the publisher has closed the memory or died. Its death is checked at most ten times a second.
+        """True if the publisher has closed the memory or died. Checks at most ten times a second whether it is alive.
 
         Raises:
             UnavailableError: the memory was closed before this process first used it, or is on another machine.
@@ -195,9 +196,9 @@ class PublicationReader:
         return not arrays.creator_is_alive
 
     def read(self, known_version: int = -1) -> tuple[int, PackedParams | None] | None:
-        """Return the result of `PackedSource.get_packed`. None if the memory has only versions below `known_version`.
+        """Return the result of `PackedSource.get_packed`, or None if all versions in memory are below `known_version`.
 
-        Waits up to a second until the announced version is written.
+        If a version is announced but not written, wait for it for at most one second.
         """
         memory = self._memory
         if memory.announced == known_version:
@@ -223,9 +224,9 @@ class PublicationReader:
 
 
 class _Memory:
-    """The memory of a `Publication`, mapped into this process. -1 means that there is no version.
+    """The shared memory of a `Publication`, mapped into this process. The version -1 means that there is no version.
 
-    A reader never waits for a writer's lock, and a killed reader blocks no other process.
+    Readers and the writer take no locks, so that a killed process blocks no other process.
 
     Attributes:
         changed: wakes readers that wait for a version.
@@ -248,7 +249,7 @@ class _Memory:
 
     @property
     def announced(self) -> int:
-        """The newest announced version, which is possibly not written yet."""
+        """The newest announced version. Its arrays may not be written yet."""
         return self._announced[0]
 
     def announce(self, version: int) -> None:
@@ -259,7 +260,7 @@ class _Memory:
             self.requested.wake()
 
     def record_read(self, version: int) -> None:
-        """Record that `version` was read, so that the next version is written when it is announced."""
+        """Record that `version` was read, so that `announce` of the next version wakes the writer at once."""
         self._last_read[0] = version
 
     def newest_written(self) -> tuple[int, int]:
@@ -269,15 +270,15 @@ class _Memory:
         return written[slot], slot
 
     def write(self, version: int, packed: list[Any]) -> None:
-        """Write a version to the slot that has the older version."""
+        """Write a version to the slot whose version is older."""
         slot = 1 - self.newest_written()[1]
         self._versions[slot].write(-1)
         for target, array in zip(self._packed[slot], packed):
-            target[...] = np.asarray(array)  # 25 % faster than passing a device array to NumPy
+            target[...] = np.asarray(array)  # 25 % faster than without `np.asarray`
         self._versions[slot].write(version)
 
     def copy_version(self, slot: int, version: int) -> list[np.ndarray] | None:
-        """Return a copy of the arrays of `version`. None if the slot was overwritten."""
+        """Return a copy of the arrays of `version`, or None if the slot was overwritten in the meantime."""
         lock = self._versions[slot]
         count = lock.count
         if lock.read()[0] != version:

@@ -20,11 +20,11 @@ from rlframe.types import Tree
 _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 0.02  # seconds between two polls of a source that has no `wait_for_version`
-_MAX_WAIT = 0.2  # seconds that one call of a `Refresher` waits for newer parameters
+_MAX_WAIT = 0.2  # maximum seconds that `Refresher.follow` waits for a newer version in one call
 
 
 def as_packed_source(source: Any) -> PackedSource:
-    """Return a source of packed parameters for an object with `get_params`, or for a handle to such an object.
+    """Return a `PackedSource` that reads from `source`: an object with `get_params`, or a `Remote` of such an object.
 
     Raises:
         UsageError: the object has no `get_params`.
@@ -44,8 +44,9 @@ def as_packed_source(source: Any) -> PackedSource:
 class ParamReader:
     """A `PackedSource` for a learner, for one policy of a `ParamStore`, or for an object that only has `get_params`.
 
-    A peer in another process of this machine shares its newest version in memory. The reader calls any other peer. If
-    the memory is gone, or has only versions older than the caller's version, the peer was restarted. Then the reader
+    The reader uses shared memory if the peer is in another process of this machine. Otherwise it calls the peer.
+
+    If the memory is gone, or its versions are older than the caller's version, the peer was restarted. The reader then
     calls the peer once, and looks for the peer's new memory at the next call. A reader can be pickled.
 
     Args:
@@ -55,7 +56,7 @@ class ParamReader:
 
     def __init__(self, peer: Any, policy_id: str | None = None) -> None:
         self._peer = peer
-        # Arguments of the peer's methods. A store's methods take the policy; a learner has only one policy.
+        # First arguments of the peer's methods: the policy for a store, nothing for a learner.
         self._policy = (policy_id,) if policy_id is not None else ()
         self._memory: PublicationReader | None = None
         self._should_find_memory = isinstance(peer, Remote)
@@ -68,7 +69,7 @@ class ParamReader:
     def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
         """See `PackedSource`. Raises the errors of `Remote`."""
         version, packed = self._read_memory(known_version) or self._call(known_version)
-        if version < 0:  # a store shares no memory before it has a version
+        if version < 0:  # a store without a version shares no memory: try again later
             self._should_find_memory = isinstance(self._peer, Remote)
         return version, packed
 
@@ -90,7 +91,7 @@ class ParamReader:
         return version
 
     def _read_memory(self, known_version: int) -> tuple[int, PackedParams | None] | None:
-        """Return the result of `get_packed`. None if the peer shares no memory, or was restarted."""
+        """Return the result of `get_packed`, or None if the peer shares no memory or was restarted."""
         if self._should_find_memory:
             self._memory, self._should_find_memory = self._find_memory(), False
         if self._memory is None:
@@ -125,9 +126,9 @@ class Refresher:
 
     Args:
         learner: a `ParamSource`, or a handle to a node that is a `ParamSource`. A handle is resolved at the first call.
-        current_version: returns the inferencer's version; -1 if the inferencer has no version.
+        current_version: function that returns the inferencer's version, or -1 if the inferencer has no version.
         on_newer: called with (version, packed parameters) for each newer version.
-        deadline: seconds that a learner in another process may be unreachable.
+        deadline: seconds without an answer after which a call of a learner in another process fails.
         stop: an event that ends `follow` and every wait for the learner.
 
     Attributes:
@@ -176,8 +177,8 @@ class Refresher:
         While the learner is unreachable, the inferencer keeps its version.
 
         Args:
-            waits: wait for each new version instead of waiting `interval` seconds.
-            required: raise an error if the inferencer has no parameters and no learner answers.
+            waits: if True, wait until there is a newer version, instead of for `interval` seconds.
+            required: if True, raise an error if the inferencer has no parameters and no learner answers.
 
         Raises:
             PeerError: no learner answered within `deadline`, and the inferencer has no parameters.

@@ -7,7 +7,7 @@ from typing import Protocol
 from rlframe.params.packing import PackedParams
 from rlframe.types import Tree
 
-LONGEST_WAIT = 1.0  # most seconds of one `wait_for_version`, which delays a stop of the program
+LONGEST_WAIT = 1.0  # maximum seconds of one `wait_for_version` call; the program cannot stop during a call
 
 
 class ParamSource(Protocol):
@@ -21,10 +21,10 @@ class ParamSource(Protocol):
         """Return (newest version, its tree of numpy arrays). The tree is None if `known_version` is the newest."""
 
     def wait_for_version(self, known_version: int, timeout: float) -> int:
-        """Return the newest version once it is above `known_version`, or after `timeout` seconds (1 at most).
+        """Wait until there is a version above `known_version`, or for `timeout` seconds (1 at most).
 
-        This method is optional. Only inferencers of on-policy agents call it. If a source does not have this method,
-        they poll `get_params`.
+        Return the newest version. This method is optional: if a source does not have it, inferencers poll `get_params`.
+        Only inferencers of on-policy agents call it.
         """
 
 

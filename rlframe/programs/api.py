@@ -30,7 +30,7 @@ TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}
 _PATHS = ("config", "run_dir", "token_file")
 Options = TypeVar("Options", bound="SessionOptions")
 
-# Options of `rlframe train` that exist only on the command line. Each value is a hint for users of `rlframe.train`.
+# Options that exist only on the command line. Each value tells users of `rlframe.train` what to do instead.
 COMMAND_LINE_ONLY = {
     "seeds": "call it once for each seed, train(seed=1) and so on, or run `rlframe train --seeds`",
     "at_once": "it applies only to several seeds, with `rlframe train --seeds`",
@@ -134,14 +134,14 @@ def run_with_options(
     *,
     silent: bool = False,
 ) -> Result:
-    """Call `run_experiment` with the session options. Show the progress, and print the profile if requested.
+    """Run an experiment with the given session options. Show the progress, and print the profile if requested.
 
     Args:
         experiment: The experiment to run.
         options: The session options.
-        preset: The preset of the experiment. None means no preset.
+        preset: The preset that was applied to the experiment, or None. Its name is saved in `config.json`.
         callbacks: See `train`.
-        silent: Print nothing. (`options.quiet` only hides the progress.)
+        silent: If True, print nothing. (`options.quiet` only hides the progress.)
     """
     check_trackers(options)
     profile = Profile(options.profile_trace) if options.profile or options.profile_trace else None
@@ -185,7 +185,7 @@ def check_trackers(options: SessionOptions) -> None:
 
 
 def open_trackers(experiment: Experiment, options: SessionOptions, path: pathlib.Path) -> list[Logger]:
-    """Open the requested trackers for the run in the directory `path`."""
+    """Create the loggers of the requested trackers, for the run in the directory `path`."""
     config = experiment_values(experiment)
     made = [make for tracker, make in TRACKERS.items() if getattr(options, tracker)]
     return [make(path, project=options.project, config=config) for make in made]
@@ -209,12 +209,12 @@ def make_control_address(experiment: Experiment, options: SessionOptions) -> Con
 
 
 def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
-    """Return the session options of a script, with absolute paths. Raise UsageError for a value of the wrong type."""
+    """Convert `options` to session options with absolute paths. Raise UsageError if a value has the wrong type."""
     return with_absolute_paths(with_options(SessionOptions(), options), pathlib.Path.cwd())
 
 
 def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
-    """Return the options with absolute paths. Relative paths are relative to `directory`."""
+    """Return the options with absolute paths. Relative paths start at `directory`."""
     paths = {name: getattr(options, name) for name in _PATHS}
     return dataclasses.replace(
         options, **{name: os.path.abspath(directory / path) for name, path in paths.items() if path}
@@ -224,17 +224,17 @@ def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:
 def base_experiment(
     agent: Any, env: Any, options: SessionOptions, network: Any = None
 ) -> tuple[Experiment, Preset | None]:
-    """Return the experiment to which the other options of the user are applied, and its preset.
+    """Return (experiment, preset), before the user's other options are applied to the experiment.
 
-    With `config` or `resume`, this is the saved experiment. Otherwise, this is an experiment with the default values
+    With `config` or `resume`, return the saved experiment and None. Otherwise, return an experiment with the defaults
     and the values of the preset.
 
     Args:
         agent: A name or class. None means the agent of the saved experiment, or ppo.
-        env: A name, class or function. None means the agent's default. A saved experiment keeps its environment, unless
-            no file defines that environment.
+        env: A name, class or function. None means the agent's default. Ignored for a saved experiment whose environment
+            is defined in a file.
         options: The session options. Only `preset`, `config`, `run_dir` and `resume` are read.
-        network: A name or function. It is used only if no file defines the network of a saved experiment.
+        network: A name or function. Used only for a saved experiment whose network is not defined in a file.
     """
     agent, env, network = name_of("agent", agent), name_of("env", env), name_of("network", network)
     saved = _load_saved_experiment(options, {"agent": agent, "env": env, "network": network})

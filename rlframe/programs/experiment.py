@@ -1,4 +1,4 @@
-"""The experiment: all options that affect the results of a run, and no others."""
+"""The class `Experiment`: the options that affect the results of a run."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Experiment:
 
     @property
     def named_options(self) -> dict[str, Any]:
-        """Values of the options that name classes or functions: `agent`, `env`, `network` and others."""
+        """The options whose values are names of classes or functions: `agent`, `env`, `network` and others."""
         values = {**vars(self), **vars(self.topology_config), "topology": self.topology_config.name}
         return {option: values[option] for option in OPTIONS if option in values}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A node in another process does not have the user's Gymnasium registrations, so the state includes them.
+        # Include the user's Gymnasium registration, because a node in another process does not have it.
         is_game = self.topology_config.learns_from == "steps" and registry.is_library_env(self.env)
         of_gymnasium = is_game and backend(self.env) == "gymnasium"
         spec = registration(self.env) if of_gymnasium else None
@@ -84,18 +84,21 @@ class Experiment:
 
     @property
     def synchronous(self) -> Experiment:
-        """A copy in which the environments are synchronous."""
+        """A copy of the experiment, with synchronous environments."""
         return self.with_topology_options(async_envs=False, wait_num=None)
 
     @property
     def for_evaluation(self) -> Experiment:
-        """A copy for evaluations: synchronous environments, with `eval_env_kwargs` and without reward clipping."""
+        """A copy of the experiment for evaluations.
+
+        Its environments are synchronous, use `eval_env_kwargs`, and do not clip rewards.
+        """
         env_kwargs = {**self.env_kwargs, **EvaluationOptions.of(self).eval_env_kwargs}
         return dataclasses.replace(self.synchronous.with_topology_options(clip_rewards=None), env_kwargs=env_kwargs)
 
     @property
     def num_awaited_envs(self) -> int:
-        """Number of environments that an actor waits for in each pool. Without `async_envs`, this is the whole pool."""
+        """Number of environments in a pool that an actor waits for at each step. All of them without `async_envs`."""
         config = EnvOptions.of(self)
         if not config.async_envs:
             return self.envs_per_pool

@@ -135,7 +135,7 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
     if split(experiment.env)[0] == "dm_control":
         extras.require(f"--env {experiment.env}", "dm_control")
     config = experiment.topology_config
-    if with_control and config.control_group is None:  # the run has the service only because of --http
+    if with_control and config.control_group is None:  # only the option --http requested the service
         extras.require("--http", "trajectories")
     needed = [*config.engine_class.requires, *config.requires(experiment)]
     needed += ["trajectories"] if with_control else []
@@ -147,8 +147,8 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
 class _Launcher:
     """A launcher that starts or continues a run, and runs one session. Its fields are arguments of `run_experiment`.
 
-    `begin_run` creates and locks a new directory. `continue_run` locks an existing one and restores a checkpoint. Then
-    both call `_make_session`, `_print_plan`, `_make_program` and `_run_session`.
+    `begin_run` creates and locks a new directory. `continue_run` locks a run's directory, and can go back to an earlier
+    checkpoint. Then each of them calls `_make_session`, `_print_plan`, `_make_program` and `_run_session`.
     """
 
     directory: RunDir
@@ -204,9 +204,9 @@ class _Launcher:
         return RunLock(self.directory.path, take_over, experiment.topology_config.grace_seconds + _EXIT_SECONDS)
 
     def _earlier_result(self, saved: Experiment, experiment: Experiment) -> Result | None:
-        """Return the result of the run if it is complete for these options, else None.
+        """Return the saved result if the run has already reached the last step of `experiment`, else None.
 
-        A run may exceed its last step a little, so it may already be complete with slightly more `steps`.
+        A run can make a few more steps than requested, so it can be complete even if `steps` is slightly higher now.
         """
         if not self.directory.result.exists():
             return None
@@ -227,7 +227,7 @@ class _Launcher:
         return result
 
     def _make_session(self, experiment: Experiment, opened: contextlib.ExitStack) -> Session:
-        """Make the agent and the session. From here on, the warnings of this process also go to a log file."""
+        """Make the agent and the session. Until the session ends, warnings of this process also go to a log file."""
         is_program = isinstance(experiment.topology_config, ProgramConfig)
         opened.enter_context(logs.logging_to_file(self.directory.logs, "launcher" if is_program else "train"))
         codec = read_codec(experiment)
@@ -258,14 +258,14 @@ class _Launcher:
         """Make the loggers, the nodes of the program, and the HTTP service.
 
         Returns:
-            The engine that runs the nodes, the topology of the second program or None, and the loggers of rows. Only
-            language models have a second program, which follows the supervised warm-up.
+            (engine, topology, loggers): the engine that runs the nodes, the topology of a second program or None, and
+            the loggers of rows. Only language models have a second program, which runs after the supervised warm-up.
         """
         trackers = [] if self.open_loggers is None else list(self.open_loggers(self.directory.path))
         opened.callback(MultiLogger(trackers).close)
         shown = trackers if self.progress is None else [self.progress, *trackers]
         loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]
-        # callbacks are last, because they may read the files of the other loggers
+        # callbacks are last, because they can read the files that the other loggers write
         loggers += [self.callbacks] if self.callbacks else []
         engine = make_engine(session.experiment, self.directory.logs, self.quiet)
         if engine.in_process:
@@ -297,7 +297,7 @@ class _Launcher:
 
     def _run_engine(self, engine: Engine, status: StatusFile) -> int | None:
         """Run the nodes of a program. Return the number of the signal that ended it, or None."""
-        if self.callbacks:  # a callback ends the run by ending the node of this group
+        if self.callbacks:  # to end the run, a callback ends the node of `group`
             group = ending_group(engine.groups) or next(iter(engine.groups))
             self.callbacks.connect(engine.handle_of(group), group)
         try:
@@ -306,7 +306,7 @@ class _Launcher:
             raise ProgramError(f"{error}\n{self.directory.describe_checkpoint()}") from self.callbacks.error or error
 
     def _write_result(self, session: Session, signal_number: int | None) -> Result:
-        """Complete the program's result, and draw the learning curve. Raise the error of a callback, if any."""
+        """Complete `result.json`, and draw the learning curve. If a callback raised an error, raise it again."""
         directory = self.directory
         if directory.result.exists():
             result = Result.read(directory.result)
@@ -343,7 +343,7 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
 
 
 def _draw_learning_curve(directory: RunDir) -> None:
-    """Draw the learning curve. Only warn if drawing fails, because the run is already saved."""
+    """Draw the learning curve. If this fails, log a warning and continue, because the run is already saved."""
     try:
         plot_learning_curve(directory.path, directory.learning_curve)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A session of a run: the values that its nodes share, the schedules of recurring tasks, and the early stop."""
+"""A session of a run: values that all nodes need, schedules of recurring tasks, and the decision to stop early."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Session:
     path: pathlib.Path  # the run directory
     until: int  # the step at which this session ends
     began: float  # start time, in seconds since the epoch
-    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process: its checkpoints contain them.
+    # Environment steps of earlier sessions, from `progress.json`. 0 in a single process, whose checkpoints count them.
     steps_before: int = 0
     quiet: bool = False  # print nothing
     codec: Codec | None = None  # codec of the environments; None for a language model
-    # The next three fields are set only if all nodes are in one process. Otherwise the launcher has the loggers.
+    # `loggers` and `progress` are set only if all nodes are in one process. Otherwise the launcher writes the rows.
     loggers: tuple[Logger, ...] = ()  # loggers that receive each row
-    progress: Logger | None = None  # progress display: it receives each row, and the step a few times a second
-    profile: Profile | None = None  # the profile that measures the time of each part
+    progress: Logger | None = None  # progress display: gets each row, and the current step a few times a second
+    profile: Profile | None = None  # measures the time of each part of a single process
 
     @property
     def directory(self) -> RunDir:
@@ -54,18 +54,18 @@ class Session:
 
     @property
     def last_step_reason(self) -> str:
-        """Value of `Result.stopped_by` for a session that reaches its last step."""
+        """The value of `Result.stopped_by` if the session reaches its last step."""
         return "steps" if self.until >= self.experiment.steps else "stop_at"
 
     @property
     def actor_seed(self) -> int:
-        """Seed of the actors. It is different in each session, because incarnations start again at 0."""
+        """The seed of the actors. Each session has a different seed, because incarnation numbers start again at 0."""
         seed = self.experiment.seed
         return env_seed(seed, self.steps_before) if self.steps_before else seed
 
     @property
     def budget(self) -> int:
-        """Number of environment steps that each actor may take before the monitor raises the limit."""
+        """The limit of environment steps for each actor at the start. The monitor can raise this limit."""
         return math.ceil((self.until - self.steps_before) / EnvOptions.of(self.experiment).num_actors)
 
     @property
@@ -83,11 +83,11 @@ class Schedule:
     """A schedule for a task that is due at every multiple of `every` steps.
 
     Args:
-        every: Number of steps between two due steps. 0 means never due.
-        after: The first due step is after this step.
+        every: Number of steps between two steps at which the task is due. 0 means that the task is never due.
+        after: The current step. The task is due only at later steps.
 
     Attributes:
-        due: The next due step.
+        due: The next step at which the task is due.
     """
 
     def __init__(self, every: int, after: int) -> None:
@@ -95,7 +95,7 @@ class Schedule:
         self.due = self._next_after(after)
 
     def advance_to(self, step: int) -> bool:
-        """Return True if the task is due at `step`, and set `due` to the next due step after it."""
+        """Return True if the task is due at `step`. In this case, set `due` to a later step."""
         if step < self.due:
             return False
         self.due = self._next_after(step)
@@ -110,7 +110,7 @@ class EarlyStop:
 
     Args:
         session: The session.
-        by: The reason of an early stop that was decided before a restart of this process, or None.
+        by: If this process was restarted after the decision to stop early: the reason. Otherwise None.
 
     Attributes:
         by: The reason, for `Result.stopped_by`. None means no early stop yet.
@@ -125,18 +125,18 @@ class EarlyStop:
     def request(self, by: str, evaluate: bool = True) -> None:
         """End the session after the current step.
 
-        The first reason is kept, except that a request without evaluation replaces it.
+        If there are several requests, keep the reason of the first, or of the last with `evaluate=False`.
 
         Args:
             by: Name of the reason.
-            evaluate: Evaluate the final policy.
+            evaluate: True if the final policy must be evaluated.
         """
         if not evaluate:
             self.by, self.evaluates = by, False
         self.by = self.by or by
 
     def check_limits(self, learner_steps: int, eval_return: float | None) -> str | None:
-        """Set `by` if a limit is reached. Return the reason to stop now, or None.
+        """Set `by` if a limit is reached. Return `by`: the reason to stop now, or None.
 
         Args:
             learner_steps: Learner steps so far.

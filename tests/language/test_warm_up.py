@@ -1,4 +1,4 @@
-"""The supervised warm-up: batches, parameters and errors."""
+"""Tests of the supervised warm-up: batches, parameters and errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecordingLogger:
         self.losses.append(values["supervised_loss"])
 
 
-def test_only_answers_and_their_eos_are_trained_on():
+def test_mask_selects_only_the_answers_with_their_eos():
     batch = demonstration_batch(BYTES, [("ab>", "ba"), (">", "")], 24)
     data = batch.data
     assert data.tokens.shape == (2, 16)

@@ -1,4 +1,4 @@
-"""A program of plain `lp.launch` ends completely if a node fails or the launcher dies, and names the failed node."""
+"""If a node fails or the launcher dies, a program of plain `lp.launch` ends completely and names the failed node."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_failed_node_is_named_and_the_program_exits_with_an_error(start: Start, 
 
 
 @pytest.mark.system
-def test_with_output_to_files_launchpad_itself_ends_the_program_after_a_failure(start: Start, monkeypatch, tmp_path):
+def test_launchpad_ends_a_program_with_output_to_files_after_a_failure(start: Start, monkeypatch, tmp_path):
     monkeypatch.setenv("LAUNCHPAD_LOGGING_DIR", str(tmp_path / "logs"))
     program = start(in_constructor(RAISES, "output_to_files"))
     assert program.ends_within(60.0) == 1
@@ -208,7 +208,7 @@ def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Sta
     )
     program.wait_for(
         lambda: len(program.members()) > 8
-    )  # the launcher, and for each node four processes: two shells (or a shell and sed), the node and its guard
+    )  # 9 processes: the launcher, and for each of the 2 nodes two shells (or a shell and sed), a node and a guard
     os.killpg(program.process.pid, signal.SIGINT)
     begin = time.monotonic()
     assert program.ends_within() == 0, program.output()
@@ -216,7 +216,7 @@ def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Sta
 
 
 def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
-    """Start a program. All nodes but the first `ahead` nodes wait for a file `go_on` before their first import."""
+    """Start a program with two nodes. `ahead` nodes start normally. The others wait for the file `go_on` to import."""
     (folder / "early").mkdir()
     (folder / "early/sitecustomize.py").write_text(
         "import os, time\nif 'process_entry.py' in open('/proc/self/cmdline').read():\n"
@@ -233,7 +233,9 @@ def start_slowly(start: Start, folder: pathlib.Path, ahead: int) -> Program:
 
 @pytest.mark.system
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_nodes_end_if_their_launcher_is_killed_before_their_imports(start: Start, tmp_path: pathlib.Path, ahead: int):
+def test_nodes_end_if_their_launcher_is_killed_before_they_import_rlframe(
+    start: Start, tmp_path: pathlib.Path, ahead: int
+):
     program = start_slowly(start, tmp_path, ahead)
     program.wait_for(lambda: len(program.guards()) == ahead)
     program.process.kill()
@@ -267,7 +269,7 @@ def test_end_starting_nodes_kills_only_nodes_that_ignore_sigterm():
         assert started.wait(30) == 0
 
 
-# A program with objects of rlframe and one of two faults: no actor adds a step, or an Actor gets a node, not a handle.
+# A faulty program with objects of rlframe. The fault: no actor adds a step, or an Actor gets a node, not a handle.
 RLFRAME_PROGRAM = """
 from functools import partial
 
@@ -301,14 +303,14 @@ BARE_NODE = """
 """
 
 
-def test_learner_without_data_fails_after_its_timeout_and_ends_the_program(start: Start):
+def test_program_ends_if_its_learner_gets_no_data_within_the_timeout(start: Start):
     program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"))
     assert program.ends_within(120.0) not in (0, None), program.output()
     named = r"\[learner/0\] rlframe: the node learner/0 failed: DatasetTimeoutError: No batch was available for 1 s"
     assert re.search(named, program.output()), program.output()
 
 
-def test_failed_node_is_named_in_output_that_is_redirected_to_a_file(start: Start, tmp_path: pathlib.Path):
+def test_output_in_a_file_names_the_failed_node(start: Start, tmp_path: pathlib.Path):
     program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"), redirect=True)
     assert program.ends_within(120.0) not in (0, None)
     assert "rlframe: the node learner/0 failed: DatasetTimeoutError" in (tmp_path / "output.txt").read_text()
@@ -323,7 +325,7 @@ def test_failed_node_is_named_in_output_that_is_redirected_to_a_file(start: Star
         pytest.param("lp.CourierNode(Actor, print, {'of': (inferencer,)}, replay)", marks=pytest.mark.system),
     ],
 )
-def test_node_instead_of_its_handle_is_refused_in_the_launcher(start: Start, actor: str):
+def test_launcher_refuses_a_node_as_an_argument_instead_of_its_handle(start: Start, actor: str):
     program = start(rlframe_first(RLFRAME_PROGRAM.format(timeout=600.0, added=BARE_NODE.format(actor=actor))))
     assert program.ends_within(120.0) == 1, program.output()
     refused = "UsageError: A CourierNode was given to Actor: give the handle that program.add_node(node) returns."
@@ -338,7 +340,7 @@ EXAMPLES = ("heavy_env", "light_env", "distributed")
 @pytest.mark.parametrize(
     ("fault", "names"),
     [
-        # Any node that steps the environment may fail first.
+        # Each actor and evaluator steps the environment, so any of them can fail first.
         (plain_launchpad.with_raising_environment, r"(actor|evaluator)/\d failed: (EnvError: |.*broken)"),
         (plain_launchpad.with_broken_constructor, r"actor/0 failed: ValueError: a broken constructor"),
     ],
@@ -354,7 +356,7 @@ def test_example_with_a_fault_ends_and_names_the_node(start: Start, page: str, f
 
 @pytest.mark.system
 @pytest.mark.parametrize("page", EXAMPLES)
-def test_nodes_of_an_example_end_with_its_launcher(start: Start, page: str):
+def test_nodes_of_an_example_end_if_its_launcher_is_killed(start: Start, page: str):
     program = start(example(page))
     program.wait_for_output("return ")  # when the evaluator prints this, all nodes are running
     program.process.kill()

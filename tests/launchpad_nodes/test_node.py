@@ -1,4 +1,4 @@
-"""A guard watches the process that pickled its node as the launcher, and never sends a signal to PID 1."""
+"""Tests of guards: the launcher is the process that pickled the node, and PID 1 never gets a signal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_nodes_end_if_their_launcher_is_killed_during_their_imports(
 
 
 @pytest.mark.parametrize("in_terminal", [False, True])
-def test_guard_watches_the_process_that_pickled_the_node(monkeypatch, tmp_path, in_terminal: bool):
+def test_guard_watches_the_launcher_or_the_parent_if_the_node_has_a_terminal(monkeypatch, tmp_path, in_terminal: bool):
     with subprocess.Popen(["true"]) as launcher:
         killed = ProcessId(launcher.pid, 1)
     started: list[list[str]] = []
@@ -91,7 +91,7 @@ def test_guard_watches_the_process_that_pickled_the_node(monkeypatch, tmp_path, 
         monkeypatch.setattr(launchpad_node, "is_wrapper", lambda command: True)
         os.close(launchpad_node._start_guard(killed, os.getsid(0) + in_terminal))
     parent = ProcessId.of(os.getppid())
-    # The guard of a node with its own terminal watches the parent, and sends it no signal ("False").
+    # If the node has its own terminal, the guard watches the node's parent. "False": the guard sends it no signal.
     watched = [*parent, False] if in_terminal else [*killed, True]
     assert started[0][-7:-2] == [str(each) for each in (*this_process(), *watched)]
 
@@ -108,7 +108,7 @@ def test_pid_1_gets_no_signal(monkeypatch):
     assert sent == [os.getpid()]
 
 
-def test_failed_node_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypatch, capfd):
+def test_guard_stops_the_other_nodes_itself_if_the_launcher_is_pid_1(monkeypatch, capfd):
     kill = os.kill
 
     def kill_others(pid: int, number: int) -> None:
@@ -129,7 +129,7 @@ def test_failed_node_under_a_launcher_with_pid_1_stops_the_other_nodes(monkeypat
 
 
 @pytest.mark.parametrize(("name", "left"), [("job.pkl", []), ("other.pkl", ["other.pkl"])])
-def test_remove_data_removes_only_files_of_launchpad(tmp_path: pathlib.Path, name: str, left: list[str]):
+def test_remove_data_removes_only_the_files_that_launchpad_wrote(tmp_path: pathlib.Path, name: str, left: list[str]):
     for folder in ("alone", "shared"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).touch()

@@ -38,7 +38,7 @@ def test_restore_returns_the_saved_tree_and_extras(checkpointer):
     assert extras == {"env": b"\x00\x01", "steps": 3}
 
 
-def test_saving_does_not_change_unconfigured_logging(tmp_path, monkeypatch):
+def test_save_adds_no_handler_to_the_root_logger(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     opened, added = Checkpointer(tmp_path), logging.NullHandler()
     opened.save(1, np.zeros(2))
@@ -46,7 +46,7 @@ def test_saving_does_not_change_unconfigured_logging(tmp_path, monkeypatch):
     opened.extras(1)
     opened.close()
     assert logging.getLogger().handlers == []
-    # Another thread may configure logging during a save.
+    # Simulate another thread that configures logging during a save.
     manager = opened._manager
     monkeypatch.setattr(opened, "_manager", lambda: logging.getLogger().addHandler(added) or manager())
     opened.save(2, np.zeros(2))
@@ -60,7 +60,7 @@ def test_only_the_latest_checkpoints_are_kept(checkpointer):
 
 
 @pytest.mark.parametrize("name", [b"a\xff", "é".encode()])
-def test_directory_name_may_be_invalid_utf_8(name, tmp_path):
+def test_checkpoints_work_in_a_directory_whose_name_is_not_utf_8(name, tmp_path):
     directory = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
     opened = [Checkpointer(directory, keep=2) for _ in range(2)]
     for step in (1, 2, 3):
@@ -84,7 +84,7 @@ def test_second_save_at_the_same_step_does_not_overwrite_the_first(checkpointer)
     assert checkpointer.restore(tree(0.0), step=4)[1] == "first"
 
 
-def test_damaged_checkpoint_is_named(checkpointer):
+def test_error_names_the_damaged_checkpoint(checkpointer):
     checkpointer.save(1, tree(1.0))
     checkpointer.save(2, tree(2.0))
     for data in (checkpointer.directory / "2" / "default").rglob("*"):
@@ -95,7 +95,7 @@ def test_damaged_checkpoint_is_named(checkpointer):
     assert checkpointer.restore(tree(0.0), step=1)[0]["w"][0, 0] == 1.0
 
 
-def test_single_changed_byte_is_detected(checkpointer):
+def test_restore_detects_a_single_changed_byte(checkpointer):
     checkpointer.save(1, {"w": np.arange(50_000, dtype=np.float32)}, extras="kept")
     data = max((p for p in (checkpointer.directory / "1").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(data.read_bytes())
@@ -142,7 +142,7 @@ def test_killed_writer_leaves_the_previous_checkpoint_with_its_replay(tmp_path, 
         process.kill()
         saved = [saved, *map(int, process.stdout)][-1]
     again, replay_buffer = Checkpointer(tmp_path), ReplayBuffer(fake_agent("uniform", Transition(1), 4, 20_000))
-    assert again.steps()[-1] in (saved, saved + 1)  # the writer may have been killed after the checkpoint was complete
+    assert again.steps()[-1] in (saved, saved + 1)  # saved + 1: killed after the save, but before the print
     restored, extras, has_replay = again.restore({"w": np.zeros(5_000_000)}, replay_buffer=replay_buffer)
     assert (restored["w"] == again.steps()[-1]).all() and has_replay
     assert replay_buffer.stats()["steps"] == 2 * extras == 2 * again.steps()[-1]

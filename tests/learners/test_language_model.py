@@ -1,4 +1,4 @@
-"""The Learner trains a language model by GRPO, from the trajectory service."""
+"""Tests of a Learner that trains a language model with GRPO. Its batches come from the trajectory service."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.agents.batches import assert_trees_equal
 from tests.agents.token_batches import token_batch
 from tests.trajectories.serving import DEADLINE, running_service
 
-BEST = 3  # number of the rewarded token
+BEST = 3  # id of the token that gets a reward
 MODEL = ModelConfig(
     vocab_size=8,
     hidden_size=16,
@@ -52,7 +52,7 @@ def client(url, run):
 
 
 def answers(params, version: int, prompt: int = 2) -> list[Group]:
-    """Return two groups of eight sampled answers. The score of an answer is its fraction of BEST."""
+    """Return two groups of eight sampled answers. The score of an answer is the fraction of BEST tokens."""
     prompts = [[group + 1] * prompt for group in range(2) for _ in range(8)]
     params = jax.tree.map(np.asarray, params)
     samples = generate(params, MODEL, prompts, version, SamplingParams(max_tokens=6))
@@ -83,7 +83,7 @@ def test_policy_learns_the_rewarded_token_and_resumes_from_a_checkpoint(url, run
         logs = learner.step(buffer.wait_for_batch(DEADLINE))
         rewards.append(float(logs["reward"]))
         assert (logs["staleness"], logs["tokens"], logs["length"]) == (0, 16 * 8, 6)
-        assert abs(float(logs["approx_kl"])) < 1e-5  # same log-probabilities as the sampling policy
+        assert abs(float(logs["approx_kl"])) < 1e-5  # learner and sampler compute equal log-probabilities
     assert np.mean(rewards[:3]) < 0.3 and np.mean(rewards[-3:]) > 0.9
     assert logs["kl"] > 0.1 and learner.learner_steps == 30
     learner.save()
@@ -96,7 +96,7 @@ def test_policy_learns_the_rewarded_token_and_resumes_from_a_checkpoint(url, run
     assert resumed.learner_steps == 30 and resumed.params_version > version
     assert_trees_equal(resumed.get_params()[1], params)
     again = resumed.step(batch)
-    for name in ("loss", "kl", "grad_norm"):  # also checks the restored reference and optimizer state
+    for name in ("loss", "kl", "grad_norm"):  # depend on the restored reference and optimizer state
         np.testing.assert_allclose(again[name], after[name], rtol=1e-5, err_msg=name)
     assert_trees_equal(resumed.get_params()[1], learner.get_params()[1])
     for each in (learner, resumed, buffer):
@@ -104,7 +104,7 @@ def test_policy_learns_the_rewarded_token_and_resumes_from_a_checkpoint(url, run
 
 
 class CountingGRPO(GRPO):
-    """Records the shape of the batch whenever the update is traced."""
+    """GRPO that records the shape of the batch whenever JAX traces the update."""
 
     traced: list[tuple[int, ...]] = []  # noqa: RUF012
 
@@ -144,7 +144,7 @@ def test_non_finite_parameters_are_never_published(non_finite):
         batch = batch._replace(data=batch.data._replace(inference_logprobs=wrong))
     learner = Learner(LearnerConfig(), agent, ReplayBuffer(agent))
     before = learner.params_version
-    for _ in range(3):  # the first update gives parameters of 1e38, and later ones overflow
+    for _ in range(3):  # after the first update, the parameters are about 1e38; later updates overflow
         with contextlib.suppress(NonFiniteLossError):
             learner.step(batch)
             before = learner.params_version

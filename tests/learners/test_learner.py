@@ -79,19 +79,19 @@ def test_published_parameters_do_not_change_in_later_updates():
     assert learner.get_params()[1]["w"] > 5
 
 
-def test_parameters_are_fetched_once_per_version():
+def test_get_params_returns_the_same_arrays_for_the_same_version():
     learner = make()
     assert learner.get_params()[1]["w"] is learner.get_params()[1]["w"]
 
 
-def test_staleness_is_the_mean_age_of_the_items_counted_in_versions():
+def test_staleness_is_the_mean_number_of_versions_since_the_items_were_made():
     learner = make()
     for _ in range(4):
         learner.step(reward_batch([1, 1, 1, 1], versions=1))
     assert learner.step(reward_batch([1, 1, 1, 1], versions=2))["staleness"] == 3.0
 
 
-def test_priorities_are_passed_to_the_buffer_with_the_keys_of_the_batch():
+def test_step_passes_priorities_and_item_keys_to_the_buffer():
     buffer = RecordingBuffer()
     logs = make(buffer=buffer, prioritized=True).step(reward_batch([1, -2, 3, 0]))
     ((keys, priorities),) = buffer.priorities
@@ -131,7 +131,7 @@ def test_non_finite_parameters_are_never_saved(tmp_path):
     learner.close()
 
 
-def test_restored_learner_continues_like_an_uninterrupted_one(tmp_path):
+def test_restored_learner_computes_the_same_as_an_uninterrupted_learner(tmp_path):
     learner, twin = make(tmp_path), make()
     for batch in ([1, 2, 3, 4], [5, 6, 7, 8]):
         learner.step(reward_batch(batch))
@@ -147,8 +147,8 @@ def test_restored_learner_continues_like_an_uninterrupted_one(tmp_path):
     resumed.close()
 
 
-def test_stopping_is_not_an_error_if_the_replay_stops_before_the_learner(tmp_path, monkeypatch):
-    class EventWithoutWait(threading.Event):  # the thread that would call `learner.stop` never sees the event
+def test_run_ends_without_an_error_if_the_replay_stops_before_the_learner(tmp_path, monkeypatch):
+    class EventWithoutWait(threading.Event):  # the thread that calls `learner.stop` never sees the event
         def wait(self, timeout=None):
             return False
 
@@ -189,7 +189,7 @@ def test_resumed_learner_has_higher_versions_than_the_crashed_learner(tmp_path):
     resumed.close()
 
 
-def test_final_save_of_an_already_saved_step_releases_reserved_versions(tmp_path):
+def test_final_save_releases_reserved_versions_even_if_the_step_is_already_saved(tmp_path):
     learner = make(tmp_path)
     for _ in range(3):
         learner.step(reward_batch([1, 1, 1, 1]))
@@ -293,7 +293,7 @@ def test_stop_ends_the_wait_for_a_batch_if_a_subclass_changes_the_dataset():
         each.close()
 
 
-def test_subclass_may_use_any_iterator_of_batches():
+def test_subclass_can_learn_from_any_iterator_of_batches():
     class Own(Learner):
         def _make_dataset(self, data_cfg):
             return iter([reward_batch([1, 1, 1, 1])] * 3)
@@ -304,19 +304,19 @@ def test_subclass_may_use_any_iterator_of_batches():
     learner.close()
 
 
-# --- restarted learners
+# --- learners that resume from a directory
 
 
 def resumed(tmp_path, buffer=None, **config) -> Learner:
     return Learner(LearnerConfig(checkpoint_dir=str(tmp_path), resume=True), counting_agent(**config), buffer)
 
 
-def test_resumed_learner_starts_by_publishing_the_parameters_of_its_checkpoint(tmp_path):
+def test_resumed_learner_publishes_the_parameters_of_its_checkpoint_first(tmp_path):
     learner = make(tmp_path)
     for _ in range(3):
         learner.step(reward_batch([1, 1, 1, 1]))
     learner.save()
-    learner.step(reward_batch([9, 9, 9, 9]))  # the learner dies after this update
+    learner.step(reward_batch([9, 9, 9, 9]))  # this update is not saved
     again = resumed(tmp_path)
     version, params = again.get_params(known_version=learner.params_version)
     assert again.learner_steps == 3 and params["w"] == 0.875
@@ -329,7 +329,7 @@ def test_learner_that_died_before_its_first_checkpoint_restarts_with_higher_vers
     learner = make(tmp_path)
     for _ in range(1_200):
         learner.step(reward_batch([1, 1, 1, 1]))
-    again = resumed(tmp_path)  # the first learner died
+    again = resumed(tmp_path)  # replaces the first learner, which saved nothing
     version, params = again.get_params(known_version=learner.params_version)
     assert again.learner_steps == 0 and params["w"] == 0.0
     assert version > learner.params_version
@@ -418,13 +418,13 @@ def test_large_replay_is_saved_rarely_and_only_the_newest_copy_is_kept(tmp_path,
     monkeypatch.setattr(replay_files, "_MAX_SAVE_FRACTION", 1e-9)
     monkeypatch.setattr(buffer, "save", lambda path: (written.append(path.name), ReplayBuffer.save(buffer, path)))
     run_to(18, tmp_path, buffer, checkpoint_every=4)
-    # The replay is saved immediately, and then only at the end, after a checkpoint without the replay.
+    # The replay is saved with checkpoint 4 and with the final checkpoint 19. Checkpoint 18 is final, but has no replay.
     assert written == ["4", "19"]
     assert checkpoints(tmp_path) == [16, 18, 19]
     assert replays(tmp_path) == [19]
 
 
-def test_saved_replay_without_its_checkpoint_is_dropped(tmp_path, monkeypatch):
+def test_save_removes_a_replay_whose_checkpoint_was_never_written(tmp_path, monkeypatch):
     buffer = filled_buffer()
     run_to(4, tmp_path, buffer)
 
@@ -438,7 +438,7 @@ def test_saved_replay_without_its_checkpoint_is_dropped(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="killed"):
             learner.save(with_replay=True)
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4], [4, 5])
-    learner.save()  # this checkpoint is also number 5, but is newer than the saved replay
+    learner.save()  # a new checkpoint 5, which must not use the old replay 5
     assert (checkpoints(tmp_path), replays(tmp_path)) == ([4, 5], [4])
     learner.close()
     (tmp_path / "replay" / "7").write_bytes(b"of a checkpoint that was cut off")
@@ -505,7 +505,7 @@ def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
     learner = Learner(LearnerConfig(), counting_agent(), buffer)
     for _ in range(3):
         learner.step(buffer.sample())
-    wait_until(lambda: "replay_added" in learner.stats())  # another thread fetches this value
+    wait_until(lambda: "replay_added" in learner.stats())  # fetched by another thread
     stats = learner.stats()
     assert (stats["learner_steps"], stats["params_version"], stats["finished"]) == (3, 4, False)
     assert stats["loss"] == 0.25 and stats["replay_added"] == buffer.stats()["added"] == 12
@@ -520,14 +520,14 @@ def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
         assert unblock.wait(60.0)
         return {}
 
-    learner._update = slow_update  # takes as long as a compilation
+    learner._update = slow_update  # simulates a compilation
     buffer.stats = slow_stats
     thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
     thread.start()
     assert updating.wait(60.0)
     began = time.monotonic()
     assert learner.stats()["learner_steps"] == 3
-    assert time.monotonic() - began < 30.0  # the slow calls take up to 60 s
+    assert time.monotonic() - began < 30.0  # less than the 60 s of the slow calls
     unblock.set()
     thread.join(60.0)
 
@@ -549,7 +549,7 @@ def test_update_raises_an_error_for_a_log_that_is_not_a_number(value, found):
     assert learner.stats()["learner_steps"] == 1
 
 
-def test_missing_method_of_the_replay_buffer_is_named():
+def test_error_names_the_method_that_the_replay_buffer_lacks():
     class Nothing:
         pass
 

@@ -1,4 +1,4 @@
-"""Published parameters and checkpoints contain no NaN and no infinity."""
+"""Tests that published parameters and checkpoints never contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOOD, NAN, INFINITE = [1.0] * 4, [np.nan] * 4, [np.inf] * 4
 
 
 class Counting(CountingAgent):
-    """An agent whose loss is always finite. Actors get values of the learner state in addition to the parameters."""
+    """An agent whose logged loss is always finite. Its actors get the parameters and a value of the learner state."""
 
     def learner_step(self, params, learner_state, batch):
         params, learner_state, logs = super().learner_step(params, learner_state, batch)
@@ -45,7 +45,7 @@ class LossOnly(Counting):
 
 
 class Statistics(Counting):
-    """An agent that publishes a value that can be infinite while the parameters are finite."""
+    """An agent that publishes a value computed from the parameters. It can be infinite if they are finite."""
 
     def actor_params(self, params, learner_state):
         return {**super().actor_params(params, learner_state), "scale": 1.0 / (params["w"] - 1.0)}
@@ -58,7 +58,7 @@ def make(agent_cls=Counting, checkpoint_dir=None, **config) -> Learner:
 
 
 def published(learner) -> list[np.ndarray]:
-    """Return all arrays that actors receive: unpacked in this process, and packed elsewhere."""
+    """Return all arrays that actors receive, from `get_params` and from `get_packed`."""
     trees = [learner.get_params()[1], learner.get_packed()[1].unpack_numpy()]
     return [np.asarray(leaf) for tree in trees for leaf in jax.tree.leaves(tree)]
 
@@ -126,7 +126,7 @@ def test_non_finite_statistics_are_not_published():
     learner.close()
 
 
-def test_nan_loss_with_finite_parameters_ends_learning():
+def test_nan_loss_raises_an_error_even_if_the_parameters_are_finite():
     learner = make(LossOnly)
     learner.step(reward_batch(NAN))
     assert is_finite(published(learner))
@@ -145,7 +145,7 @@ def test_non_finite_initial_parameters_are_rejected():
 
 
 class NanRewards(gymnasium.Wrapper):
-    """A wrapper whose rewards are NaN after `good` steps."""
+    """An environment wrapper: after `good` steps, all rewards are NaN."""
 
     def __init__(self, env: gymnasium.Env, good: int) -> None:
         super().__init__(env)

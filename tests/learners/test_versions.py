@@ -1,4 +1,4 @@
-"""Versions increase, even after a crash."""
+"""Tests that version numbers increase, even after a crash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_versions_after_a_crash_are_higher_than_all_used_versions(tmp_path):
     assert after_crash.next() > given[-1]
 
 
-def test_no_version_is_used_twice_regardless_of_how_many_reserved_versions_were_used(tmp_path):
+def test_no_version_is_used_twice_after_a_crash_at_any_version(tmp_path):
     for used in range(1, 2_100, 100):
         counter = VersionCounter(tmp_path / str(used))
         given = [counter.next() for _ in range(used)]
@@ -51,7 +51,7 @@ def test_versions_continue_without_a_gap_after_a_clean_stop(tmp_path):
 
 
 class Clock:
-    """A clock that the test sets. Each write of the file takes 0.5 ms."""
+    """A fake clock that the test advances. It makes each write of the file take 0.5 ms."""
 
     def __init__(self):
         self.now = 1.0
@@ -78,7 +78,7 @@ def test_killed_learner_skips_few_versions_if_updates_are_slow(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("content", ['{"other": 1}', '{"reserved": null}', '[{"reserved": 1}]', '{"res'])
-def test_damaged_versions_file_is_named(tmp_path, content):
+def test_error_names_the_damaged_versions_file(tmp_path, content):
     (tmp_path / "versions.json").write_text(content)
     with pytest.raises(CheckpointError, match=r'versions\.json is damaged: .*It must hold {"reserved": N}'):
         VersionCounter(tmp_path).resume(value=3)

@@ -40,7 +40,7 @@ def test_all_loggers_get_the_row_even_if_one_fails(tmp_path):
     assert read_jsonl(tmp_path / "m.jsonl") == [{"step": 1, "loss": 2.0}]
 
 
-def test_lost_rows_are_reported_once_and_counted(caplog):
+def test_lenient_logger_warns_once_and_counts_the_lost_rows(caplog):
     disk = {"full": False}
 
     def write(step, values):

@@ -1,4 +1,4 @@
-"""Learning curves: runs that differ only in their seed are grouped, smoothed and averaged."""
+"""Tests of learning curves: runs that differ only in their seed are grouped, smoothed and averaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_run(
     return directory
 
 
-def test_rows_are_weighted_by_their_number_of_episodes_for_smoothing():
+def test_smoothing_weights_each_row_by_its_number_of_episodes():
     returns, episodes = np.array([0.0, 10.0, 40.0]), np.array([1.0, 1.0, 3.0])
     np.testing.assert_allclose(smoothed(returns, episodes), [5.0, 130.0 / 5.0, 130.0 / 4.0])
 
@@ -51,7 +51,8 @@ def test_runs_that_differ_only_in_their_seed_become_one_curve(tmp_path):
     assert (group.label, group.env, len(group.runs)) == ("PPO", "CartPole-v1", 2)
     steps, mean, low, high = group.curve()
     assert steps[-1] == 100  # end of the shorter run
-    # Smoothing averages a row and its neighbors. Then the first run goes from 50 to 100, and the second stays at 70.
+    # Smoothing replaces each value by the mean of the row and its neighbors. The smoothed first run goes from 50 to
+    # 100, and the smoothed second run is always 70.
     np.testing.assert_allclose([mean[0], mean[-1]], [60.0, 85.0])
     np.testing.assert_allclose([low[0], high[0], low[-1], high[-1]], [50.0, 70.0, 70.0, 100.0])
 
@@ -93,7 +94,7 @@ def test_environment_from_a_file_is_labeled_with_the_file_name(tmp_path):
     assert run.env == "lander.py:make_env"
 
 
-def test_label_omits_options_that_the_run_does_not_have(tmp_path):
+def test_label_lists_only_options_that_the_run_itself_has(tmp_path):
     kwargs = [{}, {"gravity": 1.2}]
     runs = [make_run(tmp_path / str(i), {1: 1.0}, agent="ppo", env="X", env_kwargs=kwargs[i]) for i in range(2)]
     assert [group.label for group in group_runs([load_run(run) for run in runs])] == ["PPO", "PPO (gravity 1.2)"]
@@ -109,12 +110,12 @@ def labels_of(tmp_path: pathlib.Path, *configs: dict) -> list[str]:
     return labels
 
 
-def test_label_has_every_option_that_differs(tmp_path):
+def test_label_lists_each_option_whose_value_differs_between_runs(tmp_path):
     options = [{"agent": "ppo", "env": "X", "agent_config": dict.fromkeys("edcba", i)} for i in range(2)]
     assert labels_of(tmp_path, *options) == ["PPO (a 0, b 0, c 0, d 0, e 0)", "PPO (a 1, b 1, c 1, d 1, e 1)"]
 
 
-def test_labels_differ_if_only_one_option_differs(tmp_path):
+def test_two_runs_have_different_labels_if_one_option_differs(tmp_path):
     several = [{"a": a, "b": a, "c": a, "z": z} for a, z in ((0, 0), (0, 1), (1, 1))]
     runs = [{"agent": "ppo", "env": "X", "agent_config": config} for config in several]
     assert labels_of(tmp_path, *runs)[:2] == ["PPO (a 0, b 0, c 0, z 0)", "PPO (a 0, b 0, c 0, z 1)"]
@@ -127,13 +128,13 @@ def test_options_with_the_same_name_are_shown_with_their_prefix(tmp_path):
     assert first == "PPO (agent_config.num_envs 2, env_kwargs.size 1, num_envs 1, network.size 2)"
 
 
-def test_numbers_have_enough_digits_to_differ(tmp_path):
+def test_numbers_in_labels_have_enough_digits_to_be_different(tmp_path):
     rates = (0.12345678, 0.12345679, 0.3)
     runs = [{"agent": "ppo", "env": "X", "agent_config": {"rate": rate, "cost": rate / 3}} for rate in rates[:2]]
     assert labels_of(tmp_path, *runs)[0] == "PPO (cost 0.04115226, rate 0.12345678)"
 
 
-def test_numbers_have_no_more_digits_than_needed_to_differ(tmp_path):
+def test_numbers_in_labels_are_rounded_if_they_remain_different(tmp_path):
     runs = [{"agent": "ppo", "env": "X", "rate": rate} for rate in (1e-5, 1 / 3)]
     assert labels_of(tmp_path, *runs) == ["PPO (rate 1e-05)", "PPO (rate 0.333333)"]
 
@@ -143,13 +144,13 @@ def test_equal_int_and_float_are_the_same_setting(tmp_path):
     assert len(group_runs([load_run(run) for run in runs])) == 1
 
 
-def test_strings_that_look_like_other_values_are_quoted(tmp_path):
+def test_labels_quote_strings_that_look_like_other_values(tmp_path):
     values = (None, "None", True, "True", 1, "1", "a, b 2", [1, 2], "[1, 2]")
     labels = labels_of(tmp_path, *({"agent": "ppo", "env": "X", "env_kwargs": {"mode": value}} for value in values))
     assert labels[:2] == ["PPO (mode None)", "PPO (mode 'None')"]
 
 
-def test_files_with_the_same_name_are_shown_with_their_folders(tmp_path):
+def test_labels_show_the_folders_of_files_with_the_same_name(tmp_path):
     agents = [{"agent": f"/home/me/{name}/agent.py:Mine", "env": "X"} for name in "ab"]
     assert labels_of(tmp_path, *agents) == ["Mine (agent a/agent.py:Mine)", "Mine (agent b/agent.py:Mine)"]
 
@@ -173,7 +174,7 @@ def test_label_names_topology_and_network_instead_of_their_options(tmp_path):
     ]
 
 
-def test_label_contains_the_name_of_the_head_but_not_the_options(tmp_path):
+def test_label_contains_the_name_of_the_head_instead_of_its_options(tmp_path):
     heads = [
         {"name": "expectation", "huber_threshold": 1.0},
         {"name": "categorical", "num_atoms": 51, "value_min": -10.0},
@@ -219,19 +220,22 @@ def test_directory_without_metrics_is_refused(tmp_path):
         load_run(tmp_path / "nothing")
 
 
-# Interquartile means and bootstrap intervals, compared with hand-computed examples and with rliable.
+# Compare interquartile means and bootstrap intervals with hand-computed examples and with the library rliable.
 
 
 def test_interquartile_mean_averages_the_middle_half():
     assert interquartile_mean([1000.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -50.0]) == 3.5
-    assert interquartile_mean([1.0, 2.0, 6.0]) == 3.0  # three values are too few, so all are averaged
+    assert interquartile_mean([1.0, 2.0, 6.0]) == 3.0  # fewer than four values: the mean of all
     np.testing.assert_array_equal(interquartile_mean([[0.0, 1.0], [5.0, 1.0], [7.0, 3.0], [90.0, 9.0]]), [6.0, 2.0])
 
 
 def test_interval_is_close_to_the_interval_over_all_resamples():
-    assert [float(end) for end in interval([0.0, 10.0, 4.0])] == [0.0, 10.0]  # too few values for a bootstrap
+    assert [float(end) for end in interval([0.0, 10.0, 4.0])] == [
+        0.0,
+        10.0,
+    ]  # fewer than four values: (lowest, highest)
     values = np.array([0.0, 1.3, 2.1, 4.7, 9.9])
-    each = np.stack(np.meshgrid(*[values] * 5)).reshape(5, -1)  # all 3,125 resamples
+    each = np.stack(np.meshgrid(*[values] * 5)).reshape(5, -1)  # all 5**5 = 3,125 possible resamples
     wanted = np.percentile(interquartile_mean(each), [2.5, 97.5])
     np.testing.assert_allclose(interval(values), wanted, atol=0.4)
     assert interval([7.0]) == (7.0, 7.0)
@@ -254,7 +258,7 @@ def test_intervals_are_close_to_the_results_of_rliable(count, wanted):
     assert np.array(interval(SCORES[:count])) == pytest.approx(wanted, abs=8.0)
 
 
-def test_interval_of_curves_is_computed_per_point():
+def test_interval_of_curves_is_computed_for_each_point():
     curves = np.random.RandomState(0).randn(6, 3)
     low, high = interval(curves)
     for i in range(3):

@@ -1,4 +1,4 @@
-"""JSONL and CSV files after a process was killed, a run was resumed, or the disk was full."""
+"""Tests of JSONL and CSV files after a process was killed, a run was resumed, or the disk was full."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_new_name_becomes_a_new_csv_column(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["metrics.csv"]
 
 
-def test_csv_columns_are_kept_in_a_resumed_run(tmp_path):
+def test_resumed_run_keeps_the_columns_of_the_csv_file(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_text("step,loss\n1,1.0\n2,2")
     logger = CSVLogger(path)
@@ -101,7 +101,7 @@ def test_full_disk_raises_an_error_and_keeps_complete_rows(tmp_path, kind, monke
     logger.write(1, {"loss": 1.0})
     before = path.read_bytes()
     write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))  # as on a full disk
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))  # simulate a full disk: write only 3 bytes
     with pytest.raises(RlframeError, match=r"Could not write .*metrics: No space left on device.*--resume"):
         logger.write(2, {"loss": 2.0})
     monkeypatch.undo()

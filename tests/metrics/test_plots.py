@@ -1,4 +1,4 @@
-"""Plots of learning curves: the objects of the figure, and the saved file."""
+"""Tests of plots of learning curves: what the figure contains, and which file is saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.metrics.test_curves import make_run
 
 @pytest.fixture
 def figures(monkeypatch):
-    """List of all saved figures."""
+    """Return a list that collects each figure when it is saved."""
     kept = []
     save = plots._save
     monkeypatch.setattr(plots, "_save", lambda figure, out: (kept.append(figure), save(figure, out)))
@@ -123,7 +123,7 @@ def test_unknown_format_is_refused_with_the_known_formats(tmp_path):
         plot_learning_curve(run, tmp_path / "curve.doc")
 
 
-def test_no_run_is_an_error():
+def test_plot_of_no_run_directories_is_refused():
     with pytest.raises(UsageError, match="at least one run directory"):
         plot_learning_curve([])
 

@@ -1,4 +1,4 @@
-"""The counters of actors, and the rows made from the counters, compared with hand-computed values."""
+"""Compare the counters of actors, and the rows made from them, with hand-computed values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def stats(rank: int, incarnation: int, steps: float, **logged: list[float]) -> d
     return {"rank": rank, "incarnation": incarnation, **counters, "logged": logged}
 
 
-def test_sums_are_added_by_name():
+def test_add_sums_adds_the_sums_with_the_same_name():
     assert add_sums([{"a": [1.0, 2.0]}, {}, {"a": [3.0, 1.0], "b": [5.0, 1.0]}]) == {"a": [4.0, 3.0], "b": [5.0, 1.0]}
     assert add_sums([]) == {}
 
@@ -23,7 +23,7 @@ def test_repeated_stats_are_counted_once_and_stats_of_dead_actors_are_kept():
         stats(0, 0, 15),
         stats(1, 0, 7),
         stats(0, 1, 100),
-    ):  # the last stats are from a restarted actor
+    ):  # the last element comes from a restarted actor
         counts.add(each)
     assert counts.total() == {"env_steps": 122, "episodes": 3, "return_sum": 244.0, "length_sum": 122}
     assert counts.env_steps == 122

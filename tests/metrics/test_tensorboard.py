@@ -1,4 +1,4 @@
-"""TensorBoard event files, written without TensorFlow."""
+"""Tests of TensorBoard event files, which are written without TensorFlow."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tensorboard_reads_the_file(tmp_path):
         logger.write(step, {"loss": float(step)})
     logger.close()
     program = (
-        "import sys; sys.modules['tensorflow'] = None\n"  # as if TensorFlow were not installed
+        "import sys; sys.modules['tensorflow'] = None\n"  # simulates that TensorFlow is not installed
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
         f"events = EventAccumulator({str(tmp_path)!r}); events.Reload()\n"
         "print([(scalar.step, scalar.value) for scalar in events.Scalars('loss')])"

@@ -1,4 +1,4 @@
-"""Live progress in terminals, notebooks and pipes."""
+"""Tests of the progress display in terminals, notebooks and pipes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_plain_lines_show_progress_and_remaining_time(clock):
     )
 
 
-def test_evaluations_are_printed_before_the_interval_has_passed(clock):
+def test_evaluations_are_printed_at_once_instead_of_after_the_interval(clock):
     out = io.StringIO()
     logger = TerminalLogger(100, file=out, seconds_between_lines=5.0)
     for step in range(1, 21):
@@ -100,7 +100,7 @@ def test_speed_is_computed_over_the_last_seconds(clock):
     assert "steps/s 1,000 " in out.getvalue().splitlines()[-1]
 
 
-def test_piped_stdout_is_not_redirected(capsys, clock):
+def test_terminal_logger_does_not_redirect_a_piped_stdout(capsys, clock):
     logger = TerminalLogger(10, file=Tty())
     print('{"return_mean": 1}')
     logger.close()

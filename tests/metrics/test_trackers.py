@@ -1,4 +1,4 @@
-"""W&B in offline mode, Trackio on the local disk, and the errors if one of them is not installed."""
+"""Tests of W&B in offline mode, of Trackio on the local disk, and of the errors if W&B or Trackio is not installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_trackio_stores_rows_and_prints_nothing_on_stdout(tmp_path):
     program = (
         "import sys\n"
         "from rlframe.metrics import TrackioLogger\n"
-        "for steps in ((1, 2), (3,)):\n"  # the second part is a resumed run
+        "for steps in ((1, 2), (3,)):\n"  # step 3 is written by a resumed run
         f"    logger = TrackioLogger({str(tmp_path / 'run7')!r}, project='tests')\n"
         "    for step in steps:\n"
         "        logger.write(step, {'loss': 0.5 * step, 'note': 'x'})\n"

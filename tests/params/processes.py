@@ -1,4 +1,4 @@
-"""Processes that use a param store. All numbers in a version's arrays are the version's number."""
+"""Processes that use a param store. Each number in the arrays of version N is N, so tests detect mixed versions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0  # most seconds of each wait of a test
+DEADLINE = 60.0  # maximum seconds of each wait in a test
 
 
 def params(version: int, size: int = 300_000) -> dict[str, Any]:
     """Return parameters with small leaves, which are packed together, and a large leaf.
 
-    Copying the large leaf takes so long that a write may happen during the copy.
+    The copy of the large leaf takes long, so that the test can write during the copy.
     """
     fill = np.float32(version)
     return {
@@ -29,13 +29,13 @@ def params(version: int, size: int = 300_000) -> dict[str, Any]:
 
 
 def numbers_in(tree: dict[str, Any]) -> set[int]:
-    """Return the numbers in all arrays of a version."""
+    """Return the set of all numbers in the arrays of `tree`."""
     leaves = [tree["bias"], *tree["layers"], tree["table"]]
     return {int(x) for leaf in leaves for x in np.unique(leaf)}
 
 
 class Process:
-    """A new interpreter that runs a function of this module on a pickled store, and prints JSON lines."""
+    """A new Python process. It runs a function of this module with pickled arguments, and prints JSON lines."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         command = [sys.executable, "-m", "tests.params.processes"]

@@ -1,4 +1,4 @@
-"""Unpacking returns exactly the packed tree, inside and outside of a jitted call."""
+"""Tests that unpacking returns exactly the tree that was packed, inside and outside of jitted calls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_tree_without_small_leaves_can_be_packed(empty):
 
 
 def test_floats_returns_the_floating_point_numbers_in_few_arrays():
-    nan_bits = np.full(2, 0x7FC00000, np.int32)  # these integers have the bits of a NaN
+    nan_bits = np.full(2, 0x7FC00000, np.int32)  # integers with the same bits as a float NaN
     tree = {
         "a": np.float32([1.0, 2.0]),
         "b": np.float32([[3.0]]),
@@ -77,7 +77,7 @@ def test_floats_returns_the_floating_point_numbers_in_few_arrays():
     assert found == [[1.0, 2.0, 3.0], [4.0], [5.0]]
 
 
-def test_packed_params_pickle_after_launchpad_changed_the_pickling_of_caches(monkeypatch):
+def test_packed_params_can_be_pickled_after_launchpad_changed_how_caches_are_pickled(monkeypatch):
     packed = PackedParams.of(tree())
 
     def refuse(cache):

@@ -1,4 +1,4 @@
-"""Parameters in shared memory. Learners and readers in other processes restart, die, and run at full speed."""
+"""Tests of parameters in shared memory: learners and readers in other processes restart, die, and run at full speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE = 60.0
 
 
 class CountedLearner(Learner):
-    """A learner that learns when `learn` is called. `given` returns the number of calls for parameters."""
+    """A learner for tests: `learn` does one update, `given` returns how often parameters were requested by a call."""
 
     def __init__(self, agent=None, checkpoint_dir=None, resumes=False):
         super().__init__(LearnerConfig(checkpoint_dir=checkpoint_dir), agent or counting_agent(), RecordingBuffer())
@@ -57,7 +57,7 @@ class CountedLearner(Learner):
 
 
 class ElsewhereLearner(CountedLearner):
-    """A learner whose memory cannot be found, as on another machine."""
+    """A learner whose shared memory readers cannot open, as if the learner ran on another machine."""
 
     def publication_reader(self):
         reader = pickle.loads(pickle.dumps(super().publication_reader()))
@@ -97,7 +97,7 @@ def test_parameters_of_a_learner_in_another_process_are_read_from_shared_memory(
         assert learner.given() == given + 20
 
 
-def test_shared_leaves_equal_the_leaves_from_get_params():
+def test_parameters_from_shared_memory_equal_the_result_of_get_params():
     address = free_address()
     agent = PPO(PPOConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     learner = CountedLearner(agent)
@@ -137,7 +137,9 @@ def test_reader_finds_the_successor_of_a_killed_learner(tmp_path):
         process.kill()
         learner._deadline = 1.0
         with pytest.raises(PeerError, match=rf"The learner at {address} did not answer get_packed\(\) within 1 s"):
-            for _ in range(int(DEADLINE / 0.01)):  # the reader checks ten times a second that the learner is alive
+            for _ in range(
+                int(DEADLINE / 0.01)
+            ):  # the reader checks only ten times a second whether the learner is alive
                 assert reader.get_params(newest) == (newest, None)
                 threading.Event().wait(0.01)
     with child(address, CountedLearner, None, str(tmp_path), True):
@@ -150,7 +152,7 @@ def test_reader_finds_the_successor_of_a_killed_learner(tmp_path):
         assert learner.given() == given
 
 
-def test_learner_without_local_memory_is_called_by_courier():
+def test_reader_uses_courier_if_it_cannot_open_the_learners_memory():
     address = free_address()
     learner = ElsewhereLearner()
     with serving(learner, address):
@@ -163,7 +165,7 @@ def test_learner_without_local_memory_is_called_by_courier():
     learner.close()
 
 
-def test_readers_of_a_closed_learner_call_it_by_courier():
+def test_readers_use_courier_after_the_learner_is_closed():
     address = free_address()
     learner = CountedLearner()
     with serving(learner, address):
@@ -184,12 +186,12 @@ def packed(version):
 
 
 def written(reader):
-    """Return the newest version whose arrays are in memory."""
+    """Return the newest version whose arrays are in shared memory."""
     return reader._memory.newest_written()[0]
 
 
 def publish_at_full_speed(connection):
-    """Publish versions without a pause. All numbers in a version's arrays are the version's number."""
+    """Publish versions without a pause. Each number in the arrays of version N is N."""
     version = 1
     publication = Publication(version, packed(version))
     connection.send(publication.reader())
@@ -222,7 +224,7 @@ def test_reads_during_fast_publishing_return_complete_and_increasing_versions():
     assert process.exitcode == 0 and reader.is_gone
 
 
-def test_version_is_written_only_after_a_request():
+def test_first_version_is_written_only_if_a_reader_requests_it():
     publication = Publication(1, packed(1))
     reader = pickle.loads(pickle.dumps(publication.reader()))
     for version in range(2, 50):
@@ -237,7 +239,7 @@ def test_version_is_written_only_after_a_request():
     assert publication.get_packed()[0] == 49
 
 
-def test_next_version_after_a_read_is_written_without_a_request():
+def test_version_that_follows_a_read_is_written_without_a_request():
     publication = Publication(1, packed(1))
     reader = pickle.loads(pickle.dumps(publication.reader()))
     wait_until(lambda: reader.read(-1) is not None)
@@ -279,7 +281,7 @@ def read_forever(address, connection):
 
 
 def test_killed_reader_blocks_no_other_process():
-    before = set(threading.enumerate())  # includes threads of other tests' learners
+    before = set(threading.enumerate())  # learners of other tests may have left threads
     address = free_address()
     learner = CountedLearner()
     context = multiprocessing.get_context("spawn")

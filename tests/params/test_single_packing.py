@@ -1,4 +1,4 @@
-"""Parameters are packed once and unpacked once between an update and inference, by every connection."""
+"""Between an update and inference, parameters are packed once and unpacked once, for each kind of connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UPDATES = 4
 
 
 class Elsewhere(Learner):
-    """A learner whose memory cannot be found."""
+    """A learner without shared memory."""
 
     def publication_reader(self):
         return None
@@ -46,7 +46,7 @@ def by_a_store(learner, stack):
     stack.append(made.close)
     store = pickle.loads(pickle.dumps(made))
 
-    def publish():  # as a `LearnerWorker` does
+    def publish():  # does the same as a `LearnerWorker`
         version, packed = learner.get_packed(store.newest_version("main"))
         if packed is not None:
             store.put("main", version, packed)
@@ -102,6 +102,6 @@ def test_each_version_is_packed_once_and_unpacked_once(way, monkeypatch):
         w += 0.5 * (reward - w)
         expected.append((reward + 2, w))
     assert learned == expected
-    # Only jitted functions pack and unpack. JAX traced these functions once, for the first version.
+    # Only jitted functions pack and unpack. JAX traced them only for the first version, so the counts did not change.
     assert counts["unpack_jax"] > 0 and counts == traced
     assert not counts["pack_numpy"] and not counts["unpack_numpy"]

@@ -1,4 +1,4 @@
-"""Options of an experiment: from the user's arguments to the values in `config.json`.
+"""Convert the user's arguments to the options of an experiment, and to the values in `config.json`.
 
 `rlframe.train("dqn", MyEnv, head="categorical", head_num_atoms=21)`, step by step:
 

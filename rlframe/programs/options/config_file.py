@@ -1,4 +1,4 @@
-"""`config.json` of a run directory: the experiment as JSON, with notes for readers and for later sessions."""
+"""Save and load `config.json` of a run directory. It contains the experiment and notes, such as package versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str,
 
 
 def experiment_values(experiment: Experiment) -> dict[str, Any]:
-    """Return an experiment as JSON-compatible values. The topology's config has the key `topology`."""
+    """Return a dict with an experiment's JSON-compatible values. The key `topology` contains the topology's config."""
     values = to_jsonable(experiment)
     return {"topology": values.pop("topology_config"), **values}
 
@@ -49,9 +49,9 @@ def load_experiment(
 
     Args:
         path: path of the directory or the file.
-        given: option -> name, class or function that replaces a saved name. By default, only live names (which no file
-            defines) are replaced.
-        replace: also replace names that are not live.
+        given: option -> name, class or function that replaces a saved name. Only live names are replaced: names of
+            objects that are not defined in a file.
+        replace: if True, replace the other names too.
 
     Raises:
         UsageError: the file does not exist or is not JSON, or a field is unknown or has the wrong type.

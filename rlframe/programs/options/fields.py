@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: resolve their names, check their values, and convert them to and from JSON."""
+"""Work with options that are fields of dataclasses: find their names, check their values, convert from and to JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
 # `async` is a keyword of Python, so `async=True` is a syntax error.
 _KEYWORDS = {"async": "async_envs", "async_": "async_envs"}
-_LONGEST = 80  # maximum characters of a value in an error message
+_LONGEST = 80  # an error message shows at most this number of characters of a value
 
 
 def number(default: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
@@ -30,9 +30,9 @@ def number(default: Any, *, at_least: float | None = None, above: float | None =
 
 
 def option(default: Any, *, multi_run: Literal["each", "command"]) -> Any:
-    """Return a dataclass field for an option that can be used with several runs, such as `rlframe train --seeds`.
+    """Return a dataclass field for an option of commands that start several runs, such as `rlframe train --seeds`.
 
-    Commands with several runs refuse all other options of a session.
+    These commands refuse session options that are not defined with this function.
 
     Args:
         default: default of the field.
@@ -56,12 +56,12 @@ def field_names(cls: Any) -> list[str]:
 
 
 def flat_fields(config: Any) -> dict[str, Any]:
-    """Return the values of a dataclass's `init` fields, by name."""
+    """Return a dict: name -> value of each `init` field of a dataclass."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
 
 
 def option_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return a config's options by name. Names in a nested config have a dot: `head` and `head.num_atoms`."""
+    """Return a dict: name -> value of each option. Names in a nested config have a dot, such as `head.num_atoms`."""
     values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
@@ -74,14 +74,15 @@ def option_values(config: Any, prefix: str = "") -> dict[str, Any]:
 def resolve_names(
     options: Mapping[str, Any], known: Iterable[str], owner: str, describe_owner: Any = None, others: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return options under their full names: `network_hidden` becomes `network.hidden`, `async_` becomes `async_envs`.
+    """Return the options with their full names, such as `network.hidden` for `network_hidden`.
 
     Args:
         options: the given options.
         known: names of all existing options.
-        owner: description of the object that has these options, for messages.
-        describe_owner: returns a sentence about the owner of an unknown option, or "" if there is none.
-        others: more names to suggest for an unknown option.
+        owner: description of the object that has the `known` options, for error messages.
+        describe_owner: function that returns a sentence for error messages, or "". The sentence explains which agents
+            or choices have an unknown option.
+        others: more names that an error message can suggest for an unknown option.
 
     Raises:
         UsageError: an option is unknown, or given twice under different names.
@@ -112,9 +113,9 @@ def _hint(given: str, known: Sequence[str], describe_owner: Any) -> str:
 
 
 def choices_of(hint: Any) -> dict[str, Any]:
-    """Return the dataclasses of a union by their `name`. Users choose one by name, such as head="categorical".
+    """Return a dict: name -> dataclass, for a union from which users choose by name, such as head="categorical".
 
-    Each member must be a dataclass with a class attribute `name` that is not a field. For any other union, return {}.
+    Each member must be a dataclass with a class attribute `name` that is not a field. Otherwise, return {}.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
     choices = {name: each for each in members if (name := _choice_name(each)) is not None}
@@ -130,7 +131,7 @@ def _choice_name(cls: Any) -> str | None:
 
 
 def with_choices(config: Any, names: Mapping[str, Any]) -> Any:
-    """Return a config with the given choices (`head="categorical"`). Keep the current value if it has this name."""
+    """Return a config with the choices in `names`, such as head="categorical". Keep a choice that has this name."""
     changes = {}
     for field, hint in hints_of(type(config)).items():
         given = names.get(field)
@@ -217,7 +218,7 @@ def hints_of(cls: type) -> dict[str, Any]:
     """Return the annotation of each `init` field of a dataclass. Unreadable annotations become `Any`."""
     try:
         every = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # an annotation uses a local name, or syntax of a later Python
+    except (NameError, TypeError):  # an annotation uses a local name, or the syntax of a newer Python
         every = {}
     return {field.name: every.get(field.name, Any) for field in dataclasses.fields(cls) if field.init}
 
@@ -262,7 +263,7 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _convert_choice(choices: Mapping[str, Any], value: Any, where: str) -> Any:
-    """Convert a choice that is given as an instance, as a name, or as a dict with a name and options."""
+    """Return the instance of a choice. `value` is an instance, a name, or a dict with the name and options."""
     if isinstance(value, tuple(choices.values())):
         return value
     options = dict(value) if isinstance(value, dict) else {"name": value}

@@ -47,7 +47,7 @@ from rlframe.programs.topologies.config import (
 )
 from rlframe.user_code.files import forget_changed
 
-# Fields that are not flat options, and fields whose option has another name.
+# These fields are not options, or their option has a different name.
 _NOT_FLAT = ("name", "agent", "topology_config", "agent_config", "network_config")
 
 
@@ -85,19 +85,19 @@ def make_experiment(
 
 
 def change_options(defaults: Experiment, options: Mapping[str, Any], others: Iterable[str] = ()) -> Experiment:
-    """Return the experiment with new values for some options. Names are as in `rlframe train`, with underscores.
+    """Return the experiment with new values for some options. Names are those of `rlframe train`, with underscores.
 
     `{"num_envs": 4, "head": "categorical", "head_num_atoms": 21}` changes an experiment with dqn in these steps:
 
-    1. Collect the fields of the experiment and its topology's config (flat options), the agent's config, and the
-       network's config. First set the named head in the agent's config, because the head has options too.
+    1. Set the named head in the agent's config, because the head has options too. Then collect all fields: of the
+       experiment and its topology's config (flat options), of the agent's config, and of the network's config.
     2. `resolve_names` finds the full names: num_envs, head and head.num_atoms.
     3. `num_envs` is a flat option: `convert` checks its value. `head` and `head.num_atoms` change the agent's config.
 
     Args:
         defaults: the experiment to change.
         options: new values by name.
-        others: names of the caller's options, which may be suggested for an unknown option.
+        others: names of the caller's own options. An error message can suggest them for an unknown option.
 
     Raises:
         UsageError: an option is unknown, or its value has the wrong type.
@@ -119,21 +119,21 @@ def change_options(defaults: Experiment, options: Mapping[str, Any], others: Ite
     # 3. Set the values of flat options and of configs.
     values = {name: convert(hints[name], value, name) for name, value in given.items() if name in hints}
     for part, config in configs.items():
-        whole = flat_fields(config) if part in given else {}  # check the types in a complete config too
+        whole = flat_fields(config) if part in given else {}  # check the types of all fields of a given config
         inner = {name.removeprefix(prefixes[part]): given[name] for name in names[part] if name in given.keys() - hints}
         values[part] = with_options(config, {**whole, **inner}, prefixes[part])
     return with_fields(defaults, **values)
 
 
 def _hints_of_flat(agent: str, *extra_topologies: str) -> dict[str, Any]:
-    """Return the annotations of the options of an experiment and of all topologies of `config_classes`."""
+    """Return a dict: flat option -> annotation, for the experiment and all topologies that the agent can use."""
     classes = (*config_classes(agent, *extra_topologies).values(), Experiment)
     hints = {name: hint for cls in classes for name, hint in hints_of(cls).items()}
     return {name: hint for name, hint in hints.items() if name not in _NOT_FLAT} | {"topology": str}
 
 
 def _with_network(experiment: Experiment, options: Mapping[str, Any], hints: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with the network that the options name. A new network resets the network's config."""
+    """Return the experiment with the network in `options`. If the network changes, set the network's config to None."""
     if "network" not in hints or "network" not in options:
         return experiment
     network = convert(hints["network"], options["network"], "network")
@@ -143,9 +143,9 @@ def _with_network(experiment: Experiment, options: Mapping[str, Any], hints: Map
 
 
 def _configs_to_change(experiment: Experiment, options: Mapping[str, Any], parts: Iterable[str]) -> dict[str, Any]:
-    """Return the configs of the agent and the network, from the experiment or from the options.
+    """Return the configs of the agent and the network, before single options are changed.
 
-    The choices in the options (such as `head`) are applied to the agent's config.
+    A complete config in `options` replaces the experiment's. Choices in `options`, such as `head`, are applied.
     """
     values = to_flat(experiment)
     configs = {part: values[part] for part in parts if values.get(part) is not None}
@@ -157,7 +157,7 @@ def _configs_to_change(experiment: Experiment, options: Mapping[str, Any], parts
 
 
 def describe_option_owner(agent: str, option: str, form: str = "{}={!r}") -> str:
-    """Describe which choices (such as heads) or other agents have an option that this agent does not have.
+    """Return a sentence about an option that an agent lacks: which choices (such as heads) or other agents have it.
 
     Args:
         agent: name of the agent.
@@ -180,7 +180,7 @@ def describe_option_owner(agent: str, option: str, form: str = "{}={!r}") -> str
 
 
 def default_experiment(agent: str | None, env: str | None, preset: str) -> tuple[Experiment, Preset | None]:
-    """Return the experiment without any options of the user, and the applied preset, if any.
+    """Return (experiment, preset): the defaults with the preset applied. The preset is None if there is none.
 
     Args:
         agent: name of the agent. None means ppo.
@@ -194,18 +194,18 @@ def default_experiment(agent: str | None, env: str | None, preset: str) -> tuple
 
 
 def apply_preset(preset: Preset | None, agent: str, env: str) -> Experiment:
-    """Return the defaults of an agent on an environment, with the preset applied."""
+    """Return an experiment with the defaults for the agent and environment, changed by the preset."""
     of_topology = next(iter(config_classes(agent).values())).defaults
     defaults = fill_configs(from_flat({**of_topology, "agent": agent, "env": env}))
     options = {} if preset is None else preset.options
     of_env = {"env_kwargs", "eval_env_kwargs"} & options.keys()
     if of_env and registry.is_library_env(env) and split(env)[0] != "envpool" and user_spec(split(env)[1]) is not None:
-        options = {name: value for name, value in options.items() if name not in of_env}  # leave out options of EnvPool
+        options = {name: value for name, value in options.items() if name not in of_env}  # these are options of EnvPool
     return change_options(defaults, options)
 
 
 def fill_configs(experiment: Experiment) -> Experiment:
-    """Fill in `agent_config` and `network_config` if they are None."""
+    """Return the experiment with default configs in `agent_config` and `network_config` if they are None."""
     from rlframe.agents.net_factory import network_config_for  # imports JAX
 
     agent_cls = registry.agent_class(experiment.agent)
@@ -221,11 +221,11 @@ def fill_configs(experiment: Experiment) -> Experiment:
     return experiment
 
 
-# --- flat options: the fields of an experiment and its topology's config in one namespace, as on the command line
+# --- flat options: one dict with the fields of an experiment and of its topology's config, as on the command line
 
 
 def to_flat(experiment: Experiment) -> dict[str, Any]:
-    """Return all options of an experiment by name; `topology` is the topology's name."""
+    """Return an experiment's flat options: name -> value. `topology` is the name of the topology."""
     values = flat_fields(experiment)
     of_topology = flat_fields(values.pop("topology_config"))
     return {"topology": of_topology.pop("name"), **values, **of_topology}
@@ -235,7 +235,7 @@ def from_flat(values: Mapping[str, Any], *extra_topologies: str) -> Experiment:
     """Create an experiment from flat options in the format of `to_flat`. Missing options have their defaults.
 
     Args:
-        values: values by option. Options of other topologies are allowed if they have their default values.
+        values: option -> value. Options of other topologies are allowed if they have their default values.
         extra_topologies: user-defined topologies whose options are allowed too.
 
     Raises:
@@ -283,7 +283,7 @@ def config_classes(agent: str, *extra_topologies: str | None) -> dict[str, type[
 
 
 def option_value(experiment: Experiment, option: str) -> Any:
-    """Return the value of an option, such as `learning-rate` or `head.num_atoms`; None if it does not exist."""
+    """Return the value of an option, such as `learning-rate` or `head.num_atoms`. Return None for an unknown option."""
     flat = to_flat(experiment)
     values = all_option_values(flat, flat["agent_config"], flat.get("network_config"))
     value = values.get(option.replace("-", "_"))
@@ -291,6 +291,6 @@ def option_value(experiment: Experiment, option: str) -> Any:
 
 
 def all_option_values(flat: Mapping[str, Any], agent_config: Any, network_config: Any) -> dict[str, Any]:
-    """Return the values of all options by name, for `change_options`. `network_config` may be None."""
+    """Return a dict for `change_options`: name -> value of each option. `network_config` may be None."""
     of_network = {} if network_config is None else option_values(network_config, "network.")
     return {**flat, **option_values(agent_config), **of_network}

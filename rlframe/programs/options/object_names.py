@@ -38,7 +38,7 @@ _of_runs: dict[str, dict[str, ObjectName]] = {}
 
 
 class ObjectName(str):
-    """A name together with its object. Only the name is pickled, so another process loads the object by its name."""
+    """A name that also stores its object. A pickle contains only the name: another process loads the object by name."""
 
     target: Any
 
@@ -84,7 +84,7 @@ def load_object(name: str, kind: str) -> Any:
 
 
 def is_file_name(name: str) -> bool:
-    """Return True if a name is `file.py:NAME`. Raise UsageError for a file without :NAME."""
+    """Return True if a name has the form `file.py:NAME`. Raise UsageError if it is a file without `:NAME`."""
     source, _, attribute = name.rpartition(":")
     if name.endswith(".py") or (source.endswith(".py") and not attribute):
         raise UsageError(f"{name!r} names a file without a class or function: write {_example(name.rstrip(':'))}.")
@@ -92,7 +92,7 @@ def is_file_name(name: str) -> bool:
 
 
 def _example(file: str) -> str:
-    """Return an example of `file.py:NAME`, with names that the file defines, if it can be read."""
+    """Return an example such as `file.py:Maze`. If the file cannot be read, return `file.py:NAME`."""
     with contextlib.suppress(OSError, ValueError, SyntaxError):
         defined = (ast.ClassDef, ast.FunctionDef)
         tree = ast.parse(pathlib.Path(file).read_bytes())
@@ -103,7 +103,7 @@ def _example(file: str) -> str:
 
 
 def absolute_name(name: str) -> str:
-    """Make the file path in `file.py:Name` absolute, so the name is valid in every directory. Keep other names."""
+    """Return `file.py:Name` with an absolute path, which is valid in every directory. Return other names unchanged."""
     source, colon, attribute = name.rpartition(":")
     return f"{os.path.abspath(source)}:{attribute}" if colon and source.endswith(".py") else name
 
@@ -111,7 +111,7 @@ def absolute_name(name: str) -> str:
 def load_module(module: str, name: str) -> types.ModuleType:
     main = sys.modules["__main__"]
     if getattr(getattr(main, "__spec__", None), "name", None) == module:
-        return main  # the process was started with `python -m package.module`, so do not import the module again
+        return main  # `python -m package.module` has already imported the module under the name `__main__`
     return import_module(module, name)
 
 
@@ -124,7 +124,7 @@ def attribute_of(module: Any, attribute: str) -> Any:
 
 
 def object_name(target: Any) -> ObjectName:
-    """Return the name of a callable: `file.py:NAME` or `module:NAME` if it can be loaded again, else a live name."""
+    """Return `file.py:NAME` or `module:NAME` for a class or function. If it cannot be loaded again: a live name."""
     module_name, attribute = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     module_name = module_name if isinstance(module_name, str) else ""
     module = sys.modules.get(module_name)
@@ -147,7 +147,7 @@ def object_name(target: Any) -> ObjectName:
 
 
 def _label(target: Any) -> str:
-    """Return a short readable name, which can be part of a path."""
+    """Return a short readable name without characters that are invalid in a path."""
     while isinstance(target, functools.partial):
         target = target.func
     name = getattr(target, "__qualname__", None) or type(target).__qualname__
@@ -164,7 +164,7 @@ def _is_at(module: types.ModuleType, attribute: str, target: Any) -> bool:
 
 
 def _is_in_package(module: types.ModuleType, name: str, file: str) -> bool:
-    """Return True if a module belongs to a package or is installed. Such a module is identified by its module name."""
+    """Return True if a module belongs to a package or is installed, so that it can be imported by its module name."""
     if "." in name or hasattr(module, "__path__") or name in sys.stdlib_module_names:
         return True
     return bool(INSTALLED & set(pathlib.Path(file).parts))
@@ -181,13 +181,13 @@ def _is_defined_in(file: pathlib.Path, attribute: str, target: Any) -> bool:
         return False
     if attribute.partition(".")[0] not in _defined(tree.body):
         return False
-    # exclude generated methods, whose file name is "<string>"
+    # ignore generated methods: their file name is "<string>"
     files = {code.co_filename for code in _codes(target)} - {"<string>"}
     return not files or any(os.path.abspath(each) == os.path.abspath(file) for each in files)
 
 
 def _defined(statements: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names of classes, functions and variables that statements define when their file is imported."""
+    """Yield the names of the classes, functions and variables that the import of these statements defines."""
     for node in statements:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield node.name
@@ -214,7 +214,7 @@ def _codes(target: Any) -> Iterator[types.CodeType]:
 
 
 def is_live(name: Any) -> bool:
-    """Return True for a live name, whose object exists only in its own process."""
+    """Return True if `name` is a live name: the name of an object that only its own process can find."""
     return isinstance(name, str) and name.partition(":")[0] in (MAIN, LIVE)
 
 
@@ -244,7 +244,7 @@ def find_live(name: str, kind: str) -> Any:
 
 
 def check_no_live_objects(names: Mapping[str, Any], topology: str) -> None:
-    """Raise UsageError if an object has a live name: the other processes of a topology cannot load it."""
+    """Raise UsageError if a name is live, because the other processes of the topology cannot load the object."""
     for option, name in names.items():
         if not is_live(name):
             continue
@@ -257,15 +257,16 @@ def check_no_live_objects(names: Mapping[str, Any], topology: str) -> None:
 
 
 def remember_live_objects(config: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
-    """Store the live objects of a run, by option, for the lifetime of this process."""
+    """Store the objects of a run that have live names, so that this process can resume the run."""
     live = {option: name for option, name in names.items() if is_live(name) and isinstance(name, ObjectName)}
     _of_runs[os.path.abspath(config)] = live
 
 
 def recall_live_object(config: str | os.PathLike[str], option: str, name: str) -> str:
-    """Return a saved live name with its object if the run was in this process, or else the plain name.
+    """Return a live name that was saved in a config file, with its object if this process has stored it.
 
-    The current definition in a notebook has priority, because the user may have run its cell again.
+    If a notebook still defines the name, return the name alone: the user may have run the cell again, so that the
+    stored object is outdated.
     """
     with contextlib.suppress(UsageError):
         find_live(name, option)

@@ -1,4 +1,4 @@
-"""Options that name a class or function: tables of built-in names, and conversion between names and objects.
+"""Tables of built-in names for options such as `agent`, and conversion between names and classes or functions.
 
 `agent_class("ppo")` looks up `PPO` in the table `AGENTS`, and `agent_class("my_agent.py:Mine")` loads a file. `name_of`
 is the inverse: `name_of("agent", PPO)` is "ppo", and `name_of("agent", Mine)` is "/home/me/my_agent.py:Mine".
@@ -54,8 +54,8 @@ NETWORKS = {
     "lstm": "rlframe.agents.recurrent:LSTMConfig",
     "gru": "rlframe.agents.recurrent:GRUConfig",
 }
-# `add_replay` in `rlframe/programs/topologies/makers.py` creates these replay buffers. (For elastic runs,
-# `add_elastic_replay` creates them.)
+# `add_replay` in `rlframe/programs/topologies/makers.py` creates these replay buffers. `add_elastic_replay` creates
+# them for elastic runs.
 REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
     "local": "rlframe.coordinator.operators.local:LocalOperator",
@@ -70,11 +70,11 @@ TOPOLOGIES = {
         "distributed": "rlframe.programs.topologies.light_env:distributed",
         "elastic": "rlframe.programs.topologies.elastic:elastic",
     },
-    # The name is light_env here too, because one policy server infers for many environments.
+    # This topology also has the name light_env, because one policy server computes the actions of many environments.
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},
 }
 
-# Options that name a class or function. The first three also accept the class or function itself.
+# Options whose value is the name of a class or function. The first three also accept the class or function itself.
 OPTIONS = ("agent", "env", "network", "topology", "engine", "operator", "replay")
 _WANTED = {
     "agent": "a subclass of rlframe.Agent",
@@ -145,9 +145,9 @@ def network_config_class(name: str | None) -> type | None:
 
 
 def network_factory(name: str | None, config: Any) -> Any:
-    """Return an agent's `net_factory`: the config of a built-in network, or the `make_net` of a file.
+    """Return the value of an agent's `net_factory`: the config of a built-in network, or the user's `make_net`.
 
-    None means the agent's default network.
+    Return None for the agent's default network.
     """
     if name is None or ":" not in name:
         return config
@@ -176,7 +176,7 @@ def takes(function: Any, count: int) -> bool:
 
 
 def env_name_or_builder(name: str) -> str | Callable[..., Any]:
-    """Return a library environment's name unchanged. For another name, return its class or function."""
+    """Return the name unchanged if the environment comes from a library. Otherwise, load its class or function."""
     if is_library_env(name):
         return name
     found = load_object(name, "environment")
@@ -190,12 +190,12 @@ def env_name_or_builder(name: str) -> str | Callable[..., Any]:
 
 
 def is_library_env(name: str) -> bool:
-    """Return True for the name of a library's environment, or for an id that is registered with Gymnasium."""
+    """Return True if `name` is an environment of a library, such as an id that is registered with Gymnasium."""
     return not (isinstance(name, ObjectName) or is_file_name(name) or is_live(name) or _is_in_module(name))
 
 
 def _is_in_module(name: str) -> bool:
-    """Return True if `module:NAME` names a class or function in a module, and is not an id of Gymnasium."""
+    """Return True if `name` is `module:NAME` for an existing class or function, and is not an id of Gymnasium."""
     module, _, attribute = name.rpartition(":")
     if not module or name.partition(":")[0] in PREFIXES or spec_of(name) is not None:
         return False
@@ -206,11 +206,11 @@ def _is_in_module(name: str) -> bool:
 
 
 def name_of(option: str, given: Any) -> Any:
-    """Return the name of an object that the user gave for one of `OPTIONS`.
+    """Return the name of the class or function that the user gave for an option.
 
     Args:
-        option: name of the option.
-        given: a name (file paths become absolute) or None. For agent, env and network, also a class or function.
+        option: one of `OPTIONS`.
+        given: a name or None. For agent, env and network, also a class or function. File paths become absolute.
 
     Returns:
         A built-in name, `file.py:NAME`, `module:NAME` or a live name.
@@ -223,7 +223,7 @@ def name_of(option: str, given: Any) -> Any:
     if isinstance(given, (str, os.PathLike)):
         return absolute_name(os.fspath(given))
     if option not in _WANTED:
-        return given  # an unknown name is refused later, when all options are checked
+        return given  # `change_options` checks this value later
     if not callable(given) or (option == "env" and _is_one_environment(given)):
         raise _not_nameable(option, given)
     name = object_name(given)
@@ -261,20 +261,20 @@ def _not_nameable(option: str, given: Any) -> UsageError:
 
 
 def name_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with classes and functions replaced by their names."""
+    """Return a copy of the options in which names replace classes and functions."""
     return {option: name_of(option, value) if option in OPTIONS else value for option, value in values.items()}
 
 
 def replace_names(
     saved: dict[str, Any], config: pathlib.Path, given: Mapping[str, Any], replace: bool
 ) -> dict[str, Any]:
-    """Return the fields of a saved config, with names replaced by given objects or by live objects of this process.
+    """Return the fields of a saved config. Replace some names by given objects or by live objects of this process.
 
     Args:
         saved: fields of the config.
         config: path of the config.
-        given: option -> object or name, as for `name_of`. By default, only live names are replaced.
-        replace: replace other names too.
+        given: option -> object or name that replaces the saved name. By default, only live names are replaced.
+        replace: if True, replace the other names too.
     """
     values = dict(saved)
     for field, name in saved.items():

@@ -1,4 +1,4 @@
-"""Resumed runs: the options that a later session may change, and a check that the environment is still the same."""
+"""Check a resumed run: it can change only some options, and its environment must be the same as before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHANGEABLE = {
 
 
 def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
-    """Return the experiment of a resumed run: `wanted`, with the schedules of `saved`.
+    """Return the experiment of a resumed run: the options of `wanted`, with the schedule length of `saved`.
 
     Raises:
         UsageError: `wanted` changes an option that a resumed run cannot change.
@@ -58,13 +58,13 @@ def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
     return name, before, now
 
 
-# --- the library that creates the environment: saved in the notes of the config, and checked by later sessions
+# --- the library that creates the environment: its description is saved in `config.json` and compared after a resume
 
 
 def import_env(experiment: Experiment) -> None:
-    """Import the module of an environment named `module:Id` before the run starts.
+    """If the environment's name is `module:Id`, import the module now.
 
-    Otherwise the run might use an outdated version of the module that is still loaded.
+    Without this import, the run could use an outdated version of the module, which is still loaded.
     """
     is_game = experiment.topology_config.learns_from == "steps"
     if is_game and registry.is_library_env(experiment.env) and ":" in split(experiment.env)[1]:
@@ -72,14 +72,14 @@ def import_env(experiment: Experiment) -> None:
 
 
 def backend_note(experiment: Experiment) -> dict[str, str]:
-    """Return the config's note about the library that creates the environment; {} if a file defines it."""
+    """Return a note for `config.json`: which library creates the environment. Return {} for the user's own class."""
     if experiment.topology_config.learns_from != "steps" or not registry.is_library_env(experiment.env):
         return {}
     return {"env_backend": describe_backend(experiment.env)}
 
 
 def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
-    """Raise UsageError if a user-registered environment id is missing now, or registered for another environment.
+    """Raise UsageError if the user had registered the run's environment, and this process would create another one.
 
     Args:
         notes: notes of the run's config.
@@ -102,14 +102,14 @@ def check_backend(notes: Mapping[str, Any], experiment: Experiment) -> None:
 
 
 def is_different_backend(noted: str, now: str | None) -> bool:
-    """Return True if two descriptions of an environment's backend differ, and the user registered one of them.
+    """Return True if two descriptions of an environment's library differ, and one of them was registered by the user.
 
-    A change between built-in environments of EnvPool and Gymnasium does not count.
+    A change from EnvPool's version of an environment to Gymnasium's version, or back, is not a difference.
     """
     if not (_is_users(noted) or _is_users(now)):
         return False
     if now is not None and "Gymnasium (__main__" in (noted.partition(":")[0], now.partition(":")[0]):
-        # One of the descriptions contains `__main__` instead of the module's name: compare only the rest.
+        # One description contains `__main__` instead of the module's name, so compare only the text after the colon.
         return noted.partition(":")[2] != now.partition(":")[2]
     return noted != now
 

@@ -1,6 +1,6 @@
 """Policies: trained parameters from the checkpoints of a run.
 
-`saved.read_policy` reads the parameters of a checkpoint. They are used by:
+`saved.read_policy` reads the parameters of a checkpoint. These parts use the parameters:
 
 - `evaluation.Evaluations`, which plays episodes during a run and after it (`rlframe.evaluate`), and
   `video.VideoRecorder`, which records them

@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """The evaluations of a run. They use no exploration, and always the same environment seeds.
+    """The evaluations of a run. They use no exploration. All evaluations use the same environment seeds.
 
     Training never uses these seeds. The inferencer is compiled once. Each evaluation builds its environments and closes
-    them at the end. If some of them cannot be built or reset, the others play all episodes.
+    them at the end. If some environments cannot be built or reset, fewer environments play all episodes.
 
     Args:
         experiment: experiment of the run. The options `eval_episodes`, `eval_num_envs` and `eval_max_episode_length`
@@ -56,8 +56,8 @@ class Evaluations:
         """Evaluate the newest parameters. Return the result of `Evaluator.evaluate`.
 
         Args:
-            free_envs: closes the training environments. It is called if no environment can be built while they are
-                open. None means that they stay open.
+            free_envs: function that closes the training environments. It is called if no evaluation environment can
+                be built while the training environments are open. None means that they stay open.
         """
         self._inferencer.set_state(self._begin)
         wanted = self._num_envs
@@ -81,11 +81,11 @@ class Evaluations:
 
     @property
     def steps(self) -> int:
-        """Environment steps of the current evaluation, or of the last evaluation."""
+        """Number of environment steps in the current or last evaluation."""
         return self._evaluator.steps if self._evaluator is not None else 0
 
     def stop(self) -> None:
-        """End this evaluation and all later ones with StoppedError. Thread-safe."""
+        """End the current evaluation, and each later one, with StoppedError. Any thread may call this method."""
         self._stopped = True
         if self._evaluator is not None:
             self._evaluator.stop()
@@ -93,7 +93,7 @@ class Evaluations:
     def _ready(self, num_envs: int) -> Evaluator:
         """Create an evaluator and reset its environments."""
         config = EvaluationOptions.of(self._experiment)
-        with STARTING:  # training never uses the rank EVALUATOR_RANK, so it never uses these seeds
+        with STARTING:  # only evaluations use EVALUATOR_RANK, so training never uses this seed
             seed = env_seed(self._seed, EVALUATOR_RANK)
             pool = make_pool(self._experiment, num_envs, self._experiment.env_kwargs, seed)
         try:
@@ -114,9 +114,9 @@ class Evaluations:
 
 
 def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
-    """Return `make(n)` for the largest n up to `count` that does not fail, and the error of `make(count)`, if any.
+    """Return (`make(n)`, error) for the largest n up to `count` at which `make` does not fail.
 
-    A binary search finds n. The results of `make` must have a `close()`.
+    `error` is the error of `make(count)`, or None. A binary search finds n. Results of `make` must have `close()`.
 
     Raises:
         EnvError, UsageError: the error of `make(count)`, if `make(1)` fails too.
@@ -140,13 +140,13 @@ def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception
 
 
 def num_eval_envs(experiment: Experiment) -> int:
-    """Return the number of environments of an evaluation: at most one for each episode."""
+    """Return the number of environments in an evaluation. It is never greater than the number of episodes."""
     config = EvaluationOptions.of(experiment)
     return min(config.eval_num_envs or config.eval_episodes, config.eval_episodes)
 
 
 def describe_evaluation(experiment: Experiment) -> str:
-    """Describe the evaluation after training in a sentence, for the terminal."""
+    """Return a sentence for the terminal that describes the evaluation after training."""
     config = EvaluationOptions.of(experiment)
     if not config.evaluates:
         return "No evaluation (eval_episodes is 0)."
@@ -165,7 +165,7 @@ def explain(error: BaseException | str) -> str:
 
 
 class EvaluationOutcome(NamedTuple):
-    """The values of an evaluation, or the problem if the evaluation failed. Both are None without an evaluation."""
+    """The result of an evaluation: its values, or a problem if it failed. Both are None if there was no evaluation."""
 
     step: int  # step at which the evaluation began
     values: Logs | None = None
@@ -173,12 +173,12 @@ class EvaluationOutcome(NamedTuple):
 
 
 def try_evaluation(evaluate: Callable[[], Logs], step: int, *, final: bool) -> EvaluationOutcome:
-    """Evaluate, and return the outcome. A failure is returned too, so that it does not end the run.
+    """Evaluate, and return the outcome. If the evaluation fails, the outcome contains the problem.
 
     Args:
-        evaluate: returns the values. An error becomes the problem of the outcome, except StoppedError, which is raised.
+        evaluate: function that returns the values. If it raises StoppedError, so does this function.
         step: step at which the evaluation begins.
-        final: True after training. During training, a failure also logs a warning.
+        final: True if training is complete. If False, a failure is also logged as a warning.
     """
     try:
         return EvaluationOutcome(step, evaluate())
@@ -208,10 +208,10 @@ def evaluate(
         run_dir: directory of the run.
         episodes: number of episodes to play.
         seed: seed of the environments. None means the run's seed, which repeats the run's own evaluation.
-        num_envs: number of environments. None means as many as in the run's own evaluations.
+        num_envs: number of environments. None means the number in the run's own evaluations.
         max_episode_length: maximum steps of an episode. None means the limit of the run's own evaluations.
-        env: replaces the run's environment; values as for `rlframe.train`. Required if the run's environment
-            was defined in a notebook and does not exist in this process.
+        env: environment to use instead of the run's environment (see `rlframe.train`). Required if the run's
+            environment was defined in a notebook and does not exist in this process.
         agent, network: replace the run's agent and network, in the same way as `env`.
 
     Returns:
@@ -275,7 +275,7 @@ def _open(
 
 
 def _given(**options: Any) -> dict[str, int]:
-    """Return the options that are not None. Raise UsageError if one has the wrong type or is out of range."""
+    """Return the options that are not None. Raise UsageError if a value has the wrong type or is out of range."""
     found = {name: convert(Union[int, None], value, name) for name, value in options.items()}
     found = {name: value for name, value in found.items() if value is not None}
     for name, value in found.items():

@@ -128,7 +128,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def _encode(leaf: ObservationLeaf, value: jax.Array, check_finite: bool) -> tuple[jax.Array, jax.Array]:
-    """Encode a batch like `ObservationLeaf.encode`. Return the encoded values and [B] bool: True if in the space."""
+    """Encode a batch like `ObservationLeaf.encode`. Return (encoded values, [B] bool: True if inside the space)."""
     fits = jnp.isfinite(value) if check_finite else jnp.ones_like(value, bool)
     if not leaf.is_plain:
         value = value - leaf.first.astype(np.int32)
@@ -139,7 +139,7 @@ def _encode(leaf: ObservationLeaf, value: jax.Array, check_finite: bool) -> tupl
 def _decode(leaf: ActionLeaf, action: jax.Array, fits: jax.Array) -> jax.Array:
     """Decode actions like `ActionLeaf.decode`, with at most 32 bits.
 
-    Where `fits` is False, return NaN or the smallest integer (unsigned: the largest).
+    If `fits` is False for an action, return NaN or the smallest integer (for unsigned integers, the largest).
     """
     spec: Any = leaf.spec
     dtype: Any = np.dtype(np.float16) if leaf.dtype == np.float16 else canonical_dtype(leaf.dtype)

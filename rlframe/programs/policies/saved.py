@@ -1,4 +1,4 @@
-"""Read policies from the checkpoints of a run. Evaluations first wait until the policy is saved."""
+"""Read policies from the checkpoints of a run. An evaluation first waits until the policy is saved."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 NEVER_SYNC = 2**62  # `sync_interval` of an Inferencer that never loads newer parameters
 
 _POLL = 0.1  # seconds between two checks of the directory
-_REQUEST_EVERY = 5.0  # seconds until a request to save is repeated, in case the learner was restarted
-_SAVE_WITHIN = 120.0  # maximum seconds to wait for the checkpoint: saving may fail
+_REQUEST_EVERY = 5.0  # seconds between two requests to save, because a restarted learner has lost the earlier request
+_SAVE_WITHIN = 120.0  # maximum seconds to wait for the checkpoint, because a save can fail
 
 
 def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> LocalParams:
-    """Read the parameters for acting from a checkpoint. This writes nothing, so the run may be active.
+    """Read the parameters for acting from a checkpoint. Write nothing, so that the run can continue to train.
 
     Args:
         agent: agent of the run.
@@ -64,7 +64,7 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
     request_save, checkpointer = handles.Poller(learner, "save_soon"), Checkpointer(checkpoints)
     wanted, requested_at, until = math.inf, -math.inf, time.monotonic() + _SAVE_WITHIN
     while True:
-        # the number of steps may decrease if the learner restarts
+        # use the minimum, because a restarted learner has fewer steps
         wanted = min(wanted, learner.stats()["learner_steps"])
         steps, now = checkpointer.steps(), time.monotonic()
         if steps and steps[-1] >= wanted:
@@ -83,7 +83,7 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
 
 
 class SavedPolicy(LocalParams):
-    """Parameters of the newest checkpoint, for evaluations. Therefore, each evaluated policy is also saved.
+    """The parameters of the newest checkpoint, for evaluations. In this way, each evaluated policy is also saved.
 
     Args:
         agent: agent of the run.
@@ -109,13 +109,13 @@ class SavedPolicy(LocalParams):
         self.publish(*newest.get_packed(-1))  # a learner always has parameters
 
     def _read(self) -> LocalParams | None:
-        """Return the parameters of the newest checkpoint; None if it does not exist or cannot be read."""
+        """Return the parameters of the newest checkpoint, or None if there is no checkpoint or it cannot be read."""
         checkpointer = Checkpointer(self._directory.checkpoints)
         while steps := checkpointer.steps():
             try:
                 return read_policy(self._agent, self._directory, steps[-1])
             except CheckpointError as error:
-                # retry if a newer checkpoint has replaced the unreadable checkpoint
+                # if there is a newer checkpoint now, read that one instead
                 if checkpointer.steps()[-1:] == steps[-1:]:
                     _log.warning("The newest checkpoint cannot be evaluated. %s", error)
                     return None

@@ -1,4 +1,4 @@
-"""The model of `rlframe serve policy`, and the source of its newer weights."""
+"""Load the model for `rlframe serve policy`, and choose the source of its newer weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlframe.programs.topologies.language import Language
 from rlframe.programs.topologies.makers import make_agent
 from rlframe.types import Params, Tree
 
-_BYTES = 512  # maximum vocabulary size of a model that may use the byte tokenizer
+_BYTES = 512  # maximum vocabulary size for which the byte tokenizer is the default
 _POLL = 1.0  # seconds between two checks of the directory
 
 
@@ -34,7 +34,7 @@ class ServedPolicy(NamedTuple):
 
 
 def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dtype: str | None) -> ServedPolicy:
-    """Load the model of a folder as version 0. If `learner` (HOST:PORT) is given, newer versions come from it.
+    """Load the model in a folder as version 0. Newer versions come from the learner at HOST:PORT, if it is given.
 
     Raises:
         UsageError, CheckpointError: as for `weights.load`. UsageError also if the address is invalid or the tokenizer
@@ -46,7 +46,7 @@ def policy_of_folder(folder: str, tokenizer: str | None, learner: str | None, dt
 
 
 def policy_of_run(path: str | os.PathLike[str], tokenizer: str | None, learner: str | None) -> ServedPolicy:
-    """Load the model of a run. Its weights come from `learner` (HOST:PORT), or else from the newest checkpoint.
+    """Load the model of a run. Its weights come from the learner at HOST:PORT, or if None, from the newest checkpoint.
 
     Raises:
         UsageError: the directory contains no run of a language model, or the address is invalid.
@@ -78,7 +78,7 @@ class NewestCheckpoint:
 
     def __init__(self, agent: Agent, directory: RunDir) -> None:
         self._agent, self._directory = agent, directory
-        self._steps: list[int] | None = None  # steps of all checkpoints when `_newest` was read
+        self._steps: list[int] | None = None  # the steps of the checkpoints that existed when `_newest` was read
         self._newest: LocalParams | None = None
         self._looked = 0.0
 

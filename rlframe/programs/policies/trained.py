@@ -1,4 +1,4 @@
-"""A trained policy, which acts without an environment, a replay buffer or a learner."""
+"""A trained policy. It needs no environment, replay buffer or learner to act."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainedPolicy:
         params: parameters for acting.
         seed: seed for agents that draw random numbers.
         frame_stack: number of newest observations that the policy stacks.
-        check_finite: True refuses observations that contain NaN or infinity.
+        check_finite: if True, raise an error for observations that contain NaN or infinity.
 
     Attributes:
         agent, codec: see Args.
@@ -70,8 +70,8 @@ class TrainedPolicy:
         """Begin new episodes.
 
         Args:
-            ended: [B] bool, True for environments of the last batch that begin a new episode. None means all
-                environments. The next batch may then have another size.
+            ended: [B] bool, True for each environment of the last batch that begins a new episode. None means all
+                environments; the next batch can then have a different size.
         """
         if ended is None:
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(0))
@@ -84,10 +84,10 @@ class TrainedPolicy:
         """Act on one observation, or on a batch with one observation of each environment.
 
         Args:
-            observation: observation of an environment, [...], or of B environments, [B, ...]. Or a `TimeStep` of a
-                dm_env environment or of an rlframe pool; its `step_type` marks the start of episodes.
+            observation: observation of an environment, [...], or of B environments, [B, ...]. It can also be a
+                `TimeStep` of a dm_env environment or of an rlframe pool, whose `step_type` marks the start of episodes.
             state: recurrent state to use, [B, ...]. None means the state after the previous call.
-            greedy: True acts without exploration.
+            greedy: if True, act without exploration.
 
         Returns:
             The action for the environment, [...] or [B, ...]. For a pool's TimeStep, the action for the pool.
@@ -125,11 +125,11 @@ class TrainedPolicy:
         return action[0] if is_single else action
 
     def _encoded(self, codec: Codec, observation: Tree) -> tuple[list[np.ndarray], bool]:
-        """Return the leaves of an observation as arrays [B, ...], and True if it was a single observation."""
+        """Return (leaves, is_single): the observation's leaves as arrays [B, ...]. B is 1 for a single observation."""
         is_single = True
         try:
             first, leaf = codec.layout.flatten(observation)[0], codec.leaves[0]
-            with contextlib.suppress(ValueError):  # for a ragged list, `encode` raises a clearer error
+            with contextlib.suppress(ValueError):  # `encode` raises a clearer error for a ragged list
                 is_single = np.ndim(first) <= len(leaf.spec.shape)
             encoded = codec.encode(observation, is_batch=not is_single)
             leaves = [np.asarray(value, leaf.spec.dtype) for value, leaf in zip(encoded, codec.leaves, strict=True)]
@@ -158,7 +158,7 @@ def load(
     """Load the trained policy of a run. This creates no environments and writes no files.
 
     Args:
-        run_dir: directory of the run. The run may be active.
+        run_dir: directory of the run. The run can still be training.
         checkpoint: name of a checkpoint in RUN_DIR/checkpoints. None means the newest one.
         agent, network: as for `rlframe.train`, to replace the run's agent and network. Required if they were defined in
             a notebook and do not exist in this process.

@@ -25,7 +25,7 @@ _DEFAULT_FPS = 30
 
 
 class VideoRecorder(Closeable):
-    """A video file, and a pool of one environment. Each step of the environment adds a frame to the video.
+    """Creates a video file and a pool with one environment. Each step of the environment adds a frame to the video.
 
     Args:
         experiment: experiment with the environment to record.
@@ -47,7 +47,7 @@ class VideoRecorder(Closeable):
             import gymnasium  # noqa: F401
             import imageio_ffmpeg  # noqa: F401
 
-        # Without a display, pygame needs this variable to render off-screen without a warning.
+        # If there is no display, this variable makes pygame render off-screen, and avoids a warning.
         if "DISPLAY" not in os.environ:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
@@ -59,7 +59,7 @@ class VideoRecorder(Closeable):
             self._writer.close()
 
     def make_pool(self, seed: int) -> SyncEnv:
-        """Create the pool of one environment.
+        """Create the pool with the environment to record.
 
         Raises:
             UsageError: the environment does not render.
@@ -94,7 +94,7 @@ class VideoRecorder(Closeable):
                 str(self._path), (width, height), fps=fps, macro_block_size=2, ffmpeg_log_level="error"
             )
             with warnings.catch_warnings():
-                # JAX warns about each fork, even if the child process starts another program immediately.
+                # JAX warns about the fork here, although the child process starts another program immediately.
                 warnings.simplefilter("ignore", RuntimeWarning)
                 writer.send(None)
         except OSError as error:
@@ -126,7 +126,7 @@ class _RecordedEnv:
 
 
 def _rendering_env(experiment: Experiment, seed: int) -> Any:
-    """Return a gymnasium environment that renders: the run's environment, or Gymnasium's version of an EnvPool task."""
+    """Return the run's environment, with rendering. For an EnvPool task, return Gymnasium's version of the task."""
     target = registry.env_name_or_builder(experiment.env)
     if not isinstance(target, str):
         return _from_builder(target, experiment, seed)
@@ -134,7 +134,7 @@ def _rendering_env(experiment: Experiment, seed: int) -> Any:
     if where == "dm_control":
         raise UsageError(f"{target}: a video needs an environment of Gymnasium; dm_control is not supported.")
     name = split(target)[1]
-    # `env_kwargs` are options of EnvPool, so do not pass them to Gymnasium's version of the task.
+    # Do not pass `env_kwargs` to Gymnasium's version of the task, because they are options of EnvPool.
     if where == "envpool" and EnvOptions.of(experiment).env_type in ("auto", "envpool"):
         return _gymnasium_version(plain_name(name))
     return gymnasium_registry.make(name, {"render_mode": "rgb_array", **experiment.env_kwargs})
@@ -155,7 +155,7 @@ def _from_builder(builder: Any, experiment: Experiment, seed: int) -> Any:
 
 
 def _gymnasium_version(task: str) -> Any:
-    """Return Gymnasium's environment with the same observations as an EnvPool task."""
+    """Return the Gymnasium environment that has the same observations as an EnvPool task."""
     import gymnasium
 
     if task in gymnasium_ids():
@@ -172,6 +172,6 @@ def _gymnasium_version(task: str) -> Any:
         raise UsageError(f"EnvPool's {task} does not render, and Gymnasium has no version of it.")
     from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
-    # EnvPool's defaults: 84 x 84 grayscale, every 4th frame, 4 stacked frames, up to 30 no-op actions at the start.
+    # Use EnvPool's defaults: 84 x 84 grayscale, every 4th frame, 4 stacked frames, up to 30 no-op actions at the start.
     env = gymnasium.make(f"ALE/{task}", render_mode="rgb_array", frameskip=1, repeat_action_probability=0.0)
     return FrameStackObservation(AtariPreprocessing(env), 4)

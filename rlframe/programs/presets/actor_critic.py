@@ -249,10 +249,10 @@ IMPALA_CARTPOLE = Preset(
             agent__anneal_learning_rate=True,
             agent__max_grad_norm=40.0,
         ),
-        # With fewer and larger updates (16 unrolls of 32 steps), the value function learns too slowly: at best, 3 of 4
+        # With fewer and larger updates (16 unrolls of 32 steps), the value function learns too slowly: at most 3 of 4
         # seeds solved the task.
-        # Once all episodes last 500 steps, gradients are close to 0. The first failure after that has a gradient about
-        # 1,000 times as large. With Adam's usual epsilon of 1e-8 and without clipping, the parameters drift until the
+        # When all episodes last 500 steps, gradients are close to 0. The gradient of the next failure is about 1,000
+        # times as large. With Adam's usual epsilon of 1e-8 and without clipping, the parameters drift until this
         # failure, which then causes a full-size step: 5 of 13 runs with heavy_env ended below 450.
         **settings(
             "our experiments: benchmarks/notes/impala-cartpole.md",

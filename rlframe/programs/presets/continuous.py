@@ -37,7 +37,7 @@ SAC_MUJOCO = Preset(
             agent__critic_learning_rate=1e-3,
             agent__target_update_rate=0.005,
         ),
-        # rlframe computes entropies of actions that are scaled to [-1, 1]. CleanRL uses unscaled actions, which is the
+        # rlframe scales actions to [-1, 1] before it computes their entropy. CleanRL does not, but the entropy is the
         # same if the action range is [-1, 1]. CleanRL makes two policy updates in every second step. rlframe makes
         # one policy update in each step.
         **settings(

@@ -19,8 +19,8 @@ RAINBOW = "Hessel et al. 2018 (Rainbow), table 1"
 CLEANRL_ATARI = "CleanRL, dqn_atari_jax.py"
 DOPAMINE_CARTPOLE = "Dopamine, jax/agents/dqn/configs/dqn_cartpole.gin"
 
-# The zoo and CleanRL count exploration and target updates in environment steps. They define the length of exploration
-# as a share of the run, and count from the start of the run.
+# The zoo and CleanRL count exploration and target updates in environment steps. Their exploration starts at the start
+# of the run, and its length is a share of the run.
 FROM_FIRST_UPDATE = ", which counts from the start of the run; rlframe counts from the first update"
 
 CARTPOLE = Preset(
@@ -35,7 +35,7 @@ CARTPOLE = Preset(
             agent__update_period=2,  # 128 updates every 256 steps
             agent__epsilon_end=0.04,
         ),
-        # exploration ends after 0.16 of 50,000 steps
+        # in the zoo, exploration ends after 0.16 of 50,000 steps
         **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
@@ -74,7 +74,7 @@ ACROBOT = Preset(
             agent__epsilon_end=0.1,
             network__hidden=(256, 256),
         ),
-        # exploration ends after 0.12 of 100,000 steps
+        # in the zoo, exploration ends after 0.12 of 100,000 steps
         **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4, network__orthogonal=True),

@@ -26,7 +26,9 @@ class Preset:
     name: str  # AGENT/FAMILY
     envs: tuple[str, ...]  # names or patterns, without prefixes
     fields: Mapping[str, Setting]
-    excluded_envs: tuple[str, ...] = ()  # exceptions: names or patterns that are not in the family
+    excluded_envs: tuple[
+        str, ...
+    ] = ()  # names or patterns of environments that match `envs`, but do not use this preset
     automatic: bool = True  # False means that only `--preset NAME` applies this preset
 
     @property
@@ -35,13 +37,13 @@ class Preset:
         return self.name.partition("/")[0]
 
     def fits(self, env: str) -> bool:
-        """Return True if the environment belongs to this family."""
+        """Return True if the preset is for this environment."""
         name = plain_name(env)
         return _matches(name, self.envs) and not _matches(name, self.excluded_envs)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The values by option, for `change_options`."""
+        """The preset as a dict: option -> value, for `change_options`."""
         return {key.removeprefix("agent."): setting.value for key, setting in self.fields.items()}
 
 
@@ -51,7 +53,7 @@ def plain_name(env: str) -> str:
 
 
 def settings(source: str, /, **values: Any) -> dict[str, Setting]:
-    """Return settings with the same source. The argument `agent__learning_rate` sets `agent.learning_rate`."""
+    """Return several settings that have the same source. `agent__learning_rate=1` sets `agent.learning_rate`."""
     return {key.replace("__", "."): Setting(value, source) for key, value in values.items()}
 
 
@@ -78,7 +80,7 @@ MUJOCO = tuple(
     )
 )
 
-# Atari tasks of EnvPool and Gymnasium (`ALE/`) have version 5. The only other tasks with version 5 are those of MuJoCo.
+# Atari tasks of EnvPool and Gymnasium (`ALE/`) have version 5. Only MuJoCo has other tasks with version 5.
 ATARI = ("*-v5",)
 
 # Training uses clipped rewards and one life per episode (Mnih et al. 2015). Evaluation plays complete games.

@@ -27,7 +27,7 @@ class ControlAddress:
 
 
 class LocalRunTarget:
-    """The status and commands of a run without a coordinator. The run is in this process.
+    """The status and commands of a run in this process, for a run without a coordinator.
 
     Args:
         run_dir: directory of the run.
@@ -40,7 +40,7 @@ class LocalRunTarget:
         self._is_stopping = False
 
     def status(self) -> dict[str, Any]:
-        """Return the status, as in `rlframe status`."""
+        """Return the status of the run, as `rlframe status` shows it."""
         try:
             with self._lock:
                 self._reader = self._reader or StatusReader(self._run_dir)
@@ -53,7 +53,7 @@ class LocalRunTarget:
         return []
 
     def cancel(self, reason: str = "") -> None:
-        """End the run as Ctrl-C does. Send SIGTERM only once: a second signal would end the run without saving."""
+        """End the run as Ctrl-C does. Send SIGTERM only once, because a second signal ends the run without a save."""
         if not self._is_stopping and self.status()["job"]["state"] not in OVER:
             self._is_stopping = True
             os.kill(os.getpid(), signal.SIGTERM)
@@ -68,8 +68,8 @@ def serve_run_control(
     Args:
         run_dir: directory of the run.
         address: address of the service. None means no service.
-        coordinator: the run's coordinator or a handle to it, if it has one.
-        quiet: do not print the address.
+        coordinator: the run's coordinator or a handle to the coordinator. None means that the run has no coordinator.
+        quiet: if True, do not print the address.
 
     Raises:
         UsageError: the address cannot be used, or a package is missing.
@@ -86,7 +86,7 @@ def serve_run_control(
     target, kind = (LocalRunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)
     with serve_control(target, address.host, address.port, token_file, kind=kind) as server:
         write_control(run_dir, server.url, token_file)
-        # Print the token only to a terminal: other users may be able to read redirected output.
+        # Print the token only to a terminal, because other users may be able to read a file with the output.
         link = f"{server.url}/#token={read_token(token_file)}" if sys.stderr.isatty() else server.url
         if not quiet:
             print(f"[launcher] live page and control: {link} (token: {token_file})", file=sys.stderr)

@@ -27,7 +27,7 @@ from rlframe.programs.run_dir import lock
 from rlframe.user_code.files import forget_changed
 
 CHECKPOINTS_KEPT = 3
-# Kinds of directories. Each value is the name of the file by which the kind is recognized.
+# Kinds of directories. Each kind is the name of a file that only directories of this kind contain.
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"
 
 _NAMED = 5  # maximum number of runs to list in an error message
@@ -39,7 +39,7 @@ class RunDir:
 
     def __init__(self, path: str | os.PathLike) -> None:
         path = convert(str, path, "run_dir")
-        self.path = pathlib.Path(os.path.abspath(path))  # absolute: user code may change the working directory
+        self.path = pathlib.Path(os.path.abspath(path))  # user code may change the working directory
         self.config = self.path / RUN
         self.checkpoints = self.path / "checkpoints"
         self.reverb = self.path / "reverb"
@@ -48,13 +48,13 @@ class RunDir:
         self.learning_curve = self.path / "learning_curve.png"
         self.result = self.path / "result.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.progress = self.path / "progress.json"  # counts of the monitor; only with several processes
+        self.progress = self.path / "progress.json"  # the monitor's counters; only if there are several processes
         self.status = self.path / "status.json"  # see `status.py`
         self.logs = self.path / "logs"  # output of each process: see `rlframe.engines.logs`
         self.warmup = self.path / "warmup"  # weights after the supervised steps of a language model
 
     def key(self) -> str:
-        """Return the id of the run for services that may run longer. A resumed run keeps its id."""
+        """Return the id of the run, for services that outlive a session. A resumed run has the same id."""
         path = self.path / "run_key"
         if not path.exists():
             write_atomically(path, uuid.uuid4().hex)
@@ -63,7 +63,7 @@ class RunDir:
     def open_logs(self, resume_at: int | None) -> Logger:
         """Open the metrics files, and remove the rows after the step `resume_at`.
 
-        If a row cannot be written (for example, because the disk is full), log a warning instead of ending the run.
+        If a row cannot be written (for example, because the disk is full), the logger only logs a warning.
         """
         return LenientLogger(
             [
@@ -93,16 +93,16 @@ class RunDir:
             )
 
     def remove(self) -> None:
-        """Remove a directory that `create` made, if its run could not start."""
+        """Remove the directory and its files. Called if the run could not start."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def kind(self) -> str | None:
-        """Kind of the directory: RUN, SEEDS or SWEEP; None for any other directory."""
+        """Kind of the directory: RUN, SEEDS or SWEEP. None if it is not a directory of rlframe."""
         return next((name for name in (SWEEP, SEEDS, RUN) if (self.path / name).is_file()), None)
 
     def runs(self) -> list[pathlib.Path]:
-        """Return the directories of all started runs of several seeds or a sweep, sorted by trial and seed."""
+        """Return the directories of all started runs of a sweep or of several seeds, sorted by trial and seed."""
         pattern = {SEEDS: "seed-*", SWEEP: "trial-*/seed-*"}.get(self.kind or "")
         found = [path for path in self.path.glob(pattern or "") if (path / RUN).is_file()] if pattern else []
         return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path.relative_to(self.path)))])
@@ -161,7 +161,7 @@ class RunDir:
         return json.loads(self.config.read_text()).get("notes", {})
 
     def write_result(self, result: Result) -> None:
-        """Write `result.json` atomically, because the process may be killed. `--json` prints the same object."""
+        """Write `result.json` atomically. `--json` prints the same object."""
         try:
             write_atomically(self.result, json.dumps(result.to_json()), "\n")
         except OSError as error:
@@ -169,7 +169,7 @@ class RunDir:
 
 
 def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple[RunDir, Experiment]:
-    """Open the directory of a run of games. Return the directory, and the experiment with the objects in `given`.
+    """Return (directory, experiment) of a run of games. Objects in `given` replace the experiment's objects.
 
     Raises:
         UsageError: the directory contains no run, or a run of a language model.
@@ -187,7 +187,7 @@ def open_run(run_dir: str | os.PathLike[str], given: Mapping[str, Any]) -> tuple
 
 
 def default_path(experiment: Experiment) -> pathlib.Path:
-    """Return `runs/AGENT-ENV-SEED-TIME`. If it exists, append a number."""
+    """Return the path `runs/AGENT-ENV-SEED-TIME`. If this path exists, append a number."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     name = f"{plain_name(experiment.agent)}-{plain_name(experiment.env)}-seed{experiment.seed}-{stamp}"
     path, count = pathlib.Path("runs") / name, 2
@@ -214,12 +214,12 @@ class Result:
 
     env_steps: int  # environment steps of the whole run, including earlier sessions
     learner_steps: int
-    # mean return of the final evaluation; None without an evaluation or if the evaluation failed
+    # mean return of the final evaluation; None if there was no evaluation or if it failed
     return_mean: float | None
     return_std: float | None
     episodes: int  # episodes of the final evaluation
-    steps_per_second: float  # environment steps of this session, divided by its training time
-    wall_seconds: float  # duration of this session, including the evaluation
+    steps_per_second: float  # environment steps of this session, divided by the seconds of training
+    wall_seconds: float  # seconds that this session took, including the evaluation
     params_version: int
     run_dir: str
     # reason why the session ended: steps, stop_at, until_learner_steps, until_seconds, until_return, callback,
@@ -227,11 +227,11 @@ class Result:
     stopped_by: str = "interrupt"
     signal: int | None = None  # number of the signal that stopped the run
     evaluation: dict[str, float] | None = None  # all values of the final evaluation; None if return_mean is None
-    evaluation_error: str | None = None  # cause of a failed final evaluation, and the last checkpoint
+    evaluation_error: str | None = None  # why the final evaluation failed, and the last checkpoint
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Result:
-        """Read a `result.json`. `run_dir` is set to its directory, because the run may have been moved."""
+        """Read a `result.json`. Set `run_dir` to the directory of the file, because the run may have been moved."""
         return cls(**{**json.loads(path.read_text()), "run_dir": str(path.parent)})
 
     def to_json(self) -> dict[str, Any]:

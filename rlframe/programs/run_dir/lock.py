@@ -24,9 +24,9 @@ from rlframe.interprocess.processes import ProcessId, this_process
 
 NAME = "run.lock"
 
-_HEARTBEAT = 5.0  # seconds between two heartbeats of a holder
-_WATCH = 30.0  # seconds to watch for a heartbeat of a holder on another host before it counts as dead
-_STALE = 120.0  # seconds without a change of the file after which `holder_of` assumes that the holder is dead
+_HEARTBEAT = 5.0  # seconds between two heartbeats that the holder of a lock writes
+_WATCH = 30.0  # a holder on another host counts as dead after this number of seconds without a heartbeat
+_STALE = 120.0  # `holder_of` assumes that the holder is dead if the file has not changed for this number of seconds
 _POLL = 0.05  # seconds between two attempts to get the lock
 _SETTLE = 1.0  # seconds to wait for the record of a new holder, or for `holder_of` to release its shared lock
 _KILL = 10.0  # seconds to wait after SIGKILL until the holder has ended
@@ -53,9 +53,9 @@ class Holder:
     pid: int
     started: int  # see `ProcessId`
     host: str
-    boot: str  # boot id of the host's kernel; containers on one machine share the kernel, its boot id and its locks
+    boot: str  # boot id of the kernel; all containers on a machine share the kernel, its boot id and its locks
     since: str  # start time as text, for users
-    ends_within: float  # seconds that the process needs to end after SIGTERM
+    ends_within: float  # maximum seconds that the process needs to end after SIGTERM
 
     @staticmethod
     def this(ends_within: float) -> Holder:
@@ -65,7 +65,7 @@ class Holder:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Return True if the holder runs on the kernel of this process."""
+        """Return True if the holder runs on the same kernel as this process, so on the same machine."""
         return self.boot == _boot_id()
 
     def terminate(self) -> None:
@@ -96,9 +96,9 @@ class RunLock:
 
     Args:
         directory: directory of the run, which must exist.
-        take_over: end another holder: first SIGTERM, so that it saves, then SIGKILL. If its process cannot be reached,
-            replace the lock file. The other holder then ends itself without saving, at its next heartbeat.
-        ends_within: seconds between SIGTERM and SIGKILL if another process takes over from this one.
+        take_over: end the process that holds the lock: SIGTERM, so that it saves, then SIGKILL. If it cannot be
+            signaled, replace the lock file. The holder then exits at its next heartbeat, without a save.
+        ends_within: seconds that another process waits between SIGTERM and SIGKILL if it takes over from this one.
 
     Raises:
         UsageError: another process holds the lock.
@@ -133,8 +133,8 @@ class RunLock:
         """Try to get the lock. Return False if the caller should retry.
 
         Args:
-            settled_by: until this time, a lock without a living holder may belong to a new holder that has not written
-                its record yet.
+            settled_by: until this time, a lock without a live holder can belong to a new holder, whose record is not
+                written yet.
         """
         self._descriptor = _open(self._path)
         try:
@@ -149,7 +149,7 @@ class RunLock:
             if elsewhere:
                 if not self._take_over and self._is_beating(holder):
                     raise self._refused(holder)
-                if self._is_ours() is not None:  # None means that the holder has ended and removed the file
+                if self._is_ours() is not None:  # None: the holder has ended and removed the file
                     self._replace_file()
             elif not granted and granted is not None:
                 if not self._take_over:
@@ -166,7 +166,7 @@ class RunLock:
         return False
 
     def _is_beating(self, holder: Holder | None) -> bool:
-        """Watch the holder's heartbeat for up to 30 s. Return True as soon as it changes."""
+        """Return True if the holder writes a heartbeat within 30 seconds."""
         before = _text(self._path)
         _log.warning("%s may be in use by %s: watching for a heartbeat for up to %g s.", self, holder, _WATCH)
         for pause in retry.backoff(_POLL, _POLL, _WATCH):
@@ -179,7 +179,7 @@ class RunLock:
         return False
 
     def _end_holder(self, holder: Holder | None) -> bool:
-        """End the holder: SIGTERM, then SIGKILL. Return True if this process has the lock afterwards."""
+        """Send SIGTERM, then SIGKILL, to the holder. Return True if this process gets the lock."""
         if holder is None or not _is_alive(holder):  # the holder is in another container
             return False
         if holder.pid == os.getpid():
@@ -197,7 +197,7 @@ class RunLock:
     def _replace_file(self) -> None:
         """Replace the lock file with a new one. The old holder notices this at its next heartbeat, and ends."""
         self._close()
-        # the name is random, because processes in two containers may have the same pid
+        # use a random name, because processes in different containers can have the same pid
         temporary = self._path.with_name(f"{NAME}.{secrets.token_hex(8)}")
         self._descriptor = _open(temporary)
         _flock(self._descriptor)
@@ -207,7 +207,7 @@ class RunLock:
 
     def _write(self, beat: int) -> None:
         record = json.dumps({**dataclasses.asdict(self._holder), "beat": beat}).encode()
-        # On a full disk, the lock still works, but messages lack the holder's record.
+        # If the disk is full, the lock works without the record, but error messages do not name the holder.
         with contextlib.suppress(OSError):
             if beat == 0:
                 os.ftruncate(self._descriptor, 0)
@@ -224,7 +224,7 @@ class RunLock:
                 os._exit(1)
 
     def _is_ours(self) -> bool | None:
-        """Return True if the lock file in the directory is the open file; None if there is no lock file."""
+        """Return True if the directory still contains the lock file that is open here. None if it has no lock file."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), self._path.stat())
         except OSError:
@@ -256,7 +256,7 @@ def holder_of(directory: pathlib.Path) -> Holder | None:
     if holder is None or _is_alive(holder):
         return holder
     with contextlib.suppress(OSError):
-        if not holder.is_of_this_kernel:  # the holder is on another host, or this host was rebooted
+        if not holder.is_of_this_kernel:  # the holder is on another host, or this host has been rebooted since
             return holder if time.time() - path.stat().st_mtime < _STALE else None
         with path.open() as file:
             try:  # the holder may be alive in another container
@@ -276,7 +276,7 @@ def _open(path: pathlib.Path) -> int:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Try to lock a file. Return True if this process has the lock now; None if the file system has no locks."""
+    """Try to lock a file. Return whether this process has the lock now, or None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -294,7 +294,7 @@ def _text(path: pathlib.Path) -> str:
 
 
 def _read(path: pathlib.Path) -> Holder | None:
-    """Return the record in a lock file; None if there is no valid record."""
+    """Return the record in a lock file, or None if there is no valid record."""
     try:
         values: dict[str, Any] = json.loads(_text(path))
         del values["beat"]
@@ -304,7 +304,7 @@ def _read(path: pathlib.Path) -> Holder | None:
 
 
 def _is_alive(holder: Holder | None) -> bool:
-    """Return True if the process is alive and visible. Processes in other containers are not visible."""
+    """Return True if the holder is alive and visible. Processes in other containers are not visible."""
     return holder is not None and holder.is_of_this_kernel and ProcessId(holder.pid, holder.started).is_alive
 
 

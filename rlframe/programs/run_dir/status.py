@@ -28,7 +28,7 @@ from rlframe.programs.run_dir.lock import Holder, holder_of
 
 OVER = (JobState.CLOSED.value, JobState.FAILED.value)
 
-_KEYS = ("learner_steps", "params_version", "staleness")  # keys of rows that a status contains
+_KEYS = ("learner_steps", "params_version", "staleness")  # values of log rows that a status also contains
 
 
 class StatusFile:
@@ -58,7 +58,7 @@ class StatusFile:
         self.write()
 
     def write(self, **changes: Any) -> None:
-        """Change values in the file. The file is written atomically. Errors such as a full disk are ignored."""
+        """Change values in the file, and write it atomically. Ignore errors such as a full disk."""
         self._written = {**self._written, **changes, "time": time.time()}
         with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps(self._written), "\n")
@@ -104,7 +104,7 @@ def _worker_of(node: NodeStatus) -> dict[str, Any]:
 
 
 def topology_of(run_dir: str | os.PathLike) -> str | None:
-    """Return the topology of the run in a directory; None if it is unknown."""
+    """Return the name of the topology of the run in a directory, or None if it is unknown."""
     try:
         return json.loads(RunDir(run_dir).status.read_text())["topology"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -128,7 +128,7 @@ class StatusReader:
 
     def __call__(self) -> dict[str, Any]:
         """Read and return the current status."""
-        # read the lock before the file, because the holder may record its end and exit between the two reads
+        # read the lock first: otherwise, a process that exits between the two reads would seem to have been killed
         holder = holder_of(self._directory.path)
         written, last = self._written(), self._rows.read()
         returns, evaluations = self._rows.returns, self._rows.evaluations
@@ -184,7 +184,7 @@ class StatusReader:
 
 
 class _Rows:
-    """The rows of a metrics file. The file grows, and becomes shorter when a run is resumed.
+    """The rows of a metrics file. The file grows during a run, and a resume removes its last rows.
 
     Attributes:
         returns, evaluations: curves of [step, mean]; see `add_point`.
@@ -195,7 +195,7 @@ class _Rows:
         self._forget()
 
     def read(self) -> dict[str, Any]:
-        """Read new rows. Return the newest value of each name."""
+        """Read the new rows. Return a dict: name -> newest value."""
         try:
             if self._path.stat().st_size < self._at:
                 self._forget()

@@ -51,7 +51,7 @@ Config = TypeVar("Config", bound="TopologyConfig")
 
 
 def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Function]:
-    """Decorate a topology function with the dataclass of its options."""
+    """Decorator that connects a topology function with the dataclass of its options."""
 
     def mark(function: Function) -> Function:
         function.config_cls = config_cls  # type: ignore[attr-defined]
@@ -64,12 +64,12 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 class TopologyConfig:
     """The base class of all topology options. Its only option is the name.
 
-    Each property returns a default. A subclass with an option for the same purpose overrides the property.
+    Each property returns a default. If a subclass has an option for this value, it overrides the property.
 
     Attributes:
-        learns_from: Kind of agents, the same as `Agent.learns_from`: "steps" of environments, or "trajectories" of a
-            language model.
-        control_group: Node group whose HTTP service shows and controls the run. None means that the launcher serves it.
+        learns_from: The supported agents are those with the same `Agent.learns_from`: "steps" of environments, or
+            "trajectories" of a language model.
+        control_group: Node group that shows and controls the run over HTTP. None means that the launcher does it.
         unit: Unit of the run's steps.
         defaults: Default values of `Experiment` fields that differ for this topology.
     """
@@ -88,17 +88,17 @@ class TopologyConfig:
 
     @property
     def engine_class(self) -> type[Engine]:
-        """The engine class, which runs the nodes."""
+        """The class of the engine that runs the nodes."""
         return registry.engine_class(self.engine_name)
 
     @property
     def grace_seconds(self) -> float:
-        """Seconds in which the nodes must save and end, before they are killed."""
+        """Seconds that the nodes have to save and end before they are killed."""
         return GRACE
 
     @property
     def kills_hung_nodes(self) -> bool:
-        """True if the launcher kills nodes that hang. Then nodes wait for each other without a time limit."""
+        """True if the launcher kills nodes that hang. In this case, nodes wait for each other without a time limit."""
         return False
 
     @property
@@ -125,7 +125,7 @@ class TopologyConfig:
         """Raise UsageError if these options conflict with the rest of the experiment."""
 
     def warm_up_steps(self, experiment: Experiment) -> int:
-        """Return the number of supervised updates before `experiment.steps`. Rows of the logs count them too."""
+        """Return the number of supervised updates before the steps of the experiment. Log rows count them too."""
         return 0
 
     def requires(self, experiment: Experiment) -> list[str]:
@@ -133,7 +133,7 @@ class TopologyConfig:
         return []
 
     def extras_option(self, experiment: Experiment) -> str:
-        """Return the option that needs the extras of `requires`, for an error message."""
+        """Return the option because of which a run needs the extras of `requires`. Error messages contain it."""
         return f"--topology {self.name}"
 
 
@@ -164,7 +164,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 
     @property
     def node_options(self) -> dict[str, Any]:
-        """The options of the engine, by name."""
+        """The options of the engine as a dict: name -> value."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(NodeOptions)}
 
     @property
@@ -296,7 +296,7 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
 
     Attributes:
         replays: Names of the supported replay buffers. The first one is the default.
-        accepts_custom_replay: True if the replay buffer may also be a `file.py:Class`.
+        accepts_custom_replay: True if the replay buffer can also be a `file.py:Class`.
     """
 
     replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
@@ -367,5 +367,5 @@ def find_topology(name: str, learns_from: str = "steps") -> Topology:
 
 
 def config_class_of(topology: Topology) -> type[TopologyConfig]:
-    """Return the dataclass of a topology's options. Without `configured_by`, it is `GameProgram`."""
+    """Return the dataclass of a topology's options: the argument of `configured_by`, or `GameProgram` by default."""
     return getattr(topology, "config_cls", GameProgram)

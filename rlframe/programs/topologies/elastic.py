@@ -1,7 +1,7 @@
 """The topology elastic: a coordinator starts and stops workers during the run.
 
 The coordinator is the only node of the program. The launcher owns the workers and the shared memory (of the replay
-buffer and the parameters), so they survive if the coordinator dies.
+buffer and the parameters), so these remain if the coordinator dies.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ POLICY = "main"
 
 @dataclasses.dataclass(frozen=True)
 class Elastic(GameProgram):
-    """Options of elastic."""
+    """Options of the topology elastic."""
 
     replays = ("shared_memory", "service", "reverb")
     control_group = "coordinator"
-    accepts_custom_replay = False  # the learner samples by item keys, and only built-in replay buffers have keys
+    accepts_custom_replay = False  # elastic needs item keys, which only built-in replay buffers have
 
     name: str = "elastic"
     # With elastic: operator that starts workers: local, ray or file.py:Class. auto means the operator of the engine.
@@ -90,13 +90,13 @@ class Elastic(GameProgram):
 
     @property
     def spans_machines(self) -> bool:
-        """True if workers may run on other machines than the launcher."""
+        """True if workers can run on other machines than the launcher."""
         return self.operator_name == "ray" and self.replay_kind == "service"
 
 
 @configured_by(Elastic)
 def elastic(engine: Engine, session: Session) -> None:
-    """Add a coordinator, which starts and stops collectors according to the load of the learner."""
+    """Add a coordinator. It starts and stops collectors (workers with an actor) according to the learner's load."""
     replay_buffer = add_elastic_replay(engine, session)
     config = Elastic.of(session.experiment)
     if config.spans_machines:
@@ -110,7 +110,7 @@ def elastic(engine: Engine, session: Session) -> None:
 
 
 def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
-    """Return one function per role. The function makes a worker, and is called in the worker's process."""
+    """Return a dict: role -> function that makes a worker of this role, and is called in the worker's process."""
     experiment, agent = session.experiment, session.agent
     return {
         "learner": functools.partial(LearnerWorker, learner_config(session), agent, replay_buffer, param_store),
@@ -126,12 +126,12 @@ def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dic
 
 
 def add_elastic_replay(engine: Engine, session: Session) -> Any:
-    """Make the experiment's replay buffer. Return an object that any process of the run can use to access it."""
+    """Make the experiment's replay buffer. Return an object with which any process of the run can access it."""
     experiment, config = session.experiment, Elastic.of(session.experiment)
     most = config.max_actors
     # The capacity per collector is the same as the capacity per actor in other topologies.
     capacity = replay_capacity(session.agent.replay_spec, experiment) * most // config.num_actors
-    # With `Limits.grant` rounds, the writers are far enough ahead to provide all batches of one grant.
+    # A grant has at most `Limits.grant` batches. Let writers be ahead by this number of rounds, to provide all of them.
     writers_envs = most * experiment.envs_per_actor
     if config.replay_kind == "reverb":
         from rlframe.replay.reverb import ReverbReplayBuffer
@@ -140,13 +140,13 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
         return ReverbReplayBuffer(session.agent, engine.address_of("replay"))
     if config.replay_kind == "service":
         return add_service(engine, session, capacity, num_envs=writers_envs, rounds=Limits.grant)
-    # No timeout, because a pause may be long. The coordinator detects a learner that hangs.
+    # Use no timeout, because a run can be paused for long. The coordinator detects a learner that hangs.
     options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "elastic_writers": True}
     return add_shared_memory(engine, session, most, capacity, **options)
 
 
 def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWorker]) -> Operator:
-    """Make the operator. This process owns it, so that a restarted coordinator finds the same workers."""
+    """Make the operator in this process, so that a restarted coordinator finds the same workers."""
     config = Elastic.of(session.experiment)
     options: dict[str, Any] = {
         "output": NullStream() if session.quiet else None,
@@ -188,7 +188,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
         cores=config.max_actors if config.spans_machines else None,
         mean_staleness=config.mean_staleness,
         evaluates=config.evaluates,
-        stop_within=max(1.0, config.grace_seconds - 2.0),  # the workers exit in the remaining time
+        stop_within=max(1.0, config.grace_seconds - 2.0),  # leave 2 seconds for the exit of the workers
         run_info={
             "id": session.path.name,
             "run_dir": str(session.path),
@@ -211,7 +211,7 @@ def make_coordinator(session: Session, replay_buffer: Any, param_store: Any, ope
 
 
 def make_limits(experiment: Experiment) -> Limits:
-    """Return the coordinator's limits and timeouts. They follow from the launcher's `hang_timeout`."""
+    """Return the coordinator's limits and timeouts, which depend on the experiment's `hang_timeout`."""
     config = Elastic.of(experiment)
     silent = config.hang_timeout or math.inf
     return Limits(
@@ -232,7 +232,7 @@ def make_actor(
     rank: int,
     env_kwargs: dict[str, Any] | None = None,
 ) -> Actor:
-    """Make the Actor of a collector. `env_kwargs` of its task override those of the experiment."""
+    """Make the Actor of a collector. Values in `env_kwargs` replace values in the experiment's `env_kwargs`."""
     experiment = dataclasses.replace(experiment, env_kwargs={**experiment.env_kwargs, **(env_kwargs or {})})
     return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
 
@@ -245,7 +245,7 @@ class _Records:
         self._rows: Any = None
 
     def begin(self, counts: ActorCounts) -> None:
-        """Open the files. Remove the rows of a killed coordinator that are not in the journal."""
+        """Open the files. Remove rows that a killed coordinator wrote to the files, but not to its journal."""
         self._rows = RowWriter(self._session, counts.env_steps, counts)
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:

@@ -1,4 +1,4 @@
-"""The command `rlframe serve policy` in a process: output, responses and exit."""
+"""Tests of the command `rlframe serve policy` in its own process: output, responses and exit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEADLINE = 120.0
 
 @pytest.fixture()
 def folder(tmp_path):
-    """A model with random weights, in the format of Hugging Face."""
+    """Create the folder of a model with random weights, in Hugging Face's format."""
     weights.save(tmp_path / "model", TINY, params_of(0))
     ByteTokenizer().save(tmp_path / "model")
     return tmp_path / "model"
@@ -61,7 +61,7 @@ def running(folder, *arguments):
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
-            assert selector.select(DEADLINE), "the command does not print its address"
+            assert selector.select(DEADLINE), "the command did not print its address"
         line = process.stdout.readline()
         assert line.startswith("Policy at http://"), (folder.parent / "log").read_text()
         yield process, line.split()[2]
@@ -72,7 +72,7 @@ def running(folder, *arguments):
 
 
 def refusal(folder, *arguments):
-    """Run the command, which must fail at once. Return its error message."""
+    """Run the command, which must exit with code 2 and print one line. Return this line."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command(*arguments), cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE
@@ -83,7 +83,7 @@ def refusal(folder, *arguments):
 
 @pytest.mark.system
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_running_request_is_completed_after_a_signal(folder, number):
+def test_command_completes_a_running_request_after_a_signal(folder, number):
     weights.save(folder, LONG, params_of(0))
     options = {"model": "mine", "prompt": "ab", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
     with running(folder, "--model-name", "mine", "--length", 4096) as (process, url):
@@ -99,7 +99,7 @@ def test_running_request_is_completed_after_a_signal(folder, number):
 
 
 @pytest.mark.system
-def test_too_long_request_does_not_delay_the_exit(folder):
+def test_command_exits_although_a_long_request_is_running(folder):
     weights.save(folder, LONG, params_of(0))
     with running(folder) as (process, url), client_of(url) as client:
         stream = client.completions.create(
@@ -114,7 +114,7 @@ def test_too_long_request_does_not_delay_the_exit(folder):
 
 
 @pytest.mark.system
-def test_server_follows_a_learner_by_its_address(folder):
+def test_command_with_a_learner_address_uses_the_parameters_of_the_learner(folder):
     needs("launchpad")
     from tests import serving
     from tests.language.server.serving import Learner
@@ -126,7 +126,7 @@ def test_server_follows_a_learner_by_its_address(folder):
         with serving.serving(Learner(version=5), address):
             wait_until(
                 lambda: httpx.get(f"{url}/policy", timeout=DEADLINE).json()["version"] == 5,
-                "the learner is not followed",
+                "the server did not get version 5 from the learner",
             )
         assert client.completions.create(**options).policy_version == 5
 
@@ -142,7 +142,7 @@ def test_byte_tokenizer_is_not_the_default_for_large_vocabularies(tmp_path):
 
 
 @pytest.mark.system
-def test_invalid_input_prints_one_line(tmp_path, folder):
+def test_invalid_command_line_prints_one_line_of_error(tmp_path, folder):
     assert "Name one model: give either MODEL_FOLDER or --run-dir" in refusal(tmp_path)
     assert f"There is no run in {tmp_path / 'nothing'}" in refusal(tmp_path, "--run-dir", "nothing")
     assert "The address of a learner must be HOST:PORT, got 'here'" in refusal(tmp_path, folder, "--learner", "here")

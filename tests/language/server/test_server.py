@@ -1,4 +1,4 @@
-"""The policy server with learners that start and stop, clients that disconnect, and overload."""
+"""Tests of the policy server: learners start and stop, clients disconnect, and too many requests arrive."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ask(client, **options):
 
 
 def long_stream(client):
-    """Return a started stream that takes seconds."""
+    """Return a response stream that has started and takes several seconds."""
     stream = ask(client, max_tokens=30_000, stream=True)
     next(stream)
     return stream
@@ -74,7 +74,7 @@ def test_running_answers_continue_with_new_parameters():
             whole = pool.submit(ask, client, max_tokens=2000)
             stream = ask(client, max_tokens=2000, stream=True)
             first = next(stream)
-            wait_until(lambda: server.stats()["running"] == 2, "the two are not decoded together")
+            wait_until(lambda: server.stats()["running"] == 2, "the two requests are not decoded together")
             calls = server.stats()["calls"]
             wait_until(lambda: server.stats()["calls"] > calls + 1, "nothing is decoded")
             learner.publish(7)
@@ -93,7 +93,7 @@ def test_running_answers_continue_with_new_parameters():
 
 
 @pytest.mark.system
-def test_each_choice_has_its_own_version():
+def test_each_choice_of_a_response_has_its_own_policy_version():
     learner = Learner(version=3)
     one_by_one = dataclasses.replace(LONG_ENGINE, slots=1)
     with (
@@ -102,7 +102,7 @@ def test_each_choice_has_its_own_version():
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         future = pool.submit(ask, client, n=2, max_tokens=1000)
-        wait_until(lambda: server.stats()["tokens"] > 1000, "the first has not ended")
+        wait_until(lambda: server.stats()["tokens"] > 1000, "the first choice is not complete")
         learner.publish(7)
         answer = future.result(DEADLINE)
     assert answer.policy_version == 7
@@ -127,12 +127,12 @@ def test_learner_version_0_replaces_the_initial_parameters():
     with serving_policy(learner) as server, client_of(server) as client:
         expected = ask(client, temperature=0).choices[0].token_ids
     with serving_policy(learner, params=params_of(0)) as server, client_of(server) as client:
-        wait_until(lambda: policy(server)["learner_version"] == 0, "the learner was not read")
+        wait_until(lambda: policy(server)["learner_version"] == 0, "the server did not read the learner's parameters")
         answer = ask(client, temperature=0)
         assert (answer.policy_version, answer.choices[0].token_ids) == (0, expected)
 
 
-def test_parameters_of_a_restarted_learner_are_used_once_their_version_is_newer(caplog):
+def test_restarted_learner_is_ignored_until_its_version_is_newer(caplog):
     learner = Learner(version=5)
     with serving_policy(learner) as server, client_of(server) as client:
         learner.publish(1)
@@ -143,7 +143,7 @@ def test_parameters_of_a_restarted_learner_are_used_once_their_version_is_newer(
     assert caplog.text.count("The learner restarted") == 1
 
 
-def test_server_answers_without_its_learner_and_follows_the_next_learner():
+def test_server_answers_after_its_learner_died_and_uses_the_next_learner():
     needs("launchpad")
     from tests import serving
 
@@ -155,17 +155,17 @@ def test_server_answers_without_its_learner_and_follows_the_next_learner():
     with server_of_learner, serving_policy(handle, learner_deadline=5.0) as server, client_of(server) as client:
         assert ask(client).policy_version == 4
         server_of_learner.close()
-        problem = wait_until(lambda: policy(server)["problem"], "the death was not noticed")
+        problem = wait_until(lambda: policy(server)["problem"], "the server did not notice that the learner died")
         assert f"The learner at {address} did not answer get_params() within 5 s" in problem
         assert ask(client).policy_version == 4 and policy(server)["since_learner"] > 0.5
         learner.publish(9)
         server_of_learner.enter_context(serving.serving(learner, address))
-        wait_until(lambda: policy(server)["version"] == 9, "the next learner was not followed")
+        wait_until(lambda: policy(server)["version"] == 9, "the server did not use the next learner")
         assert ask(client).policy_version == 9 and policy(server)["problem"] is None
 
 
 def make_server_without_learner(learner_deadline):
-    """Return a server whose learner does not run, and the learner's address."""
+    """Return (server, address), where no learner runs at the address."""
     needs("launchpad")
     from tests import serving
 
@@ -174,7 +174,7 @@ def make_server_without_learner(learner_deadline):
     return PolicyServer(config, TINY, "byte", serving.client(address)), address
 
 
-def test_requests_get_503_until_there_are_parameters():
+def test_requests_get_status_503_until_the_server_has_parameters():
     server, _ = make_server_without_learner(learner_deadline=2 * DEADLINE)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -192,7 +192,7 @@ def test_requests_get_503_until_there_are_parameters():
     assert not thread.is_alive()
 
 
-def test_server_ends_if_its_learner_does_not_answer():
+def test_server_raises_if_its_learner_does_not_answer():
     server, address = make_server_without_learner(learner_deadline=1.0)
     with pytest.raises(PeerError, match=f"The learner at {address} did not answer"):
         server.run()
@@ -207,14 +207,14 @@ def test_disconnected_client_frees_its_slot(streams, caplog):
         else:
             with pytest.raises(openai.APITimeoutError):
                 ask(client, max_tokens=30_000, n=2, timeout=2.0)
-        wait_until(lambda: server.stats()["running"] == 0, "the slot is still in use")
+        wait_until(lambda: server.stats()["running"] == 0, "the request still uses its slot")
         assert 0 < server.stats()["tokens"] < 29_000
         assert ask(client).choices[0].finish_reason == "length"
     gc.collect()
-    assert caplog.text == ""  # no log messages, for example no warning from asyncio
+    assert caplog.text == ""  # nothing was logged, for example no warning from asyncio
 
 
-def test_full_queue_refuses_only_new_requests():
+def test_server_with_a_full_queue_refuses_only_new_requests():
     with serving_policy(engine=LONG_ENGINE, model_config=LONG) as server, client_of(server) as client:
         streams = [long_stream(client) for _ in range(2)]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -230,11 +230,11 @@ def test_full_queue_refuses_only_new_requests():
 
 
 @pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.system)], ids=["stream", "whole"])
-def test_request_timeout_ends_an_answer(streams):
+def test_request_fails_after_the_request_timeout(streams):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG, request_timeout=2.0) as server:
         with client_of(server) as client, pytest.raises(openai.APIError, match="not complete within 2 s"):
             list(ask(client, max_tokens=30_000, stream=streams))
-        wait_until(lambda: server.stats()["running"] == 0, "the slot is still in use")
+        wait_until(lambda: server.stats()["running"] == 0, "the request still uses its slot")
 
 
 def test_encoding_a_long_text_does_not_block_other_requests():
@@ -261,7 +261,7 @@ def test_encoding_a_long_text_does_not_block_other_requests():
             future.result(DEADLINE)
 
 
-def test_server_with_a_token_requires_it(tmp_path):
+def test_server_with_a_token_refuses_a_wrong_token(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     with serving_policy(token_file=str(tmp_path / "token")) as server:
         with client_of(server, api_key="secret") as client:
@@ -272,7 +272,7 @@ def test_server_with_a_token_requires_it(tmp_path):
             assert caught.value.body["type"] == "authentication_error"
 
 
-def test_too_large_or_invalid_bodies_are_refused():
+def test_too_large_or_invalid_request_bodies_are_refused():
     with serving_policy(max_body_mb=1) as server:
         with client_of(server) as client, pytest.raises(openai.APIStatusError, match="at most 1 MB") as caught:
             ask(client, prompt="x" * (1 << 20))
@@ -281,7 +281,7 @@ def test_too_large_or_invalid_bodies_are_refused():
         assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark():
+def test_unpaired_surrogate_in_a_request_becomes_a_question_mark():
     with serving_policy() as server:
 
         def post(path, **body):
@@ -309,7 +309,7 @@ def test_prometheus_metrics_count_tokens_and_requests():
         assert float(values[f"rlframe_policy_request_duration_seconds_count{{{labels}}}"]) == 1
 
 
-def test_parameters_of_another_model_end_the_server():
+def test_server_raises_if_its_learner_has_another_model():
     learner = Learner()
     other = dataclasses.replace(TINY, hidden_size=32)
     server = PolicyServer(PolicyServerConfig(port=0, engine=ENGINE), other, "byte", learner)
@@ -328,7 +328,7 @@ def test_invalid_server_options_are_refused():
 
 
 @pytest.mark.system
-def test_server_follows_a_killed_and_resumed_learner(tmp_path):
+def test_server_uses_newer_parameters_of_a_killed_and_resumed_learner(tmp_path):
     needs("launchpad")
     from tests import serving
     from tests.language.server.learning import BusyLearner
@@ -357,7 +357,7 @@ def test_server_follows_a_killed_and_resumed_learner(tmp_path):
                 wait_until(lambda: len(answers) > count + 3, "the answers stopped when the learner died")
                 assert policy(server)["since_learner"] > 0.01
                 child = serving.Child(address, BusyLearner, str(tmp_path))
-                wait_until(lambda: answers[-1] > last, "the resumed learner is not followed")
+                wait_until(lambda: answers[-1] > last, "the server did not use the resumed learner")
             finally:
                 ended.set()
             asking.result(DEADLINE)

@@ -1,4 +1,4 @@
-"""A server streams tokens in pieces that end in the middle of a character."""
+"""A streamed text is correct even if each piece of tokens ends in the middle of a character."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "中é😀Я"  # 4 characters with 11 different bytes in UTF-8
 
 
 def model_that_repeats(text: str) -> tuple[ModelConfig, Any]:
-    """Return a model whose most likely tokens repeat the bytes of the text."""
+    """Return a model that generates the bytes of `text` again and again at temperature 0."""
     model = dataclasses.replace(TINY, tie_word_embeddings=False)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), transformer.init(jax.random.key(0), model))
     content = text.encode()
@@ -27,11 +27,11 @@ def model_that_repeats(text: str) -> tuple[ModelConfig, Any]:
 
 
 @pytest.mark.system
-def test_stream_with_split_characters_is_the_complete_text():
+def test_streamed_pieces_with_split_characters_add_up_to_the_complete_text():
     learner, engine = Learner(), EngineConfig(slots=1, length=128)
     model, params = model_that_repeats(TEXT)
     learner.published = 1, params
-    assert engine.steps == 8  # 8 and 11 have no common divisor, so pieces end after every byte of the text
+    assert engine.steps == 8  # 8 and 11 have no common divisor, so some piece ends at each byte of the text
     with serving_policy(learner, engine, model) as server, client_of(server) as client:
         for stop in (None, ["never said"]):
             options = {"model": "policy", "prompt": list(TEXT.encode()), "max_tokens": 88, "stop": stop}
