@@ -1,4 +1,4 @@
-"""The monitor of a program: count steps, write the logs, evaluate the policy, and end the run."""
+"""The monitor of a program. It counts steps, writes the logs, evaluates the policy, and ends the run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PendingEvaluation = futures.Future[EvaluationOutcome]
 
 POLL_SECONDS = 0.1  # seconds between two polls of the nodes
 _POLLING = Phase("polling the nodes", 300.0)
-_FINISH_TIMEOUT = 3600.0  # maximum seconds of the learner's last update and checkpoint, including a restart
+_FINISH_TIMEOUT = 3600.0  # maximum seconds for the learner's last update and checkpoint, even if it restarts
 
 
 class Monitor(abc.ABC):
     """A node that ends the run at its last step and evaluates the final policy.
 
     The monitor polls the nodes for their progress. It never waits for an actor, so a dead or paused actor does not
-    delay the monitor. The monitor may be restarted, because its counts are in the run directory. A subclass defines the
-    unit of a step and the evaluation.
+    delay the monitor. A restarted monitor continues, because its counts are in the run directory. A subclass defines
+    what a step is, and how to evaluate.
 
     `run` calls `_watch` until the session ends, and then `_finish`. Evaluations run in a separate thread.
 
@@ -54,15 +54,15 @@ class Monitor(abc.ABC):
         self._learner = handles.resolve(learner, "learner", deadline=session.peer_deadline, stop=self._stop)
         self._poll_learner = handles.Poller(self._learner, "stats")
         self._poll_finish = handles.Poller(self._learner, "finish")
-        self._learner_stats: dict[str, Any] = {}  # newest stats; empty until the learner has answered
+        self._learner_stats: dict[str, Any] = {}  # newest stats of the learner; empty until it answers
         self._progress = ProgressFile(session.directory.progress, session.session_id)
         self._early_stop = EarlyStop(session, self._progress.ended)
-        # If the monitor was killed before an evaluation was complete, the evaluation is still due.
+        # If an earlier monitor was killed during an evaluation, that evaluation is due again.
         self._evaluation_schedule = Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
         self._evaluation: PendingEvaluation | None = None  # the running evaluation
 
     def run(self) -> None:
-        """Watch the program until the session's last step, and evaluate the final policy. `stop()` ends this early."""
+        """Monitor the program until its last step, then evaluate the final policy. `stop()` ends this early."""
         with handles.stop_with_program(self.stop):
             try:
                 self._prepare()
@@ -83,7 +83,7 @@ class Monitor(abc.ABC):
         self._session.directory.write_result(self._result(evaluation, stopped_by))
 
     def stop(self) -> None:
-        """End `run()` without an evaluation. Any thread may call this."""
+        """End `run()` without an evaluation. Any thread can call this."""
         self._stop.set()
 
     def end(self, by: str, evaluate: bool = True) -> None:
