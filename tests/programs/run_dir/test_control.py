@@ -123,7 +123,7 @@ def test_status_request_before_the_start_of_the_run_gets_503(directory):
         assert answer.status_code == 503 and "The run is starting" in answer.json()["error"]["message"]
 
 
-def test_concurrent_status_requests_read_each_row_once(directory):
+def test_concurrent_status_requests_read_each_row_of_the_logs_only_once(directory):
     rows = [{"step": step, "episode_return": 1.0} for step in range(400)]
     directory.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     target = LocalRunTarget(directory.path)
@@ -164,7 +164,7 @@ def test_http_host_is_refused_without_an_http_service(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"rlframe: {told}"
 
 
-def test_live_page_shows_the_run_and_only_its_commands(directory):
+def test_live_page_shows_the_run_and_only_commands_that_it_supports(directory):
     chromium = pytest.importorskip("tests.chromium")
     if chromium.CHROMIUM is None:
         pytest.skip("The page's tests need Chromium: apt-get install chromium, or make chromium")
