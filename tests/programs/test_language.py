@@ -179,7 +179,7 @@ def test_stopped_warm_up_makes_no_update(tmp_path):
     assert not (tmp_path / "warmup").exists() and not rows_of(tmp_path)
 
 
-def test_timeout_of_an_environment_is_longer_than_the_timeout_of_the_policy_server(tmp_path):
+def test_timeout_of_an_environment_is_at_least_the_timeout_of_the_policy_server(tmp_path):
     session = Session(grpo_experiment(), None, tmp_path, 1, 0.0)
     assert api_server_config(session).timeout >= PolicyServerConfig().request_timeout
 

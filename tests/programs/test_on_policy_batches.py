@@ -1,4 +1,4 @@
-"""In a program, one actor and an on-policy learner wait for each other. The batches equal a single process's batches."""
+"""One actor and an on-policy learner wait for each other, so a program has the same batches as a single process."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, progr
 def test_language_model_parameters_are_packed_only_in_the_update(tmp_path):
     found, versions = counts_of(
         tmp_path, "CountingGRPO", *SMALL[2:], "--steps", "12"
-    )  # `SMALL` begins with another agent, so leave out its first two arguments
+    )  # the first two arguments of `SMALL` choose another agent
     assert versions >= 12
-    # The policy server has no agent, so its calls are not counted. The server receives packed parameters.
+    # The policy server has no agent, so the calls in its process are not counted.
     assert set(found) == {"pack_jax"} and len(found["pack_jax"]) == 1 and max(found["pack_jax"]) < 10
