@@ -1,4 +1,4 @@
-"""The replay buffer in the learner's own process. Each step and each batch is copied only once."""
+"""The replay buffer in the process of the learner. Each step and each batch is copied only once."""
 
 from __future__ import annotations
 

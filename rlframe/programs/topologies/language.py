@@ -41,9 +41,9 @@ class Language(ProgramConfig):
     name: str = "light_env"  # the name in `TOPOLOGIES`
     # Tokenizer: byte, or a folder with a tokenizer.json. None means the tokenizer of the loaded weights, or byte.
     tokenizer: Union[str, None] = None
-    # Largest number of policy versions that a group may be behind the learner. None means no limit.
+    # Maximum number of versions by which the policy of a group can be older than the learner's. None means no limit.
     max_staleness: Union[int, None] = number(None, at_least=0)
-    slots: int = number(32, at_least=1)  # Number of sequences that the policy server decodes at once.
+    slots: int = number(32, at_least=1)  # Number of sequences that the policy server decodes in parallel.
     service_port: int = 0  # Port of the trajectory service and its live page. 0 means any free port.
     policy_port: int = 0  # Port of the policy server. 0 means any free port.
 

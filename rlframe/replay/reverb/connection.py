@@ -43,7 +43,7 @@ def import_reverb() -> tuple[Any, Any]:
 
 
 class ReverbConnection:
-    """A server's address, and calls to the server. Any thread may use the connection.
+    """The address of a server, with methods that call the server. Any thread can use the connection.
 
     Args:
         address: "host:port".
@@ -58,7 +58,7 @@ class ReverbConnection:
 
     @property
     def client(self) -> Any:
-        """Reverb's own client. Created at the first call, because the constructor should not wait for TensorFlow."""
+        """Reverb's client. It is created at the first call, because importing TensorFlow is slow."""
         with self._lock:
             if self._client is None:
                 self._client = import_reverb()[0].pybind.Client(self.address)
@@ -81,7 +81,7 @@ class ReverbConnection:
             self._wait_before_retry(call, began)
 
     def try_info(self) -> dict[str, Any] | None:
-        """Return the result of `info`, but try only once. Return None if there is no answer within a second."""
+        """Call `info` without retries, and return its result. Return None if there is no answer within a second."""
         client = self.client
         from reverb.cc import schema_pb2
 

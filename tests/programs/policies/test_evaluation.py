@@ -15,7 +15,7 @@ from rlframe.programs import make_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation, make_largest
 from rlframe.programs.run_dir.directory import Result, RunDir
 
-# An environment that needs a license. There are `most` licenses, so at most `most` instances may be open. In
+# An environment that needs a license. There are `most` licenses, so at most `most` environments can be open. In
 # evaluations, `fails` makes the start of an environment fail, and `endless` makes its episodes endless.
 ENV = """
 import pathlib
