@@ -329,9 +329,8 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             return iter([(first + i) % count for i in range(count)])
         if time.monotonic() > self._weighed_at + _WEIGHT_INTERVAL:
             self._weighed_at = time.monotonic()
-            weights = np.maximum(
-                [service.weight() for service in self._services], 1e-9
-            )  # not 0, so that all shards are asked
+            # A weight must be above 0, so that all shards are asked.
+            weights = np.maximum([service.weight() for service in self._services], 1e-9)
             self._chances = weights / weights.sum()
         return iter(self._rng.choice(count, count, replace=False, p=self._chances).tolist())
 
