@@ -149,9 +149,8 @@ def test_run_solves_the_task_despite_killed_and_paused_processes(
     print(result, status["job"], status["accounts"], status["replay"])
     assert code == 0, program.errors()
     assert result is not None
-    assert (
-        max(mean for _, mean, _ in status["evaluations"]) >= wanted
-    )  # the best evaluation, because DQN's returns vary
+    # Check the best evaluation, because the returns of DQN vary until the end.
+    assert max(mean for _, mean, _ in status["evaluations"]) >= wanted
     assert result["return_mean"] == status["evaluations"][-1][1]
     assert result["env_steps"] >= steps
     assert status["job"]["state"] == "CLOSED"

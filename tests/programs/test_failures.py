@@ -150,9 +150,8 @@ def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, program_name)
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name)) as program:
         program.wait_for_steps(500)
         nodes = program.nodes()
-        assert len(nodes) == 1 + len(
-            NODES[program_name.split()[1]]
-        )  # plus one, because NODES has only one of the two actors
+        # NODES has only one of the two actors, so there is one more node.
+        assert len(nodes) == 1 + len(NODES[program_name.split()[1]])
         with pytest.raises(UsageError, match=f"is in use by process {program.process.pid} on "):
             RunLock(tmp_path / "run").__enter__()
         program.process.kill()

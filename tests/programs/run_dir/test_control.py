@@ -76,9 +76,8 @@ def test_http_service_shows_the_run_and_can_only_stop_it(directory, monkeypatch)
             assert line in metrics.splitlines()
         for path in ("/pause", "/scale", "/restore"):
             assert http.post(path, json={}).status_code == 404
-        for _ in range(
-            2
-        ):  # repeated requests must send only one signal, because a second signal ends the run without saving
+        # Two requests must send only one signal, because a second signal ends the run without saving.
+        for _ in range(2):
             assert http.post("/stop", json={"reason": "enough"}).status_code == 200
     assert killed == [signal.SIGTERM]
     assert not (directory.path / "control.json").exists()
