@@ -1,6 +1,6 @@
 """Replay buffers: actors add steps, and learners sample batches of items.
 
-The path of one transition through the buffer of one process (`local.py: ReplayBuffer`):
+These calls move one transition through a replay buffer in one process (`local.py: ReplayBuffer`):
 
     replay = ReplayBuffer(agent, seed=1)                # agent.replay_spec: n_step 3, prioritized, batch_size 32
     rank, _ = replay.claim_rank(num_envs=8)             # a writer with 8 environments
@@ -9,13 +9,13 @@ The path of one transition through the buffer of one process (`local.py: ReplayB
         Transitions.put                                 # items.py: completes the items that began 3 steps before
         PrioritizedTable.append_block                   # tables.py: adds these items with the highest priority
     batch = replay.sample()                             # a `Batch` of 32 items, or None
-      RateLimiter.items_to_sample                       # rate_limiter.py: decides if a batch may be sampled now
+      RateLimiter.items_to_sample                       # rate_limiter.py: decides if a batch can be sampled now
       PrioritizedTable.draw                             # tables.py, sum_tree.py: draws items and their probabilities
       StepStore.read -> Transitions.assemble            # items.py: gathers observations, returns and discounts
     replay.update_priorities(batch.keys, priorities)
 
-`base.py` has the protocols, and `Dataset`, which draws batches ahead of time. `layout.py` and `tree_store.py` define
-the arrays, `frames.py` stores stacked frames, and `replay_files.py` writes buffers to disk.
+`base.py` defines the protocols, and the class `Dataset`, which draws batches ahead of time. `layout.py` and
+`tree_store.py` define the arrays, `frames.py` stores stacked frames, and `replay_files.py` writes buffers to disk.
 
 There are three other buffers: `shared_memory/` connects the processes of one machine, `service/` runs the replay in
 separate nodes, and `reverb/` uses a Reverb server.
@@ -56,13 +56,13 @@ __all__ = [
 
 
 def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:
-    """Return a replay buffer for an argument that is a replay buffer or a `reverb.Client`.
+    """Convert a `reverb.Client` to a replay buffer. Return a replay buffer without change.
 
     Args:
-        target: a replay buffer, which is returned without change, or a client of a Reverb server.
-        specs: returns an object with the agent's `replay_spec` and `step_spec`. Called only if `target` is a client.
+        target: a replay buffer, or a client of a Reverb server.
+        specs: function that returns an object with `replay_spec` and `step_spec`. It is called only for a client.
     """
-    # Compare the module's name, because importing Reverb is slow. Only a process with a client needs Reverb.
+    # Compare the name of the module instead of the class, because importing Reverb is slow.
     if type(target).__module__.partition(".")[0] != "reverb":
         return target
     from rlframe.replay.reverb import ReverbReplayBuffer

@@ -1,4 +1,4 @@
-"""The protocols of a replay for writers and readers, the base classes of buffers, and `Dataset`."""
+"""The protocols of replay writers and readers, the base classes of replay buffers, and the class `Dataset`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlframe.shutdown import Closeable
 from rlframe.types import Batch, ReplaySpec, Step
 
 STATS = ("items", "steps", "added", "sampled", "evicted", "evicted_unsampled", "dropped_priorities", "bytes")
-WAKE_INTERVAL = 0.2  # seconds between two checks whether a dataset was closed; a new batch ends the wait sooner
+WAKE_INTERVAL = 0.2  # seconds between two checks whether a dataset is closed; a new batch needs no check
 _RETRY_INTERVAL = 0.01  # seconds
 _TIMEOUT = 600.0  # default seconds that `next` waits for a batch before it raises
 
@@ -29,16 +29,16 @@ class ReplayClosedError(StoppedError):
     """The replay buffer was closed during a call."""
 
 
-# --- protocols: the methods that an Actor and a Learner need
+# --- protocols: methods that an Actor or a Learner calls
 
 
 @runtime_checkable
 class ReplayWriter(Protocol):
-    """The methods of a replay that an Actor needs. Any thread may call them.
+    """The methods of a replay that an Actor needs. Any thread can call them.
 
-    A writer claims a rank, and then adds batches of steps under global environment ids. The replay makes items
-    (`Transition` or `Sequence`) of the steps. An item is complete when its last step is added. The Actor does not make
-    the items, because each kind of replay makes them where this costs least.
+    A writer claims a rank, and then adds batches of steps with global environment ids. The replay combines steps to
+    items (`Transition` or `Sequence`). An item is complete when its last step is added. The Actor does not make the
+    items, because each kind of replay makes them in the process where this is cheapest.
     """
 
     @abc.abstractmethod
@@ -49,12 +49,12 @@ class ReplayWriter(Protocol):
             num_envs: number of the writer's environments. None means that the writer calls `open_segment` before it
                 adds steps. (An Actor creates its environments after this call, because their seeds depend on the rank.)
             rank: the rank to claim. None means the lowest free rank. Each new claim of a rank gets the next
-                incarnation. The complete items of the previous incarnation stay, and its open fragments are discarded.
+                incarnation. Complete items of the previous incarnation stay. Its open fragments are discarded.
         """
 
     @abc.abstractmethod
     def open_segment(self, rank: int, num_envs: int) -> None:
-        """Set the number of environments of the writer with `rank`."""
+        """Set how many environments the writer with this rank has."""
 
     @abc.abstractmethod
     def add(self, env_ids: np.ndarray, step: Step) -> None:
@@ -68,10 +68,10 @@ class ReplayWriter(Protocol):
 
 @runtime_checkable
 class ReplayReader(Protocol):
-    """The methods of a replay that a Learner needs. Any thread may call them.
+    """The methods of a replay that a Learner needs. Any thread can call them.
 
     Attributes:
-        spec: the kind of the items, and how the items are drawn.
+        spec: describes the items, and how the replay draws them.
     """
 
     spec: ReplaySpec
@@ -86,59 +86,58 @@ class ReplayReader(Protocol):
 
     @abc.abstractmethod
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Evicted items are only counted."""
+        """Set the priorities ([B], at least 0) of the items `keys` ([B, 3]). Ignore evicted items, but count them."""
 
     @abc.abstractmethod
     def stats(self) -> dict[str, int]:
-        """Return the counters items, steps, added, sampled, evicted, evicted_unsampled, dropped_priorities, bytes."""
+        """Return a dict with the counters whose names are in `STATS`."""
 
 
 # --- base classes of buffers
 
 
 class BaseReplayBuffer(ReplayWriter, ReplayReader):
-    """Base class of buffers, with defaults for optional methods. See `examples/custom_replay_store.py`.
+    """Base class of replay buffers. It implements the optional methods. See `examples/custom_replay_store.py`.
 
     A subclass sets `spec`, and defines `claim_rank`, `open_segment`, `add`, `sample` and `stats`.
     """
 
-    is_saved_by_learner = False  # True if the learner's checkpoints call `save(path)` and `restore(path)`
+    is_saved_by_learner = False  # True if the learner saves this buffer with its checkpoints
     fetches_by_key = False  # True for a `KeyedReplayBuffer`
     _closed = False
 
     def end_waits(self, rank: int) -> None:
-        """Make each present or later `add` of the writer `rank` raise StoppedError instead of waiting for room.
+        """From now on, calls of `add` by the writer `rank` raise StoppedError if they must wait for free space.
 
-        Called when the writer's Actor stops.
+        The writer's Actor calls this when it stops.
         """
 
     def forget_before(self, version: int) -> None:
-        """Drop present and later items of a queue that have a step by parameters older than `version`.
+        """Drop all items of a queue in which parameters older than `version` acted, now and in later calls of `add`.
 
-        The dropped items count as `evicted_unsampled`. The Learner calls this method after each update that makes items
-        too old.
+        The dropped items count as `evicted_unsampled`. The Learner calls this method if an update makes items too old.
         """
 
     def note_update(self, keys: Any, version: int) -> None:
-        """Record that the Learner reached `version` after it learned from the items `keys` ([B, 3]).
+        """Store that an update with the items `keys` ([B, 3]) has produced the parameters `version`.
 
-        When the Learner starts, `keys` is empty.
+        When the Learner starts, it calls this with empty `keys`.
         """
 
     def make_dataset(self, prefetch: int = 2, timeout: float | None = None) -> Dataset:
         """Return an endless iterator of batches. A thread draws `prefetch` batches ahead of time.
 
-        Each `next` waits at most `timeout` seconds for a batch (None: see `Dataset`). To end the iteration, close the
-        dataset or the buffer.
+        Each `next` waits at most `timeout` seconds for a batch. (For None, see `Dataset`.) To end the iteration, close
+        the dataset or the buffer.
         """
         dataset = Dataset(self, prefetch, timeout)
         self._datasets.append(dataset)
         return dataset
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Return the result of `sample`, but wait up to `timeout` seconds for enough items.
+        """Wait up to `timeout` seconds until there are enough items, and return the result of `sample`.
 
-        The method may return None earlier.
+        The method can return None before the timeout.
         """
         batch = self.sample()
         if batch is None and not self.closed:
@@ -147,13 +146,13 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
         return batch
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities ([B], not negative) of the items `keys` ([B, 3]). Evicted items are only counted."""
+        """Set the priorities ([B], at least 0) of the items `keys` ([B, 3]). Ignore evicted items, but count them."""
         if self.spec.kind != "prioritized":
             raise UsageError(f"This replay buffer is {self.spec.kind}: it has no priorities to update.")
         self._set_priorities(np.asarray(keys), check_priorities(priorities, len(keys)))
 
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        """Set checked priorities ([B] float64). Buffers that support prioritized sampling define this method."""
+        """Set priorities ([B] float64), which are already checked. Buffers with prioritized sampling define this."""
         raise NotImplementedError
 
     @property
@@ -163,7 +162,7 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
     @property
     def closed(self) -> bool:
-        """True after `close`. A closed buffer returns no more batches."""
+        """True after `close` was called. A closed buffer returns no batches."""
         return self._closed
 
     def close(self) -> None:
@@ -179,10 +178,10 @@ class BaseReplayBuffer(ReplayWriter, ReplayReader):
 
 
 class Draw(NamedTuple):
-    """The keys and probabilities of a batch. Another process can `fetch` the items.
+    """The keys and probabilities of a batch. Another process can call `fetch` with them to get the items.
 
     A key is (rank, incarnation, start). Rank and incarnation identify the item's writer. The start is the number of the
-    item's first timestep (timeline.py), or the item's own number in a buffer that stores whole items.
+    item's first timestep (timeline.py). In a buffer that stores whole items, it is the number of the item.
     """
 
     keys: np.ndarray  # [B, 3] int64
@@ -190,26 +189,26 @@ class Draw(NamedTuple):
 
 
 class KeyedReplayBuffer(BaseReplayBuffer):
-    """A buffer whose items can be drawn in one process and read in another. See `docs/data.md`."""
+    """A replay buffer in which one process draws items and another process reads them. See `docs/data.md`."""
 
     fetches_by_key = True
 
     @abc.abstractmethod
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """Draw a batch like `sample`, but return only its keys. Then `fetch` reads the items, in any process.
+        """Draw a batch like `sample`, but return only its keys. Any process can then read the items with `fetch`.
 
-        The items now count as sampled. Items of a queue are not overwritten before `release`.
+        The items count as sampled after this call. Items of a queue are not overwritten before `release`.
 
         Args:
-            timeout: seconds to wait for enough items. The method may return None earlier.
+            timeout: seconds to wait for enough items. The method can return None before the timeout.
         """
 
     @abc.abstractmethod
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
-        """Read the items of a `Draw`. The same items can be fetched again.
+        """Read the items of a `Draw`. A second call with the same keys returns the same items.
 
-        If items of a uniform or prioritized buffer were overwritten, their rows of the batch get copies of other rows,
-        including the keys and probabilities.
+        If items of a uniform or prioritized buffer were overwritten, copies of other rows of the batch replace their
+        rows. The keys and probabilities are copied too.
 
         Args:
             keys: [B, 3] keys from `draw`.
@@ -221,10 +220,10 @@ class KeyedReplayBuffer(BaseReplayBuffer):
 
     @abc.abstractmethod
     def release(self, keys: np.ndarray) -> None:
-        """Release the items `keys` of a `Draw`, after they were learned from or lost. The call may be repeated."""
+        """Release the items of a `Draw` after an update has used them, or after they were lost. Repeated calls work."""
 
 
-# --- drawing ahead of time
+# --- datasets draw batches ahead of time
 
 
 class DatasetTimeoutError(RlframeError, TimeoutError):
@@ -237,9 +236,9 @@ class Dataset(Closeable):
     Results depend on timing, because batches are drawn ahead of time. For reproducible results, call `sample()`.
 
     Args:
-        buffer: the buffer to draw from.
+        buffer: the buffer from which to draw.
         prefetch: number of batches to draw ahead of time.
-        timeout: most seconds that `next` waits for a batch. None means 600 seconds, or no limit in a process whose
+        timeout: maximum seconds that `next` waits for a batch. None means 600 seconds, but no limit in a process whose
             heartbeats are watched (`rlframe.interprocess.heartbeat`).
     """
 
@@ -293,21 +292,21 @@ class Dataset(Closeable):
                 batch = self._draw()
                 if batch is not None:
                     self._put(batch)
-                del batch  # then the arrays can be reused once the reader deletes the batch
+                del batch  # so that the arrays can be reused after the reader deletes the batch
         except BaseException as error:  # `next` raises this error
             self._put(error)
         else:
             self._stop.set()
 
     def _draw(self) -> Batch | None:
-        """Return the next batch. None if no batch is available after a short time. Only the thread calls this."""
+        """Return the next batch, or None if there is no batch after a short time. Only the thread calls this."""
         return self._buffer.wait_for_batch(WAKE_INTERVAL)
 
     def _check(self) -> None:
-        """Raise an error if no further batch is possible. Called while the reader waits."""
+        """Raise an error if no further batch is possible. `next` calls this while it waits."""
 
     def _interrupt(self) -> None:
-        """End a `_draw` that waits without a timeout."""
+        """End a call of `_draw` that waits without a timeout."""
 
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():
@@ -322,7 +321,7 @@ class Dataset(Closeable):
 
 
 def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies of type [B, 3] int64 and [B] float32. Raise `UsageError` if a shape is wrong."""
+    """Return copies of keys ([B, 3] int64) and probabilities ([B] float32). Raise UsageError if a shape is wrong."""
     keys, probabilities = np.array(keys, np.int64), np.array(probabilities, np.float32)
     if keys.ndim != 2 or keys.shape[1] != 3 or not len(keys) or probabilities.shape != (len(keys),):
         raise UsageError(
@@ -333,10 +332,10 @@ def check_keys(keys: np.ndarray, probabilities: np.ndarray) -> tuple[np.ndarray,
 
 
 def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
-    """Return `priorities` as [count] float64. Raise `UsageError` unless they are finite and not negative."""
+    """Convert priorities to [count] float64. Raise UsageError if a priority is negative, NaN or infinite."""
     priorities = np.asarray(priorities, np.float64)
     lowest, highest = priorities.min(initial=np.inf), priorities.max(initial=0.0)
-    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # `not` makes NaN fail too
+    if priorities.shape != (count,) or not lowest >= 0 or not highest < np.inf:  # `not` also finds NaN
         raise UsageError(
             f"update_priorities expected {count} finite priorities that are not negative, one for each key; "
             f"got shape {priorities.shape}, from {lowest} to {highest}."
@@ -347,7 +346,7 @@ def check_priorities(priorities: np.ndarray, count: int) -> np.ndarray:
 def replace_evicted(batch: Any, evicted: np.ndarray) -> bool:
     """Replace the `evicted` rows ([B] bool) of `batch` by other rows. Return False if all rows are evicted.
 
-    All draws are independent, so another row of the batch can replace a new draw.
+    A copy of another row is as good as a new draw, because all draws are independent.
     """
     if evicted.all():
         return False
@@ -359,7 +358,7 @@ def replace_evicted(batch: Any, evicted: np.ndarray) -> bool:
 
 
 def override(spec: ReplaySpec, overrides: dict[str, Any]) -> ReplaySpec:
-    """Return `spec` with some fields replaced. Raise `UsageError` for an unknown field."""
+    """Return a copy of `spec` with some fields replaced. Raise UsageError for an unknown field."""
     known = [field.name for field in dataclasses.fields(ReplaySpec)]
     for name in overrides:
         if name not in known:

@@ -1,9 +1,8 @@
-"""Storage of frame-stacked pixels: one frame per step.
+"""Storage of frame-stacked pixels. It stores one frame per step instead of a whole stack.
 
-A stack `[k, H, W]` usually repeats the k - 1 newest frames of the previous stack. Then only the stack's newest frame is
-stored. The store first compares the k - 1 older frames with the previous stack. If they differ, such as in an episode's
-first stack, the older frames are stored separately. So reads return exactly the stacks that were written, for any kind
-of stacking.
+A stack `[k, H, W]` usually repeats the k - 1 newest frames of the previous stack. In this case, only the newest frame
+of the stack is stored. The store first compares the k - 1 older frames with the previous stack. If they differ, as in
+the first stack of an episode, the older frames are stored separately. So any kind of stack is read without change.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import numpy as np
 from rlframe.replay.layout import Allocate, Leaf, OutputArrays
 from rlframe.replay.timeline import Index, Numbers, Timeline, ring_index
 
-_ROWS_AT_ONCE = 16  # rows that are read at once; their frames should fit into the second-level cache
+_ROWS_AT_ONCE = 16  # rows per read, so that their frames fit into the second-level cache
 _MIN_ROWS = 256  # rows that are stored before the store checks whether it saves memory
 
 
 def looks_stacked(leaf: Leaf) -> bool:
     """Return True if a leaf has the shape and dtype of stacked frames.
 
-    The leaf's data may still show later that the frames are not stacked.
+    Later, the data of the leaf can show that the frames are not stacked.
     """
     return leaf.dtype == np.uint8 and len(leaf.shape) == 3 and 2 <= leaf.shape[0] <= 8 and min(leaf.shape[1:]) >= 32
 
 
 class FrameStore:
-    """Stores stacks of k frames, each frame once.
+    """Stores stacks of k frames, but stores each frame only once.
 
     A stack is stored as k references to frames. A reference is the number of the timestep that has the frame as its
-    newest frame, or -1 - i for the separate frame i. A timestep's frame is kept until `slack` timesteps after the
-    timestep is overwritten. If a stack needs an older frame, this frame is stored separately.
+    newest frame, or -1 - i for the separate frame i. After a timestep is overwritten, its frame is kept for `slack`
+    more timesteps. If a stack needs an older frame, this frame is stored separately.
     """
 
     def __init__(self, leaf: Leaf, timeline: Timeline, slack: int, allocate: Allocate):
@@ -41,7 +40,7 @@ class FrameStore:
         self._rows = timeline.slots + slack
         self._frames = allocate(f"{leaf.name} frames", (self._rows, *leaf.shape[1:]), leaf.dtype)
         self._references = allocate(f"{leaf.name} references", (timeline.slots, self._k), np.dtype(np.int64))
-        self._separate_frames = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0 is black, as most first stacks are
+        self._separate_frames = {0: np.zeros(leaf.shape[1:], leaf.dtype)}  # frame 0 is black
         self._next_separate, self._sweep_at = 1, 1024
         self.rows_seen = self.rows_stored_separately = 0
 
@@ -52,17 +51,17 @@ class FrameStore:
 
     @property
     def is_wasteful(self) -> bool:
-        """True if whole rows would take less memory, because few stacks repeat frames of the previous stack."""
+        """True if storing whole stacks would need less memory, because few stacks repeat earlier frames."""
         return self.rows_seen >= _MIN_ROWS and self.rows_stored_separately > self.rows_seen // 2
 
     def write(self, first: int, index: Index, values: Any, before: Numbers | None) -> None:
         """Store stacks.
 
         Args:
-            first: number of the first timestep. The other timesteps have the following numbers.
+            first: number of the first timestep. The numbers of the next timesteps are consecutive.
             index: slots of the stacks.
             values: the stacks [B, k, H, W].
-            before: the previous timesteps of the same environments. None if there are no previous timesteps.
+            before: numbers of the previous timesteps of the same environments. None if these do not exist.
         """
         if len(self._separate_frames) >= self._sweep_at:
             self._sweep()
@@ -84,13 +83,14 @@ class FrameStore:
         self._references[index] = references
 
     def _differ(self, references: np.ndarray, values: np.ndarray, first: int) -> np.ndarray | None:
-        """Return [B] bool: True for a row whose older frames differ from the referenced frames, or are too old.
+        """Compare the older frames with the frames that are referenced.
 
-        Return None if there is no such row.
+        Return an array [B] bool, which is True for a row whose frames differ, or are too old. Return None if no row
+        is True.
         """
         count = len(values)
         lowest = references[0]
-        # Frames before this number may be overwritten while a new stack still refers to them.
+        # Do not refer to frames before this number, because they are overwritten too early.
         youngest = max(0, first + count - self._slack)
         in_blocks = lowest.min() >= youngest and (references == lowest + np.arange(count)[:, None]).all()
         if in_blocks:
@@ -106,7 +106,7 @@ class FrameStore:
         return differ if differ.any() else None
 
     def _store_separately(self, stack: np.ndarray, number: int) -> list[int]:
-        """Store the older frames of `stack` separately, and return the references. Equal neighbors are stored once."""
+        """Store the older frames of `stack` separately. Store equal adjacent frames once. Return the references."""
         references = [number]
         for j in range(self._k - 2, -1, -1):
             if np.array_equal(stack[j], stack[j + 1]):
@@ -120,14 +120,14 @@ class FrameStore:
         return references[::-1]
 
     def _sweep(self) -> None:
-        """Drop the separate frames to which no slot refers."""
+        """Remove the separate frames that no slot refers to."""
         references = self._timeline.used(self._references)
         used = set((-1 - references[references < 0]).tolist())
         self._separate_frames = {i: frame for i, frame in self._separate_frames.items() if i in used or i == 0}
         self._sweep_at = max(1024, 2 * len(self._separate_frames))
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> np.ndarray:
-        """Return the stacks in `slots` (any shape), `[*slots.shape, k, H, W]`."""
+        """Return the stacks in the slots, as an array [*slots.shape, k, H, W]."""
         references = self._references.take(slots, axis=0, mode="wrap")
         out = outputs.take(self._frames, references % self._rows)
         self._patch(out, references)
@@ -136,7 +136,7 @@ class FrameStore:
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[np.ndarray, np.ndarray]:
         """Return (`read(slots)`, `read(others)`) for [B] slots.
 
-        Only a few rows are read at a time, so that the second read finds the shared frames in the processor's cache.
+        The two reads share most frames. Read few rows at a time, so that the frames stay in the processor's cache.
         """
         references = [self._references.take(index, axis=0, mode="wrap") for index in (slots, others)]
         positions = [numbers % self._rows for numbers in references]
@@ -152,7 +152,7 @@ class FrameStore:
         return a, b
 
     def _patch(self, out: np.ndarray, references: np.ndarray) -> None:
-        """Copy the separate frames into `out`."""
+        """Copy the frames that are stored separately to their places in `out`."""
         if references.size and references.min() < 0:
             for place in zip(*(references < 0).nonzero()):
                 out[place] = self._separate_frames[-1 - int(references[place])]

@@ -1,11 +1,11 @@
-"""How steps become items when they are added, and batches when they are sampled.
+"""The conversion of added steps to items, and of sampled items to batches.
 
-timeline.py defines the terms number, block, slot, start and span. `put` stores a step's contents, except observations.
-Then `put` adds the items that the step completed to the table, the longest item first. `assemble` gathers the items of
-a batch.
+timeline.py defines the terms number, block, slot, start and span. `put` stores the contents of a step, except its
+observations. Then it adds the items that are complete with this step to the table, the longest item first. `assemble`
+gathers the items of a batch.
 
-The arguments of `put` are blocks of timesteps for a writer in lockstep, and arrays of numbers for any other writer.
-`WriterFragments` supports both forms.
+If all environments of a writer step together (lockstep), the arguments of `put` are blocks of timesteps. Otherwise they
+are arrays of numbers. `WriterFragments` accepts blocks and arrays.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rlframe.replay.timeline import Index, Mask, Numbers, Timeline, WriterFragme
 from rlframe.replay.tree_store import TreeStore
 from rlframe.types import LAST, Sequence, SequenceBatch, Step, StepSpec, Transition, TransitionBatch
 
-# Step types are searched as bytes. A search for LAST then takes a tenth of the time of an array comparison, which
-# matters for 64 environments.
+# Step types are searched as bytes, because this is ten times as fast as the comparison of an array. It saves time with
+# 64 environments.
 _LAST_BYTE = int(LAST)
 _IS_LAST = bytes(int(t == _LAST_BYTE) for t in range(256))
 _IS_NOT_LAST = bytes(int(t != _LAST_BYTE) for t in range(256))
 
 
 class _Items:
-    """Base class of both kinds of items. Its columns of scalars and its trees have one row for each slot."""
+    """Base class of `Transitions` and `Sequences`. Its arrays have one row for each slot."""
 
     columns: dict[str, str]
     fields: tuple[str, ...]
@@ -39,8 +39,8 @@ class _Items:
         self._columns = {name: allocate(name, (timeline.slots, *d.shape), d.base) for name, d in dtypes.items()}
         layouts = {name: TreeLayout(name, getattr(spec, name)) for name in self.fields}
         self._trees = {name: TreeStore(layout, timeline, allocate) for name, layout in layouts.items()}
-        self._action = self._trees["action"].only_array  # a direct reference, for speed
-        self._span = self._columns["span"]  # end minus start of the item (for sequences: of the step), in numbers
+        self._action = self._trees["action"].only_array  # the only array of the tree, or None
+        self._span = self._columns["span"]  # number of the end minus number of the start
         self.params_version = self._columns["params_version"]
 
     @property
@@ -62,9 +62,9 @@ class _Items:
         Args:
             starts: the starts of `count` items.
             index: the slots of these items.
-            which: selects the items that are complete.
+            which: mask of the complete items.
             count: number of items.
-            shared: the table may already contain other items of the block.
+            shared: True if the table can already contain other items of the block.
         """
         if isinstance(starts, int):
             self._table.append_block(starts, index, count, which, shared)
@@ -83,20 +83,20 @@ class _Items:
 
 
 class Transitions(_Items):
-    """Items of up to n steps. An item's rewards are summed when steps are added, so sampling is one gather for any n.
+    """Items of up to n steps. Rewards are summed when steps are added, so sampling takes the same time for any n.
 
-    Example with n = 3 and two environments, for three steps that begin at the blocks 406, 408 and 410 (the last step
-    ends at 412). r and d are a step's reward and discount, and g is gamma:
+    Example with n = 3 and two environments. Three steps begin at the blocks 406, 408 and 410. (The last step ends at
+    412.) r is the reward of a step, d is its discount, and g is gamma:
 
             items      step from 406         step from 408             step from 410
             406, 407   r0, d0 g, span 2      + g r1, * d1 g, span 4    + g^2 r2, * d2 g, span 6: complete
             408, 409                         r1, d1 g, span 2          + g r2, * d2 g, span 4
             410, 411                                                   r2, d2 g, span 2
 
-    If an environment's episode ends at 412, its items 408 (two steps) and 410 (one step) are complete too.
+    If the episode of an environment ends at 412, its items 408 (two steps) and 410 (one step) are also complete.
     """
 
-    # Reward and discount are adjacent, because accesses to memory limit the speed of sampling.
+    # Reward and discount are adjacent in memory, because memory accesses limit the speed of sampling.
     columns = {"outcome": "(2,)f4", "span": "i8", "params_version": "i8"}  # noqa: RUF012
     fields = ("action", "extras")
 
@@ -108,14 +108,14 @@ class Transitions(_Items):
         self._powers = [np.float32(item.discount**k) for k in range(self._n)]
         self._outcome = self._columns["outcome"]
         self._reward, self._discount = self._outcome[:, 0], self._outcome[:, 1]
-        # One-step discounts are multiplied by gamma at sampling, because fewer items are sampled than added.
+        # Multiply one-step discounts by gamma at sampling, because fewer items are sampled than added.
         self._discounts_at_sampling = self._n == 1
 
     def open(self, index: Index, step_type: np.ndarray) -> None:
-        """Begin a fragment in the slots `index`. Transitions store nothing for the first timestep."""
+        """Do nothing. (Sequences store the type of a fragment's first timestep here.)"""
 
     def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
-        """Discard the open fragments of `envs`. After this, none of their starts belongs to the current episode."""
+        """Discard the open fragments of `envs`, so that no later step extends their items."""
         fragments.ages[envs] = 0
 
     def put(
@@ -130,9 +130,9 @@ class Transitions(_Items):
 
         Args:
             fragments: the writer's open fragments.
-            envs: [B] indices of the environments. None means all environments, in lockstep.
-            numbers: the timesteps at which the step begins.
-            next_numbers: the timesteps at which the step ends.
+            envs: [B] indices of the environments. None means that all environments step together.
+            numbers: numbers of the timesteps at which the step begins.
+            next_numbers: numbers of the timesteps at which the step ends.
             step: arrays of [B, ...].
         """
         timeline, reward = self._timeline, step.next_timestep.reward
@@ -146,7 +146,7 @@ class Transitions(_Items):
             self._complete(numbers, index, acting, count)
             return
         fragments.record_acting(acting, envs)
-        # The items that began k steps before get the reward if their episode has continued since then.
+        # Add the reward to the items that began k steps earlier, if they belong to the same episode.
         starts, continues = numbers, acting
         shorter: list[tuple[Numbers, Mask]] = []
         for k in range(1, self._n):
@@ -156,17 +156,17 @@ class Transitions(_Items):
             self._extend(k, index, next_numbers - starts, reward, discount, continues)
         self._complete(starts, index, continues, count, shared=True)
         next_types = step.next_timestep.step_type.tobytes()
-        if _LAST_BYTE in next_types:  # the step ends episodes, whose shorter items are now complete
+        if _LAST_BYTE in next_types:  # episodes end, so their shorter items are complete
             ended = np.frombuffer(next_types.translate(_IS_LAST), bool)
             self._table.append(np.concatenate([_select(some, which & ended) for some, which in reversed(shorter)]))
 
     def _extend(
         self, k: int, index: Index, spans: Numbers, reward: np.ndarray, discount: np.ndarray, continues: Mask
     ) -> None:
-        """Add the reward to the items in `index` that began k steps before.
+        """Add the reward to the items in the slots `index`, which began k steps earlier.
 
         Args:
-            continues: selects the environments whose episode has continued since then.
+            continues: mask of the environments that are still in the same episode.
         """
         gained = self._powers[k] * reward
         if not isinstance(continues, bool):
@@ -183,7 +183,7 @@ class Transitions(_Items):
         self._span[index] = spans
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
-        """Store the step's contents, except observations. Return the factor for the discounts of open items."""
+        """Store the contents of the step, except observations. Return the factor for the discounts of open items."""
         after = step.next_timestep
         discount = after.discount if self._discounts_at_sampling else after.discount * self._gamma
         self._reward[index] = after.reward
@@ -195,7 +195,7 @@ class Transitions(_Items):
     def assemble(
         self, slots: np.ndarray, observations: Any, outputs: OutputArrays
     ) -> tuple[TransitionBatch, np.ndarray]:
-        """Return a batch of the items that start in `slots` [B], and the oldest version that acted in each, [B]."""
+        """Return a batch of the items that start in `slots` [B], and each item's oldest parameter version [B]."""
         ends = self._timeline.follow(slots, self._span.take(slots, mode="wrap"))
         outcome = self._outcome.take(slots, axis=0, mode="wrap")
         observation, next_observation = observations.read_both(slots, ends, outputs)
@@ -207,12 +207,12 @@ class Transitions(_Items):
             next_observation=next_observation,
             extras=self._trees["extras"].read(slots, outputs),
         )
-        # The batch has the first step's action, and versions increase. So the first step has the oldest version.
+        # Versions increase, so the first step has the oldest version.
         return batch, self.params_version.take(slots, mode="wrap")
 
 
 class Sequences(_Items):
-    """Sequences of consecutive steps. Sampling uses the spans to get from each step to the next step.
+    """Items that are sequences of consecutive steps. Sampling uses the spans to find the next step of each step.
 
     With a length of 4 and a period of 2, a sequence starts at the positions 0, 2, 4, ... of a fragment. The step at
     position 3 completes the sequence that started at 0. The step at position 5 completes the sequence that started at
@@ -232,7 +232,7 @@ class Sequences(_Items):
         self._columns["step_type"][index] = step_type
 
     def discard(self, fragments: WriterFragments, envs: np.ndarray) -> None:
-        """Discard the open fragments of `envs`. The next sequence then starts at the next step."""
+        """Discard the open fragments of `envs`, so that a new sequence starts at the next step."""
         fragments.positions[envs] = 0
 
     def put(
@@ -262,7 +262,7 @@ class Sequences(_Items):
         self._trees["agent_state"].write(index, step.agent_state)
 
     def assemble(self, slots: np.ndarray, observations: Any, outputs: OutputArrays) -> tuple[SequenceBatch, np.ndarray]:
-        """Return a batch of the items that start in `slots` [B], and the oldest version that acted in each, [B]."""
+        """Return a batch of the items that start in `slots` [B], and each item's oldest parameter version [B]."""
         path = np.empty((self._length + 1, len(slots)), np.int64)
         path[0] = slots
         for t in range(self._length):
@@ -278,7 +278,7 @@ class Sequences(_Items):
             extras=self._trees["extras"].read(before, outputs),
             agent_state=self._trees["agent_state"].read(path[0], outputs),
         )
-        # Compare all steps. If there are several inferencers, a later step may have an older version than the first.
+        # Use the minimum over all steps. With several inferencers, a later step can have an older version.
         return batch, self.params_version.take(before, mode="wrap").min(axis=1)
 
 

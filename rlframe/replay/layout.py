@@ -1,4 +1,4 @@
-"""Layouts of trees as named arrays, checks of steps, and the output arrays of batches."""
+"""Classes that split trees into named arrays, check steps, and allocate the arrays of batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from rlframe.errors import UsageError
 from rlframe.types import Step, StepSpec, Tree, specs
 
-_LARGE = 1 << 18  # bytes; allocating a smaller array is faster than reusing an array
-_KEPT = 6  # most arrays that are kept for each shape and dtype; if more are in use, new arrays are allocated
+_LARGE = 1 << 18  # bytes; smaller arrays are not reused, because allocation is faster
+_KEPT = 6  # maximum number of arrays in the pool for each shape and dtype
 
 
 class Leaf(NamedTuple):
@@ -42,11 +42,11 @@ class TreeLayout:
         self._name = name
 
     def split(self, tree: Tree) -> list[Any]:
-        """Return the leaves of `tree`, in the order of the attribute `leaves`."""
+        """Return the values of the tree's leaves, in the order of the attribute `leaves`."""
         return [tree] if self.is_leaf else self._treedef.flatten_up_to(tree)
 
     def build(self, leaves: list[Any]) -> Tree:
-        """Return the tree that has these leaves."""
+        """Return a tree with these leaves."""
         return leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
 
     def map(self, tree: Tree, rows: np.ndarray) -> Tree:
@@ -54,9 +54,9 @@ class TreeLayout:
         return self.build([np.asarray(value)[rows] for value in self.split(tree)])
 
     def check(self, tree: Tree, batch: int) -> None:
-        """Raise `UsageError` if a leaf of `tree` is not a `[batch, ...]` array with the shape and dtype of its spec.
+        """Raise UsageError if a leaf of `tree` is not a `[batch, ...]` array with the shape and dtype of its spec.
 
-        The message names the first such leaf.
+        The message contains the name of the first wrong leaf.
         """
         try:
             values = self.split(tree)
@@ -70,7 +70,7 @@ class TreeLayout:
 
 
 def check_array(leaf: Leaf, value: Any, batch: int) -> None:
-    """Raise `UsageError` unless `value` is a `[batch, *leaf.shape]` array of `leaf.dtype`."""
+    """Raise UsageError if `value` is not an array of shape `[batch, *leaf.shape]` and dtype `leaf.dtype`."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape != (batch, *leaf.shape) or dtype != leaf.dtype:
         received = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
@@ -86,7 +86,7 @@ def step_layouts(step_spec: StepSpec) -> dict[str, TreeLayout]:
 
 
 def check_added(env_ids: np.ndarray, step: Step) -> None:
-    """Raise `UsageError` unless these arguments of `add` have the right types."""
+    """Raise UsageError if the arguments of `add` have wrong types."""
     if isinstance(env_ids, np.ndarray) and isinstance(step, Step):
         return
     raise UsageError(
@@ -98,7 +98,7 @@ def check_added(env_ids: np.ndarray, step: Step) -> None:
 
 
 def check_step(layouts: dict[str, TreeLayout], step: Step, batch: int) -> None:
-    """Raise `UsageError` unless `step` matches the agent's `step_spec` for `batch` environments."""
+    """Raise UsageError if `step` does not match the agent's `step_spec` for `batch` environments."""
     scalars = {"step_type": np.uint8, "reward": np.float32, "discount": np.float32}
     for which in ("timestep", "next_timestep"):
         timestep = getattr(step, which)
@@ -119,24 +119,24 @@ Allocate = Callable[[str, tuple[int, ...], np.dtype], np.ndarray]
 
 
 def process_memory(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array in this process's memory. The system provides the array's memory as the array fills.
+    """Allocate an array in this process. It uses physical memory only after its rows are written.
 
-    Columns of scalars are initialized with 0, as in shared memory. Larger rows are not initialized, because NumPy
-    requests huge pages from the kernel only in `np.empty`. Huge pages make random reads of pixel rows 10 % faster.
+    Arrays of scalars are initialized with 0, as in shared memory. Arrays with larger rows are not initialized, because
+    NumPy requests huge pages from the kernel only in `np.empty`. Huge pages make random reads of pixels 10 % faster.
     """
     return np.empty(shape, dtype) if len(shape) > 1 else np.zeros(shape, dtype)
 
 
 def unallocated_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return a read-only array that uses no memory, with the shape and `nbytes` of the real array."""
+    """Return a read-only array that uses no memory. It has the shape and `nbytes` of the allocated array."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 class OutputArrays:
-    """A pool of output arrays for `take`. Page faults of a new array for pixels would take longer than the copy.
+    """A pool of output arrays for `take`. Arrays are reused, because a new large array causes slow page faults.
 
-    An array is free when only this pool refers to it. Views, batches, and device arrays that share its memory (JAX on
-    CPU does not copy) keep a reference to the array. So an array that a caller still uses is never overwritten.
+    An array is free if only this pool refers to it. Views, batches, and device arrays that share its memory (JAX does
+    not copy on a CPU) refer to the array. So an array that a caller still uses is never overwritten.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class OutputArrays:
         if slots.size * data.strides[0] < _LARGE:
             return data.take(slots, axis=0, mode="wrap")
         out = self.empty((*slots.shape, *data.shape[1:]), data.dtype)
-        # The mode "raise" would copy through a temporary buffer. All other modes write directly to `out`.
+        # Do not use the default mode "raise", because it copies to a temporary buffer. Other modes write to `out`.
         data.take(slots, axis=0, mode="wrap", out=out)
         return out
 
@@ -155,7 +155,7 @@ class OutputArrays:
         """Return an array with arbitrary contents that only the caller uses."""
         kept = self._arrays.setdefault((shape, dtype), [])
         for i in range(len(kept)):
-            if sys.getrefcount(kept[i]) == 2:  # references of this list and of getrefcount's argument
+            if sys.getrefcount(kept[i]) == 2:  # only this list and the argument refer to it
                 return kept[i]
         array = np.empty(shape, dtype)
         if len(kept) < _KEPT:

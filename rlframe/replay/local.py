@@ -1,4 +1,4 @@
-"""The replay buffer in the learner's own process. Each step and each batch is copied only once."""
+"""The replay buffer in the process of the learner. Each step and each batch is copied only once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NO_STARTS = np.zeros(0, np.int64)
 class ReplayBuffer(KeyedReplayBuffer):
     """A replay buffer in this process's memory. The agent's `replay_spec` and `step_spec` determine its contents.
 
-    The buffer keeps at least the newest `capacity` timesteps of all writers together, including LAST timesteps. It has
-    up to `slots` timesteps, because several timesteps are evicted at once. An item is evicted with its first timestep.
+    The buffer keeps at least the newest `capacity` timesteps of all its writers. LAST timesteps count too. It can have
+    up to `slots` timesteps, because it evicts several at once. An item is evicted together with its first timestep.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
         seed: seed of the random draws.
-        single_frame: store frame-stacked pixels (`uint8 [k, H, W]`) as one frame per step. None: detect stacked frames.
+        single_frame: store one frame per step of frame-stacked pixels (`uint8 [k, H, W]`). None means to detect them.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -47,14 +47,14 @@ class ReplayBuffer(KeyedReplayBuffer):
         self._added = threading.Condition(self._lock)
         self._num_waiting = 0
         self._rng = np.random.Generator(np.random.PCG64(seed))
-        self._incarnations: dict[int, int] = {}  # rank -> its newest incarnation
+        self._incarnations: dict[int, int] = {}  # rank -> newest incarnation
         self._writers = Writers[WriterFragments]()
-        self._origins: list[tuple[int, int]] = []  # every (rank, incarnation) that has opened a segment
-        self._single_writer_keys = np.zeros((0, 3), np.int64)  # template for keys if there is only one writer
-        self._store: Any = None  # a StepStore, once a writer has set its number of environments
+        self._origins: list[tuple[int, int]] = []  # (rank, incarnation) of each call of `open_segment`
+        self._single_writer_keys = np.zeros((0, 3), np.int64)  # keys of a batch if there is only one writer
+        self._store: Any = None  # a StepStore; None before the first `open_segment`
         self._sampled = self._steps = 0
-        self._drawn_batches: dict[bytes, Batch] = {}  # keys -> a queue's batch that was drawn but not released
-        self._min_version = -1  # items of older versions are dropped
+        self._drawn_batches: dict[bytes, Batch] = {}  # keys -> batch of a queue that is drawn, but not released
+        self._min_version = -1  # items with an older parameter version are dropped
         self._limiter = RateLimiter(self.spec)
         steps.check_fits(self.spec, self._step_spec, self.spec.capacity, 1, single_frame)
 
@@ -81,7 +81,10 @@ class ReplayBuffer(KeyedReplayBuffer):
             store.marks_origin = len(self._origins) > 1
 
     def resume_rank(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Register a writer that claimed its rank elsewhere, or whose steps were lost. Drop its open fragments."""
+        """Register a writer that has claimed its rank in another process, or that has lost steps.
+
+        The open fragments of the writer are dropped.
+        """
         with self._lock:
             self._incarnations[rank] = incarnation
             self.open_segment(rank, num_envs)
@@ -98,9 +101,9 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch. Return None before `min_size` items were added, or while a queue has too few items.
+        """Draw a batch. Return None if fewer than `min_size` items were added, or if a queue has too few items.
 
-        The caller owns the arrays of a batch. The buffer reuses large arrays once nothing refers to them.
+        The caller owns the arrays of the batch. The buffer reuses a large array after all references to it are gone.
         """
         with self._lock:
             starts, probabilities = self._draw()
@@ -112,9 +115,9 @@ class ReplayBuffer(KeyedReplayBuffer):
             return Batch(data, self._keys_of(slots, starts), probabilities, versions)
 
     def _draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a batch, and return (first timesteps of the items, their probabilities).
+        """Draw a batch. Return the numbers of the items' first timesteps, and the probabilities of the items.
 
-        Both arrays are empty while there are too few items.
+        The arrays are empty if there are too few items.
         """
         count = self._items_to_sample()
         if count and self._store.forget_before(self._min_version):
@@ -125,7 +128,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store.table.draw(count, self._rng)
 
     def draw(self, timeout: float = 0.0) -> Draw | None:
-        """See `KeyedReplayBuffer`. Items of a queue are copied now, because the queue's writers never wait."""
+        """See `KeyedReplayBuffer`. Copy the items of a queue now, because later steps can overwrite them."""
         with self._added:
             self._wait_for_items(timeout)
             if self.spec.kind == "queue":
@@ -159,7 +162,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             self._drawn_batches.pop(np.asarray(keys, np.int64).tobytes(), None)
 
     def _keys_of(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return keys [B, 3] int64: the rank and the incarnation that wrote `slots`, and `starts`."""
+        """Return keys [B, 3] int64. A key is the rank and the incarnation that wrote the slot, and the start."""
         if len(self._origins) > 1:
             written_by = np.asarray(self._origins).take(self._store.origin.take(slots, mode="wrap"), axis=0)
             return np.concatenate([written_by, starts[:, None]], axis=1)
@@ -170,7 +173,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         return keys
 
     def _starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the first timesteps of the items `keys`. -1 if another writer has overwritten the slot."""
+        """Return the first timestep of each item in `keys`, or -1 if another writer has overwritten its slot."""
         starts = keys[:, 2]
         written_by = np.asarray(self._origins).T
         if len(self._origins) > 1:
@@ -185,7 +188,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 self._store.forget_before(self._min_version)
 
     def _items_to_sample(self) -> int:
-        """Return the size of the next batch. 0 while there are too few items."""
+        """Return the size of the next batch, or 0 if there are too few items."""
         if self._store is None or self._closed:
             return 0
         table = self._store.table
@@ -199,22 +202,19 @@ class ReplayBuffer(KeyedReplayBuffer):
         }
 
     def _items_by_rank(self) -> dict[int, int]:
-        """Return the number of items of each rank in a queue."""
+        """Return a dict from rank to the number of items of this rank in the queue."""
         store = self._store
         starts = store.table.starts()
         return collections.Counter(np.asarray(self._origins)[store.origin[store.timeline.slots_of(starts)], 0].tolist())
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Return the result of `sample`, but wait up to `timeout` seconds for enough items."""
+        """Wait up to `timeout` seconds until a step is added, and return the result of `sample`."""
         with self._added:
             self._wait_for_items(timeout)
             return self.sample()
 
     def _wait_for_items(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until a step is added.
-
-        Return at once if there are enough items for a batch.
-        """
+        """Wait up to `timeout` seconds until a step is added. If a batch is available, do not wait."""
         if timeout > 0 and not self._items_to_sample():
             self._num_waiting += 1
             try:
@@ -233,13 +233,13 @@ class ReplayBuffer(KeyedReplayBuffer):
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A shard is drawn with a probability proportional to this weight."""
+        """The total weight of all items. The probability of a shard is proportional to this weight."""
         with self._lock:
             return self._store.table.weight if self._store is not None else 0.0
 
     @property
     def slots(self) -> int:
-        """The number of timesteps that fit into the buffer. 0 before the first writer."""
+        """The number of timesteps that fit into the buffer, or 0 if there is no writer."""
         return self._store.timeline.slots if self._store is not None else 0
 
     def stats(self) -> dict[str, int]:
@@ -257,7 +257,7 @@ class ReplayBuffer(KeyedReplayBuffer):
     # --- memory and disk
 
     def _allocate_store(self, num_envs: int, all_envs: int) -> StepStore:
-        """Allocate memory for the first writer. For a later writer, check that its items fit."""
+        """Allocate the memory when the first writer comes. For later writers, check that their items fit."""
         spec = self.spec
         if self._store is not None:
             timeline = self._store.timeline
@@ -270,9 +270,9 @@ class ReplayBuffer(KeyedReplayBuffer):
         return self._store
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the items, open fragments, priorities, counters and the random state to the file `path`.
+        """Save the items, open fragments, priorities, counters and the random state in the file `path`.
 
-        The file is streamed, and renamed when it is complete. `add` and `sample` wait until the file is complete.
+        The file is renamed when it is complete. Until then, calls of `add` and `sample` wait.
 
         Raises:
             CheckpointError: the file could not be written. The old file is unchanged.
@@ -310,7 +310,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                     writer.enter_lockstep()
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Restore a saved buffer. If the same steps are then added, exactly the same batches are drawn.
+        """Restore a saved buffer exactly: equal steps after this call give equal batches.
 
         Writers keep their rank and incarnation. A writer whose environments lost their state must claim its rank again.
 
@@ -323,7 +323,7 @@ class ReplayBuffer(KeyedReplayBuffer):
                 raise CheckpointError(
                     f"{path} was saved by a SharedMemReplayBuffer; this is the in-process ReplayBuffer."
                 )
-            # Allocate a store, and read the file into its arrays.
+            # Allocate a new store, and fill its arrays from the file.
             sizes = header["slots"], header["chunk"], header["num_envs"]
             store = StepStore.in_process_memory(self.spec, self._step_spec, *sizes, self._single_frame)
             store.observations.restore_single_frame_leaves(header["framed"])
@@ -339,7 +339,7 @@ class ReplayBuffer(KeyedReplayBuffer):
             arrays.update(variable_arrays)
             saved.check_shapes(arrays)
             saved.read(arrays)
-            # Nothing can fail from here on.
+            # Change this buffer only now, because the next lines cannot fail.
             state = header["state"]
             store.observations.set_variable_arrays(
                 {name[len("extra/") :]: array for name, array in variable_arrays.items()}

@@ -1,8 +1,8 @@
-"""Replay buffers on disk: which files belong to checkpoints, when files are written, and the format of files.
+"""Files of saved replay buffers: when they are written, which files are kept, and their format.
 
-A file is streamed array by array, so saving a buffer of 7 GB does not need another 7 GB of memory. A file consists of a
-magic line, the length and the CRC-32 of a JSON header, the header, and each array's bytes followed by the bytes'
-CRC-32. A file is written under a temporary name, and renamed when it is complete.
+Arrays are written one after another, so saving a buffer of 7 GB does not need another 7 GB of memory. A file consists
+of a magic line, the length and the CRC-32 of a JSON header, the header, and the bytes and the CRC-32 of each array. A
+file has a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rlframe.types import ReplaySpec
 _MAGIC = b"rlframe replay 2\n"
 _LENGTHS = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-# The largest fraction of time for saves that are large, or that block inserts and samples.
+# Large saves, and saves that block inserts and samples, take at most this fraction of the time.
 _MAX_SAVE_FRACTION = 0.05
-_PIECE_BYTES = 1 << 24  # bytes that are read, written and checked at once
-# A buffer of up to this size is saved with every checkpoint, so that a resumed run continues exactly.
+_PIECE_BYTES = 1 << 24  # bytes per read, write and check
+# A buffer of at most this size is saved with every checkpoint, so that a resumed run continues exactly.
 _SMALL_BYTES = 64 * 2**20
 _AT_END_BYTES = 2**30  # a larger buffer is not saved at the end, because a program that stops has only seconds
-Shapes = dict[str, list[Any]]  # an array's name -> its dtype's string and its shape
+Shapes = dict[str, list[Any]]  # name of an array -> [dtype, shape]
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 class ReplayFiles:
     """Saved replay buffers in the files `directory/NUMBER`.
 
-    The last `keep` files of small buffers are kept, but only the last file of a large buffer.
+    For small buffers, the last `keep` files are kept. For a large buffer, only the last file is kept.
 
     Args:
-        directory: directory of the files, which is created at the first save.
-        keep: number of files of small buffers to keep.
+        directory: directory of the files. It is created at the first save.
+        keep: number of files to keep for small buffers.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
@@ -59,7 +59,7 @@ class ReplayFiles:
         return sorted(int(path.name) for path in self._directory.glob("*") if path.name.isdigit())
 
     def newest(self) -> int | None:
-        """Return the highest number of a complete file. None if there is no file."""
+        """Return the highest number of a complete file, or None if there is no file."""
         return max(self.numbers(), default=None)
 
     @staticmethod
@@ -70,11 +70,11 @@ class ReplayFiles:
     def is_due(self, replay_buffer: Any, final: bool = False) -> bool:
         """Return True if the buffer should be saved now.
 
-        Small buffers should always be saved, and large buffers if saves take less than 5 % of the time.
+        A small buffer is always due. A large buffer is due if its saves take less than 5 % of the time.
 
         Args:
-            replay_buffer: the buffer to save. The result is False for an empty buffer.
-            final: True if the program is ending. The result is then True for a buffer of up to 1 GiB.
+            replay_buffer: the buffer to save. An empty buffer is never due.
+            final: True if the program is ending. Then a buffer of up to 1 GiB is due.
         """
         stats = replay_buffer.stats()
         most = _AT_END_BYTES if final else _SMALL_BYTES
@@ -95,22 +95,25 @@ class ReplayFiles:
         self._next_large_save = time.monotonic() + (time.monotonic() - began) / _MAX_SAVE_FRACTION
 
     def prune(self) -> None:
-        """Remove files that no checkpoint needs, and incomplete files of killed processes."""
+        """Remove files that no checkpoint needs, and incomplete files from killed processes."""
         for age, number in enumerate(reversed(self.numbers())):
-            # Keep only one large file, because it may be as large as the memory.
+            # Keep only one large file, because it can be as large as the main memory.
             if age and (age >= self._keep or self.path(number).stat().st_size > _SMALL_BYTES):
                 self.path(number).unlink()
         for unfinished in self._directory.glob(".*.new"):
             unfinished.unlink()
 
     def drop_after(self, number: int) -> None:
-        """Remove the files with higher numbers, whose checkpoints were never completed."""
+        """Remove the files with numbers above `number`. Their checkpoints are incomplete."""
         for later in self.numbers():
             if later > number:
                 self.path(later).unlink()
 
     def restore(self, replay_buffer: Any, number: int) -> int | None:
-        """Restore a buffer from the newest file up to `number`, and return the file's number. Warn if there is no file.
+        """Restore a buffer from the newest file that is not newer than `number`. Warn if there is no file.
+
+        Returns:
+            The number of the file, or None.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -135,10 +138,10 @@ def save_periodically(save: Callable[[], None], stop: threading.Event, seconds: 
     """Call `save` every `seconds` seconds until `stop` is set, and once more at the end.
 
     Args:
-        save: writes a checkpoint.
-        stop: ends the loop.
-        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of this time.
-        at_end: seconds available for the last checkpoint, which is skipped if the previous checkpoint took longer.
+        save: function that writes a checkpoint.
+        stop: event that ends the loop.
+        seconds: seconds between two checkpoints. The wait is longer if a checkpoint takes more than 5 % of this time.
+        at_end: seconds for the last checkpoint. It is skipped if the previous checkpoint took longer.
     """
     took = 0.0
     while not stop.wait(max(seconds, took / _MAX_SAVE_FRACTION)):
@@ -152,10 +155,10 @@ def save_periodically(save: Callable[[], None], stop: threading.Event, seconds: 
 def write(
     path: str | os.PathLike[str], spec: ReplaySpec, header: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> None:
-    """Write `header` (JSON) and `arrays` (C-contiguous) to `path`, atomically.
+    """Write `header` (JSON) and `arrays` (C-contiguous) to the file `path`. The write is atomic.
 
     Raises:
-        CheckpointError: the file could not be written, because the disk is full, for example. The old file is
+        CheckpointError: the file could not be written, for example because the disk is full. The old file is
             unchanged.
     """
     path = Path(path)
@@ -175,15 +178,15 @@ def write(
 
 
 class SavedReplay(NamedTuple):
-    """A file that `write` wrote, open for reading."""
+    """A file that the function `write` wrote. It is open for reading."""
 
     path: Path
     header: dict[str, Any]
-    shapes: Shapes  # dtypes and shapes of the file's arrays
-    file: BufferedReader  # positioned at the first array
+    shapes: Shapes  # dtypes and shapes of the arrays in the file
+    file: BufferedReader  # its position is the first array
 
     def check_shapes(self, arrays: dict[str, np.ndarray]) -> None:
-        """Raise `CheckpointError` unless the file has exactly these arrays, with equal dtypes and shapes."""
+        """Raise CheckpointError if the names, dtypes or shapes of the arrays in the file differ from `arrays`."""
         for name in arrays.keys() | self.shapes.keys():
             here = [arrays[name].dtype.str, list(arrays[name].shape)] if name in arrays else "missing"
             there = self.shapes.get(name)
@@ -191,10 +194,10 @@ class SavedReplay(NamedTuple):
                 raise CheckpointError(f"{self.path} was saved by another agent: {name} is {there}, not {here}.")
 
     def read(self, arrays: dict[str, np.ndarray]) -> None:
-        """Fill `arrays` from the file's arrays with the same names. Skip other arrays. Call this method only once.
+        """Read the arrays of the file into `arrays`. Skip arrays with other names. Call this method only once.
 
         Raises:
-            CheckpointError: the file is damaged. Some of the arrays may already be filled.
+            CheckpointError: the file is damaged. Some arrays can already contain new values.
         """
         for name, (dtype, shape) in self.shapes.items():
             if name in arrays:
@@ -207,7 +210,7 @@ class SavedReplay(NamedTuple):
 
 @contextlib.contextmanager
 def open_saved(path: str | os.PathLike[str], spec: ReplaySpec) -> Iterator[SavedReplay]:
-    """Open the file `path` of a buffer with this `spec`, and read the file's header.
+    """Open a file of a buffer with this `spec`, and read its header.
 
     Raises:
         CheckpointError: the file is missing, damaged, not a replay buffer, or from a buffer with a different `spec`.
@@ -239,7 +242,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _write_array(file: BinaryIO, array: np.ndarray) -> None:
     crc, data = 0, _bytes(array)
     for low in range(0, len(data), _PIECE_BYTES):
-        piece = bytes(data[low : low + _PIECE_BYTES])  # copy: another process may now write to the array
+        piece = bytes(data[low : low + _PIECE_BYTES])  # copy, because another process can change the array
         crc = zlib.crc32(piece, crc)
         file.write(piece)
     file.write(_CRC.pack(crc))

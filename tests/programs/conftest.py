@@ -8,7 +8,7 @@ from rlframe.programs import runner
 
 @pytest.fixture(autouse=True, scope="package")
 def compile_once(tmp_path_factory):
-    """Share compiled programs between runs with equal array shapes, because compilation is slow."""
+    """Share compiled functions between runs with equal array shapes, because compilation is slow."""
     names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update(names[0], str(tmp_path_factory.mktemp("xla")))
@@ -20,7 +20,7 @@ def compile_once(tmp_path_factory):
 
 @pytest.fixture
 def learning_curves():
-    """Draw learning curves in the test that requests this fixture. Drawing takes a fifth of the time of a small run."""
+    """Turn on the plots of learning curves in a test. By default they are off, because they slow down a small run."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""An agent whose recurrent state counts the steps of an episode, to detect wrong states."""
+"""An agent whose recurrent state counts the steps of the episode, so that tests detect a wrong recurrent state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlframe.types import FIRST
 
 
 class Counting(IMPALA):
-    """An IMPALA agent whose learner raises if a recurrent state differs from the number of steps since FIRST."""
+    """An IMPALA agent with a step counter in its recurrent state. The learner raises if the counter is wrong."""
 
     jit_learner_step = False
 

@@ -18,11 +18,11 @@ from tests.programs.running_program import RunningProgram
 
 
 class ElasticProgram(RunningProgram):
-    """A process of an elastic run. Workers survive the coordinator, so some are not descendants of this process."""
+    """A process that runs an elastic program. It also tracks orphaned workers, whose coordinator was killed."""
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         super().__init__(run_dir, *arguments, "--topology", "elastic")
-        self.versions: list[int] = []  # parameter version of each status, oldest first
+        self.versions: list[int] = []  # parameter versions in all statuses, oldest first
         self.env_steps: list[int] = []
         self._workers: dict[int, psutil.Process] = {}
 
@@ -47,7 +47,7 @@ class ElasticProgram(RunningProgram):
         for worker in status["workers"]:
             if worker["pid"] and worker["pid"] not in self._workers and psutil.pid_exists(worker["pid"]):
                 process = psutil.Process(worker["pid"])
-                if process.ppid() != os.getpid():  # workers that the test itself started may survive the run
+                if process.ppid() != os.getpid():  # the run does not end workers that the test started
                     self._workers[worker["pid"]] = self._seen[worker["pid"]] = process
         return status
 
@@ -63,7 +63,7 @@ class ElasticProgram(RunningProgram):
                 time.sleep(0.1)
 
     def wait_for(self, condition: Callable[[dict[str, Any]], Any], seconds: float = 180.0) -> dict[str, Any]:
-        """Wait until the condition is true for a status, and return the status."""
+        """Poll the status until the condition is true, and return that status."""
         found: dict[str, Any] = {}
 
         def is_true() -> bool:
@@ -124,7 +124,7 @@ class ElasticProgram(RunningProgram):
         )
 
     def check_counters(self, status: dict[str, Any]) -> None:
-        """Check that counters never decreased, and that the numbers of granted, learned and lost items add up."""
+        """Check that no counter decreased, and that granted items are equal to learned, dropped and lost items."""
         assert self.versions == sorted(self.versions)
         assert self.env_steps == sorted(self.env_steps)
         accounts, replay = status["accounts"], status["replay"]

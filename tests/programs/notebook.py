@@ -42,7 +42,7 @@ def make_net(observation_spec, action_spec):
         return hk.Linear(action_spec.num_values)(observation), hk.Linear(1)(observation)
     return hk.without_apply_rng(hk.transform(forward))
 """
-# Options of a PPO run that takes one second.
+# Options of a PPO run that ends after about one second.
 SMALL = {
     "num_envs": 2,
     "steps": 64,
@@ -55,14 +55,14 @@ SMALL = {
 
 
 class Notebook:
-    """A notebook. `notebook.run(code)` runs a cell, and `notebook[name]` returns a variable."""
+    """A fake notebook. `notebook.run(code)` runs a cell, and `notebook[name]` returns a variable."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.restart()
 
     def restart(self) -> None:
-        """Continue with an empty `__main__`."""
+        """Restart the notebook with an empty `__main__` module."""
         self._main = types.ModuleType("__main__")
         self._monkeypatch.setitem(sys.modules, "__main__", self._main)
 

@@ -16,12 +16,12 @@ from rlframe.engines.launchpad import launch
 from rlframe.errors import RlframeError
 from rlframe.replay.reverb import ReverbReplayBuffer
 
-NUM_ACTORS = {"heavy_env": 2, "distributed": 1}  # each process with TensorFlow takes seconds to start
+NUM_ACTORS = {"heavy_env": 2, "distributed": 1}  # few actors, because TensorFlow takes seconds to load
 NUM_ENVS = 4
 
 
 class ProgressPrintingLearner(Learner):
-    """A Learner that prints its learner steps, its version, and the total number of items added to its replay."""
+    """A Learner that prints its step, its parameter version, and the number of items that its replay has received."""
 
     def print_progress(self, event: str) -> None:
         added = self._replay.buffer.stats()["added"]
@@ -39,7 +39,7 @@ class ProgressPrintingLearner(Learner):
 
     def _learn(self) -> None:
         super()._learn()
-        # print before `run` ends the program, because its end also stops the replay server
+        # Print now, because `run` ends the program, and then the replay server cannot answer.
         self.print_progress("ends at")
 
 

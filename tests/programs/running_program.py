@@ -21,12 +21,12 @@ from tests.waiting import is_process_alive
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# Each actor has 4 environments, and an update needs 80 of their steps, so a run of a few seconds has many updates.
+# Each actor has 4 environments. An update needs only 80 steps, so that a run of a few seconds makes many updates.
 IMPALA = ["--agent", "impala", "--env", "CartPole-v1", "--num-envs", "8", "--num-actors", "2"]
 
 
-# Engine and topology. `distributed` has Reverb with Launchpad, and the replay service with other engines. Each program
-# with Ray starts its own Ray here; tests/engines/test_ray.py tests an existing cluster.
+# Each entry is an engine and a topology. `distributed` uses Reverb with Launchpad, and the replay service with other
+# engines. Each Ray program starts its own Ray cluster; tests/engines/test_ray.py tests an existing cluster.
 PROGRAMS = (
     "local heavy_env",
     "local light_env",
@@ -39,14 +39,14 @@ PROGRAMS = (
     "ray distributed",
 )
 WITH_ELASTIC = (*PROGRAMS, "local elastic")
-# For tests that run with every agent. One topology is enough for Ray, because Ray runs the same nodes as `local`.
+# Programs for tests that run with every agent. Ray needs only one topology, because it runs the same nodes as `local`.
 FOR_EACH_AGENT = tuple(one for one in WITH_ELASTIC if one not in ("ray heavy_env", "ray light_env"))
 # `make test` runs only the first entry. `make test-system` runs all entries.
 GRID = [pytest.param(one, marks=[] if one == PROGRAMS[0] else pytest.mark.system) for one in PROGRAMS]
 
 
 def options_of(program: str) -> list[str]:
-    """Return the options for an entry of `PROGRAMS`. Skip the test if an extra is not installed."""
+    """Return the command-line options for an entry of `PROGRAMS`. Skip the test if a package is not installed."""
     engine, topology = program.split()
     if engine == "launchpad":
         needs("launchpad", *(["reverb"] if topology == "distributed" else []))
@@ -56,7 +56,7 @@ def options_of(program: str) -> list[str]:
 
 
 class RunningProgram:
-    """A process of `rlframe train`. On exit of the context, it is killed, and no process may remain.
+    """A process of `rlframe train`. At the end of the context, kill it, and check that no process remains.
 
     Args:
         run_dir: The run directory.
@@ -65,7 +65,7 @@ class RunningProgram:
 
     def __init__(self, run_dir: pathlib.Path, *arguments: str) -> None:
         self.run_dir = run_dir
-        home = {"HOME": str(run_dir.parent)} if "ray" in arguments else {}  # Ray writes its token to the home directory
+        home = {"HOME": str(run_dir.parent)} if "ray" in arguments else {}  # Ray writes a token to the home directory
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlframe", "train", *arguments, "--run-dir", str(run_dir), "--json"],
             cwd=ROOT,
@@ -75,7 +75,7 @@ class RunningProgram:
             text=True,
         )
         self._seen: dict[int, psutil.Process] = {}
-        self._blocks: set[str] = set()  # paths of the named shared memory that the nodes created
+        self._blocks: set[str] = set()  # paths of shared memory that the nodes created
 
     def __enter__(self) -> RunningProgram:
         return self
@@ -87,7 +87,7 @@ class RunningProgram:
             self.check_nothing_is_left()
 
     def nodes(self) -> dict[str, psutil.Process]:
-        """Return the running nodes, by name such as "actor 1"."""
+        """Return a dict from name, such as "actor 1", to the process of each running node."""
         children = _children(self.process.pid)
         for child in children:
             self._seen[child.pid] = child
@@ -95,12 +95,12 @@ class RunningProgram:
         return _by_title(children)
 
     def alive(self) -> dict[str, psutil.Process]:
-        """Return all living nodes by name, including orphans whose parent has exited."""
+        """Return a dict from name to process of all living nodes, including nodes whose parent has exited."""
         self.nodes()
         return _by_title([process for process in self._seen.values() if is_process_alive(process)])
 
     def node(self, name: str) -> psutil.Process:
-        """Wait until the node with this name runs, and return its process."""
+        """Wait until a node with this name is running, and return its process."""
         found: dict[str, psutil.Process] = {}
         self.wait_until(lambda: found.update(self.nodes()) or name in found)
         return found[name]
@@ -117,13 +117,13 @@ class RunningProgram:
         self.wait_until(is_back)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows that the monitor has written."""
+        """Return the rows of the file `metrics.jsonl`."""
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def wait_for_steps(self, steps: int, seconds: float = 120.0) -> None:
-        """Wait for a row with at least `steps` environment steps and at least one update."""
+        """Wait until a row of the logs has at least `steps` environment steps and at least one update."""
         self.wait_until(
             lambda: any(row["step"] >= steps and row.get("learner_steps", 0) > 0 for row in self.rows()), seconds
         )
@@ -149,7 +149,7 @@ class RunningProgram:
         return self.process.returncode, json.loads(lines[-1]) if lines else None
 
     def check_nothing_is_left(self) -> None:
-        """Check that no process and no shared memory is left."""
+        """Check that all processes have exited, and that all shared memory is removed."""
         deadline = time.monotonic() + 120.0  # Ray is slow on a busy machine
         while alive := [child for child in self._seen.values() if is_process_alive(child)]:
             assert time.monotonic() < deadline, f"{[(child.pid, _cmdline(child)) for child in alive]} are still alive"
@@ -158,7 +158,7 @@ class RunningProgram:
 
 
 def stop_signal(program: RunningProgram, number: int = signal.SIGINT) -> float:
-    """Send a signal to the launcher. Return the number of seconds until it has exited."""
+    """Send a signal to the launcher, and wait until it exits. Return the number of seconds that this takes."""
     program.nodes()
     began = time.monotonic()
     program.process.send_signal(number)

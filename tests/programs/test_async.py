@@ -54,7 +54,7 @@ def test_single_process_learns_from_the_environments_that_answer_first(tmp_path)
     experiment = small_experiment("impala", unroll_length=8, batch_size=4, wait_num=3)
     result = run_experiment(experiment, run_dir=tmp_path / "run")
     assert 1_000 <= result.env_steps < 1_003
-    assert 26 <= result.learner_steps <= 36  # a batch has 32 steps, and the last unrolls are incomplete
+    assert 26 <= result.learner_steps <= 36  # about 1,000 / 32, because a batch has 32 steps
     assert load_experiment(tmp_path / "run") == experiment
     again = evaluate(tmp_path / "run", episodes=2)
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
@@ -90,13 +90,13 @@ def test_async_is_refused_for_an_agent_that_needs_synchronous_environments(tmp_p
     ):
         run_experiment(small_experiment("ppo"), run_dir=tmp_path / "run")
     reinforce = f"{ROOT}/examples/custom_agent.py:Reinforce"
-    # the check reads the agent's `replay_spec`, not the agent's name
+    # A user's agent is also refused, because the check reads its `replay_spec`.
     with pytest.raises(UsageError, match="max_staleness=0, so actors wait"):
         run_experiment(make_experiment(reinforce, async_envs=True, topology="heavy_env"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_options_that_conflict_with_async_are_refused(capsys):
+def test_option_that_conflicts_with_async_is_refused(capsys):
     with pytest.raises(UsageError, match="The env_type loop steps environments one after another"):
         small_experiment("impala", env_type="loop")
     with pytest.raises(

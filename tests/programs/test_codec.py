@@ -1,4 +1,4 @@
-"""Training, `act`, `evaluate`, `export` and `EnvServer` use the same codec, so every space works in all of them."""
+"""Every space works in training, `act`, `evaluate`, `export` and `EnvServer`, because they use the same codec."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ cases = {"observation_space": observed, "action_space": taken, "frame_stack": st
 
 
 def narrow(value):
-    """Return a batch of one, with the 32-bit dtypes of JAX."""
+    """Return the value as a batch of size 1. Convert 64-bit numbers to 32 bits, because JAX uses 32 bits."""
     array = np.asarray(value)[None]
     return array.astype({"float64": np.float32, "int64": np.int32}.get(array.dtype.name, array.dtype))
 
 
 def trained(folder, observation_space, action_space, **options):
-    """Train briefly in an environment with these spaces. Return the run directory and the environment's class."""
+    """Train for 16 steps in an environment with these spaces. Return the run directory and the environment's class."""
     (folder / "spaces.pickle").write_bytes(pickle.dumps((observation_space, action_space)))
     file = folder / "strict.py"
     file.write_text(ENVIRONMENT)
@@ -170,5 +170,5 @@ def test_policy_refuses_observations_outside_its_space(tmp_path):
     exported = jax.export.deserialize(rlframe.export(run, tmp_path / "policy").read_bytes())
     observation = {"a": np.array([0, 7, 0], np.int32), "b": np.array([[0, 0], [0, 0], [0, np.nan]], np.float32)}
     action, _ = exported.call(observation, np.ones(3, bool), [], np.uint32(0))
-    # for an invalid observation, the action is the smallest integer
+    # The exported function returns the smallest integer for an invalid observation.
     assert action[0] in (-1, 0, 1) and action[1] == action[2] == -(2**31)

@@ -1,4 +1,4 @@
-"""Runs of the agents for continuous control in one process, in every topology, and with robots from every library."""
+"""Agents for continuous control run in one process, in every topology, and with robots of every library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_resumed_normalized_run_is_identical_to_an_uninterrupted_run(tmp_path):
     fields |= {"num_envs": 2, "steps": 600, "eval_episodes": 1, "env_type": "loop", "preset": "none", "num_epochs": 2}
     experiment = make_experiment("ppo", "Pendulum-v1", **fields)
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    # stop in the middle of an episode and an unroll
+    # Stop in the middle of an episode and of an unroll.
     run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=231)
     run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
@@ -36,10 +36,10 @@ def test_resumed_normalized_run_is_identical_to_an_uninterrupted_run(tmp_path):
 
 @pytest.mark.system
 @pytest.mark.parametrize("agent", ["sac", "td3"])
-def test_resumed_run_is_identical_and_its_policy_loads(agent, tmp_path):
+def test_resumed_run_is_identical_to_an_uninterrupted_run_and_its_policy_loads(agent, tmp_path):
     experiment = small_experiment(agent)
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    # 315 steps give an odd number of updates, and end in the middle of an episode.
+    # After 315 steps, the number of updates is odd, and the episode is incomplete.
     run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=315)
     run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
@@ -71,7 +71,7 @@ def test_program_makes_updates_at_the_configured_ratio(agent, topology, tmp_path
 def test_program_makes_all_updates_with_every_replay_buffer(replay, options, tmp_path):
     if replay == "reverb":
         needs("reverb")
-    # the agent learns in the second half of the run
+    # The agent makes updates only in the second half of the run.
     fields = {"num_envs": 4, "min_replay_size": 500, "update_period": 1, "steps": 1_000}
     experiment = small_experiment("td3", topology="heavy_env", engine="threads", replay=replay, **fields, **options)
     result = run_experiment(experiment, run_dir=tmp_path / "run")
@@ -90,8 +90,8 @@ def test_agent_learns_pendulum_in_every_topology(agent, program_name, tmp_path):
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500)
-    # A random policy returns -1,200. TD3 returns -130 to -670 after 6,000 steps, and -120 to -360 after 10,000 steps,
-    # both in one process and in several.
+    # A random policy has a return of -1,200. TD3 has returns from -670 to -130 after 6,000 steps, and from -360 to -120
+    # after 10,000 steps. These ranges hold in one process and in several processes.
     assert result["return_mean"] > -600.0
 
 
@@ -100,7 +100,7 @@ def test_agent_learns_pendulum_in_every_topology(agent, program_name, tmp_path):
     [
         pytest.param("envpool:HalfCheetah-v4", "envpool", "envpool", marks=pytest.mark.system),
         pytest.param("gymnasium:HalfCheetah-v5", "loop", "mujoco", marks=pytest.mark.system),
-        # The observations are dicts.
+        # The observations of this environment are dicts.
         pytest.param("dm_control:cheetah-run", "loop", "dm_control", marks=pytest.mark.system),
     ],
 )

@@ -35,6 +35,6 @@ def test_custom_agent_learns_in_every_topology(program_name, agent, env, steps, 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["env_steps"] >= steps and result["learner_steps"] > 100
-    # Take the best return, because a policy gradient agent may get worse after it has solved the task.
+    # Check the best return, because a policy gradient agent can become worse after it has solved the task.
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert max(row.get("episode_return", 0.0) for row in rows) > wanted

@@ -1,4 +1,4 @@
-"""Custom topologies, engines and replay buffers, given as `file.py:name` like agents and environments."""
+"""Users can give custom topologies, engines and replay buffers as `file.py:name`, like agents and environments."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_option_of_a_custom_topology_is_refused_for_other_topologies(custom):
         make_experiment("impala", topology=f"{custom}:twice", replay_checkpoint_every=5)
 
 
-def test_custom_topology_can_be_changed_to_another_if_its_options_have_default_values(custom, tmp_path):
+def test_saved_custom_topology_can_be_replaced_if_its_options_have_default_values(custom, tmp_path):
     config = tmp_path / "config.json"
     save_experiment(make_experiment("impala", topology=f"{custom}:twice", inferencers_per_actor=2), config, {})
     other = ["--config", str(config), "--topology", "heavy_env"]
@@ -119,7 +119,7 @@ def test_invalid_names_of_custom_parts_raise_clear_errors(custom):
 
 
 @pytest.mark.system
-def test_run_with_the_example_replay_store_trains_and_refills_it_on_resume(tmp_path):
+def test_resumed_run_with_the_custom_replay_of_the_example_fills_it_again(tmp_path):
     store = pathlib.Path(__file__).parents[2] / "examples" / "custom_replay_store.py"
     small = (
         "--agent dqn --preset none --env-type loop --num-envs 2 --min-replay-size 64 --batch-size 32 --eval-episodes 1"

@@ -1,4 +1,4 @@
-"""Elastic runs whose collectors, learner and coordinator are killed, paused and scaled."""
+"""Elastic runs continue although their processes are killed or paused, and their collectors are scaled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = ("--steps", "100000000", "--log-every", "500")
 
 @pytest.mark.parametrize("replay", ["auto", pytest.param("service", marks=pytest.mark.system)])
 def test_run_survives_killed_collector_and_coordinator(tmp_path: pathlib.Path, replay: str) -> None:
-    # The number of steps is so large that the run does not end during the test.
+    # The number of steps is large, so that the run does not end during the test.
     with ElasticProgram(tmp_path / "run", *IMPALA, *FEW, *LONG, "--replay", replay) as program:
         program.wait_for_collectors(1)
         program.scale(2)
@@ -71,7 +71,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path: pathlib.Path) ->
     after = last_status(program.run_dir)
     # rows without `steps_per_second` come from evaluations
     steps = [row["step"] for row in program.rows() if "steps_per_second" in row]
-    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # the replay has not evicted any item yet
+    assert after["replay"]["added"] > before["replay"]["added"] >= 2_000  # the replay has evicted no items
     assert program.rows()[: len(rows)] == rows
     assert steps == sorted(set(steps))
 
@@ -98,12 +98,12 @@ def test_paused_run_makes_no_progress_until_unpaused(tmp_path: pathlib.Path) -> 
             job, replay = status["job"], status["replay"]
             return job["env_steps"], job["learner_steps"], job["params_version"], replay["added"]
 
-        seen = [(0.0, (-1,))]  # (time of the first status with new counters, the counters)
+        seen = [(0.0, (-1,))]  # (time at which the counters changed, new counters)
 
         def is_unchanged(status: dict[str, Any]) -> bool:
             if counters(status) != seen[-1][1]:
                 seen.append((time.monotonic(), counters(status)))
-            # 25 s are longer than the timeout after which a silent worker is restarted
+            # A worker that does not answer is restarted earlier than after 25 s.
             return time.monotonic() - seen[-1][0] > 25.0
 
         paused = program.wait_for(is_unchanged)
@@ -120,7 +120,7 @@ def test_paused_run_makes_no_progress_until_unpaused(tmp_path: pathlib.Path) -> 
 
 
 def disrupt_run(program: ElasticProgram) -> None:
-    """Scale from 1 to 4 to 2 collectors, and kill or pause collectors, learner and coordinator once each."""
+    """Scale to 4 collectors, kill or pause collectors, the learner and the coordinator, and scale to 2 collectors."""
     program.wait_for_collectors(1)
     program.scale(4)
     program.kill_and_wait("collector/1", signal.SIGKILL)
@@ -149,7 +149,8 @@ def test_run_solves_the_task_despite_killed_and_paused_processes(
     print(result, status["job"], status["accounts"], status["replay"])
     assert code == 0, program.errors()
     assert result is not None
-    assert max(mean for _, mean, _ in status["evaluations"]) >= wanted  # the returns of DQN vary until the end
+    # Check the best evaluation, because the returns of DQN vary until the end.
+    assert max(mean for _, mean, _ in status["evaluations"]) >= wanted
     assert result["return_mean"] == status["evaluations"][-1][1]
     assert result["env_steps"] >= steps
     assert status["job"]["state"] == "CLOSED"

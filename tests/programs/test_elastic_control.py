@@ -1,4 +1,4 @@
-"""Control elastic runs with the live page in a browser."""
+"""A browser shows the live page of an elastic run, and controls the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_page_shows_and_controls_a_real_run(tmp_path: pathlib.Path) -> None:
 
 
 def take_screenshot(page: Any, name: str) -> None:
-    """If the environment variable RLFRAME_PICTURES is set, save a screenshot in that folder."""
+    """Save a screenshot in the folder RLFRAME_PICTURES, if this environment variable is set."""
     folder = os.environ.get("RLFRAME_PICTURES")
     if folder:
         page.screenshot(path=str(pathlib.Path(folder) / f"real-{name}.png"), full_page=True)
@@ -78,4 +78,4 @@ def test_run_with_unavailable_http_port_leaves_no_directory(
         port = taken.getsockname()[1]
         assert main([*command, "--http", str(port)]) == 2
     assert f"Port {port} of 127.0.0.1 is in use. Choose another port" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()  # no directory, so the same command works with another port
+    assert not (tmp_path / "run").exists()  # so the same command works with another port

@@ -1,4 +1,4 @@
-"""Elastic runs that fail. They report the reason, keep the checkpoints, and leave no processes."""
+"""Elastic runs that fail report the reason, keep their checkpoints, and leave no processes."""
 
 from __future__ import annotations
 

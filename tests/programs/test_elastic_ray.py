@@ -1,4 +1,4 @@
-"""Elastic runs with the engine `ray`. Ray places the workers, and each run starts its own Ray."""
+"""Elastic runs with the engine `ray`. Each run starts its own Ray cluster, which starts the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_ppo_learns_despite_killed_collector_learner_and_coordinator(tmp_path: p
         program.kill_and_wait("collector/0")
         program.kill_and_wait("learner/0")
         program.kill_coordinator()
-        # collector/1 kept running, and the new coordinator found it
+        # The new coordinator continues with collector/1, which was not killed.
         assert program.worker("collector/1")["incarnation"] == 0
         before = len(program.rows())
         program.wait_until(lambda: any(row.get("episode_return", 0.0) > 100.0 for row in program.rows()[before:]))

@@ -1,4 +1,4 @@
-"""Automatic scaling of elastic runs, with custom agents and environments."""
+"""Elastic runs change their number of collectors automatically, also with custom agents and environments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cancel_and_check(program: ElasticProgram) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a second collector needs a second core")
-def test_starved_learner_gets_another_collector(tmp_path: pathlib.Path) -> None:
+def test_collector_is_added_if_the_learner_waits_for_data(tmp_path: pathlib.Path) -> None:
     env = tmp_path / "env.py"
     env.write_text(SLOW_ENV)
     arguments = ["--agent", "impala", "--env", f"{env}:make_env", "--num-envs", "2", "--batch-size", "2", *LONG]
@@ -71,7 +71,7 @@ def test_starved_learner_gets_another_collector(tmp_path: pathlib.Path) -> None:
         at = program.wait_for(lambda status: True)["job"]["seconds"]
         status = program.wait_for(
             lambda status: status["job"]["seconds"] > at + 21.0
-        )  # 21 seconds are four windows of the load measurement
+        )  # 21 seconds are four intervals of the load measurement
         assert (status["wanted"]["collector"], status["scaling"]) == (2, "auto")
         cancel_and_check(program)
 

@@ -1,4 +1,4 @@
-"""Values that environments log become `env/NAME` in the rows of metrics.jsonl."""
+"""A value NAME that an environment logs is in the column `env/NAME` of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS += ["--min-replay-size", "100", "--steps", "800", "--log-every", "200", 
 
 
 class CountingEnv(gymnasium.Env):
-    """An environment with alternating episodes of 5 and 10 steps. It logs a constant and the length of the episode."""
+    """An environment whose episodes have 5 and 10 steps in turn. It logs a constant and the length of the episode."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -49,7 +49,7 @@ def make_env():
         pytest.param(["--env-type", "process", "--num-workers", "2"], id="process", marks=pytest.mark.system),
     ],
 )
-def test_single_process_logs_environment_means_per_row(tmp_path, more):
+def test_row_of_a_single_process_contains_means_of_environment_values(tmp_path, more):
     assert main(["train", *OPTIONS, *more, "--run-dir", str(tmp_path / "run")]) == 0
     rows = check_rows(tmp_path / "run")
     assert [row["env/length"] for row in rows] == pytest.approx([row["episode_length"] for row in rows])
@@ -57,21 +57,21 @@ def test_single_process_logs_environment_means_per_row(tmp_path, more):
 
 
 @pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
-def test_program_of_several_actors_logs_environment_means_per_row(tmp_path, topology):
+def test_row_of_a_program_contains_means_of_environment_values(tmp_path, topology):
     more = ["--topology", topology, "--engine", "threads", "--run-dir", str(tmp_path / "run")]
     assert main(["train", *OPTIONS, *more]) == 0
-    # The monitor may poll in the middle of a step, so the counts of each actor may differ by one episode.
+    # If the monitor polls in the middle of a step, two counts of one actor can differ by one episode.
     check_rows(tmp_path / "run", within=1.0)
 
 
 def check_rows(path, within=0.0):
     rows = [row for row in read_jsonl(path / "metrics.jsonl") if "episode_length" in row]
-    if within:  # in a row with few episodes, the counts of the environment and of the Actor may differ
+    if within:  # ignore rows with few episodes, because one episode changes their means too much
         rows = [row for row in rows if row["episodes"] > 4]
     assert len(rows) >= 1
     for row in rows:
         assert row["env/always"] == 2.5
-        # The environment, Gymnasium's wrapper and the Actor count the same episodes.
+        # The means from the environment and from Gymnasium's wrapper are over the same episodes.
         assert row["env/length"] == pytest.approx(row["env/episode_length"], abs=within)
         assert row["env/length"] == pytest.approx(row["env/episode_return"], abs=within)
         assert 5.0 <= row["env/length"] <= 10.0 and row["env/episode_seconds"] > 0.0

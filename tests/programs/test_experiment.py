@@ -16,7 +16,7 @@ from rlframe.programs.training.updates import total_learner_steps
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 
-def test_options_are_returned_only_for_a_matching_class():
+def test_options_of_a_topology_cannot_be_read_as_another_class():
     experiment = make_experiment("ppo", "CartPole-v1", frame_stack=2)
     assert EnvOptions.of(experiment).frame_stack == 2
     with pytest.raises(AssertionError, match="The options of single_process are not a HeavyEnv"):
@@ -38,7 +38,7 @@ def test_config_json_stores_absolute_paths(tmp_path, monkeypatch):
     save_experiment(make_experiment("ppo", "env.py:make"), tmp_path / "config.json", {})
     assert load_experiment(tmp_path).env == f"{tmp_path}/env.py:make"
     grpo = make_experiment("grpo", weights="model", tokenizer="words/tokenizer.json")
-    monkeypatch.chdir("/")  # an environment may change the working directory
+    monkeypatch.chdir("/")  # because an environment can change the working directory
     assert grpo.agent_config.weights == f"{tmp_path}/model"
     assert grpo.topology_config.tokenizer == f"{tmp_path}/words/tokenizer.json"
     assert make_experiment("grpo", tokenizer="byte").topology_config.tokenizer == "byte"
@@ -66,7 +66,7 @@ def test_missing_config_raises_a_clear_error(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["steps", "num_envs", "eval_num_envs", "eval_max_episode_length"])
-def test_counts_below_one_are_refused(field):
+def test_option_that_counts_something_is_refused_below_one(field):
     with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
         make_experiment(**{field: 0})
 
@@ -102,18 +102,18 @@ def test_max_restarts_is_refused_for_the_threads_engine():
         make_experiment(topology="heavy_env", engine="threads", max_restarts=1)
 
 
-def test_learner_of_several_processes_saves_every_30_seconds(tmp_path):
+def test_learner_of_a_program_saves_every_30_seconds_by_default(tmp_path):
     experiment = make_experiment("impala", topology="heavy_env", checkpoint_every=0)
     session = Session(experiment, make_agent(experiment), tmp_path, until=experiment.steps, began=0.0)
     assert learner_config(session).checkpoint_seconds == 30.0
 
 
-def test_run_with_a_queue_makes_one_update_per_round_of_unrolls():
+def test_run_with_a_queue_makes_one_update_per_batch_of_unrolls():
     spec = ReplaySpec("queue", Sequence(32), batch_size=None, capacity=512)
     assert total_learner_steps(spec, steps=100_000, num_envs=8) == 100_000 // (32 * 8)
 
 
-def test_run_with_a_replay_makes_updates_after_min_size_is_reached():
+def test_steps_before_min_size_cause_no_updates():
     spec = ReplaySpec("uniform", Transition(1), batch_size=64, capacity=10_000, min_size=1_000, samples_per_insert=32.0)
     assert total_learner_steps(spec, steps=101_000, num_envs=8) == 50_000
 
@@ -123,7 +123,7 @@ def test_total_learner_steps_is_at_least_one():
     assert total_learner_steps(spec, steps=500, num_envs=1) == 1
 
 
-def test_resumed_run_keeps_the_schedule_steps_of_its_first_session():
+def test_schedules_of_a_resumed_run_end_at_the_last_step_of_its_first_session():
     saved = make_experiment("ppo", steps=1000)
     longer = resume_experiment(saved, make_experiment("ppo", steps=3000))
     assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
@@ -133,7 +133,7 @@ def test_resumed_run_keeps_the_schedule_steps_of_its_first_session():
 
 def test_resume_without_changes_gives_an_equal_experiment():
     saved = make_experiment("ppo", steps=1000)
-    assert resume_experiment(saved, saved) == saved  # a plot then shows both sessions in one group
+    assert resume_experiment(saved, saved) == saved  # so that a plot shows them as one group
 
 
 def test_resumed_run_cannot_change_seed_or_learning_rate():

@@ -1,4 +1,4 @@
-"""Failures of real programs (nodes that die, pause or raise errors), and runs that end with Ctrl-C."""
+"""Real programs whose nodes are killed, are paused or raise exceptions, and runs that Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def steps_of(program: RunningProgram) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-@pytest.mark.system  # `make test` kills nodes only in an elastic run
+@pytest.mark.system  # in `make test`, only elastic runs have killed nodes
 @pytest.mark.parametrize("program_name", PROGRAMS)
 def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, program_name):
-    steps = 200_000  # enough steps that the run does not end before all nodes were killed
+    steps = 200_000  # many steps, so that the run does not end before all nodes were killed
     arguments = [*IMPALA, *options_of(program_name), "--steps", str(steps), "--log-every", "500"]
     with RunningProgram(tmp_path / "run", *arguments, "--checkpoint-every", "1000", "--eval-episodes", "2") as program:
         at = 0
@@ -49,7 +49,7 @@ def test_run_reaches_its_last_step_although_each_node_is_killed(tmp_path, progra
 
 @pytest.mark.system
 @pytest.mark.parametrize("program_name", [one for one in PROGRAMS if "light_env" in one])
-def test_killed_inferencer_causes_no_wrong_recurrent_state(tmp_path, program_name):
+def test_recurrent_states_are_correct_after_an_inferencer_is_killed(tmp_path, program_name):
     agent = ["--agent", "tests/programs/counting_agent.py:Counting", "--network", "gru", "--unroll-length", "8"]
     options = [*options_of(program_name), "--num-envs", "8", "--num-actors", "2", "--batch-size", "4"]
     arguments = [*agent, *options, "--steps", "40000", "--log-every", "200", "--eval-episodes", "1"]
@@ -58,7 +58,7 @@ def test_killed_inferencer_causes_no_wrong_recurrent_state(tmp_path, program_nam
         program.kill("inferencer")
         assert steps_of(program) < 30_000, "the run was nearly complete"
         code, result = program.finish()
-    assert code == 0, program.errors()  # the learner raises if a state is wrong
+    assert code == 0, program.errors()  # the learner raises if a recurrent state is wrong
     assert "[inferencer] was killed by SIGKILL: restart 1 of 3" in program.errors()
     assert result is not None and result["env_steps"] >= 40_000 and result["learner_steps"] > 100
 
@@ -77,7 +77,7 @@ def test_paused_actor_does_not_stall_the_run(tmp_path, program_name):
 
 @pytest.mark.system
 @pytest.mark.parametrize("program_name", GRID)
-def test_program_ends_after_max_restarts_and_names_the_failed_node(tmp_path, program_name):
+def test_program_ends_after_max_restarts_with_an_error_about_the_failed_node(tmp_path, program_name):
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name), "--max-restarts", "0") as program:
         program.wait_for_steps(500)
         began = time.monotonic()
@@ -150,12 +150,13 @@ def test_all_processes_exit_after_the_launcher_is_killed(tmp_path, program_name)
     with RunningProgram(tmp_path / "run", *IMPALA, *LONG, *options_of(program_name)) as program:
         program.wait_for_steps(500)
         nodes = program.nodes()
-        assert len(nodes) == 1 + len(NODES[program_name.split()[1]])  # NODES lists only one of the two actors
+        # NODES has only one of the two actors, so there is one more node.
+        assert len(nodes) == 1 + len(NODES[program_name.split()[1]])
         with pytest.raises(UsageError, match=f"is in use by process {program.process.pid} on "):
             RunLock(tmp_path / "run").__enter__()
         program.process.kill()
         program.process.wait()
-        with RunLock(tmp_path / "run"):  # the lock is free, because only the launcher held it
+        with RunLock(tmp_path / "run"):  # the run can be locked again, because the launcher is dead
             program.check_nothing_is_left()
 
 

@@ -1,4 +1,4 @@
-"""Runs on a real disk that becomes full during the run. Later, the test frees the space again."""
+"""Runs on a small real disk. The disk becomes full during the run, and is freed later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_run_survives_a_full_disk_and_saves_again_later(small_disk, caplog):
 
 @pytest.mark.system
 @pytest.mark.parametrize("make", [ppo, dqn])
-def test_failed_last_checkpoint_raises_and_names_the_previous_one(make, small_disk):
+def test_run_whose_last_checkpoint_fails_raises_an_error_with_the_previous_checkpoint(make, small_disk):
     run_dir = small_disk.path / "run"
 
     def on_row(info):
@@ -59,7 +59,7 @@ def test_elastic_run_survives_a_full_disk_and_completes(tmp_path, small_disk):
     needs("trajectories")
     from tests.programs.elastic_program import ElasticProgram
 
-    (tmp_path / "run").symlink_to(small_disk.path)  # all other files of the test are on another disk
+    (tmp_path / "run").symlink_to(small_disk.path)  # only the run directory is on the small disk
     options = ["--agent", "impala", "--steps", "30000", "--log-every", "200", "--checkpoint-every", "50"]
     with ElasticProgram(tmp_path / "run", *options, "--num-actors", "1", "--max-actors", "1") as program:
         program.wait_for_steps(1_000)

@@ -1,4 +1,4 @@
-"""Runs of `rlframe train --agent grpo`, with the services of a language model as processes and as threads."""
+"""Runs of `rlframe train --agent grpo`. The services of the run are processes or threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["small_disk"]
 
 REVERSE = f"{ROOT / 'examples/llm/reverse.py'}:Reverse"
 MODEL = ModelConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-# The answers of such a small model are random, so all scores of a group are often 0. Send these groups too.
+# The small model gives random answers, so all scores of a group are often 0. Do not discard such groups.
 ENV = {"group_size": 4, "eval_size": 4, "ensure_scores_are_not_same": False}
 SMALL = [
     *("--agent", "grpo", "--env", REVERSE, "--preset", "none", "--env-kwargs", json.dumps(ENV)),
@@ -59,7 +59,7 @@ def rows_of(path) -> list[dict]:
 @pytest.mark.system
 def test_services_in_one_process_learn_after_supervised_warm_up(tmp_path):
     agent = {"supervised_steps": 3, "supervised_batch_size": 4}
-    # Enough steps for the monitor, which polls ten times a second, to evaluate before the last step.
+    # The monitor polls ten times a second, so a shorter run could end before its first evaluation.
     result = run_experiment(grpo_experiment(agent=agent, steps=40, eval_every=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= 40
     assert result.env_steps == result.learner_steps * 8
@@ -149,7 +149,7 @@ class Evaluated(Reverse):
 """
 
 
-def test_values_logged_by_the_evaluate_method_become_the_evaluation(tmp_path):
+def test_result_contains_values_that_the_evaluate_method_logged(tmp_path):
     (tmp_path / "evaluated.py").write_text(EVALUATED)
     experiment = dataclasses.replace(grpo_experiment(), env=f"{tmp_path / 'evaluated.py'}:Evaluated")
     environment = EnvironmentNode(Session(experiment, GRPO(experiment.agent_config), tmp_path, 1, 0.0), 0)
@@ -179,7 +179,7 @@ def test_stopped_warm_up_makes_no_update(tmp_path):
     assert not (tmp_path / "warmup").exists() and not rows_of(tmp_path)
 
 
-def test_environment_timeout_covers_the_policy_server_timeout(tmp_path):
+def test_timeout_of_an_environment_is_at_least_the_timeout_of_the_policy_server(tmp_path):
     session = Session(grpo_experiment(), None, tmp_path, 1, 0.0)
     assert api_server_config(session).timeout >= PolicyServerConfig().request_timeout
 
@@ -231,7 +231,7 @@ def test_ctrl_c_saves_the_run_and_resume_continues_it(tmp_path):
 
 @pytest.mark.system
 def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
-    steps = 1_500  # enough steps that the run does not end before all services were killed
+    steps = 1_500  # many steps, so that the run does not end before all services were killed
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", str(steps), "--checkpoint-every", "10") as program:
         at = 0
         for name in SERVICES:
@@ -244,7 +244,7 @@ def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
     assert result["learner_steps"] >= steps
     for name in SERVICES:
         assert f"[{name}] was killed by SIGKILL: restart 1 of 3" in program.errors()
-    # The service delivered every acknowledged group to the learner, or still has it in the queue.
+    # No group is lost: the learner has received it, or it is still in the queue.
     service = TrajectoryServer(Settings(port=0, store=f"sqlite:{tmp_path / 'run' / 'trajectories.db'}"))
     try:
         report = httpx.get(f"{service.url}/report", timeout=60.0).json()
@@ -255,10 +255,10 @@ def test_run_reaches_its_last_step_although_each_service_is_killed(tmp_path):
 
 
 class FakeServices:
-    """Fakes of the learner, policy server and environment in one object. Each call of `stats` makes one update.
+    """A fake learner, policy server and environment in one object. Each call of `stats` counts one update.
 
     Args:
-        disk: See `small_disk`. The first evaluation fills the disk, and `finish` frees it.
+        disk: The fixture `small_disk`. The first evaluation fills the disk, and `finish` frees it.
     """
 
     def __init__(self, disk) -> None:

@@ -1,4 +1,4 @@
-"""The presets solve CartPole in four combinations of engine, topology and agent from the table in docs/engines.md."""
+"""Presets solve CartPole in four rows (engine, topology, agent) of the table in docs/engines.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIN_RETURN = {"ppo": 475.0, "impala": 450.0}
         ("ray", "heavy_env", "ppo"),
     ],
 )
-def test_preset_solves_cartpole_with_one_of_two_seeds(
+def test_preset_solves_cartpole_with_at_least_one_of_two_seeds(
     tmp_path: pathlib.Path, engine: str, topology: str, agent: str
 ) -> None:
     if engine == "ray":

@@ -1,4 +1,4 @@
-"""In a long run with many checkpoints, the nodes' memory, threads and file descriptors do not grow."""
+"""A long run with many checkpoints does not leak memory, threads or file descriptors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TIMEOUT = 900.0  # maximum seconds of the test, which needed 6 minutes on a busy
 
 
 class ResourceUse(NamedTuple):
-    """Resources of a process."""
+    """Memory, threads and file descriptors that a process uses."""
 
     megabytes: float  # anonymous memory, in MB
     threads: int
     files: int
 
 
-# Allowed growth between 60 and 360 checkpoints. With 16 malloc arenas (MALLOC_ARENA_MAX=16), the learner's memory grew
-# by 8.9 MB. With one arena, it grows by 0.3 MB. Libraries may start two threads late. Orbax 0.12 calls TensorStore's
-# `to_json` for each array of a checkpoint, which leaks the result: the learner grew by 3.6 MB (12 KB per checkpoint).
+# Maximum growth between checkpoints 60 and 360. The learner's memory grew by 8.9 MB with MALLOC_ARENA_MAX=16, and by
+# 0.3 MB with one malloc arena. Libraries can start two threads late. Orbax 0.12 calls TensorStore's `to_json` for each
+# array of a checkpoint. This call leaks its result, so the learner's memory grew by 3.6 MB (12 KB per checkpoint).
 LEAKED = 4.0 if importlib.metadata.version("orbax-checkpoint") >= "0.12" else 0.0
 ALLOWED = ResourceUse(megabytes=1.5 + LEAKED, threads=4, files=3)
 
@@ -51,7 +51,7 @@ class LongRun:
         self._program.wait_until(lambda: self._written() >= count, TIMEOUT)
 
     def min_use(self, until: int) -> dict[str, ResourceUse]:
-        """Measure until there are `until` checkpoints. Return the minimum for each node, because saving needs more."""
+        """Measure until `until` checkpoints were written. Return each node's minimum, because a save needs memory."""
         seen: dict[str, list[ResourceUse]] = {name: [] for name in self._processes}
 
         def measure_all() -> bool:

@@ -1,4 +1,4 @@
-"""In a notebook with a real kernel, `rlframe.train` shows its progress in one line that is redrawn in place."""
+"""In a Jupyter notebook, `rlframe.train` shows its progress in one line, which it overwrites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ result = rlframe.train("ppo", "gymnasium:CartPole-v1", run_dir="run", steps=4_00
 
 
 def shown(text: str) -> list[str]:
-    """Return the lines that a notebook shows for `text`. Text after a carriage return overwrites the line."""
+    """Return the lines that a notebook displays for `text`. Text after a carriage return overwrites its line."""
     lines = []
     for line in text.split("\n"):
         on_top = ""
@@ -25,7 +25,7 @@ def shown(text: str) -> list[str]:
 
 
 @pytest.mark.system
-def test_progress_in_a_notebook_is_one_line_redrawn_in_place(tmp_path):
+def test_progress_in_a_notebook_overwrites_one_line(tmp_path):
     how = "pip install 'rlframe[test]'"
     import_or_skip("ipykernel", how)
     nbclient, nbformat = import_or_skip("nbclient", how), import_or_skip("nbformat", how)

@@ -1,4 +1,4 @@
-"""One actor and an on-policy learner take turns in a program, so the batches are the same as in a single process."""
+"""One actor and an on-policy learner wait for each other, so a program has the same batches as a single process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recording(PPO):
 
 
 def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
-    # write a separate module for each topology, so that each topology has its own list of batches
+    # Write one module per topology, so that each topology has a separate list of batches.
     path = tmp_path / f"{topology}.py"
     path.write_text(RECORDING_PPO)
     values = {"num_envs": 4, "env_type": "loop", "eval_episodes": 2, "steps": 1_200, "unroll_length": 16}

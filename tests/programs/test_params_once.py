@@ -1,4 +1,4 @@
-"""In every topology, the update packs each version of the parameters once, and only jitted calls unpack a version."""
+"""In every topology, each update packs the new parameters once, and only jitted functions unpack parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.programs.running_program import WITH_ELASTIC, RunningProgram, options_of
 from tests.programs.test_language import SMALL
 
-# These agents log each call of a pack or unpack method to a file. Every node has such an agent.
+# These agents log each call of a pack or unpack method to a file. All nodes of a program use one of these agents.
 AGENTS = """
 import os
 
@@ -55,7 +55,7 @@ class CountingGRPO(GRPO):
 
 
 def counts_of(tmp_path: pathlib.Path, agent: str, *arguments: str) -> tuple[dict[str, list[int]], int]:
-    """Run a program. Return the sorted counts per process of each method, and the number of versions."""
+    """Run a program. Return (method -> sorted list with its calls in each process, number of parameter versions)."""
     path, counts = tmp_path / "agents.py", tmp_path / "counts"
     path.write_text(AGENTS.format(counts=str(counts)))
     with RunningProgram(tmp_path / "run", "--agent", f"{path}:{agent}", *arguments) as program:
@@ -75,10 +75,10 @@ def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, progr
     arguments += ["--unroll-length", "10", "--batch-size", "4"]
     found, versions = counts_of(tmp_path, "CountingIMPALA", *arguments, *options_of(program_name))
     assert versions > 100
-    # Packing with numpy happens once per call. Only the monitor does it, for checkpoints that it evaluates.
+    # Only the monitor packs with numpy, once for each checkpoint that it evaluates.
     assert sum(found.pop("pack_numpy", [])) < 10
     assert set(found) == {"pack_jax", "unpack_jax"}
-    # Jitted calls count only once per trace: the learner's update packs, and the other calls unpack.
+    # A call in a jitted function is logged only when JAX traces it. Only the learner's update packs; the others unpack.
     assert len(found["pack_jax"]) == 1
     assert max(found["pack_jax"] + found["unpack_jax"]) < 10
 
@@ -87,7 +87,7 @@ def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, progr
 def test_language_model_parameters_are_packed_only_in_the_update(tmp_path):
     found, versions = counts_of(
         tmp_path, "CountingGRPO", *SMALL[2:], "--steps", "12"
-    )  # `SMALL` begins with another agent, so leave out its first two arguments
+    )  # the first two arguments of `SMALL` choose another agent
     assert versions >= 12
-    # The policy server has no agent, so its calls are not counted. The server receives packed parameters.
+    # The policy server has no agent, so the calls in its process are not counted.
     assert set(found) == {"pack_jax"} and len(found["pack_jax"]) == 1 and max(found["pack_jax"]) < 10

@@ -1,4 +1,4 @@
-"""Runs of PQN in one process and in every topology."""
+"""The agent PQN makes updates in every topology, and its resumed runs are exact."""
 
 from __future__ import annotations
 

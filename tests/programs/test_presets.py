@@ -78,7 +78,7 @@ def test_auto_preset_depends_on_agent_and_environment(agent, env, name):
     assert (found.name if found is not None else None) == name
 
 
-def test_at_most_one_automatic_preset_matches():
+def test_at_most_one_automatic_preset_fits_an_agent_and_an_environment():
     for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1"):
         for agent in registry.AGENTS:
             assert (
@@ -97,7 +97,7 @@ def test_preset_by_name_works_for_another_environment():
     assert find_preset("ppo/cartpole", "ppo", "Acrobot-v1").name == "ppo/cartpole"
 
 
-def test_environment_registered_by_a_user_gets_no_envpool_options(monkeypatch):
+def test_preset_sets_no_envpool_options_for_a_users_environment(monkeypatch):
     assert make_experiment("dqn", "Breakout-v5").env_kwargs["episodic_life"]
     monkeypatch.setitem(gymnasium.envs.registration.registry, "Breakout-v5", EnvSpec("Breakout-v5", "my_envs:Breakout"))
     users = make_experiment("dqn", "Breakout-v5")
@@ -120,7 +120,7 @@ def test_unknown_preset_suggests_the_closest_name():
         find_preset("ppo/cart_pole", "ppo", "CartPole-v1")
 
 
-def test_given_options_override_the_preset():
+def test_options_of_the_user_override_the_preset():
     experiment = make_experiment("ppo", "CartPole-v1", num_envs=3, learning_rate=0.5)
     preset = find_preset("auto", "ppo", "CartPole-v1")
     assert experiment.num_envs == 3
@@ -154,7 +154,7 @@ def test_network_by_name_has_the_same_initial_params_as_the_default(agent, netwo
     assert getattr(config, "activation", "relu") == "relu"
 
 
-def test_network_none_removes_the_network_of_the_preset():
+def test_option_network_none_removes_the_network_of_the_preset():
     experiment = make_experiment("dqn", "CartPole-v1", network=None)
     assert experiment.topology_config.network is None and experiment.topology_config.network_config is None
     assert experiment.env == Experiment().env

@@ -1,4 +1,4 @@
-"""Topologies on the `threads` engine, which has the same nodes and connections as other engines but starts faster."""
+"""Topologies on the `threads` engine. It has the same nodes and connections as other engines, but starts faster."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_program_writes_the_same_files_and_result_as_a_single_process(tmp_path, 
     assert written[-1]["return_mean"] == result.return_mean
     assert {"staleness", "replay_items"} <= set(rows[-2][1]) and rows[-2][1]["learner_steps"] == result.learner_steps
     assert (tmp_path / "run/learning_curve.png").exists()
-    again = evaluate(tmp_path / "run", episodes=2)  # evaluate the parameters of the checkpoint
+    again = evaluate(tmp_path / "run", episodes=2)  # `evaluate` loads the last checkpoint
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
 
 
@@ -96,7 +96,7 @@ def test_stopped_program_reports_a_failed_save(tmp_path, monkeypatch):
     first = session(resume=False)
     assert first.signal == signal.SIGINT
     newest = Checkpointer(tmp_path / "run/checkpoints").steps()[-1]
-    # On a busy machine, a periodic save may also fail between the signal and the end.
+    # On a slow machine, a periodic save can fail before the save at the end of the run.
     ended = "The node learner failed(?: while the program ended)?: CheckpointError: the disk is full"
     with pytest.raises(ProgramError, match=rf"{ended}\nThe last checkpoint is .*run/checkpoints/{newest}. Resume with"):
         session(resume=True, learned=first.learner_steps)
@@ -160,11 +160,11 @@ def test_reverb_with_the_ray_engine_is_refused_before_ray_starts(topology, inste
 
 
 class Node:
-    """A fake node.
+    """A fake node whose `run` ends, raises, waits, or sends signals.
 
     Args:
-        how: Behavior of the node: ends, raises, waits (until it is stopped), never ends, presses twice (Ctrl-C), or
-            presses when stopped (a second Ctrl-C).
+        how: "ends", "raises", "waits" (until `stop` is called), "never ends", "presses twice" (sends two signals), or
+            "presses when stopped" (sends one signal in `run` and one in `stop`).
     """
 
     def __init__(self, how: str) -> None:
@@ -176,9 +176,7 @@ class Node:
         if self.how in ("presses twice", "presses when stopped"):
             os.kill(os.getpid(), signal.SIGINT)
         if self.how == "presses twice":
-            os.kill(
-                os.getpid(), signal.SIGTERM
-            )  # a different signal, because two equal pending signals may be delivered only once
+            os.kill(os.getpid(), signal.SIGTERM)  # not SIGINT, because the system can merge two equal pending signals
         if self.how not in ("ends", "raises"):
             assert self.stopped.wait(60.0)
         if self.how == "never ends":
@@ -190,7 +188,7 @@ class Node:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_threads_engine_ends_with_the_monitor_and_names_the_failed_node():
+def test_threads_engine_ends_if_the_monitor_ends_or_a_node_fails():
     engine = ThreadsEngine()
     actor = engine.add("actor", Node, "waits")
     engine.add("monitor", Node, "ends")
@@ -204,7 +202,7 @@ def test_threads_engine_ends_with_the_monitor_and_names_the_failed_node():
 
 
 @pytest.mark.parametrize("how", ["presses twice", "presses when stopped"])
-def test_second_ctrl_c_fails_unless_all_saving_nodes_have_ended(how):
+def test_second_ctrl_c_raises_if_the_learner_has_not_ended(how):
     engine = ThreadsEngine()
     engine.add("learner", Node, "never ends")
     engine.add("actor", Node, how)

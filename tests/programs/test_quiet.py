@@ -1,4 +1,4 @@
-"""With `quiet=True`, no node prints anything. The log files and the caller's log handlers receive all warnings."""
+"""With `quiet=True`, nodes print nothing. Warnings go to the log files and to the caller's log handlers."""
 
 from __future__ import annotations
 

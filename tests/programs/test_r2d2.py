@@ -1,4 +1,4 @@
-"""Runs of R2D2 in one process and in every topology."""
+"""The agent R2D2 makes updates in every topology, and its resumed runs are exact."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def small_experiment(**fields) -> Experiment:
 
 
 @pytest.mark.system
-def test_resumed_run_is_identical_and_its_policy_loads(tmp_path):
+def test_resumed_run_is_identical_to_an_uninterrupted_run_and_its_policy_loads(tmp_path):
     experiment = small_experiment()
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    # stop in the middle of an episode and a sequence
+    # Stop in the middle of an episode and of a sequence.
     run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=315)
     run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")

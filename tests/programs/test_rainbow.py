@@ -1,4 +1,4 @@
-"""Runs of DQN with all extensions of Rainbow, in several processes."""
+"""The agent DQN with all extensions of Rainbow learns in several processes."""
 
 from __future__ import annotations
 
@@ -32,4 +32,4 @@ def test_rainbow_learns_in_several_processes(program_name, tmp_path):
         code, result = program.finish(300.0)
     assert code == 0 and result is not None
     assert result["learner_steps"] >= 0.8 * (result["env_steps"] - 500) / 4
-    assert result["return_mean"] > 40.0  # a random policy returns 22
+    assert result["return_mean"] > 40.0  # a random policy has a return of 22

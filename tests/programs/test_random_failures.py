@@ -1,6 +1,6 @@
-"""Complete runs in which random processes, except the launcher, receive SIGSTOP or SIGKILL.
+"""Runs end correctly although random processes receive SIGSTOP or SIGKILL. The launcher receives no signals.
 
-The test prints its seed. `FAILURES_SEED=7 pytest ...` repeats the same signals, as far as the timing allows.
+The test prints its seed. `FAILURES_SEED=7 pytest ...` chooses the same signals again, but their timing can differ.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ pytest.importorskip("fastapi", reason="the HTTP service needs fastapi: pip insta
 
 STEPS = 60_000
 SIGNALS = [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 3
-TIMEOUT = 700.0  # seconds until the run must have ended
+TIMEOUT = 700.0  # maximum seconds of the run
 
 
 def send_random_signals(program: RunningProgram, rng: random.Random) -> list[str]:
-    """Send all signals to random processes, a few seconds apart. Return a description of each signal."""
+    """Send each signal of `SIGNALS` to a random process. Wait a few seconds before each. Return their descriptions."""
     descriptions = []
     for number in rng.sample(SIGNALS, len(SIGNALS)):
         time.sleep(rng.uniform(0.5, 8.0))
@@ -58,7 +58,7 @@ def test_run_ends_and_leaves_no_processes_despite_random_failures(tmp_path: path
     with program_class(tmp_path / "run", *arguments) as program:
         program.wait_for_steps(1_000, 400.0)
         sent = send_random_signals(program, random.Random(seed))
-        code, result = program.finish(TIMEOUT)  # `finish` also checks that no process and no shared memory is left
+        code, result = program.finish(TIMEOUT)  # `finish` also checks that no process remains
     details = f"seed {seed}: {sent}\n{program.errors()}"
     assert len(sent) == len(SIGNALS), f"the run ended before all signals were sent: {details}"
     if code == 0:

@@ -1,4 +1,4 @@
-"""Killed nodes of real programs restart with their saved state, and the program completes."""
+"""Killed nodes of real programs restart from their checkpoints, and the program completes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.extras import needs
 needs("launchpad")
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEADLINE = 200.0  # maximum seconds of each wait
+DEADLINE = 200.0  # maximum seconds of each wait of a test
 
 
 class Report(NamedTuple):
-    """A line that the learner prints."""
+    """The numbers in a line that the learner prints."""
 
     pid: int
     event: str
@@ -35,7 +35,7 @@ class Report(NamedTuple):
 
 
 class Program:
-    """A process of tests/programs/recovery_program.py."""
+    """A process that runs tests/programs/recovery_program.py."""
 
     def __init__(self, topology: str, directory: pathlib.Path, steps: int) -> None:
         cache = {"JAX_COMPILATION_CACHE_DIR": str(directory / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -64,12 +64,12 @@ class Program:
         return [Report(int(pid), event, *map(int, numbers)) for pid, event, *numbers in found]
 
     def saved(self, folder: str) -> set[str]:
-        """Return the complete checkpoints of the learner ("checkpoints") or of the Reverb server ("replay")."""
+        """Return the paths of complete checkpoints: "checkpoints" are the learner's, "replay" the Reverb server's."""
         paths = (self.directory / folder).glob("*" if folder == "checkpoints" else "*/DONE")
         return {str(path) for path in paths if path.name.isdigit() or path.name == "DONE"}
 
     def node(self, name: str) -> psutil.Process:
-        """Return the process of a node. The title of the process contains the node's name."""
+        """Find the process of a node by its title, which contains the name of the node."""
         children = psutil.Process(self.process.pid).children()
         self._pids |= {child.pid for child in children}
         (found,) = [child for child in children if child.cmdline()[0].startswith(f"rlframe: {name}")]
@@ -136,7 +136,7 @@ def test_killed_learner_continues_from_its_checkpoint_with_higher_versions(start
 
 
 @pytest.mark.system
-def test_learner_can_be_killed_twice(start: Callable[..., Program]):
+def test_learner_that_is_killed_twice_continues_from_its_checkpoints(start: Callable[..., Program]):
     program = start("heavy_env", 4000)
     for start_number in (1, 2):
         kill_learner(program, start_number)
@@ -144,7 +144,7 @@ def test_learner_can_be_killed_twice(start: Callable[..., Program]):
 
 
 @pytest.mark.system
-def test_learner_killed_more_than_max_restarts_ends_the_program(start: Callable[..., Program]):
+def test_program_ends_if_its_learner_is_killed_after_max_restarts(start: Callable[..., Program]):
     program = start("heavy_env", 100_000)
     for start_number in (1, 2, 3):
         kill_learner(program, start_number)
@@ -160,7 +160,7 @@ def test_program_continues_after_a_complete_restart(start: Callable[..., Program
     again = start(topology, 160)
     assert again.end() == 0, again.output
     begins, ends = again.reports[0], again.reports[-1]
-    assert begins[1:4] == ("begins", 100, 101)  # after a normal end, the next session does not skip a version
+    assert begins[1:4] == ("begins", 100, 101)  # after a normal end, version numbers have no gap
     assert ends[1:4] == ("ends", 160, 161)
     assert ends.added > first.reports[-1].added  # the replay buffer was restored too
     assert "restart" not in again.output
@@ -171,7 +171,7 @@ def test_killed_reverb_server_continues_from_its_checkpoint(start: Callable[...,
     program = start("distributed", 300)
     program.wait_for(lambda: program.reports and program.reports[-1].added >= 200)
     count, added = len(program.reports), program.reports[-1].added
-    for _ in range(2):  # the first checkpoint may have started before this point
+    for _ in range(2):  # the first one can be incomplete, because it can have started earlier
         program.wait_for_new_checkpoint("replay")
     program.node("replay").kill()
     assert program.end() == 0, program.output

@@ -1,4 +1,4 @@
-"""Runs of recurrent agents in every topology, resumed runs, and loaded policies."""
+"""Recurrent agents make updates in every topology, their resumed runs are exact, and their policies load."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def small_experiment(agent: str, **fields) -> Experiment:
     ],
     ids=["ppo", "normalized ppo", "impala"],
 )
-def test_resumed_run_is_identical_and_its_policy_loads(agent, fields, tmp_path):
+def test_resumed_run_is_identical_to_an_uninterrupted_run_and_its_policy_loads(agent, fields, tmp_path):
     experiment = small_experiment(agent, **fields)
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=420)  # stop in the middle of episodes and sequences
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=420)  # in the middle of episodes and sequences
     run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
     assert whole.learner_steps >= 12
@@ -63,7 +63,7 @@ CUSTOM = ["--agent", str(ROOT / "examples" / "recurrent_agent.py:Remembering")]
 
 
 def run_program(run_dir, program_name: str, *options: str) -> tuple[dict, list[dict]]:
-    """Run a program, which must succeed. Return its result and its rows."""
+    """Run a program, and check that it succeeds. Return its result and the rows of its logs."""
     with RunningProgram(run_dir, *COMMON, *options, *options_of(program_name)) as program:
         code, result = program.finish(300.0)
         assert code == 0 and result is not None, program.errors()
@@ -102,12 +102,12 @@ def test_custom_recurrent_agent_runs_in_the_elastic_topology_with_every_engine(p
 
 
 @pytest.mark.system
-def test_learning_rate_schedule_follows_env_steps_with_fewer_collectors(tmp_path):
+def test_learning_rate_follows_environment_steps_if_there_are_fewer_collectors(tmp_path):
     options = ["--max-actors", "1", "--num-minibatches", "8", "--anneal-learning-rate", "--log-every", "500"]
     result, rows = run_program(tmp_path / "run", "local elastic", *PPO, *options)
     assert result["learner_steps"] >= 0.9 * STEPS / (
         32 * 4
-    )  # each update has unrolls of only 4 environments, fewer than the 8 minibatches
+    )  # a batch has the unrolls of one collector with 4 environments
     for row in rows:
         if "learning_rate" in row:
             assert row["learning_rate"] == pytest.approx(3e-4 * (1.0 - row["step"] / STEPS), abs=0.1 * 3e-4)

@@ -1,4 +1,4 @@
-"""Resumed runs continue from the right checkpoint, and refuse damaged checkpoints."""
+"""A resumed run continues from the right checkpoint, and refuses a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def damage(run_dir: pathlib.Path, step: int) -> None:
             path.write_bytes(b"damaged")
 
 
-def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_path):
+def test_damaged_checkpoint_is_refused_and_an_older_checkpoint_can_be_resumed(tmp_path):
     run_dir, experiment = tmp_path / "run", dqn(steps=600, checkpoint_every=100)
     first = run_experiment(experiment, run_dir=run_dir)
     *_, good, bad = Checkpointer(run_dir / "checkpoints").steps()
@@ -37,7 +37,7 @@ def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_pat
 
     second = run_experiment(experiment, run_dir=run_dir, resume=True, resume_from=good)
     assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
-    assert second.params_version > first.params_version  # the resumed run uses new version numbers
+    assert second.params_version > first.params_version  # no version number is used twice
     (aside,) = (run_dir / "aside").iterdir()
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "replay"])
     assert [path.name for path in (aside / "checkpoints" / "replay").iterdir()] == [str(bad)]
@@ -46,7 +46,7 @@ def test_damaged_checkpoint_is_refused_and_resume_from_uses_an_older_one(tmp_pat
 
 
 @pytest.mark.parametrize("moves", range(4))
-def test_newest_checkpoint_still_has_its_replay_if_moving_newer_ones_is_interrupted(tmp_path, monkeypatch, moves):
+def test_newest_checkpoint_has_its_replay_if_go_back_to_is_interrupted(tmp_path, monkeypatch, moves):
     directory = RunDir(tmp_path / "run")
     checkpointer, replay_buffer = Checkpointer(directory.checkpoints), ReplayBuffer(counting_agent())
     replay_buffer.claim_rank(1)

@@ -29,7 +29,7 @@ SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
 
 
 def ppo(**fields) -> Experiment:
-    """Make a small PPO experiment. An update uses 16 steps of each of 2 environments."""
+    """Make a small PPO experiment. Each update uses 16 steps from each of 2 environments."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("ppo", **{**values, "unroll_length": 16, "num_epochs": 2, "num_minibatches": 2, **fields})
 
@@ -48,7 +48,7 @@ def dqn(**fields) -> Experiment:
 
 
 def rainbow(**fields) -> Experiment:
-    """Make a small DQN experiment with the settings of the Rainbow preset, except its sizes."""
+    """Make a small DQN experiment. It has the settings of the Rainbow preset, but a small network and replay."""
     preset = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
     parts = ("double", "head", "optimizer", "epsilon_begin", "epsilon_end", "max_grad_norm")
     own = {"network_config": MLPConfig((16,), dueling=True, noisy=0.5)}
@@ -56,7 +56,7 @@ def rainbow(**fields) -> Experiment:
 
 
 def impala(**fields) -> Experiment:
-    """Make a small IMPALA experiment. An update uses 4 unrolls: 16 steps of each of 2 environments."""
+    """Make a small IMPALA experiment. Each update uses 4 unrolls of 8 steps from 2 environments."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("impala", **{**values, "unroll_length": 8, "batch_size": 4, **fields})
 
@@ -91,7 +91,7 @@ def assert_same_arrays(run_dir, other) -> None:
 def test_run_writes_all_files_to_its_directory(tmp_path, learning_curves):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
-    # 600 // 32 = 18 updates, and up to two more from the steps after the end of an episode
+    # 600 // 32 = 18 updates. The first step after an episode's end also counts, so two more updates are possible.
     assert 18 <= result.learner_steps <= 20
     assert result.params_version == result.learner_steps + 1
     assert result.episodes == 2 and result.return_mean >= 8.0
@@ -121,7 +121,7 @@ class Logs(DQN):
 """
 
 
-def test_rows_have_values_since_the_previous_row(tmp_path):
+def test_row_of_the_logs_contains_values_since_the_previous_row(tmp_path):
     run_experiment(ppo(log_every=100), run_dir=tmp_path / "run")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
@@ -132,13 +132,13 @@ def test_rows_have_values_since_the_previous_row(tmp_path):
     assert rows[3]["replay_items"] < 2  # the queue is empty after the update
 
 
-def test_learner_uses_every_batch_that_a_step_completes(tmp_path):
+def test_learner_makes_one_update_for_each_batch_that_a_step_completes(tmp_path):
     result = run_experiment(impala(num_envs=16, unroll_length=4, batch_size=2), run_dir=tmp_path / "run")
     assert result.learner_steps >= result.env_steps // (16 * 4) * 8
 
 
 @pytest.mark.parametrize(("num_envs", "batch_size"), [(2, 4), (3, 8), (26, 32), (16, 2)])
-def test_queue_has_room_for_every_unroll(num_envs, batch_size, tmp_path):
+def test_queue_is_large_enough_to_lose_no_unroll(num_envs, batch_size, tmp_path):
     with open_loop(impala(num_envs=num_envs, batch_size=batch_size), tmp_path) as loop:
         actor, replay_buffer = loop.actor, loop.replay_buffer
         for _ in range(30 * 8):
@@ -183,7 +183,7 @@ def test_rlframe_evaluate_gives_the_same_return_as_the_run(tmp_path):
 
 @pytest.mark.system
 @pytest.mark.parametrize("make", [ppo, dqn, impala])
-def test_same_seed_gives_same_parameters_and_another_seed_does_not(make, tmp_path):
+def test_equal_seeds_give_equal_parameters_and_different_seeds_do_not(make, tmp_path):
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
         run_experiment(make(seed=seed), run_dir=tmp_path / name)
     assert_same_arrays(tmp_path / "a", tmp_path / "b")
@@ -194,10 +194,10 @@ def test_same_seed_gives_same_parameters_and_another_seed_does_not(make, tmp_pat
 @pytest.mark.parametrize(
     "make", [ppo, dqn, *(pytest.param(make, marks=pytest.mark.system) for make in (rainbow, impala))]
 )
-def test_resumed_run_is_bit_for_bit_identical(make, tmp_path):
+def test_resumed_run_is_identical_to_an_uninterrupted_run(make, tmp_path):
     experiment = make(anneal_learning_rate=True)
     run_experiment(experiment, run_dir=tmp_path / "whole")
-    # 215 steps end in the middle of an episode, an unroll and an n-step window.
+    # After 215 steps, an episode, an unroll and an n-step window are incomplete.
     stopped = run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)
     assert 215 <= stopped.env_steps < 218
     whole = run_experiment(experiment, run_dir=tmp_path / "parts", resume=True)
@@ -221,7 +221,7 @@ def test_resumed_run_resets_environments_that_cannot_be_saved(tmp_path):
     assert result.learner_steps > stopped.learner_steps > 0
 
 
-def test_more_steps_on_resume_do_not_change_the_schedules(tmp_path):
+def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path):
     experiment = ppo(anneal_learning_rate=True)
     run_experiment(experiment, run_dir=tmp_path / "run")
     run_experiment(dataclasses.replace(experiment, steps=700), run_dir=tmp_path / "run", resume=True)
@@ -238,7 +238,7 @@ def test_resuming_a_complete_run_returns_its_result(tmp_path, capsys):
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
-    assert first.env_steps > 600  # the last step of all environments exceeds the limit
+    assert first.env_steps > 600  # more than 600, because all environments make the last step
     beyond = dataclasses.replace(ppo(), steps=first.env_steps)
     assert run_experiment(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -396,7 +396,7 @@ def test_resumed_run_without_its_replay_fills_a_new_replay_with_new_seeds(tmp_pa
     result = run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
     assert "Learning waits until the buffer is full enough again" in caplog.text
     assert 400 <= result.env_steps < 403
-    # number of updates: (200 - 50) / 4
+    # About (200 - 50) / 4 updates, because learning waits for 50 steps.
     assert stopped.learner_steps + 30 < result.learner_steps <= stopped.learner_steps + 40
 
     seeds = [int(line) for line in (tmp_path / "seeds").read_text().split()]
@@ -405,11 +405,11 @@ def test_resumed_run_without_its_replay_fills_a_new_replay_with_new_seeds(tmp_pa
     assert evaluated_again == evaluated
 
 
-def test_replay_file_without_a_checkpoint_is_ignored(tmp_path):
+def test_replay_file_is_ignored_if_its_checkpoint_does_not_exist(tmp_path):
     experiment = dqn(checkpoint_every=100)
     run_experiment(experiment, run_dir=tmp_path / "whole")
     run_experiment(experiment, run_dir=tmp_path / "run", stop_at=150)
-    # Simulate a crash after the replay of a later checkpoint is written, but before the checkpoint itself.
+    # Simulate a crash after a replay file was written, but before the checkpoint with the same number was written.
     (tmp_path / "run" / "checkpoints" / "replay" / "399").write_bytes(b"unfinished")
     run_experiment(experiment, run_dir=tmp_path / "run", resume=True, stop_at=250)
     run_experiment(experiment, run_dir=tmp_path / "run", resume=True)
@@ -431,5 +431,5 @@ def test_profile_covers_the_total_time(tmp_path):
     run_experiment(ppo(), run_dir=tmp_path / "run", profile=profile)
     rows = {row.name: row for row in profile.rows()}
     assert sum(row.share for row in rows.values()) == pytest.approx(1.0, abs=0.02)
-    assert rows["learner"].calls in (17, 18)  # the first call compiles, so it is not counted
+    assert rows["learner"].calls in (17, 18)  # one less than the updates, because the first call compiles
     assert rows["environment"].calls == rows["replay add"].calls == rows["inference"].calls + 1

@@ -1,4 +1,4 @@
-"""Limits that end a run before its last step, in every topology."""
+"""Limits such as `until_return` end a run before its last step, in every topology."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, lim
 
 
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
-def test_run_that_reaches_its_last_step_reports_steps_as_the_reason(tmp_path, place):
+def test_result_of_a_run_that_reaches_its_last_step_has_the_reason_steps(tmp_path, place):
     run_dir = tmp_path / "run"
     assert train(run_dir, *place, steps=600, stop_at=300, until_learner_steps=NEVER).stopped_by == "stop_at"
     result = rlframe.train(run_dir=run_dir, resume=True, quiet=True)
@@ -73,7 +73,7 @@ def test_invalid_limits_are_refused(topology):
         rlframe.train("dqn", topology=topology, until_return=float("nan"), eval_every=100)
 
 
-def test_first_reached_limit_is_reported():
+def test_stop_conditions_report_which_limit_is_reached():
     limits = StopConditions(env_steps=100, learner_steps=10, seconds=5.0, eval_return=475.0)
     assert limits.reached(env_steps=99, learner_steps=9, seconds=4.9, eval_return=474.0) is None
     assert limits.reached() is None

@@ -14,10 +14,10 @@ WRAPPED = {"frame_stack": 3, "action_repeat": 2, "clip_rewards": 0.5}
 def test_wrapper_options_are_saved_and_evaluations_use_unclipped_rewards(tmp_path):
     experiment = dqn(**WRAPPED)
     whole = run_experiment(experiment, run_dir=tmp_path / "whole")
-    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)  # stop in the middle of an episode
+    run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)  # in the middle of an episode
     run_experiment(load_experiment(tmp_path / "parts"), run_dir=tmp_path / "parts", resume=True)
     assert_same_arrays(tmp_path / "whole", tmp_path / "parts")
-    # The policy `single` stacks the frames itself. The policy `batched` gets stacked frames from a pool.
+    # The policy `single` gets one frame at a time and stacks the frames. The policy `batched` gets stacked frames.
     single, batched = rlframe.load(tmp_path / "whole"), rlframe.load(tmp_path / "whole")
     with rlframe.SyncEnv("gymnasium:CartPole-v1", 1, frame_stack=3) as pool:
         timestep = pool.reset()
@@ -29,5 +29,5 @@ def test_wrapper_options_are_saved_and_evaluations_use_unclipped_rewards(tmp_pat
     assert evaluated["return_mean"] == whole.return_mean
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert all(row["episode_return"] > 1.5 * row["episode_length"] for row in rows if "episode_return" in row)
-    # Every step of CartPole has the reward 1. With action_repeat=2, each step counts twice, except possibly the last.
+    # A step of CartPole has the reward 1. With action_repeat=2, a step has the reward 2, but the last can have 1.
     assert 2 * evaluated["length_mean"] - 1 <= evaluated["return_mean"] <= 2 * evaluated["length_mean"]

@@ -27,7 +27,7 @@ from rlframe.programs.training.game_monitor import GameMonitor
 
 @dataclasses.dataclass(frozen=True)
 class HeavyEnv(GameProgram):
-    """Options of heavy_env."""
+    """Options of the topology heavy_env."""
 
     name: str = "heavy_env"
 

@@ -39,17 +39,17 @@ class Language(ProgramConfig):
     }
 
     name: str = "light_env"  # the name in `TOPOLOGIES`
-    # Tokenizer: byte, or a folder with a tokenizer.json. None means the tokenizer of the weights, or byte.
+    # Tokenizer: byte, or a folder with a tokenizer.json. None means the tokenizer of the loaded weights, or byte.
     tokenizer: Union[str, None] = None
-    # Largest number of policy versions that a group may be behind the learner. None means no limit.
+    # Maximum number of versions by which the policy of a group can be older than the learner's. None means no limit.
     max_staleness: Union[int, None] = number(None, at_least=0)
-    slots: int = number(32, at_least=1)  # Number of sequences that the policy server decodes at once.
+    slots: int = number(32, at_least=1)  # Number of sequences that the policy server decodes in parallel.
     service_port: int = 0  # Port of the trajectory service and its live page. 0 means any free port.
     policy_port: int = 0  # Port of the policy server. 0 means any free port.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokenizer and self.tokenizer != "byte":  # resolve now: an environment may change the working directory
+        if self.tokenizer and self.tokenizer != "byte":  # make it absolute now: an environment may change the folder
             object.__setattr__(self, "tokenizer", os.path.abspath(self.tokenizer))
         for name in ("service_port", "policy_port"):
             if not 0 <= getattr(self, name) < 2**16:
@@ -66,7 +66,7 @@ class Language(ProgramConfig):
         return f"http://{HOST}:{self.policy_port}"
 
     def tokenizer_name(self, agent_config: Any) -> str:
-        """Return the name of the tokenizer, for `load_tokenizer`."""
+        """Return the tokenizer's name, which is the argument of `load_tokenizer`."""
         return self.tokenizer or agent_config.weights or "byte"
 
     def warm_up_steps(self, experiment: Experiment) -> int:
@@ -75,7 +75,7 @@ class Language(ProgramConfig):
 
     def requires(self, experiment: Experiment) -> list[str]:
         """See `TopologyConfig`."""
-        # The warm-up writes its weights in the format of released models, which needs the extra `lm`.
+        # The warm-up writes its weights in the format of released models. This needs the packages of the extra `lm`.
         config = experiment.agent_config
         published = self.tokenizer_name(config) != "byte" or config.weights or self.warm_up_steps(experiment)
         return ["trajectories", "envs", *(["lm"] if published else [])]
@@ -87,9 +87,10 @@ class Language(ProgramConfig):
 
 @configured_by(Language)
 def language(engine: Engine, session: Session) -> Topology | None:
-    """Add the services, the learner, the environments and the monitor.
+    """Add the services, the learner, the environments and the monitor to the engine.
 
-    If the supervised warm-up is not complete, add only the warm-up, and return this topology for the second program.
+    If the supervised warm-up is not complete, add only the warm-up. Return this function, so that the caller runs it
+    again after the warm-up.
     """
     from rlframe.language.decoding import EngineConfig
     from rlframe.language.server import PolicyServer, PolicyServerConfig
@@ -129,7 +130,7 @@ def language(engine: Engine, session: Session) -> Topology | None:
 
 
 def make_learner(session: Session) -> Any:
-    """Register with the trajectory service as the trainer, and make the Learner."""
+    """Make the Learner of a language model, and register it with the trajectory service as the trainer."""
     from rlframe.learners import Learner
     from rlframe.programs.topologies.language_nodes import NO_LAST_STEP
     from rlframe.programs.topologies.makers import learner_config
@@ -147,7 +148,7 @@ def make_learner(session: Session) -> Any:
             stale="discard" if config.max_staleness is not None else None,
             run_key=session.directory.key(),
         )
-    # The run's steps are learner steps. The learner stops at the last step too, in case the monitor fails.
+    # The steps of this run are learner steps. The learner also stops at the last step, in case the monitor fails.
     every = experiment.checkpoint_every or experiment.steps
     cfg = dataclasses.replace(learner_config(session), max_learner_steps=session.until, checkpoint_every=every)
     vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]
@@ -155,7 +156,7 @@ def make_learner(session: Session) -> Any:
 
 
 def _with_ports(session: Session) -> Session:
-    """Return the session with free ports instead of 0. Raise UsageError if a requested port is in use."""
+    """Replace each port 0 by a free port, and return the new session. Raise UsageError if a given port is in use."""
     config, found = session.topology_config, {}
     with contextlib.ExitStack() as opened:
         for name in ("service_port", "policy_port"):

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from rlframe.programs.session import Session
     from rlframe.programs.topologies.language import Language
 
-_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # maximum time for which an environment may block the event loop
+_COLLECTING = Phase("stepping", ANSWER_TIMEOUT)  # the launcher kills the node if its event loop is blocked longer
 
 _log = logging.getLogger(__name__)
 
-MODEL = "policy"  # name of the policy server's model
+MODEL = "policy"  # name of the model in requests to the policy server
 
-NO_LAST_STEP = 2**31 - 1  # number of steps that is registered with the service; the monitor ends the run earlier
+NO_LAST_STEP = 2**31 - 1  # the trainer registers this number of steps, but the monitor ends the run
 _SET_BY_RUN = {  # option of an environment that users cannot set -> option of the run to use instead
     "tokenizer_name": "--tokenizer",
     "max_token_length": "--max-tokens",
@@ -51,12 +51,16 @@ _SET_BY_RUN = {  # option of an environment that users cannot set -> option of t
 
 
 def language_config(session: Session) -> Language:
-    """Return the options of the topology. This is a cast, because this file cannot import `language.py`."""
+    """Return the options of the topology. Use a cast, because this file cannot import `language.py`."""
     return cast("Language", session.topology_config)
 
 
 def load_env_class(name: str) -> type[BaseEnv]:
-    """Load a `BaseEnv` by `file.py:Class` or `package.module:Class`. Raise UsageError if it is not a `BaseEnv`."""
+    """Load an environment class by `file.py:Class` or `package.module:Class`.
+
+    Raises:
+        UsageError: The class is not a subclass of `BaseEnv`.
+    """
     found = load_object(name, "environment")
     if not (isinstance(found, type) and issubclass(found, BaseEnv)):
         raise UsageError(f"A language model needs a subclass of rlframe.language.BaseEnv, but {name} is {found!r}.")
@@ -67,7 +71,7 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
     """Return the config of one environment of a run.
 
     Raises:
-        UsageError: An option of `env_kwargs` is unknown, invalid, or set by the run.
+        UsageError: `env_kwargs` contains an unknown option, an invalid value, or an option that the run sets.
     """
     experiment, config = session.experiment, session.experiment.agent_config
     for name in experiment.env_kwargs:
@@ -90,7 +94,7 @@ def env_config(env_cls: type[BaseEnv], session: Session, rank: int = 0, incarnat
 
 
 def check_environment(session: Session) -> None:
-    """Raise UsageError if the environment or the tokenizer of a run is invalid. Call this before starting processes."""
+    """Raise UsageError if the run's environment or tokenizer is invalid. Call this before processes are started."""
     env_config(load_env_class(session.experiment.env), session)
     tokenizer = language_config(session).tokenizer_name(session.experiment.agent_config)
     tokens, known = load_tokenizer(tokenizer).vocab_size, session.agent.model_config.vocab_size  # type: ignore[attr-defined]
@@ -99,7 +103,7 @@ def check_environment(session: Session) -> None:
 
 
 class EnvironmentNode:
-    """A node that collects groups for the learner, and evaluates when the monitor requests it.
+    """A node that collects groups of sequences for the learner, and evaluates the policy when the monitor requests it.
 
     A restarted node keeps its identity in the trajectory service, but gets a new seed and therefore other items.
 
@@ -124,7 +128,7 @@ class EnvironmentNode:
         self._stopped = False
 
     def run(self) -> None:
-        """Collect until `stop()`.
+        """Collect groups of sequences until `stop()` is called.
 
         Raises:
             RlframeError: The service or the policy server did not answer, or collecting failed too often.
@@ -148,14 +152,14 @@ class EnvironmentNode:
             beside.cancel()
 
     def stop(self) -> None:
-        """End `run()`, and disconnect from the service. Any thread may call this, also more than once."""
+        """End `run()`, and disconnect from the service. Any thread can call this at any time, also repeatedly."""
         with self._lock:
             self._stopped = True
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def stats(self) -> dict[str, Any]:
-        """Return rank, incarnation, and the newest metrics of the environment."""
+        """Return a dict with the rank, the incarnation, and the newest metrics of the environment."""
         return {"rank": self._rank, "incarnation": self._incarnation, "metrics": self._metrics.newest()}
 
     def evaluate(self, number: int) -> tuple[int, dict[str, float] | str] | None:
@@ -165,7 +169,7 @@ class EnvironmentNode:
             number: Unique number of the evaluation.
 
         Returns:
-            (number, metrics or error text) once the evaluation is complete, None before.
+            (number, metrics) after the evaluation, or (number, error text) if it failed. None until it has ended.
         """
         with self._lock:
             if self._evaluated is not None and self._evaluated[0] == number:
@@ -205,13 +209,13 @@ class WarmUpNode:
         self._stop = threading.Event()
 
     def run(self) -> None:
-        """Train, and write the weights in the format of released models. After `stop()`, return without writing."""
+        """Train, and write the weights in the format of released models. If `stop()` is called, write nothing."""
         session, directory = self._session, self._session.directory
         env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
         tokenizer = load_tokenizer(language_config(session).tokenizer_name(session.experiment.agent_config))
 
-        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # called by each update
+        def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # each update calls this
             if self._stop.is_set():
                 raise StoppedError("Stopped during the supervised warm-up.")
             return env.demonstrations(source, count)
@@ -236,17 +240,17 @@ class WarmUpNode:
         temporary.rename(directory.warmup)
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """Stop if `evaluate` is False. Otherwise complete the warm-up, because an evaluation needs its weights."""
+        """Stop if `evaluate` is False. If True, complete the warm-up, because the evaluation needs its weights."""
         if not evaluate:
             self.stop()
 
     def stop(self) -> None:
-        """End `run()` before the next update. Any thread may call this."""
+        """End `run()` before the next update. Any thread can call this."""
         self._stop.set()
 
 
 class RecentMetrics:
-    """A tracker that keeps the newest 100 rows of an environment, for the monitor."""
+    """A tracker that keeps the newest 100 rows of an environment's logs, so that the monitor can read them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -255,7 +259,7 @@ class RecentMetrics:
         self.count = 0
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Keep the numbers of a row. Shorten a name like `reverse_0_train/exact_match` to `train/exact_match`."""
+        """Store the numbers of a row. Shorten a name like `reverse_0_train/exact_match` to `train/exact_match`."""
         row = {_metric_name(name): float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self.count += 1
@@ -263,7 +267,7 @@ class RecentMetrics:
             self._rows = [*self._rows[-99:], row]
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-        """Return the number of rows as text. The service's live page shows the rows themselves."""
+        """Return a text with only the number of rows, because the live page of the service shows the rows."""
         return f"{len(rows)} of {', '.join(columns)}"
 
     def close(self) -> None:
@@ -275,7 +279,7 @@ class RecentMetrics:
             return dict(self._newest)
 
     def since(self, count: int, prefix: str) -> dict[str, float]:
-        """Return the metrics whose names begin with `prefix`, except the metrics of the first `count` rows."""
+        """Return the metrics after the first `count` rows. Include only names that begin with `prefix`."""
         with self._lock:
             rows = self._rows[-(self.count - count) :] if self.count > count else []
             return {name: value for row in rows for name, value in row.items() if name.startswith(prefix)}
@@ -297,7 +301,7 @@ async def _advance() -> None:
 
 
 def api_server_config(session: Session) -> APIServerConfig:
-    """Return the config with which environments connect to the policy server of a run."""
+    """Return the config that the environments of a run use to connect to its policy server."""
     return APIServerConfig(
         base_url=f"{language_config(session).policy_url}/v1",
         model_name=MODEL,
@@ -307,7 +311,7 @@ def api_server_config(session: Session) -> APIServerConfig:
 
 
 def next_incarnation(path: pathlib.Path) -> int:
-    """Return the number of earlier starts of an environment, and count this start in the file."""
+    """Add this start of an environment to the count in the file. Return the number of earlier starts."""
     number = json.loads(path.read_text()) + 1 if path.exists() else 0
     write_atomically(path, json.dumps(number), parents=True)
     return number

@@ -32,17 +32,17 @@ from rlframe.programs.training.game_monitor import GameMonitor
 
 @dataclasses.dataclass(frozen=True)
 class LightEnv(GameProgram):
-    """Options of light_env."""
+    """Options of the topology light_env."""
 
     name: str = "light_env"
     num_inferencers: int = number(1, at_least=1)  # With light_env and distributed: number of inference services.
-    # Pools per actor. With 2, one pool steps while a service computes the actions of the other pool.
+    # Number of environment pools per actor. With 2, one pool steps while a service computes the other pool's actions.
     num_pools: int = number(1, at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Distributed(LightEnv):
-    """Options of distributed."""
+    """Options of the topology distributed."""
 
     replays = ("reverb", "service")
 

@@ -1,4 +1,4 @@
-"""Functions for topologies of games. Each function makes one object from an experiment, or the options of an object.
+"""Functions that topologies of games call. Each one makes an object, or its options, from an experiment.
 
 - Environments: `make_pool`, `env_builder`.
 - The agent, with its network and normalization: `make_agent`.
@@ -50,7 +50,7 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
 
 
 def env_pool_type(experiment: Experiment, num_envs: int, env: Any) -> str:
-    """Return the type of a pool of `num_envs` environments: loop, thread, process or envpool."""
+    """Return the type of environment pool for `num_envs` environments: loop, thread, process or envpool."""
     config = EnvOptions.of(experiment)
     return default_type(env, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
 
@@ -61,7 +61,7 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 
 
 def check_answer_timeout(experiment: Experiment) -> None:
-    """Raise UsageError if answer_timeout is set, but the pool and the engine do not use it."""
+    """Raise UsageError if the user set `answer_timeout`, but neither the pool nor the engine uses it."""
     config, default = experiment.topology_config, EnvOptions.answer_timeout
     if (
         not isinstance(config, EnvOptions)
@@ -78,7 +78,7 @@ def check_answer_timeout(experiment: Experiment) -> None:
 
 
 def actor_options(session: Session) -> dict[str, Any]:
-    """Return the keyword arguments of the actors of a program."""
+    """Return keyword arguments of the class Actor. They are equal for all actors of a program."""
     return {"seed": session.actor_seed, "deadline": session.peer_deadline, "budget": session.budget}
 
 
@@ -100,7 +100,7 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
 
     Args:
         experiment: The experiment.
-        codec: Codec of the environments. None means that `read_codec` reads it.
+        codec: Codec of the environments. None means to get it from `read_codec`.
     """
     agent_cls: Any = registry.agent_class(experiment.agent)
     config = experiment.agent_config
@@ -127,11 +127,11 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
             reward_clip=topology.reward_clip,
         )
 
-    # The config is complete if it has no schedules, or if the user set their end.
+    # Without schedules, or if the user set the step at which they end, the config is complete.
     if not hasattr(config, "total_learner_steps") or config.total_learner_steps is not None:
         return make(config)
     steps = topology.schedule_steps or experiment.steps
-    spec = make(config).replay_spec  # `replay_spec` of a temporary agent, whose schedules have no end yet
+    spec = make(config).replay_spec  # make a temporary agent, because the last step is not known yet
     known = {"total_learner_steps": total_learner_steps(spec, steps, experiment.num_envs)}
     if hasattr(config, "envs_per_batch"):
         known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
@@ -159,14 +159,14 @@ def inferencer_config(session: Session) -> InferencerConfig:
 
 
 def learner_config(session: Session) -> LearnerConfig:
-    """Return the config of the learner of a program. Convert environment steps of the experiment to learner steps."""
+    """Return the config of a program's learner. Convert its checkpoint interval to learner steps."""
     experiment, steps = session.experiment, session.experiment.steps
-    # Count the updates between checkpoints after the last step, because the first updates must wait for items.
+    # Estimate the updates per checkpoint from steps after the run, because the first steps of a run cause no updates.
     between = steps, steps + (experiment.checkpoint_every or steps)
     return LearnerConfig(
         seed=experiment.seed,
         max_learner_steps=session.topology_config.stop_conditions.learner_steps,
-        ends_program=False,  # the monitor ends the program, after the final evaluation
+        ends_program=False,  # the monitor ends the program after the final evaluation
         checkpoint_dir=str(session.directory.checkpoints),
         checkpoint_every=max(1, updates_between(session.agent.replay_spec, *between, experiment.num_envs)),
         checkpoints_kept=CHECKPOINTS_KEPT,
@@ -196,7 +196,7 @@ def add_replay(engine: Engine, session: Session) -> Any:
             f"--replay {kind} is {replay_cls!r}, which is not a subclass of rlframe.replay.BaseReplayBuffer. Its "
             "constructor is called as Class(agent, seed=..., capacity=...)."
         )
-    make: Any = replay_cls  # the type is Any, because a subclass may have another constructor
+    make: Any = replay_cls  # Any, because constructors of subclasses can differ
     return engine.own(make(session.agent, seed=experiment.seed, capacity=capacity))
 
 
@@ -216,16 +216,16 @@ def add_shared_memory(engine: Engine, session: Session, num_writers: int, capaci
 
 
 def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
-    """Add replay service nodes, one per shard. Return a client of all shards.
+    """Add one replay service node per shard. Return a client that uses all shards.
 
-    The shards divide the capacity equally, except that each shard of a queue has the full capacity.
+    In a queue, each shard has the full capacity. Otherwise, the shards divide the capacity equally.
 
     Args:
         engine: The engine that runs the nodes.
         session: The session.
         capacity: Number of steps that the replay keeps.
-        num_envs: Number of environments of all writers together.
-        rounds: Number of rounds that writers may be ahead of `samples_per_insert` (see `items_of_rounds`).
+        num_envs: Total number of environments of all writers.
+        rounds: Limit of how far writers can be ahead of `samples_per_insert`. See `items_of_rounds`.
     """
     from rlframe.replay.service import ReplayService, ServiceReplayBuffer
 
@@ -253,7 +253,7 @@ def add_service(engine: Engine, session: Session, capacity: int, num_envs: int, 
 
 
 def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, rounds: int = ROUNDS_AHEAD) -> Any:
-    """Add a Reverb server. Return a handle to it. The arguments are the same as those of `add_service`."""
+    """Add a Reverb server, and return a handle to it. See `add_service` for the arguments."""
     from rlframe.replay.reverb import ReverbReplayBuffer
 
     experiment, spec = session.experiment, session.agent.replay_spec
@@ -262,15 +262,15 @@ def add_reverb(engine: Engine, session: Session, capacity: int, num_envs: int, r
     block = experiment.envs_per_pool if in_step else 1
     ahead = items_of_rounds(spec, num_envs, rounds)
     tables = ReverbReplayBuffer.tables(session.agent, block=block, capacity=capacity, run_ahead=ahead)
-    assert isinstance(engine, RunsReverb), "`GameProgram` refuses other engines."
+    assert isinstance(engine, RunsReverb), "`GameProgram` refuses an engine that cannot run Reverb."
     return engine.add_reverb("replay", tables, str(session.directory.reverb))
 
 
 def replay_capacity(spec: ReplaySpec, experiment: Experiment) -> int:
-    """Return the capacity of a replay buffer, in steps. A queue holds all unrolls that can exist at the same time."""
+    """Return the capacity of a replay buffer, in steps. A queue can hold all unrolls that exist at the same time."""
     if spec.kind == "queue" and isinstance(spec.item, Sequence):
-        # Two unrolls per environment (the current and the last one), and an incomplete batch. Asynchronous environments
-        # get four, so that an environment that is four times slower than the others still completes its unrolls.
+        # A queue must hold two unrolls per environment (the current and the previous one), and an incomplete batch.
+        # With asynchronous environments, it holds four, because some environments can be four times slower than others.
         unrolls = 4 if EnvOptions.of(experiment).async_envs else 2
         return (unrolls * experiment.num_envs + (spec.batch_size or 0)) * spec.item.length
     return spec.capacity

@@ -21,19 +21,19 @@ from rlframe.programs.training.loop import TrainingLoop
 
 @dataclasses.dataclass(frozen=True)
 class SingleProcess(GameConfig):
-    """Options of single_process."""
+    """Options of the topology single_process."""
 
     replays = ("local",)
 
     name: str = "single_process"
-    replay_checkpoint_every: int = number(1_000_000, at_least=0)  # Steps between saves of a large replay buffer.
+    replay_checkpoint_every: int = number(1_000_000, at_least=0)  # Steps between two saves of a large replay.
 
 
 @configured_by(SingleProcess)
 def single_process(engine: Engine, session: Session) -> None:
-    """Add the only node, a loop over an actor and a learner."""
+    """Add the only node: a `TrainingLoop`, which steps an actor and a learner in turn."""
     replay_buffer = add_replay(engine, session)
-    # In a resumed run, this constructor restores the learner and the replay buffer.
+    # In a resumed run, the constructor of `Learner` restores the learner and the replay buffer.
     learner = Learner(learner_config(session), session.agent, replay_buffer)
     inferencer = Inferencer(inferencer_config(session), session.agent, learner)
     engine.add(

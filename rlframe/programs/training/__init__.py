@@ -12,7 +12,7 @@ The loop and the monitors use the same classes:
 - A `RowWriter` (`row_writer.py`) writes the rows, and makes the `Result` from the final evaluation.
 - An `EarlyStop` (`session.py`) decides whether the session ends before its last step.
 
-For example, the row of step 2,000 has `episode_return` and `steps_per_second` since the row of step 1,000, and `loss`
-and `learner_steps` from the newest stats of the learner. The row goes to `metrics.jsonl` and the other files of the
-run, to trackers, to the progress in the terminal, and to the user's callbacks (`callbacks.py`).
+For example, the row of step 2,000 contains `episode_return` and `steps_per_second`, computed since the row of step
+1,000. It also contains `loss` and `learner_steps`, from the newest stats of the learner. The row is written to
+`metrics.jsonl`, to trackers and to the terminal, and the user's callbacks receive it (`callbacks.py`).
 """

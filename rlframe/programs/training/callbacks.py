@@ -1,4 +1,4 @@
-"""Callbacks: functions of the caller that receive each row of the logs and can end the run, in every topology."""
+"""Callbacks: functions of the user that receive each row of the logs, and can end the run, in every topology."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.programs.options import registry
 
 _log = logging.getLogger(__name__)
 
-_END_TIMEOUT = 2.0  # seconds to wait for the answer to a request to end the run, before the request is repeated
+_END_TIMEOUT = 2.0  # seconds until a request to end the run fails; the caller repeats the request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,8 @@ class CallbackInfo:
 
     Attributes:
         step: Environment steps so far. For a language model: learner steps.
-        values: The row, name -> number. A row with `return_mean` comes from an evaluation, whose policy is already
-            saved.
+        values: The row as a dict, name -> number. If it contains `return_mean`, it comes from an evaluation, and a
+            checkpoint contains the evaluated policy.
     """
 
     step: int
@@ -35,7 +35,7 @@ class CallbackInfo:
     _stop: Callable[[], None] = dataclasses.field(repr=False, compare=False)
 
     def stop(self) -> None:
-        """End the run early. It saves, evaluates and returns its result. Any thread may call this, at any time."""
+        """End the run early. The run still saves, evaluates and returns its result. Any thread can call this."""
         self._stop()
 
 
@@ -45,7 +45,7 @@ Callback = Callable[[CallbackInfo], Any]
 class Callbacks:
     """A logger that calls each callback with each row, in the caller's process.
 
-    If a callback raises, the run ends without an evaluation, and no callback is called any more.
+    If a callback raises, the run ends without an evaluation, and no callback is called again.
 
     Args:
         functions: The callbacks.
@@ -54,7 +54,7 @@ class Callbacks:
         UsageError: A callback cannot be called with one argument.
 
     Attributes:
-        error: The exception of a callback. None means that no callback has raised.
+        error: The exception that a callback raised. None means that no callback has raised.
     """
 
     def __init__(self, functions: Iterable[Callback]) -> None:
@@ -78,7 +78,7 @@ class Callbacks:
         return bool(self._functions)
 
     def write(self, step: int, values: Values) -> None:
-        """Call the callbacks with a row. Store an exception in `error` instead of raising it."""
+        """Call each callback with the row. If a callback raises, store the exception in `error`."""
         row = {name: _plain(value) for name, value in on_host(values).items()}
         for function in self._functions:
             if self.error is not None:
@@ -93,7 +93,7 @@ class Callbacks:
         """Do nothing."""
 
     def connect(self, node: Any, name: str) -> None:
-        """Set the node that ends the current program.
+        """Set the node that receives requests to end the current program.
 
         Args:
             node: A node with a method `end(by, evaluate)`, or a handle to it.
@@ -107,7 +107,7 @@ class Callbacks:
         self._end = end
 
     def request_end(self) -> None:
-        """Request the node to end the run, if a callback raised or called `stop()`.
+        """If a callback raised or called `stop()`, request the node to end the run.
 
         Call this repeatedly, because a restarted node loses the request.
         """
@@ -128,7 +128,7 @@ class Callbacks:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to the type that a reader of `metrics.jsonl` gets. The file stores NaN and infinity as null."""
+    """Convert a logged value to a plain Python value. None becomes NaN, because `metrics.jsonl` stores NaN as null."""
     if value is None:
         return math.nan
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,4 +1,4 @@
-"""The monitor of games: count and limit the environment steps of the actors."""
+"""The monitor of programs that learn from games. It counts and limits the environment steps of the actors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT = 15.0  # seconds in which an actor must close its environments
+_CLOSE_TIMEOUT = 15.0  # maximum seconds to wait for an actor to close its environments
 
 
 class GameMonitor(Monitor):
-    """A monitor that counts and limits the steps of the actors, and evaluates in separate environments.
+    """A monitor that counts and limits the steps of the actors, and evaluates the policy in separate environments.
 
     Args:
         session: The session.
@@ -42,7 +42,7 @@ class GameMonitor(Monitor):
 
     @property
     def step(self) -> int:
-        """Environment steps of all actors together."""
+        """Total number of environment steps of all actors."""
         return self._progress.counts.env_steps
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class GameMonitor(Monitor):
         return self._evaluations.evaluate(self._end_actors if final else None)
 
     def _end_actors(self) -> None:
-        """Make the actors close their environments."""
+        """Stop the actors, and close their environments."""
         for actor in self._closing_actors:
             with contextlib.suppress(PeerError):
                 actor.stop_and_close()
@@ -93,7 +93,7 @@ class GameMonitor(Monitor):
 
 
 class _LimitedActor:
-    """An actor with a limit of steps. If the monitor dies, the actor stops at its last limit.
+    """An actor that stops at a limit of environment steps, even if the monitor dies. The monitor raises the limit.
 
     Args:
         actor: An Actor, or a handle to one.
@@ -104,7 +104,7 @@ class _LimitedActor:
         self._incarnation, self._env_steps = -1, 0.0  # from the actor's newest stats
 
     def allow(self, share: int) -> dict[str, Any] | None:
-        """Allow `share` more steps than the actor has reported. Return the actor's stats, or None without an answer."""
+        """Set the limit to the reported steps plus `share`. Return the stats, or None if the actor has not answered."""
         stats = self._poll_allow(self._incarnation, self._env_steps + share)
         if stats is not None:
             self._incarnation, self._env_steps = stats["incarnation"], stats["env_steps"]

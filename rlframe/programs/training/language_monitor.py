@@ -1,4 +1,4 @@
-"""The monitor of a language model's program."""
+"""The monitor of a program that trains a language model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlframe.programs.training.monitor import Monitor
 from rlframe.types import Logs
 
 _EVALUATION_TIMEOUT = 600.0  # maximum seconds of an evaluation, including a restart of the environment
-_REFRESH_TIMEOUT = 600.0  # maximum seconds until the policy server has loaded the learner's last version
+_REFRESH_TIMEOUT = 600.0  # maximum seconds to wait until the policy server has loaded the last policy
 
 
 class LanguageMonitor(Monitor):
@@ -27,7 +27,7 @@ class LanguageMonitor(Monitor):
         session: The session.
         learner: The Learner, or a handle to it.
         policy: The policy server, or a handle to it.
-        environments: The environments, or handles to them. The first one evaluates.
+        environments: The environment nodes, or handles to them. The first one runs the evaluations.
     """
 
     def __init__(self, session: Session, learner: Any, policy: Any, environments: list[Any]) -> None:
@@ -72,7 +72,7 @@ class LanguageMonitor(Monitor):
         return values
 
     def _wait_for_policy(self) -> None:
-        """If the learner has finished, wait until the policy server has loaded its last version."""
+        """If the learner has finished, wait until the policy server has loaded the learner's last policy."""
         deadline = time.monotonic() + _REFRESH_TIMEOUT
         while (
             self._learner_stats.get("finished")
@@ -80,13 +80,13 @@ class LanguageMonitor(Monitor):
         ):
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"The policy server did not load the learner's last version within {_REFRESH_TIMEOUT:g} s."
+                    f"The policy server did not load the learner's last policy within {_REFRESH_TIMEOUT:g} s."
                 )
-            self._pause("the policy server loaded the last version")
+            self._pause("the policy server loaded the last policy")
 
     def _request_evaluation(self, *, final: bool) -> Logs:
         """Request an evaluation from the first environment, and return its values."""
-        # Use the time as a unique number, because a number from an earlier monitor would return an old evaluation.
+        # The number is the current time, so that it differs from the numbers of all earlier evaluations.
         number, deadline = time.time_ns(), time.monotonic() + _EVALUATION_TIMEOUT
         while time.monotonic() < deadline:
             answer = None
@@ -95,7 +95,7 @@ class LanguageMonitor(Monitor):
             except StoppedError:
                 raise
             except PeerError as error:
-                if not final:  # only the final evaluation waits until the environment is restarted
+                if not final:  # in the final evaluation, wait until the environment is restarted
                     raise EnvError("the environment did not answer") from error
             if answer is not None:
                 if isinstance(answer[1], str):

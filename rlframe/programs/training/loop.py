@@ -31,8 +31,8 @@ _PROGRESS_SECONDS = 0.25  # seconds between two updates of the progress display
 class TrainingLoop:
     """A loop that steps an actor and a learner in turn, for one session of a run.
 
-    Checkpoints of the learner include the states of the actor (with its environments) and of the inferencer. If the
-    learner was restored from a checkpoint, the loop restores these states too.
+    A checkpoint contains the states of the learner, the actor, its environments and the inferencer. If the learner was
+    restored from a checkpoint, the loop restores the other states from the same checkpoint.
 
     `run` calls `_train` until the session ends, then saves and evaluates:
 
@@ -41,12 +41,12 @@ class TrainingLoop:
 
     Args:
         session: The session.
-        env_builder: Function that makes the environment pool of the actor from a `seed`.
+        env_builder: Function `env_builder(seed=...)` that makes the environment pool of the actor.
         inferencer: The Inferencer.
         replay_buffer: The replay buffer.
         learner: The Learner. The loop closes it.
-        replay_checkpoint_every: Steps between two saves of a large replay buffer. (A small one is saved with each
-            checkpoint.) 0 means only with the last checkpoint.
+        replay_checkpoint_every: Steps between two saves of a large replay buffer. 0 means to save it only in the last
+            checkpoint. A small replay buffer is saved in each checkpoint.
 
     Attributes:
         actor: The Actor.
@@ -71,7 +71,7 @@ class TrainingLoop:
         self._stop, self._early_stop = StopSignal(session.quiet), EarlyStop(session)
         spec = replay_buffer.spec
         self._one_update_per_step = spec.samples_per_insert is None and spec.kind != "queue"
-        self._learner_logs: Logs | None = None  # logs of the newest update; None without an update since the last row
+        self._learner_logs: Logs | None = None  # logs of the newest update since the last row, if any
         self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
         self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
         self.actor = self._make_actor()
@@ -94,10 +94,10 @@ class TrainingLoop:
         saved, has_replay = self.learner.restored
         self.inferencer.set_state(saved["inferencer"])
         if has_replay and saved["actor"]["env"] is not None:
-            # Continue in the middle of the episodes, with the saved environments and incomplete items.
+            # Continue in the middle of the episodes, with the restored environments and incomplete items.
             actor = make(rank=0, incarnation=saved["incarnation"])
         else:
-            # Claim the next incarnation of the rank. This removes incomplete items. The environments get new seeds.
+            # Claim a new incarnation. This removes incomplete items, and the environments get new seeds.
             incarnation = -1
             while incarnation < saved["incarnation"]:
                 _, incarnation = self.replay_buffer.claim_rank(rank=0)
@@ -111,7 +111,7 @@ class TrainingLoop:
         return actor
 
     def run(self) -> int | None:
-        """Train until the session's last step or a signal, save, evaluate, and write the result.
+        """Train until the session's last step or a signal. Then save, evaluate, and write the result.
 
         Returns:
             The number of the signal that ended the run, or None.
@@ -138,7 +138,7 @@ class TrainingLoop:
         return number
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End `run()` after the current step. Any thread may call this. See `EarlyStop.request`."""
+        """End `run()` after the current step. Any thread can call this. See `EarlyStop.request` for the arguments."""
         self._early_stop.request(by, evaluate)
 
     def stop(self) -> None:
@@ -150,7 +150,7 @@ class TrainingLoop:
         self.learner.close()
 
     def _train_and_evaluate(self) -> EvaluationOutcome:
-        """Train to the end, save and evaluate. Skip the evaluation after a signal, or if it is turned off."""
+        """Train until the session ends, then save and evaluate. After a signal, do not evaluate."""
         profile, trace_dir = self._session.profile, self._directory.path / "trace"
         self._rows.record_step(self._first_step)
         try:
@@ -173,7 +173,7 @@ class TrainingLoop:
         return self._evaluate(final=True)
 
     def _train(self, until: int) -> None:
-        """Step the actor and the learner in turn, and run due tasks, until the last step, a signal or a limit."""
+        """Step the actor and the learner in turn, and run due tasks. Stop at the step `until`, a signal or a limit."""
         actor, stop, progress = self.actor, self._stop, self._session.progress
         shown = time.monotonic()
         now = actor.env_steps
@@ -181,14 +181,14 @@ class TrainingLoop:
             actor.step()
             self._learn()
             now = actor.env_steps
-            if self._next_due <= now < until:  # the caller runs all tasks of the last step
+            if self._next_due <= now < until:  # at the last step, the caller runs all tasks
                 self._run_due_tasks(now)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
 
     def _learn(self) -> None:
-        """Make all updates that are due: one for each batch in a queue, or as many as `samples_per_insert` allows."""
+        """Make all updates that are possible now. `samples_per_insert` or the queue limits their number."""
         batch = self.replay_buffer.sample()
         while batch is not None:
             self._learner_logs = self.learner.step(batch)
@@ -199,7 +199,7 @@ class TrainingLoop:
         return self._early_stop.check_limits(self.learner.learner_steps, self._rows.eval_return) is not None
 
     def _run_due_tasks(self, now: int) -> None:
-        """Write a row, evaluate and save, if each is due. Set `_next_due`."""
+        """Run each task (write a row, evaluate, save) if it is due. Set `_next_due`."""
         if self._row_schedule.advance_to(now):
             self._write_row()
         began = time.monotonic()
@@ -221,7 +221,7 @@ class TrainingLoop:
             **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
-            # these names are the same as in `Learner.stats`
+            # `Learner.stats` uses the same names
             **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},
         }
 
@@ -246,10 +246,10 @@ class TrainingLoop:
         return outcome
 
     def _save(self, *, final: bool) -> None:
-        """Write a checkpoint if there were steps since the last checkpoint. A failure ends the run only if `final`."""
+        """Write a checkpoint if there are new steps. If this fails, raise if `final`, and otherwise only warn."""
         now = self.actor.env_steps
         if self.learner.restored is not None and now == self._first_step:
-            return  # this session was restored from a checkpoint, and has made no step since then
+            return  # the checkpoint from which this session was restored is still the newest state
         if now == self._saved_env_steps and not final:
             return
         try:
@@ -263,12 +263,12 @@ class TrainingLoop:
         """Write a checkpoint of everything.
 
         Args:
-            with_envs: Save the environments. False if the environments have failed: a resumed run then resets them.
-            final: True for the last checkpoint of the session, which includes a large replay buffer.
+            with_envs: Save the environments. If False, a resumed run resets them. False after an environment failed.
+            final: True for the last checkpoint of the session. It contains the replay buffer, even a large one.
         """
         now, every = self.actor.env_steps, self._replay_checkpoint_every
         is_due = final or (every > 0 and now - self._replay_saved_env_steps >= every)
-        can_save = self.replay_buffer.is_saved_by_learner  # False means that a resumed run fills the buffer again
+        can_save = self.replay_buffer.is_saved_by_learner  # if False, a resumed run fills the buffer again
         with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
         extras = {
             "actor": self.actor.get_state(with_envs=with_envs),

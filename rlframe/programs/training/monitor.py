@@ -1,4 +1,4 @@
-"""The monitor of a program: count steps, write the logs, evaluate the policy, and end the run."""
+"""The monitor of a program. It counts steps, writes the logs, evaluates the policy, and ends the run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PendingEvaluation = futures.Future[EvaluationOutcome]
 
 POLL_SECONDS = 0.1  # seconds between two polls of the nodes
 _POLLING = Phase("polling the nodes", 300.0)
-_FINISH_TIMEOUT = 3600.0  # maximum seconds of the learner's last update and checkpoint, including a restart
+_FINISH_TIMEOUT = 3600.0  # maximum seconds for the learner's last update and checkpoint, even if it restarts
 
 
 class Monitor(abc.ABC):
     """A node that ends the run at its last step and evaluates the final policy.
 
     The monitor polls the nodes for their progress. It never waits for an actor, so a dead or paused actor does not
-    delay the monitor. The monitor may be restarted, because its counts are in the run directory. A subclass defines the
-    unit of a step and the evaluation.
+    delay the monitor. A restarted monitor continues, because its counts are in the run directory. A subclass defines
+    what a step is, and how to evaluate.
 
     `run` calls `_watch` until the session ends, and then `_finish`. Evaluations run in a separate thread.
 
@@ -54,15 +54,15 @@ class Monitor(abc.ABC):
         self._learner = handles.resolve(learner, "learner", deadline=session.peer_deadline, stop=self._stop)
         self._poll_learner = handles.Poller(self._learner, "stats")
         self._poll_finish = handles.Poller(self._learner, "finish")
-        self._learner_stats: dict[str, Any] = {}  # newest stats; empty until the learner has answered
+        self._learner_stats: dict[str, Any] = {}  # newest stats of the learner; empty until it answers
         self._progress = ProgressFile(session.directory.progress, session.session_id)
         self._early_stop = EarlyStop(session, self._progress.ended)
-        # If the monitor was killed before an evaluation was complete, the evaluation is still due.
+        # If an earlier monitor was killed during an evaluation, that evaluation is due again.
         self._evaluation_schedule = Schedule(self._experiment.eval_every, self._progress.evaluated or 0)
         self._evaluation: PendingEvaluation | None = None  # the running evaluation
 
     def run(self) -> None:
-        """Watch the program until the session's last step, and evaluate the final policy. `stop()` ends this early."""
+        """Monitor the program until its last step, then evaluate the final policy. `stop()` ends this early."""
         with handles.stop_with_program(self.stop):
             try:
                 self._prepare()
@@ -83,24 +83,24 @@ class Monitor(abc.ABC):
         self._session.directory.write_result(self._result(evaluation, stopped_by))
 
     def stop(self) -> None:
-        """End `run()` without an evaluation. Any thread may call this."""
+        """End `run()` without an evaluation. Any thread can call this."""
         self._stop.set()
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End `run()` like at the last step. Any thread or node may call this, also repeatedly.
+        """End `run()` as if the last step were reached. Any thread or node can call this, also repeatedly.
 
-        See `EarlyStop.request`.
+        See `EarlyStop.request` for the arguments.
         """
         self._early_stop.request(by, evaluate)
 
     @property
     @abc.abstractmethod
     def step(self) -> int:
-        """Steps so far, including earlier sessions, in the unit of the logs."""
+        """Number of steps so far, including earlier sessions. Environment steps for games, else learner steps."""
 
     @abc.abstractmethod
     def _poll_nodes(self) -> None:
-        """Ask every node for its progress, without waiting for answers."""
+        """Request the progress of every node. Do not wait for the answers."""
 
     @abc.abstractmethod
     def _is_done(self) -> bool:
@@ -108,7 +108,7 @@ class Monitor(abc.ABC):
 
     @abc.abstractmethod
     def _evaluate(self, *, final: bool) -> Logs:
-        """Evaluate the newest policy, and return the values. It is called in a separate thread.
+        """Evaluate the newest policy, and return the metrics. The monitor calls this in a separate thread.
 
         Args:
             final: True after training, False during training.
@@ -123,23 +123,23 @@ class Monitor(abc.ABC):
         """Return the result of the session."""
 
     def _prepare(self) -> None:  # noqa: B027
-        """Prepare for the first poll."""
+        """Prepare the monitor before it polls the nodes for the first time."""
 
     def _pause_actors(self) -> None:  # noqa: B027
-        """Stop actors from taking more steps. Call this repeatedly, because it does not wait for answers."""
+        """Request all actors to pause. Call this repeatedly, because it does not wait for answers."""
 
     def _warn_about_missing_updates(self) -> None:  # noqa: B027
         """Warn if the learner made fewer updates than expected."""
 
     def _values(self) -> dict[str, Any]:
-        """Return the values of a row, except the counts."""
+        """Return the additional values of a row of the logs, such as the learner's stats."""
         return {name: value for name, value in self._learner_stats.items() if name != "finished"}
 
     def _evaluation_row(self, values: Logs) -> dict[str, Any]:
         return evaluation_row(values)
 
     def _watch(self) -> str:
-        """Write rows and evaluate until the session ends. Return the reason, for `Result.stopped_by`."""
+        """Write rows and evaluate until the session ends. Return the reason of the end (see `Result.stopped_by`)."""
         at_start = self.step
         row_schedule = Schedule(self._experiment.row_every, at_start)
         while not self._stop.wait(POLL_SECONDS):
@@ -152,7 +152,7 @@ class Monitor(abc.ABC):
                 return self._session.last_step_reason
             learner_steps = self._learner_stats.get("learner_steps", 0)
             if (by := self._early_stop.check_limits(learner_steps, self._rows.eval_return)) is not None:
-                self._progress.ended = by  # save the reason first, because this node may be restarted
+                self._progress.ended = by  # save the reason now, because this node can be restarted
                 self._progress.try_to_save()
                 return by
             if row_schedule.advance_to(now):
@@ -167,7 +167,7 @@ class Monitor(abc.ABC):
         raise StoppedError("The monitor was stopped before the last step.")
 
     def _finish(self) -> EvaluationOutcome:
-        """Finish the learner, then evaluate its last policy unless evaluations are off."""
+        """Wait until the learner has finished. Then evaluate its last policy, if evaluations are on."""
         self._finish_learner()
         self._write_row()
         if not self._early_stop.evaluates:
@@ -182,8 +182,8 @@ class Monitor(abc.ABC):
     def _evaluate_finished_learner(self) -> EvaluationOutcome:
         """Evaluate the learner's last policy.
 
-        If the learner dies during the evaluation, it is restarted and may make more updates before it finishes again.
-        Then the policy has changed, and is evaluated again.
+        If the learner dies during the evaluation, the launcher restarts it, and it can make more updates before it
+        finishes again. Then the policy has changed, so evaluate it again.
         """
         while True:
             learner_steps = self._learner_stats["learner_steps"]
@@ -194,7 +194,7 @@ class Monitor(abc.ABC):
             _log.warning("The learner restarted during the evaluation and made more updates. Evaluating again.")
 
     def _finish_learner(self) -> None:
-        """Request the learner to finish, wait for it, and store its stats. Pause the actors during the wait.
+        """Request the learner to finish, wait until it has finished, and store its stats. Pause the actors.
 
         Raises:
             PeerError: The learner did not finish in time.
@@ -217,7 +217,7 @@ class Monitor(abc.ABC):
 
     def _wait_for(self, evaluation: PendingEvaluation) -> PendingEvaluation:
         while not evaluation.done():
-            self._poll_finish()  # repeat the request, because a restarted learner would continue to learn
+            self._poll_finish()  # request again, because a restarted learner would learn
             self._pause_actors()
             self._pause("the final policy was evaluated")
         return evaluation
@@ -231,7 +231,7 @@ class Monitor(abc.ABC):
             self._progress.try_to_save()
 
     def _write_evaluation(self, evaluation: PendingEvaluation) -> EvaluationOutcome:
-        """Write the row of a completed evaluation, unless it failed. Return its outcome."""
+        """Return the outcome of a completed evaluation. If it succeeded, write its row."""
         self._evaluation, outcome = None, evaluation.result()
         if outcome.values:
             self._rows.log_evaluation(self.step, self._evaluation_row(outcome.values))
@@ -241,7 +241,7 @@ class Monitor(abc.ABC):
 
 
 def _evaluate_in_thread(evaluate: Callable[[], EvaluationOutcome]) -> PendingEvaluation:
-    """Evaluate in a daemon thread, so that the process can end at any time."""
+    """Evaluate in a daemon thread, which does not prevent the process from exiting."""
     result: PendingEvaluation = futures.Future()
 
     def run() -> None:

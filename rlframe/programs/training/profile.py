@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ProfileRow(NamedTuple):
-    """A row of the table."""
+    """A row of the profile's table: the calls and the time of one part of the run."""
 
     name: str
     calls: int
@@ -30,10 +30,10 @@ class ProfileRow(NamedTuple):
 
 
 class Profile:
-    """A profile of the time of calls between the objects of a run.
+    """A profile of a run: the time of calls of the environments, the inferencer, the replay buffer and the learner.
 
-    Each call of the learner waits until its update is complete. The first call of a jitted function, which compiles,
-    counts separately.
+    While the profile measures, each learner step waits until its update is complete. The first call of the inferencer
+    and of the learner compiles a function, so its time is a separate row of the table.
 
     Args:
         traces: Also write a JAX trace, for TensorBoard or Perfetto.
@@ -48,7 +48,7 @@ class Profile:
 
     @contextlib.contextmanager
     def measure(self, loop: TrainingLoop, trace_dir: pathlib.Path) -> Iterator[None]:
-        """Measure the calls between the parts of the run until the context ends. Write a trace to `trace_dir`."""
+        """Measure the time of calls until the context ends. If traces are on, write a JAX trace to `trace_dir`."""
         env = loop.pool
         self._time_calls(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
@@ -71,7 +71,7 @@ class Profile:
             self._total = time.perf_counter() - began
 
     def rows(self) -> list[ProfileRow]:
-        """Return the rows of the table, largest time first. `rlframe` is the rest of the time: loop, Actor, logs."""
+        """Return the rows of the table, largest time first. The row `rlframe` has the time of all other parts."""
         seconds_of = {**self._seconds, "compilation (first calls)": self._compiling}
         seconds_of["rlframe (loop, actor, logs)"] = max(0.0, self._total - sum(seconds_of.values()))
         calls = {**self._calls, "compilation (first calls)": len(self._calls)}

@@ -1,4 +1,4 @@
-"""The file with the progress of a program: `RUN_DIR/progress.json`."""
+"""The file `RUN_DIR/progress.json`, which stores the step counts of a program."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class ProgressFile:
-    """The counts of a program. A restarted monitor and the next session continue from them.
+    """The file with the step counts of a program. A restarted monitor and the next session read them and continue.
 
     Args:
-        path: The file, which may not exist yet.
-        session_id: ID of the session. The counts of earlier sessions are added up under the key "before".
+        path: The file. It is not necessary that it exists.
+        session_id: ID of the session. The key "before" has the total counts of all earlier sessions.
 
     Raises:
         CheckpointError: The file is damaged.
 
     Attributes:
         counts: Counts of the actors.
-        evaluated: Step at which the newest evaluation in the logs started. None means no evaluation yet.
+        evaluated: Step at which the newest logged evaluation started. None means no evaluation so far.
         ended: Reason why the session ends before its last step. None means no early stop.
     """
 
@@ -60,7 +60,7 @@ class ProgressFile:
             ) from error
 
     def try_to_save(self) -> None:
-        """Write the file. If this fails, warn once. The next row causes another attempt."""
+        """Write the file. If this fails, log only one warning. The monitor calls this again at the next row."""
         try:
             self.save()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Write the rows of a run to its files and loggers, and forward rows from another process to loggers."""
+"""Write rows of logs to the files and loggers of a run. Read rows that another process wrote, and log them here."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.callbacks import Callbacks
 
-# names of values that `Evaluator.evaluate` returns
+# `Evaluator.evaluate` returns values with these names
 _EVALUATION_METRICS = ("return_mean", "return_std", "length_mean", "episodes")
-_POLL_SECONDS = 0.5  # seconds between two reads of the rows from another process
+_POLL_SECONDS = 0.5  # seconds between two reads of the file that another process writes
 
 
 class RowWriter:
-    """A writer for the rows of a session. It also measures the speed of training.
+    """A writer of a session's rows of logs. It also measures the speed of training.
 
-    Rows go to the files of the run directory, and to `session.loggers` (trackers, progress, callbacks). In a program of
-    several processes, these loggers are in the launcher, and `forward_rows` passes the rows to them.
+    It writes rows to the files of the run directory, and to `session.loggers` (trackers, progress, callbacks). In a
+    program of several processes, the loggers are in the launcher, and `forward_rows` passes the rows to them.
 
     Args:
         session: The session.
-        step: First step of the session in the logs. Later rows are removed from the files.
-        counts: Counts of the actors at that step.
+        step: First step of the session. Rows of later steps are removed from the files.
+        counts: Counts of the actors at the first step.
 
     Attributes:
-        eval_return: Mean return of the newest evaluation. None means no evaluation yet.
+        eval_return: Mean return of the newest evaluation. None means no evaluation so far.
     """
 
     def __init__(self, session: Session, step: int, counts: ActorCounts) -> None:
         self._session, self._files = session, session.directory.open_logs(step)
         self._logger = MultiLogger([self._files, *session.loggers])
         self._rows = Rows(step, counts.total(), counts.total_logged(), time.monotonic())
-        self._first: tuple[float, int] | None = None  # time and step of the first call of `record_step`
+        self._first: tuple[float, int] | None = None  # (time, step) of the first `record_step`
         self._last = (0.0, 0)
         self.eval_return: float | None = None
 
     def record_step(self, step: int) -> None:
-        """Record the time of the current step. The speed is measured between the first and the last call."""
+        """Store the time of the current step. The speed of training is computed from the first and the last call."""
         self._last = time.monotonic(), step
         self._first = self._first or self._last
 
     def exclude(self, seconds: float) -> None:
-        """Exclude the time of an evaluation or a checkpoint from the speed of training."""
+        """Exclude the given time from the speed of training, for example the time of an evaluation."""
         self._rows.began += seconds
         if self._first is not None:
             self._first = self._first[0] + seconds, self._first[1]
 
     def write(self, step: int, counts: ActorCounts, values: Callable[[], Mapping[str, Any]]) -> bool:
-        """Write a training row for `step`, with the additional `values()`.
+        """Write a training row for `step`. It includes the result of `values()`.
 
         Returns:
             True if a row was written. False if there was no step since the last row.
@@ -69,7 +69,7 @@ class RowWriter:
         return True
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write a row. If it is a training row, add the wall time."""
+        """Write a row. To a training row, add the wall time."""
         if "steps_per_second" in row:
             row = {**row, "wall_seconds": time.time() - self._session.began}
         self._logger.write(step, row)
@@ -80,7 +80,7 @@ class RowWriter:
         self.log(step, row)
 
     def close(self) -> None:
-        """Close the files. The process that made the loggers closes them."""
+        """Close the files, but not the loggers. The process that made the loggers closes the loggers."""
         self._files.close()
 
     @property
@@ -107,8 +107,8 @@ class RowWriter:
             evaluation: Outcome of the final evaluation.
             stopped_by: See `Result`.
             signal: Number of the signal that stopped the session, or None.
-            steps_per_row_step: Number of environment steps per step of the logs.
-            metrics: All metrics of the evaluation. None means `return_mean`, `return_std`, `length_mean` and
+            steps_per_row_step: Number of environment steps per step of the logs. The two differ for language models.
+            metrics: All metrics of the evaluation. None means to use `return_mean`, `return_std`, `length_mean` and
                 `episodes`.
         """
         (began, first), (ended, last) = self._first or self._last, self._last
@@ -134,12 +134,12 @@ class RowWriter:
 
 @contextlib.contextmanager
 def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks) -> Iterator[None]:
-    """Read the rows that another process writes to a file, and pass them to loggers, until the context ends.
+    """Until the context ends, read the rows that another process writes to a file, and pass them to loggers.
 
     Args:
-        path: The file, `metrics.jsonl`.
-        loggers: The loggers. A thread of this process calls them. `callbacks` is one of them unless it is empty.
-        callbacks: The callbacks. Their request to end the run is repeated until the run ends.
+        path: The file `metrics.jsonl`.
+        loggers: The loggers. A thread of this process calls them. If there are callbacks, `callbacks` is in the list.
+        callbacks: The user's callbacks. If one requests the end of the run, repeat the request until the run ends.
     """
     logger, over = MultiLogger(loggers), threading.Event()
     at = path.stat().st_size if path.exists() else 0
@@ -147,7 +147,7 @@ def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks
     def read() -> None:
         nonlocal at
         try:
-            at = min(at, path.stat().st_size)  # a restarted monitor may have removed the last row
+            at = min(at, path.stat().st_size)  # a restarted monitor can remove the last row
             for row, position in rows_after(path, at):
                 at = position
                 logger.write(row.pop("step"), row)

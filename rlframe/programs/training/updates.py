@@ -1,4 +1,4 @@
-"""Compute the number of updates of a run, and the step of the first update. Refuse a run without any update."""
+"""Compute the number of updates of a run, and the step of the first update. Refuse a run that makes no updates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def total_learner_steps(spec: ReplaySpec, steps: int, num_envs: int) -> int:
-    """Return the number of updates in a run of `steps` environment steps. Schedules end at this number.
+    """Return the number of updates in a run of `steps` environment steps. Schedules, such as epsilon's, end there.
 
-    The number is approximate: it does not include items from steps with an ignored action (after an episode's end).
+    The number is approximate, because the first step after an episode's end ignores its action, but adds an item.
     """
     period = spec.item.period if isinstance(spec.item, Sequence) else 1
     items = steps / period
@@ -35,11 +35,10 @@ def updates_between(spec: ReplaySpec, first: int, last: int, num_envs: int) -> i
 
 
 def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
-    """Return the smallest number of updates after `steps` environment steps of a program that lost no data.
+    """Return the smallest number of updates that `steps` environment steps cause if no data is lost.
 
-    The number is less than `total_learner_steps` for three reasons: writers may be ahead of the learner, the first
-    sequence of an environment needs more steps than the next sequences, and restarts of the learner may cost a tenth
-    of the updates.
+    It is less than `total_learner_steps` for three reasons. Writers can be ahead of the learner. The first sequence of
+    an environment needs more steps than later sequences. Restarts of the learner can lose a tenth of the updates.
     """
     late = num_envs * (spec.item.length - spec.item.period) if isinstance(spec.item, Sequence) else 0
     ahead = samples_of_rounds(spec, num_envs, ROUNDS_AHEAD) / (spec.batch_size or num_envs)
@@ -47,14 +46,13 @@ def min_updates(spec: ReplaySpec, steps: int, num_envs: int) -> int:
 
 
 def steps_until_first_update(spec: ReplaySpec, num_envs: int) -> int:
-    """Return the number of environment steps until there are enough items for the first update.
+    """Return the number of environment steps after which the first update is possible.
 
-    The first update may happen earlier, because the last item of an episode is shorter, and steps with an ignored
-    action are items too.
+    In practice, the first update can be a few steps earlier, because short episodes add more items.
     """
     batch = spec.batch_size or num_envs
     items = max(spec.min_size, batch) if spec.kind == "queue" else spec.min_size
-    rounds = math.ceil(items / num_envs)  # number of items that each environment must complete
+    rounds = math.ceil(items / num_envs)  # number of items from each environment
     item = spec.item
     steps = item.length + (rounds - 1) * item.period if isinstance(item, Sequence) else rounds + item.n_step - 1
     return steps * num_envs
@@ -72,11 +70,11 @@ def warn_if_no_updates(spec: ReplaySpec, made: int, steps: int, num_envs: int) -
 
 
 def check_updates(experiment: Experiment, agent: Agent) -> str:
-    """Return a sentence about the number of updates of a new run. It is empty for a language model.
+    """Return a sentence with the number of updates that a new run will make. For a language model, return "".
 
     Raises:
-        UsageError: The run would make no update, the agent does not support this number of environments, or the agent
-            would never explore.
+        UsageError: The run would make no update, the agent would never explore, or the agent does not support the
+            number of environments.
     """
     if experiment.topology_config.learns_from != "steps":
         return ""
@@ -84,7 +82,7 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
     agent.check_num_envs(experiment.num_envs)
     spec = agent.replay_spec
     first = steps_until_first_update(spec, experiment.num_envs)
-    # A run steps all environments at once, so it may exceed `steps` by up to num_envs - 1.
+    # A run steps all environments at the same time, so it can exceed `steps` by up to num_envs - 1.
     if experiment.steps <= first - experiment.num_envs:
         known = {field.name for field in dataclasses.fields(experiment.agent_config)}
         fields = ("unroll_length", "batch_size") if spec.kind == "queue" else ("min_replay_size",)

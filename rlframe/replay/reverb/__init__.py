@@ -2,11 +2,11 @@
 
 server = reverb.Server(ReverbReplayBuffer.tables(agent), port)     # server_tables.py: tables and rate limiter
 replay = ReverbReplayBuffer(agent, f"localhost:{port}")            # in each process
-rank, _ = replay.claim_rank(num_envs=8)     # ranks.py: the table of claims shows which ranks are taken
+rank, _ = replay.claim_rank(num_envs=8)     # ranks.py: a table stores the claims of all ranks
 replay.add(env_ids, step)
   ReverbWriter.add                          # writer.py: collects steps until items are complete
   ItemRows.pack                             # item_bytes.py: converts each item to a row of bytes
-  ReverbInserter.insert                     # connection.py: returns once the server has confirmed the items
+  ReverbInserter.insert                     # connection.py: returns when the server has confirmed the items
 batch = replay.sample()
   ReverbConnection.draw                     # connection.py: draws rows of the table, with a deadline
   DrawnItems.take, ItemRows.unpack          # item_bytes.py: converts rows to a batch

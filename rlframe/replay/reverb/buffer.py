@@ -2,10 +2,10 @@
 
 Reverb: A Framework For Experience Replay (Cassirer et al. 2021), https://arxiv.org/abs/2102.04736
 
-A writer completes items in its own process, with the code of the in-process buffer, and sends each complete item to the
-server. In a uniform or prioritized replay, each row of the server's table is one item, so Reverb's own selectors draw
-items. In a queue, each row may be a block of items (`tables(block=)`). The server then handles whole unrolls
-`[B, T, ...]`, so it handles a hundred times as many steps per second.
+A writer makes items in its process, like the in-process buffer does, and sends each complete item to the server. In a
+uniform or prioritized replay, each row of the server's table is one item, so Reverb's selectors draw items. In a queue,
+a row can be a block of items (`tables(block=)`). With blocks, the server handles whole unrolls `[B, T, ...]`, and a
+hundred times more steps per second.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from rlframe.replay.reverb.writer import ReverbWriter
 from rlframe.replay.tables import MIN_PRIORITY
 from rlframe.types import AgentSpecs, Batch, Step
 
-_DRAW_TIMEOUT = 10.0  # seconds to draw items that the server reported; a draw waits only if another reader was faster
+_DRAW_TIMEOUT = 10.0  # seconds to draw available items; a draw waits only if another reader takes them
 
 
 class ReverbReplayBuffer(BaseReplayBuffer):
-    """One process's client of a replay on a Reverb server. A pickled client contains the specs and the address.
+    """The client of a replay on a Reverb server, for one process. A pickled client contains the specs and the address.
 
-    `add` returns once the server has the items. The server blocks `add` if a queue is full, or if sampling is behind
-    `samples_per_insert`. Then `add` waits up to `patience` seconds. `sample` never waits for items.
+    `add` returns after the server has received the items. The server blocks `add` if a queue is full, or if sampling is
+    behind `samples_per_insert`. Then `add` waits up to `patience` seconds. `sample` never waits for items.
 
-    If the server is unreachable, calls wait up to `timeout` seconds until it is reachable. Clients also continue with a
-    server that was restarted at the same address. After its restart, the server has the items of its checkpoint, and
-    the items that it had not yet confirmed to their writers.
+    If the server is unreachable, calls wait up to `timeout` seconds until it is reachable. Clients also continue after
+    a restart of the server at the same address. A restarted server has the items of its checkpoint. Writers send items
+    again if the server has not confirmed them.
 
     Args:
         agent: the Agent of the server's tables, or any object with the same `replay_spec` and `step_spec`.
         server: a `reverb.Client`, or "host:port".
         timeout: seconds to wait for a server that does not answer. None means 120, or 600 in a process whose heartbeats
-            are watched (`rlframe.interprocess.heartbeat`), such as a program's nodes.
-        patience: seconds that `add` waits while the server blocks it. None means 600, or no limit in a process whose
+            are watched (`rlframe.interprocess.heartbeat`), such as a node of a program.
+        patience: seconds that `add` waits while the server blocks it. None means 600, but no limit in a process whose
             heartbeats are watched.
 
     Raises (every method that calls the server):
@@ -87,7 +87,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         is_queue = self.spec.kind == "queue"
         self._drawn = DrawnItems(self._rows, queue=is_queue, by_rank=is_queue and self.spec.batch_size is None)
         self._quorum = WriterQuorum(self.spec.lapse_after)
-        self._envs: dict[int, int] = {}  # rank -> number of environments, when `batch_size` was last called
+        self._envs: dict[int, int] = {}  # rank -> number of environments, from the last `batch_size` call
         self._server_keys = ServerKeys()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,12 +106,12 @@ class ReverbReplayBuffer(BaseReplayBuffer):
 
         Args:
             agent: an Agent, or any object with `replay_spec` and `step_spec`.
-            block: number of items of a queue that are sent, stored and drawn as one row. Each writer's `num_envs` must
-                be a multiple of `block`. Use blocks if all environments of an actor complete their unrolls with the
+            block: number of items of a queue that are sent, stored and drawn as one row. The `num_envs` of each writer
+                must be a multiple of `block`. Use blocks if all environments of an actor complete their unrolls at the
                 same step.
-            when_full: if a queue is full, "wait" makes its writers wait for the reader, and "drop" drops the oldest
+            when_full: behavior of a full queue. "wait" makes its writers wait for the reader. "drop" drops the oldest
                 items.
-            run_ahead: number of items by which inserts may be ahead of `samples_per_insert`.
+            run_ahead: number of items by which inserts can be ahead of `samples_per_insert`.
             overrides: fields of `ReplaySpec` to change.
 
         Returns:
@@ -131,7 +131,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._writer.open(self._connect(), rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`, as `BaseReplayBuffer` describes. May wait (see this class).
+        """Add one step of the environments `env_ids`. See `ReplayWriter.add`. Wait while the server blocks the call.
 
         Raises:
             StoppedError: `end_waits` was called, or the buffer was closed.
@@ -139,16 +139,16 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         self._writer.add(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
-        """See `BaseReplayBuffer`. Unconfirmed items are still sent until the buffer is closed."""
+        """See `BaseReplayBuffer`. Items that are not confirmed are sent until the buffer is closed."""
         self._writer.end_waits(rank)
 
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch. Return None while there are too few items, or sampling is ahead of `samples_per_insert`.
+        """Draw a batch. Return None if there are too few items, or if sampling is ahead of `samples_per_insert`.
 
-        The server draws the items, so draws cannot be repeated with a seed. An item's probability is the probability at
-        the time of its draw.
+        The server draws the items, so a seed cannot repeat the draws. The probability of an item is its probability at
+        the time of the draw.
         """
         if self._connection.closed.is_set():
             return None
@@ -164,8 +164,8 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             return self.take(number) if number else None
 
     def _draw_queue(self, count: int, left: int) -> None:
-        # Draw the available items even if they are too few for a batch. Otherwise a full queue could block the writer
-        # of the missing items.
+        # Draw the available items even if they are too few for a batch. If they stayed in a full queue, the writer of
+        # the missing items would be blocked.
         while left > 0 and (missing := self.missing(count)) > 0:
             drawn = self._connection.draw(REPLAY, min(missing, left), _DRAW_TIMEOUT)
             self.keep(drawn)
@@ -182,10 +182,10 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return sum(self._envs.values())
 
     def items_to_take(self, count: int) -> int:
-        """Return the size of the next batch. 0 while there are too few items. A full batch has `count` items.
+        """Return the size of the next batch, or 0 if there are too few items. A full batch has `count` items.
 
-        The server does not record which writers are alive. So if a batch has one item of each environment, a writer
-        lapses when none of its items have arrived for `lapse_after` seconds, and items of other writers are waiting.
+        The server does not know which writers are alive. So if a batch has one item of each environment, a writer
+        lapses if it sends no items for `lapse_after` seconds while items of other writers are waiting.
         """
         with self._read_lock:
             if not count or self.missing(count) <= 0:
@@ -202,17 +202,17 @@ class ReverbReplayBuffer(BaseReplayBuffer):
                 self._drawn.forget_before(version)
 
     def missing(self, count: int) -> int:
-        """Return how many more rows of the server's table must be drawn for a batch of `count` items."""
+        """Return the number of rows that must still be drawn for a batch of `count` items."""
         least = max(count, self.spec.min_size) if self.spec.kind == "queue" else count
         return -(-(least - self._drawn.size) // self._block)
 
     def keep(self, drawn: list[Any]) -> None:
-        """Store drawn rows, which `take` returns later."""
+        """Store drawn rows until `take` returns them."""
         with self._read_lock:
             self._drawn.put(drawn)
 
     def take(self, count: int) -> Batch:
-        """Return a batch of `count` stored items, which must exist."""
+        """Return a batch of `count` stored items. The caller checks that there are enough items."""
         with self._read_lock:
             rows, probabilities, server_keys = self._drawn.take(count)
             batch = self._rows.unpack(rows, probabilities)
@@ -225,10 +225,10 @@ class ReverbReplayBuffer(BaseReplayBuffer):
 
         A thread draws `prefetch` batches ahead of time, in addition to Reverb's own prefetching.
 
-        A uniform or prioritized replay uses `threads` of Reverb's samplers in parallel. A queue uses one sampler. If
-        the dataset is closed, items that were drawn from a queue but not read are lost. Each `next` waits at most
-        `timeout` seconds for a batch (None: see `Dataset`). To end the iteration, close the dataset or the buffer, from
-        any thread.
+        A uniform or prioritized replay uses `threads` parallel samplers of Reverb. A queue uses one sampler. When the
+        dataset is closed, items that are drawn from a queue but not read are lost. Each `next` waits at most `timeout`
+        seconds for a batch. (For None, see `Dataset`.) To end the iteration, close the dataset or the buffer from any
+        thread.
         """
         self._connect()
         dataset = ReverbDataset(self, self._connection, prefetch, timeout, threads)
@@ -238,11 +238,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     def _set_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Set the priorities of items that this process drew.
 
-        Updates for evicted items are dropped and counted. The count is exact if only one process writes. With several
-        writers, an item that was about to be evicted may be counted wrongly.
+        Priorities of evicted items are dropped and counted. The count is exact if only one process writes. With several
+        writers, the count can be slightly wrong.
         """
         info = self._connection.info("update_priorities")
-        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # items are evicted in the order of their inserts
+        floor = inserted(info[REPLAY]) - info[REPLAY].current_size  # the oldest items are evicted first
         with self._read_lock:
             server_keys = self._server_keys.find(keys, floor)
             self._dropped += server_keys.count(None)
@@ -252,7 +252,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             self._connection.set_priorities(REPLAY, updates)
             self._registry.raise_highest_priority(max(updates.values()), inserted(info[HIGHEST]))
 
-    # --- about the server
+    # --- counters and checkpoints of the server
 
     @property
     def closed(self) -> bool:
@@ -265,11 +265,11 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         return self._connection.info("size")[REPLAY].current_size * block + self._drawn.size
 
     def stats(self) -> dict[str, int]:
-        """Return the server's counters, for all writers and readers.
+        """Return the server's counters, which include all writers and readers.
 
-        `steps` and `dropped_priorities` are the counters of this process only.
+        `steps` and `dropped_priorities` count only in this process.
 
-        In a queue of blocks, all blocks are counted as full. `bytes` is the size before Reverb's compression.
+        In a queue of blocks, each block counts as full. `bytes` is the size before Reverb's compression.
         """
         block = self._connect()
         table, waiting = self._connection.info("stats")[REPLAY], self._drawn.size
@@ -289,9 +289,9 @@ class ReverbReplayBuffer(BaseReplayBuffer):
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Make the server write a checkpoint to its checkpointer's directory.
+        """Make the server write a checkpoint to the directory of its checkpointer.
 
-        Then write the checkpoint's name to the file `path`.
+        Write the path of the checkpoint to the file `path`.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -305,7 +305,7 @@ class ReverbReplayBuffer(BaseReplayBuffer):
             raise CheckpointError(f"The replay at {self._connection.address} could not be saved: {error}.") from error
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Check that the server has not lost the items of the checkpoint in the file `path`, which `save` wrote.
+        """Check that the server has the items of a checkpoint. `save` wrote the name of the checkpoint to `path`.
 
         A Reverb server loads its latest checkpoint only when it starts.
 

@@ -1,9 +1,9 @@
 """Connections of clients to a Reverb server. Every call has a deadline. A call that gets no answer is retried.
 
 Reverb and TensorFlow are imported when the first server or client is created. This module uses Reverb's internal layer
-below `reverb.Client`, because this layer takes half the time for each item, and because a thread can close a sampler
-while another thread waits for it. Calls that have no deadline in this layer (drawing, setting priorities) run in a
-separate thread, which is abandoned after the deadline.
+below `reverb.Client` for two reasons. It takes half the time for each item, and one thread can close a sampler while
+another thread waits for it. In this layer, draws and updates of priorities have no deadline. So they run in a separate
+thread, which is abandoned after the deadline.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ REPLAY, CLAIMS, HIGHEST = "replay", "claims", "highest"  # names of the server's
 
 _INFO_TIMEOUT = 1  # seconds
 _RETRY_INTERVAL = 0.1  # seconds between two attempts
-_FLUSH_TIMEOUT_MS = 500  # milliseconds to wait for confirmations before checking for errors again
-_MAX_UNCONFIRMED = 32  # most unconfirmed items; Reverb prints a warning above 50
-_JOIN_TIMEOUT = 10.0  # seconds for the thread of a closed sampler to end
+_FLUSH_TIMEOUT_MS = 500  # milliseconds between two checks for errors, while waiting for confirmations
+_MAX_UNCONFIRMED = 32  # maximum number of unconfirmed items; Reverb prints a warning above 50
+_JOIN_TIMEOUT = 10.0  # maximum seconds until the thread of a closed sampler ends
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def import_reverb() -> tuple[Any, Any]:
 
 
 class ReverbConnection:
-    """A server's address, and calls to the server. Any thread may use the connection.
+    """The address of a server, with methods that call the server. Any thread can use the connection.
 
     Args:
         address: "host:port".
@@ -58,7 +58,7 @@ class ReverbConnection:
 
     @property
     def client(self) -> Any:
-        """Reverb's own client. Created at the first call, because the constructor should not wait for TensorFlow."""
+        """Reverb's client. It is created at the first call, because importing TensorFlow is slow."""
         with self._lock:
             if self._client is None:
                 self._client = import_reverb()[0].pybind.Client(self.address)
@@ -81,7 +81,7 @@ class ReverbConnection:
             self._wait_before_retry(call, began)
 
     def try_info(self) -> dict[str, Any] | None:
-        """Return the result of `info`, but try only once. Return None if there is no answer within a second."""
+        """Call `info` without retries, and return its result. Return None if there is no answer within a second."""
         client = self.client
         from reverb.cc import schema_pb2
 
@@ -104,7 +104,7 @@ class ReverbConnection:
         """Draw up to `count` items. Return the items that arrive within `seconds`.
 
         Returns:
-            [key uint64, probability, size of the table, priority, *columns] for each item.
+            One list [key (uint64), probability, size of the table, priority, *columns] for each item.
         """
         drawn: list[list[np.ndarray]] = []
         samplers: list[Any] = []
@@ -120,18 +120,18 @@ class ReverbConnection:
             if not self.is_connection_error(error):
                 raise
         for sampler in samplers:
-            sampler.Close()  # also ends the wait of an abandoned thread
+            sampler.Close()  # this also ends an abandoned thread
         return list(drawn)
 
     def sampler(self, table: str, ahead: int) -> Any:
         """Return an endless Reverb sampler that draws up to `ahead` items ahead of time."""
-        self.info("sample")  # raises if the server is unreachable, while a sampler would wait forever
+        self.info("sample")  # raise if the server is unreachable, because a sampler would wait forever
         return self.client.NewSampler(table, -1, ahead)
 
     def samplers(self, table: str, ahead: int, count: int) -> SamplerPool:
         """Return a `SamplerPool` of `count` samplers.
 
-        If `count` is 1, the sampler stores the items that are drawn ahead. Otherwise the pool stores them.
+        If `count` is 1, the sampler stores the items that are drawn ahead of time. Otherwise the pool stores them.
         """
         return SamplerPool([self.sampler(table, ahead) for _ in range(count)], ahead if count > 1 else 1)
 
@@ -144,7 +144,7 @@ class ReverbConnection:
         return self.call("checkpoint", lambda: self.client.Checkpoint())
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run a call with a deadline, since Reverb's calls have no deadline. Retry while the server is unreachable."""
+        """Run a call of Reverb with a deadline. Retry while the server is unreachable."""
         began, result = time.monotonic(), []
         while True:
             self.info(name)
@@ -157,19 +157,19 @@ class ReverbConnection:
             self._wait_before_retry(name, began)
 
     def is_connection_error(self, error: RuntimeError) -> bool:
-        """Return True if an error of Reverb means that the server was unreachable, even if it is reachable again."""
+        """Return True if an error of Reverb means that the server was unreachable at the time of the call."""
         lost = ("Deadline Exceeded", "failed to connect", "failing", "closed", "reset")
         return any(text in str(error) for text in lost) or self.try_info() is None
 
     def no_answer_error(self, call: str, waited: float) -> PeerError:
-        """Return the error for a server that did not answer `call` for `waited` seconds."""
+        """Return a PeerError: the server did not answer `call` for `waited` seconds."""
         return PeerError(
             f"The Reverb server at {self.address} did not answer {call} for {waited:.0f} s. "
             "Check the output of that node: it may have failed, hang, or listen at another address."
         )
 
     def _run_within(self, seconds: float, function: Callable[[], Any]) -> bool:
-        """Run `function` in a thread for up to `seconds`, or until the buffer is closed. Raise its exceptions.
+        """Run `function` in a thread, and wait up to `seconds` or until the buffer is closed. Raise its exception.
 
         Returns:
             True if the function returned in time.
@@ -200,19 +200,19 @@ class ReverbConnection:
 
 
 class ReverbInserter:
-    """Inserts items into a table. Each item is one array. `insert` returns once the server has confirmed the items.
+    """Inserts items into a table. Each item is one array. `insert` returns when the server has confirmed the items.
 
     Args:
         connection: the connection to the server.
-        table: the table's name.
-        patience: seconds to wait for a server that answers, but does not accept the items.
+        table: the name of the table.
+        patience: seconds to wait if the server answers, but does not accept the items.
     """
 
     def __init__(self, connection: ReverbConnection, table: str, patience: float) -> None:
         self._connection, self._table, self._patience = connection, table, patience
         pybind = import_reverb()[0].pybind
         self._writer = connection.client.NewTrajectoryWriter(pybind.ConstantChunkerOptions(1, 1), None)
-        # Close the writer explicitly, because a Reverb writer's destructor waits forever for an unreachable server.
+        # Close the writer explicitly, because its destructor waits forever if the server is unreachable.
         self.close = weakref.finalize(self, self._writer.Close)
 
     def insert(self, arrays: Any, priority: float = 1.0, stop: threading.Event | None = None) -> None:
@@ -221,7 +221,7 @@ class ReverbInserter:
         Args:
             arrays: the items, as arrays with the shape and dtype of the table's signature.
             priority: the priority of all items.
-            stop: an event that ends the wait. Unconfirmed items are still sent until this inserter is closed.
+            stop: an event that ends the wait. Items that are not confirmed are sent until this inserter is closed.
 
         Raises:
             StoppedError: `stop` was set.
@@ -271,16 +271,16 @@ class ReverbInserter:
 
 
 class SamplerPool:
-    """Draws with several of Reverb's samplers in parallel, because each sampler waits for network round trips.
+    """Draws with several samplers of Reverb in parallel, because each sampler waits for network round trips.
 
     There is one thread for each sampler.
 
-    While a reader waits for draws, it gets each draw at once. So it is enough if the rate limiter allows exactly one
-    batch. The draws of several samplers have no order, so a queue uses one sampler.
+    A waiting reader gets each draw immediately, so the pool works even if the rate limiter allows only one batch. The
+    draws of several samplers have no order, so a queue uses one sampler.
 
     Args:
         samplers: endless samplers of one table.
-        ahead: the most draws to store in the pool.
+        ahead: maximum number of draws to store in the pool.
     """
 
     def __init__(self, samplers: list[Any], ahead: int) -> None:
@@ -297,7 +297,7 @@ class SamplerPool:
             thread.start()
 
     def draw(self, least: int, most: int, seconds: float) -> list[list[np.ndarray]]:
-        """Wait up to `seconds` for `least` draws. Then return the available draws, at most `most`.
+        """Wait up to `seconds` until there are `least` draws. Return the available draws, but at most `most`.
 
         A draw is [key uint64, probability, size of the table, priority, *columns].
 
@@ -316,13 +316,13 @@ class SamplerPool:
             return drawn
 
     def Close(self) -> None:
-        """End a waiting `draw`, and all threads, so that no thread is inside a sampler. Any thread may call this."""
+        """End a waiting `draw` and all threads, so that no thread is inside a sampler. Any thread can call this."""
         with self._changed:
             self._failure = self._failure or RuntimeError("The samplers were closed.")
             self._changed.notify_all()
         for sampler in self._samplers:
             sampler.Close()
-        # If a process exits while a thread is inside a sampler, the sampler aborts the process.
+        # Wait, because a sampler aborts a process that exits while a thread is inside the sampler.
         for thread in self._threads:
             thread.join(timeout=_JOIN_TIMEOUT)
 

@@ -1,8 +1,7 @@
-"""Rows of bytes, the format in which items are sent to, stored on, and read from a Reverb server.
+"""Rows of bytes. Items are written to a Reverb server, stored and read in this format.
 
-A row is a numpy record that contains all data of one item. A row is sent as one array, because the speed of Reverb's
-client depends on the number of arrays. With seven named columns instead, writing and reading items would take four
-times as long.
+A row is a numpy record that contains all data of one item. A row is sent as one array, because Reverb's client needs
+time for each array. With seven named columns, writing and reading items took four times as long.
 
 `ReverbDataset` draws batches ahead of time with endless samplers.
 """
@@ -21,11 +20,11 @@ from rlframe.replay.layout import TreeLayout
 from rlframe.replay.reverb.connection import REPLAY, ReverbConnection, SamplerPool
 from rlframe.types import AgentSpecs, Batch, Sequence, SequenceBatch, Transition, TransitionBatch, Tree, specs
 
-_MAX_SERVER_KEYS = 1 << 17  # the most items whose server keys are stored
+_MAX_SERVER_KEYS = 1 << 17  # maximum number of stored server keys
 _KEY, _PROBABILITY, _SIZE, _ROWS = 0, 1, 2, 4  # indexes of these values in a sampler's result
 _SCALAR = specs.Array((), np.float32)
-_CHECK_INTERVAL = 2.0  # seconds without a batch between two checks that the server is reachable
-_MIN_AHEAD = 256  # items to draw ahead of time; with fewer items, round trips would limit the speed
+_CHECK_INTERVAL = 2.0  # while no batch arrives: seconds between two checks that the server is reachable
+_MIN_AHEAD = 256  # items to draw ahead of time; fewer items are slower, because of round trips
 
 
 class ItemRows:
@@ -63,7 +62,7 @@ class ItemRows:
         return records.view(np.uint8).reshape(len(records), self.nbytes)
 
     def records(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows as records, [B] of `dtype`. Padding records have a negative number in their key."""
+        """Return rows as an array [B] of records. Records of padding have a negative number in their key."""
         return rows.reshape(-1).view(self.dtype)
 
     def unpack(self, rows: np.ndarray, probabilities: np.ndarray) -> Batch:
@@ -77,14 +76,14 @@ class ItemRows:
         return Batch(self._batch(**data), keys, probabilities, versions)
 
     def padding(self, count: int) -> np.ndarray:
-        """Return rows without items, [count, nbytes] uint8."""
+        """Return empty rows that fill up a block, [count, nbytes] uint8."""
         records = np.zeros(count, self.dtype)
         records["key"] = -1
         return records.view(np.uint8).reshape(count, self.nbytes)
 
 
 def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
-    """Return a dict: field of a batch -> (the field's tree of specs, shape of the time axis or ())."""
+    """Return a dict from the name of each field of a batch to (its specs, the length of its time axis or ())."""
     item, step = agent.replay_spec.item, agent.step_spec
     if isinstance(item, Sequence):
         steps, ends = (item.length,), (item.length + 1,)
@@ -108,13 +107,13 @@ def _fields(agent: AgentSpecs) -> dict[str, tuple[Tree, tuple[int, ...]]]:
 
 
 class ServerKeys:
-    """The server's keys of the items that were drawn last, for later updates of the priorities."""
+    """The keys that the server uses for the newest drawn items. Updates of priorities need these keys."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[int, ...], int] = {}
 
     def put(self, keys: np.ndarray, server_keys: list[np.ndarray]) -> None:
-        """Store the server's keys of the items `keys` [B, 3]."""
+        """Store the server's key of each item. `keys` [B, 3] are the items' keys in this package."""
         for key, server_key in zip(map(tuple, keys.tolist()), server_keys):
             self._keys.pop(key, None)
             self._keys[key] = int(server_key)
@@ -122,22 +121,22 @@ class ServerKeys:
             del self._keys[next(iter(self._keys))]
 
     def find(self, keys: np.ndarray, floor: int) -> list[int | None]:
-        """Return the server's keys of the items `keys` [B, 3]. None for items that are unknown or below `floor`."""
+        """Return the server key of each item in `keys` [B, 3], or None if it is unknown, or evicted (below `floor`)."""
         return [self._keys.get(key) if key[2] >= floor else None for key in map(tuple, keys.tolist())]
 
 
 class DrawnItems:
-    """Drawn items that were not yet returned in a batch, in order.
+    """Items that were drawn from the server, but are not in a batch yet. The oldest item is first.
 
     Attributes:
         size: number of items.
-        received: rank -> number of items received so far, if a batch has one item of each environment.
-        forgotten: number of items that were dropped because of their age.
+        received: rank -> number of items received so far. Only used if a batch has one item of each environment.
+        forgotten: number of items that were dropped because they were too old.
     """
 
     def __init__(self, rows: ItemRows, queue: bool, by_rank: bool) -> None:
         self._rows, self._queue, self._by_rank = rows, queue, by_rank
-        # Results of a sampler. Each is [key, probability, size of the table, priority, rows [block, nbytes]].
+        # Results of a sampler. A result is [key, probability, size of the table, priority, rows [block, nbytes]].
         self._samples: collections.deque[list[np.ndarray]] = collections.deque()
         self._oldest = -1
         self.received: collections.Counter[int] = collections.Counter()
@@ -158,7 +157,7 @@ class DrawnItems:
             self.forget_before(self._oldest)
 
     def forget_before(self, version: int) -> None:
-        """Drop present and later items in which a version below `version` acted."""
+        """Drop all items in which parameters older than `version` acted, now and in later calls of `put`."""
         self._oldest = max(self._oldest, version)
         kept = []
         for sample in self._samples:
@@ -172,7 +171,7 @@ class DrawnItems:
         self._samples = collections.deque(kept)
 
     def items_by_rank(self) -> dict[int, int]:
-        """Return the number of items of each rank."""
+        """Return a dict from rank to the number of items of this rank."""
         counts: collections.Counter[int] = collections.Counter()
         for sample in self._samples:
             counts.update(self._ranks(sample))
@@ -183,7 +182,7 @@ class DrawnItems:
         return self._rows.records(sample[_ROWS])["key"][:, 0].tolist()
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Return (rows [count, nbytes] uint8, probabilities [count] float32, server's key of each draw)."""
+        """Remove `count` items. Return their rows [count, nbytes] uint8, probabilities [count] and server keys."""
         samples, missing = [], count
         while missing > 0:
             samples.append(self._samples.popleft())
@@ -221,7 +220,7 @@ class ReverbDataset(Dataset):
         super().__init__(buffer, prefetch, timeout)
 
     def _draw(self) -> Batch | None:
-        # A sampler waits for an unreachable server without a deadline, so check first.
+        # Check first that the server is reachable, because a sampler waits for it without a deadline.
         if self._samplers is None and self._connection.try_info() is None:
             return None
         if not self._count or time.monotonic() > self._counted + WAKE_INTERVAL:
@@ -232,21 +231,21 @@ class ReverbDataset(Dataset):
             return None
         missing = self._buffer.missing(count)
         if self._samplers is None:
-            # Draw only a few items of a queue ahead of time, because other readers cannot get these items. In every
-            # replay, items that are drawn ahead of time become older before they are used.
+            # Draw few items of a queue ahead of time, because other readers cannot get these items. In every replay,
+            # items become older if they are drawn ahead of time.
             is_queue, blocks = self._buffer.spec.kind == "queue", max(0, missing) + 1
             ahead, samplers = (blocks, 1) if is_queue else (max(blocks, _MIN_AHEAD), self._num_samplers)
             self._samplers = self._connection.samplers(REPLAY, ahead, samplers)
         if missing > 0:
-            # If a batch has one item of each environment, one more item may complete the batch, because the writers of
-            # the missing items may lapse.
+            # If a batch has one item of each environment, one more item can complete the batch, because the writers of
+            # the other items can lapse.
             self._collect(self._samplers, 1 if self._buffer.spec.batch_size is None else missing, missing)
         number = self._buffer.items_to_take(count)
         return self._buffer.take(number) if number else None
 
     def _collect(self, samplers: SamplerPool, least: int, missing: int) -> None:
-        """Wait a short time until `least` of the `missing` rows are drawn."""
-        if self._stop.is_set():  # `close` may have run before the samplers existed
+        """Wait a short time until at least `least` rows are drawn, and store up to `missing` rows."""
+        if self._stop.is_set():  # `close` was possibly called before the samplers existed
             return
         try:
             self._buffer.keep(samplers.draw(least, missing, WAKE_INTERVAL))
@@ -272,7 +271,7 @@ class ReverbDataset(Dataset):
 
     def close(self) -> None:
         super().close()
-        self._interrupt()  # close samplers that the thread opened during `super().close()`
+        self._interrupt()  # the thread can open samplers during `super().close()`
 
     def _interrupt(self) -> None:
         samplers = self._samplers

@@ -1,4 +1,4 @@
-"""The ranks that writers claim on a Reverb server, the writers' numbers of environments, and the highest priority."""
+"""Tables of a Reverb server for the ranks of writers, their numbers of environments, and the highest priority."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlframe.errors import PeerError
 from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, ReverbConnection, ReverbInserter
 from rlframe.replay.reverb.server_tables import CLAIM_FIELDS, inserted
 
-# Values of `kind` in an entry (rank, incarnation, token, kind, number of environments).
+# Values of the field `kind` of an entry. An entry is (rank, incarnation, token, kind, number of environments).
 _CLAIMED, _WITHDRAWN, _OPENED = 0, 1, 2
 _READ_AHEAD = 64
 
@@ -22,12 +22,12 @@ _READ_AHEAD = 64
 class RankRegistry:
     """The ranks of all writers, each writer's number of environments, and the highest priority so far.
 
-    Reverb has no compare-and-swap operation. So ranks are claimed in a log that only grows (the table of claims). A
-    writer appends its claim and then reads the whole log. The writer has the rank if no other claim of this rank is
-    valid. If two writers claim the same rank at the same time, at least one of them sees both claims, because writers
-    write before they read. A writer that sees another claim withdraws its own claim, and retries after a random
-    backoff. So two writers never have the same (rank, incarnation), even if many processes start together or die during
-    a claim.
+    Reverb has no compare-and-swap operation. So writers claim ranks in a log that only grows (the table of claims). A
+    writer appends its claim and then reads the whole log. The writer gets the rank if the log has no other valid claim
+    of this rank. If two writers claim the same rank at the same time, at least one of them sees both claims, because
+    writers write before they read. A writer that sees another claim withdraws its claim, and retries after a random
+    time. So two writers never have the same (rank, incarnation), even if many processes start together or die during a
+    claim.
 
     Args:
         connection: the connection to the server.
@@ -36,17 +36,17 @@ class RankRegistry:
 
     def __init__(self, connection: ReverbConnection, patience: float) -> None:
         self._connection, self._patience = connection, patience
-        self._random = random.Random()  # not seeded, because tokens must differ between processes
+        self._random = random.Random()  # without a seed, because tokens must differ between processes
         self._lock = threading.RLock()
         self._own_entries: dict[tuple[int, int], list[list[int]]] = {}  # entries that this process wrote
-        # Requested rank -> ((rank, incarnation) of the claim, token of the claim).
+        # Requested rank (or None) -> ((rank, incarnation), token) of the claim.
         self._pending_claims: dict[int | None, tuple[tuple[int, int], int]] = {}
         self._counters: list[int] = []
-        self._envs: tuple[int, dict[int, int]] = (-1, {})  # (number of entries at the last read, rank -> environments)
-        self._highest = (-1, 1.0)  # (number of inserted values at the last read, highest priority)
+        self._envs: tuple[int, dict[int, int]] = (-1, {})  # (entries at the last read, rank -> environments)
+        self._highest = (-1, 1.0)  # (inserted priorities at the last read, highest priority)
 
     def claim(self, rank: int | None) -> tuple[int, int]:
-        """Return the (rank, incarnation) of a new claim. No other writer gets the same result.
+        """Claim a rank, and return (rank, incarnation). No other writer gets the same result.
 
         If a claim failed because the server was unreachable, call this method again to continue the claim.
         """
@@ -78,7 +78,7 @@ class RankRegistry:
                 time.sleep(pause)
 
     def open(self, rank: int, incarnation: int, num_envs: int) -> None:
-        """Write a writer's number of environments to the log."""
+        """Append the number of environments of a writer to the log."""
         with self._lock:
             entry = [rank, incarnation, 0, _OPENED, num_envs]
             if entry not in self._own_entries[rank, incarnation]:
@@ -86,13 +86,13 @@ class RankRegistry:
             self._append(entry)
 
     def restore_lost_entries(self, tables: dict[str, Any]) -> None:
-        """Write this process's entries again if the server's counters show that the server has lost entries.
+        """If the server's counters show that it has lost entries, append the entries of this process again.
 
         Args:
             tables: the server's current `TableInfo` of each table.
 
         Raises:
-            PeerError: another writer has claimed a rank of this process since the entries were lost.
+            PeerError: after the loss, another writer has claimed a rank of this process.
         """
         counters = [inserted(table) for _, table in sorted(tables.items())]
         with self._lock:
@@ -115,7 +115,7 @@ class RankRegistry:
                 )
 
     def envs(self) -> dict[int, int]:
-        """Return a dict: rank -> number of environments of the rank's newest incarnation.
+        """Return a dict from rank to the number of environments of its newest incarnation.
 
         If the server does not answer, return the last known numbers.
         """
@@ -131,7 +131,7 @@ class RankRegistry:
             return self._envs[1]
 
     def highest_priority(self, written: int) -> float:
-        """Return the highest priority so far (initially 1). `written` is the server's number of inserted priorities."""
+        """Return the highest priority so far (at first 1). `written` counts the priorities that were inserted."""
         with self._lock:
             if written and self._highest[0] != written:
                 for _, _, _, _, value in self._connection.draw(HIGHEST, 1, self._connection.timeout):
@@ -139,15 +139,15 @@ class RankRegistry:
             return self._highest[1]
 
     def raise_highest_priority(self, priority: float, written: int) -> None:
-        """Store `priority` as the highest priority, if it is higher than the highest priority so far."""
+        """Store `priority` as the highest priority, if it is higher than all earlier priorities."""
         with self._lock:
             if priority > self.highest_priority(written):
                 self._insert(HIGHEST, np.array([priority], np.float64))
 
     def _valid_claims(self) -> dict[tuple[int, int], set[int]]:
-        """Return a dict: (rank, incarnation) -> tokens of valid claims.
+        """Return a dict from (rank, incarnation) to the tokens of its valid claims.
 
-        A set of tokens is empty if all claims were withdrawn.
+        If all its claims were withdrawn, the set of tokens is empty.
         """
         claims: dict[tuple[int, int], set[int]] = {}
         withdrawn = set()
@@ -159,10 +159,10 @@ class RankRegistry:
         return {key: tokens - withdrawn for key, tokens in claims.items()}
 
     def _read(self) -> list[list[int]]:
-        """Return all entries that were in the log when this method was called, and possibly newer entries.
+        """Return all entries of the log. Entries that are written during the call can be missing.
 
-        A table can only be sampled, so this method draws entries until it has as many different entries as the table.
-        Entries are never removed, so these are all entries.
+        A table can only be sampled. So draw entries until the number of different entries equals the size of the table.
+        Then no entry is missing, because entries are never removed.
         """
         samplers: list[Any] = []
 

@@ -13,15 +13,15 @@ from rlframe.replay.reverb.connection import CLAIMS, HIGHEST, REPLAY, import_rev
 from rlframe.replay.reverb.item_bytes import ItemRows
 from rlframe.types import AgentSpecs
 
-CLAIM_FIELDS = 5  # int64 numbers in an entry of the table CLAIMS (see `ranks.py: RankRegistry`)
+CLAIM_FIELDS = 5  # number of int64 fields in an entry of the table CLAIMS (see `RankRegistry`)
 _CLAIMS_KEPT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class ReverbTables:
-    """Creates tables, either when it is called or when it is iterated over.
+    """Creates the tables of a server. Call the object or iterate over it to get the tables.
 
-    The object can be pickled without Reverb, which only the server's node needs.
+    The object can be pickled without Reverb, so that only the server's node needs Reverb.
 
     See `ReverbReplayBuffer.tables`.
     """
@@ -60,7 +60,7 @@ class ReverbTables:
             "prioritized": lambda: selectors.Prioritized(spec.priority_exponent),
             "queue": selectors.Fifo,
         }[spec.kind]()
-        # The signature's name describes the fields of a row. Each client compares this name with its own description.
+        # The name of the signature describes the fields of a row. Each client checks that it expects the same fields.
         signature = {"rows": tf.TensorSpec((self.block, rows.nbytes), tf.uint8, name=rows.description)}
         items = reverb.Table(
             REPLAY,
@@ -93,22 +93,22 @@ class ReverbTables:
 
 
 def inserted(table: Any) -> int:
-    """Return how many rows (items, or blocks of a queue) were ever inserted into a table with this `TableInfo`."""
+    """Return the total number of rows (items, or blocks of a queue) that were inserted into a table so far."""
     return table.rate_limiter_info.insert_stats.completed
 
 
 def may_sample(table: Any, count: int) -> bool:
-    """Return True if a table's rate limiter now allows `count` items to be sampled."""
+    """Return True if the rate limiter of a table allows a reader to sample `count` items now."""
     limiter = table.rate_limiter_info
     ahead = limiter.insert_stats.completed * limiter.samples_per_insert - limiter.sample_stats.completed - count
     return table.current_size >= limiter.min_size_to_sample and ahead >= limiter.min_diff
 
 
 def block_size(signature: Any, rows: ItemRows, address: str) -> int:
-    """Return the number of items in a block of the table with this signature (None means that there is no table).
+    """Return the number of items per block of a table. `signature` is the table's signature, or None without a table.
 
     Raises:
-        UsageError: the table's items do not match `rows`.
+        UsageError: there is no table, or its items do not match `rows`.
     """
     if signature is None or not (signature.name or "").startswith("{"):
         raise UsageError(

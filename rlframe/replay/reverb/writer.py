@@ -1,4 +1,4 @@
-"""The writers of one process to a Reverb replay: their ranks, their incomplete items, and their waits."""
+"""The writers of one process that add steps to a Reverb replay: their ranks, incomplete items and waits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from rlframe.replay.steps import ItemAssembler
 from rlframe.types import AgentSpecs, Step
 
 _STOP_CHECK_INTERVAL = 0.2  # seconds
-# Seconds between two checks whether the server has restarted without the writers' claims.
+# Seconds between two checks whether the server has lost the claims of the writers in a restart.
 _CHECK_INTERVAL = 1.0
 
 
 class ReverbWriter:
-    """The writers of a `ReverbReplayBuffer`, which documents the methods. Any thread may call them.
+    """The writers of a `ReverbReplayBuffer`. See that class for the methods. Any thread can call them.
 
     Args:
         agent: the specs of the agent.
         connection: the connection to the server.
-        registry: the ranks of all processes.
-        rows: the format of an item's row.
+        registry: the ranks of the writers in all processes.
+        rows: the format of the rows.
         patience: seconds that `add` waits while the server blocks it.
 
     Attributes:
@@ -48,7 +48,7 @@ class ReverbWriter:
         self._block = 1  # items per row of the table
         self._lock = threading.RLock()
         self._inserter: ReverbInserter | None = None
-        self._claimed: dict[int, int] = {}  # rank -> its incarnation in this process
+        self._claimed: dict[int, int] = {}  # rank -> incarnation in this process
         self._assembler = ItemAssembler(agent)
         self._stop_events: dict[int, threading.Event] = collections.defaultdict(threading.Event)  # by rank
         self._checked_at = 0.0
@@ -94,8 +94,8 @@ class ReverbWriter:
             if self._agent.replay_spec.kind == "prioritized":
                 info = self._connection.info("add", stop)
                 before, priority = inserted(info[REPLAY]), self._registry.highest_priority(inserted(info[HIGHEST]))
-            # Items are numbered in the order of the prioritized table's inserts. So the number of an item shows if the
-            # item is evicted.
+            # Number the items of a prioritized table in the order of inserts. Then the number of an item shows whether
+            # it is evicted.
             self._assembler.renumber(batch, at_least=before)
             if self._inserter is None:
                 self._inserter = ReverbInserter(self._connection, REPLAY, self._patience)
@@ -112,16 +112,16 @@ class ReverbWriter:
         self._stop_events[rank].set()
 
     def close(self) -> None:
-        """Give up unconfirmed items. The caller must have closed the connection."""
+        """Stop sending items that are not confirmed. Call this after the connection is closed."""
         with self._lock:
             if self._inserter is not None:
                 self._inserter.close()
 
     @contextlib.contextmanager
     def _writing(self, stop: threading.Event) -> Iterator[None]:
-        """Hold the lock of this process's writers.
+        """Hold the lock that all writers of this process share. Raise StoppedError if `stop` is set during the wait.
 
-        If the server blocks another writer of this process, that writer holds the lock for a long time.
+        If the server blocks one writer of this process, this writer holds the lock for a long time.
         """
         while not self._lock.acquire(timeout=_STOP_CHECK_INTERVAL):
             if stop.is_set():

@@ -4,11 +4,12 @@
     replay = ServiceReplayBuffer(agent, [service])                     # client.py, in actors and in the learner
     replay.add(env_ids, step)                       # in an actor
       StepSender.put                                # copies the step into a `SendBuffer`, and returns
-      StepSender's thread -> ReplayService.add      # sends collected steps in a `StepStack`, each observation only once
+      StepSender's thread -> ReplayService.add      # sends collected steps as a `StepStack`, each observation only once
     batch = replay.sample()                         # in the learner
       ReplayService.sample                          # draws a batch; a service is chosen in proportion to its weight
 
-Steps and draws are numbered, because a call may be received twice. A restarted service restores its newest checkpoint.
+Steps and draws are numbered, because a service can receive a call twice. A restarted service restores its newest
+checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process's client of the replay services. The client collects steps while earlier steps are being sent."""
+"""The client of the replay services in one process. It collects new steps while earlier steps are sent."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlframe.replay.service.server import SendBuffer, WriterId
 from rlframe.replay.steps import Writers
 from rlframe.types import AgentSpecs, Batch, Step, global_env_ids
 
-_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # the most steps, and their bytes, that are collected and sent together
-_WARN_AFTER = 60.0  # seconds that a writer waits before a warning, because the learner may be compiling
-_STOP_CHECK_INTERVAL = 0.2  # seconds between two checks for a stop
+_MAX_STEPS, _MAX_BYTES = 256, 16 * 2**20  # maximum steps (and their bytes) that are collected and sent together
+_WARN_AFTER = 60.0  # seconds before a waiting writer logs a warning; a learner can compile for a long time
+_STOP_CHECK_INTERVAL = 0.2  # seconds between two checks whether the writer was stopped
 _DEADLINE = 120.0  # seconds to wait for a service that does not answer
-_RETRY_INTERVAL = 0.01  # seconds between two checks of several shards if no shard has a batch
+_RETRY_INTERVAL = 0.01  # seconds before all shards are asked again, if no shard has a batch
 _WEIGHT_INTERVAL = 0.2  # seconds between two updates of the shards' weights
 
 _log = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ class StepSender:
     Args:
         service: a `ReplayService`, or a client of a `ReplayService`.
         writer: the writer of the steps.
-        max_steps: the most unsent steps. None means 256. `samples_per_insert` limits this number too.
+        max_steps: maximum number of undelivered steps. None means 256.
 
     Attributes:
         rank, num_envs, id_bytes: see `Writer`.
-        checked: True once the shapes and dtypes of a step were checked.
+        checked: True after the shapes and dtypes of the first step were checked.
     """
 
     def __init__(self, service: Any, writer: WriterId, max_steps: int | None = None) -> None:
@@ -68,7 +68,8 @@ class StepSender:
     def put(self, env_ids: np.ndarray, step: Step) -> None:
         """Add a step.
 
-        Wait while too many steps are unsent, or while the service makes the writer wait. Raise errors of earlier sends.
+        Wait while there are too many undelivered steps, or while the service makes the writer wait. Raise the error of
+        an earlier step that could not be sent.
         """
         with self._changed:
             self._wait(self._has_room)
@@ -90,13 +91,13 @@ class StepSender:
         self._wait(lambda: not self._waiting or bool(self._held_back_reason))
 
     def end_waits(self) -> None:
-        """Make each present or later `put` raise StoppedError instead of waiting."""
+        """From now on, calls of `put` raise StoppedError if they must wait."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop sending."""
+        """End the thread that sends steps."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -111,14 +112,14 @@ class StepSender:
             raise ReplayClosedError("The replay buffer is closed.")
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over` returns True. Call it with the lock held. Raises the errors of `put`."""
+        """Wait until `is_over` returns True. The lock is held when `is_over` is called. Raise the errors of `put`."""
         with self._changed:
             self._check()
             if not is_over():
                 self._sleep_until(is_over)
 
     def _sleep_until(self, is_over: Callable[[], bool]) -> None:
-        """Sleep until `is_over` returns True. Warn once if the service makes the writer wait for a long time."""
+        """Sleep until `is_over` returns True. If the service makes the writer wait for a long time, warn once."""
         began, warned = time.monotonic(), False
         with waiting_for("the replay service"):
             while not is_over():
@@ -158,9 +159,9 @@ class StepSender:
                 self._changed.notify_all()
 
     def _remove_delivered(self, number: int, why: str) -> None:
-        """Remove the steps with numbers below `number`, which were delivered.
+        """Remove the delivered steps. Their numbers are below `number`.
 
-        `why` is the reason why the next step must wait, or "" if this step need not wait.
+        `why` is the reason why the next step must wait, or "" if it does not have to wait.
         """
         with self._changed:
             self._held_back_reason = why
@@ -179,26 +180,26 @@ class StepSender:
 class ServiceReplayBuffer(BaseReplayBuffer):
     """Adds steps to one or more `ReplayService`s, and samples from these services.
 
-    A pickled buffer contains the specs and the services' handles.
+    A pickled buffer contains the specs, and handles to the services.
 
     Each service is a shard of the replay. A writer adds to the shard `rank % len(services)`. `add` returns before the
-    step is delivered, and steps are collected while earlier steps are sent. So an Actor that is killed may lose its
-    last steps: at most 256 steps or 16 MiB, and at most two rounds with `samples_per_insert`. A service that dies loses
-    the steps since its checkpoint. No steps are lost if other processes die.
+    step is delivered, and steps are collected while earlier steps are sent. So a killed Actor can lose its last steps:
+    at most 256 steps or 16 MiB. (With `samples_per_insert`, at most two rounds; see rate_limiter.py.) A service that
+    dies loses the steps since its checkpoint. If other processes die, no steps are lost.
 
     If a service makes a writer wait, the next `add` waits. If a single thread both adds and samples, the service must
     never make it wait: set `waits=False`, or a larger `capacity` or `run_ahead`.
 
-    All items of a batch are from one shard. The shards of a queue take turns. Shards of other replays are chosen in
-    proportion to their weights. `probabilities` refer to the items of all shards.
+    All items of a batch are from one shard. In a queue, the batches come from each shard in turn. In other replays, a
+    random shard is chosen, in proportion to its weight. `probabilities` refer to the items of all shards.
 
     Args:
         agent: the Agent of the services, or any object with the same `replay_spec` and `step_spec`.
-        services: the services, or handles to the services, in order.
+        services: the services, or handles to them. The order must be the same in all processes.
 
     Raises (every method that calls a service):
-        PeerError: the service did not answer for two minutes (ten minutes in a process whose heartbeats are watched,
-            such as a program's nodes).
+        PeerError: the service did not answer for two minutes, or for ten minutes in a process whose heartbeats are
+            watched, such as a node of a program.
         UsageError: there are several shards, but a batch has one item of each environment.
     """
 
@@ -214,9 +215,9 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             )
         self._lock, self._read_lock = threading.RLock(), threading.Lock()
         self._writers: Writers[StepSender] = Writers()
-        self._added = threading.local()  # thread -> the sender to which it added last
+        self._added = threading.local()  # the last sender that this thread used
         self._layouts = step_layouts(agent.step_spec)
-        self._claimed: dict[int, int] = {}  # rank -> its incarnation in this process
+        self._claimed: dict[int, int] = {}  # rank -> incarnation in this process
         self._reader, self._numbers = secrets.randbits(62), [0] * len(self._handles)
         self._chances, self._weighed_at = np.ones(len(self._handles)), -math.inf  # probabilities of the shards
         self._turns = itertools.count()
@@ -226,7 +227,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         return ServiceReplayBuffer, (self._agent, self._handles)
 
     @functools.cached_property
-    # Handles are resolved at the first call, because the process that makes a program must not call nodes.
+    # Resolve the handles only at the first call, because the process that creates a program cannot call its nodes.
     def _services(self) -> list[Any]:
         deadline = peer_timeout(_DEADLINE, watched=600.0)
         return [resolve(handle, "replay service", deadline=deadline) for handle in self._handles]
@@ -256,10 +257,10 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             self._writers.put(StepSender(service, writer, None if ahead is None else -(-ahead // num_envs)))
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`, as `ReplayWriter` describes. May wait (see this class).
+        """Add one step of the environments `env_ids`. See `ReplayWriter`. Wait if the service makes the writer wait.
 
         Raises:
-            StoppedError: `end_waits` was called, or the rank was claimed again, or the buffer is closed.
+            StoppedError: `end_waits` was called, the rank was claimed again, or the buffer is closed.
         """
         check_added(env_ids, step)
         if self._closed:
@@ -268,23 +269,23 @@ class ServiceReplayBuffer(BaseReplayBuffer):
         if not sender.checked:
             check_step(self._layouts, step, len(env_ids))
             sender.checked = True
-        if sender is not getattr(self._added, "sender", None):  # keep this thread's steps in order
+        if sender is not getattr(self._added, "sender", None):  # keep the steps of this thread in order
             self._settle()
             self._added.sender = sender
         sender.put(env_ids, step)
 
     def end_waits(self, rank: int) -> None:
-        """See `BaseReplayBuffer`. Collected steps are still sent until the buffer is closed."""
+        """See `BaseReplayBuffer`. Collected steps are sent until the buffer is closed."""
         if rank in self._writers.by_rank:
             self._writers.by_rank[rank].end_waits()
 
     def flush(self) -> None:
-        """Wait until all steps that were added in this process are delivered. Raises the errors of `add`."""
+        """Wait until all steps that this process has added are delivered. Raise the errors of `add`."""
         for sender in list(self._writers.by_rank.values()):
             sender.flush()
 
     def _settle(self) -> None:
-        """Wait until the steps of this thread are delivered, or the service makes them wait. Ignore other threads."""
+        """Wait until the steps of this thread are delivered, or until the service makes this thread's writer wait."""
         sender = getattr(self._added, "sender", None)
         if sender is not None:
             with contextlib.suppress(StoppedError):
@@ -293,13 +294,13 @@ class ServiceReplayBuffer(BaseReplayBuffer):
     # --- reading
 
     def sample(self) -> Batch | None:
-        """Draw a batch. Return None while there are too few items, or sampling is ahead of `samples_per_insert`."""
+        """Draw a batch. Return None if there are too few items, or if sampling is ahead of `samples_per_insert`."""
         return self.wait_for_batch(0.0)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Return the result of `sample`, but wait up to `timeout` seconds for enough items.
+        """Wait up to `timeout` seconds until there are enough items, and draw a batch.
 
-        The method may return None earlier.
+        The method can return None before the timeout.
         """
         if self._closed:
             return None
@@ -314,12 +315,12 @@ class ServiceReplayBuffer(BaseReplayBuffer):
                 if several and self.spec.kind != "queue":
                     batch = batch._replace(probabilities=batch.probabilities * np.float32(self._chances[shard]))
                 return batch
-        if several and timeout:  # do not wait at one shard, because another shard may have a batch first
+        if several and timeout:  # do not wait for one shard, because another shard can have a batch earlier
             time.sleep(min(timeout, _RETRY_INTERVAL))
         return None
 
     def _order(self) -> Iterator[int]:
-        """Return the shards in the order in which to call them for a batch."""
+        """Return the indices of the shards, in the order in which they are asked for a batch."""
         count = len(self._handles)
         if count == 1:
             return iter([0])
@@ -328,7 +329,8 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             return iter([(first + i) % count for i in range(count)])
         if time.monotonic() > self._weighed_at + _WEIGHT_INTERVAL:
             self._weighed_at = time.monotonic()
-            weights = np.maximum([service.weight() for service in self._services], 1e-9)  # above 0, to call all shards
+            # A weight must be above 0, so that all shards are asked.
+            weights = np.maximum([service.weight() for service in self._services], 1e-9)
             self._chances = weights / weights.sum()
         return iter(self._rng.choice(count, count, replace=False, p=self._chances).tolist())
 
@@ -343,7 +345,7 @@ class ServiceReplayBuffer(BaseReplayBuffer):
             service.forget_before(version)
 
     def stats(self) -> dict[str, int]:
-        """Return the counters of `ReplayReader.stats`, summed over all services."""
+        """Return the counters of `ReplayReader.stats`. They are sums over all services."""
         self._settle()
         found = [service.stats() for service in self._services]
         return {name: sum(each[name] for each in found) for name in found[0]}

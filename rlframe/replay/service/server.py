@@ -1,4 +1,4 @@
-"""The node that contains a replay, and the stacks in which steps are sent to the node, each observation only once."""
+"""The node that contains a replay. Steps are sent to the node in stacks, which contain each observation only once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _MAX_STEPS, _MAX_BYTES = 256, 8 * 2**20  # limits of a `SendBuffer`
 
 _leaves, _flatten = jax.tree_util.tree_leaves, jax.tree_util.tree_flatten
 
-_MAX_WAIT = 0.5  # seconds that a call waits for room, or for a batch, before it returns
-_MAX_READERS = 8  # most readers whose last batch is kept for repeated calls
+_MAX_WAIT = 0.5  # maximum seconds that a call waits for free space or for a batch
+_MAX_READERS = 8  # maximum number of readers whose last batch is kept, in case they repeat the call
 _log = logging.getLogger(__name__)
 
 
@@ -39,17 +39,17 @@ class StepStack(NamedTuple):
     env_ids: np.ndarray  # [B] int64
     timesteps: TimeStep  # [K + 1, B, ...]
     rest: Any  # (agent_output, agent_state), each [K, B, ...]
-    versions: tuple[Any, ...]  # the K versions of the parameters that acted
+    versions: tuple[Any, ...]  # the parameter versions that acted in the K steps
 
 
 class SendBuffer:
-    """Buffers consecutive steps of the same environments until the steps are delivered.
+    """Stores consecutive steps of the same environments until the steps are delivered.
 
-    The buffer copies the steps, because environments may reuse their arrays.
+    The buffer copies the steps, because environments can reuse their arrays.
 
     Args:
         env_ids: ids of the environments, [B] int64.
-        step: the first step to `put`. Its shapes determine the shapes of the buffer.
+        step: the first step. Its shapes determine the shapes of the buffer. (The constructor does not store the step.)
         before: the previous buffer. If it has few steps, the new buffer is small.
 
     Attributes:
@@ -74,12 +74,12 @@ class SendBuffer:
             rows[0] = leaf
 
     def accepts(self, env_ids: np.ndarray, step: Step) -> bool:
-        """Return True if the step begins where the last step ended, and there is room for it."""
+        """Return True if the step begins where the last step ended, and the buffer is not full."""
         follows = self._next is step.timestep or self._next is None
         return follows and self.count < self._size and env_ids.tobytes() == self._id_bytes
 
     def put(self, step: Step) -> None:
-        """Copy a step, for which `accepts` must return True."""
+        """Copy a step to the buffer. Call `accepts` first, and call this only if it returns True."""
         at = self.count
         for rows, leaf in zip(self._timesteps, _leaves(step.next_timestep)):
             rows[at + 1] = leaf
@@ -90,7 +90,7 @@ class SendBuffer:
         self.count = at + 1
 
     def stack(self, until: int) -> StepStack:
-        """Return views of the undelivered steps before the step number `until`."""
+        """Return views of the undelivered steps among the first `until` steps of the buffer."""
         low = self.delivered
         timesteps = self._timestep_def.unflatten([rows[low : until + 1] for rows in self._timesteps])
         rest = self._rest_def.unflatten([rows[low:until] for rows in self._rest])
@@ -120,23 +120,24 @@ class WriterId(NamedTuple):
     rank: int
     incarnation: int
     num_envs: int
-    nonce: int  # unique, even if the service has forgotten an earlier claim of the same incarnation
+    nonce: int  # makes the id unique, even if a restarted service gives the same incarnation again
 
 
 class ReplayService:
-    """A node that contains a `ReplayBuffer` for `ServiceReplayBuffer`s in other processes.
+    """A node that contains a `ReplayBuffer`. Other processes call it with a `ServiceReplayBuffer`.
 
-    A call may be received twice, so claims have a token, and steps and draws are numbered. If a service dies, its
-    successor continues from the newest checkpoint. Later data is lost, and all writers begin new fragments.
+    The node can receive a call twice, so claims have a token, and steps and draws are numbered. If a service dies, the
+    restarted service continues from the newest checkpoint. Later data is lost, and all writers begin new fragments.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
         directory: directory of the checkpoint. None means no checkpoints.
         seed: seed of the random draws.
-        waits: If a queue is full: True makes its writers wait for the reader; False drops the oldest items.
-        run_ahead: number of items by which inserts may be ahead of `samples_per_insert`.
-        seconds: seconds between two checkpoints; more if a checkpoint takes longer than a twentieth of this time.
-        at_end: seconds available for the last checkpoint when the program stops.
+        waits: behavior of a full queue. If True, its writers wait for the reader. If False, the oldest items are
+            dropped.
+        run_ahead: number of items by which inserts can be ahead of `samples_per_insert`.
+        seconds: seconds between two checkpoints. The wait is longer if a checkpoint takes more than 5 % of this time.
+        at_end: seconds for the last checkpoint, when the program stops.
         overrides: fields of `ReplaySpec` to change.
     """
 
@@ -158,7 +159,7 @@ class ReplayService:
         self._limiter = RateLimiter(spec)
         self._run_ahead = default_run_ahead(spec) if run_ahead is None else run_ahead
         self._max_items = items_kept(spec) if spec.kind == "queue" and waits else None
-        if self._max_items is not None:  # writers then wait before the buffer overwrites items
+        if self._max_items is not None:  # writers wait, so the buffer must not overwrite items
             spec = dataclasses.replace(spec, capacity=2 * spec.capacity)
         self._buffer = ReplayBuffer(AgentSpecs(spec, agent.step_spec), seed=seed)
         self._room = threading.Condition()
@@ -166,7 +167,7 @@ class ReplayService:
         self._writers: dict[int, int] = {}  # rank -> newest incarnation that added steps
         self._next: dict[WriterId, int] = {}  # writer -> number of its next step
         self._add_locks: dict[int, threading.Lock] = collections.defaultdict(threading.Lock)  # by rank
-        # Reader -> (number, batch) of its last draw.
+        # Number of the reader -> (number, batch) of its last draw.
         self._answers: collections.OrderedDict[int, tuple[int, Batch | None]] = collections.OrderedDict()
         self._draw_lock = threading.Lock()
         self._stop = threading.Event()
@@ -176,25 +177,25 @@ class ReplayService:
     # --- for writers
 
     def claim(self, token: int, rank: int | None) -> tuple[int, int]:
-        """Register a writer, and return its (rank, incarnation). Calls with the same `token` return the same result."""
+        """Register a writer, and return its (rank, incarnation). A repeated `token` returns the same result."""
         with self._room:
             if token not in self._claims:
                 self._claims[token] = self._buffer.claim_rank(None, rank)
             return self._claims[token]
 
     def open(self, writer: WriterId) -> None:
-        """Register a writer that has claimed its rank at this or another shard. Raises the errors of `add`."""
+        """Register a writer that has already claimed its rank. Raise the errors of `add`."""
         with self._add_locks[writer.rank]:
             self._open(writer, 0)
 
     def add(self, writer: WriterId, number: int, stacks: list[StepStack], waits: bool = True) -> tuple[int, str]:
-        """Add consecutive steps of a writer. Wait up to half a second for room.
+        """Add consecutive steps of a writer. Wait up to half a second for free space.
 
         Args:
             writer: the writer of the steps.
             number: number of the first step.
             stacks: the steps, in order.
-            waits: wait for room. False means to return at once if there is no room.
+            waits: wait for free space. False means to return immediately if there is no free space.
 
         Returns:
             (number of the first step that was not added, reason why this step must wait, or "").
@@ -216,7 +217,7 @@ class ReplayService:
             return self._next[writer], held
 
     def _open(self, writer: WriterId, number: int) -> None:
-        """Register a writer that is new, or whose steps were lost. The writer then begins new fragments."""
+        """If a writer is new, or if some of its steps were lost, register it. The writer then begins new fragments."""
         newest = self._writers.get(writer.rank, -1)
         if writer.incarnation < newest:
             raise StoppedError(f"Rank {writer.rank} was claimed again, so this writer may not add steps.")
@@ -226,9 +227,10 @@ class ReplayService:
             self._writers[writer.rank], self._next[writer] = writer.incarnation, number
 
     def _wait_for_room(self, until: float) -> str:
-        """Wait until a step may be inserted, or until the time `until`. Return the reason why the step must still wait.
+        """Wait until a step can be inserted, or until the time `until`.
 
-        The reason is empty if the step may be inserted.
+        Returns:
+            The reason why the step must still wait, or "" if it can be inserted.
         """
         if not (why := self._reason_to_wait()):
             return ""
@@ -253,7 +255,7 @@ class ReplayService:
     # --- for readers
 
     def sample(self, reader: int, number: int, wait: float = 0.0) -> Batch | None:
-        """Draw a batch. Return None while there are too few items.
+        """Draw a batch. Return None if there are too few items.
 
         Args:
             reader: the number of the reader.
@@ -275,7 +277,7 @@ class ReplayService:
         return batch
 
     def weight(self) -> float:
-        """Return the sum of the weights of all items. A shard is chosen with a probability proportional to this sum."""
+        """Return the total weight of all items. The probability of a shard is proportional to this weight."""
         return self._buffer.weight
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
@@ -292,7 +294,7 @@ class ReplayService:
         """See `ReplayReader`."""
         return self._buffer.stats()
 
-    # --- as a node
+    # --- methods that the program calls
 
     def run(self) -> None:
         """Save the replay periodically until the program ends or `stop` is called, and once more at the end."""
@@ -300,22 +302,22 @@ class ReplayService:
             replay_files.save_periodically(self._save, self._stop, self._seconds, self._at_end)
 
     def stop(self) -> None:
-        """End `run`, and the waits of writers."""
+        """End `run`, and all calls in which a writer waits."""
         self._stop.set()
         with self._room:
             self._room.notify_all()
 
     def close(self) -> None:
-        """Release the memory."""
+        """Close the replay buffer."""
         self._buffer.close()
 
     def _save(self) -> None:
-        """Write a checkpoint. Log a warning if writing fails."""
-        # Save an empty queue too. Otherwise older items would be restored, and learned from twice.
+        """Write a checkpoint. If this fails, log a warning."""
+        # Also save an empty queue. If an older checkpoint were restored, the learner would get the same items again.
         if self._path is not None and self._buffer.slots:
             try:
                 with SAVING:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     self._buffer.save(self._path)
-            except (CheckpointError, OSError) as error:  # the data is still in memory, so continue
+            except (CheckpointError, OSError) as error:  # continue, because the data is in memory
                 _log.warning("The replay service could not write a checkpoint: %s", error)

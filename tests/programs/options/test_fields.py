@@ -35,12 +35,12 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 
 OTHERS = ("dqn", "impala", "pqn", "r2d2", "sac", "td3")
-NETWORKS = {"grpo": []}  # agent -> arguments for the network; other agents get `--network mlp`
+NETWORKS = {"grpo": []}  # agent -> arguments for the network; the default is `--network mlp`
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Replace `runner.run_experiment`. Return the list of its calls: (experiment, options)."""
+    """Replace `runner.run_experiment` by a fake. Return a list that collects its calls as (experiment, options)."""
     calls = []
 
     def train(experiment, **options):
@@ -52,7 +52,7 @@ def asked(monkeypatch):
 
 
 def flags(capsys, agent: str) -> list[str]:
-    """Return the options in `rlframe train --help`."""
+    """Return the names of all options in the output of `rlframe train --help`."""
     assert main(["train", "--agent", agent, *network(agent), "--help"]) == 0
     flags = re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE)
     return [each for flag in flags for each in {flag.replace("[no-]", ""): 0, flag.replace("[no-]", "no-"): 0}]
@@ -63,7 +63,7 @@ def network(agent: str) -> list[str]:
 
 
 def defaults(agent: str) -> dict[str, object]:
-    """Return the default of each option, by the name of its flag."""
+    """Return a dict from the name of each option to its default value."""
     experiment, options, _ = read_arguments(["--agent", agent, *network(agent)])
     values = {name: each for cls in config_classes(agent).values() for name, each in flat_fields(cls()).items()}
     values.update(to_flat(experiment))
@@ -79,14 +79,14 @@ def defaults(agent: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("agent", ["ppo", "grpo", *(pytest.param(each, marks=pytest.mark.system) for each in OTHERS)])
-def test_train_function_has_the_options_of_the_command(agent, asked, capsys):
+def test_train_function_accepts_each_option_of_the_train_command(agent, asked, capsys):
     values = defaults(agent)
     found, given = set(), {}
     for flag in flags(capsys, agent):
         name = flag.replace("-", "_")
         if name in ("help", "agent"):
             continue
-        if name not in values:  # the flag turns a switch off: --no-NAME or --GROUP.no-NAME
+        if name not in values:  # a flag with "no" turns an option off: --no-NAME or --GROUP.no-NAME
             name = name.replace("no_", "", 1)
             assert isinstance(values[name], bool), flag
         found.add(name)
@@ -120,7 +120,7 @@ def test_command_line_and_script_make_equal_experiments(asked):
     assert told["profile"] is not None and told["notes"] == {"preset": "dqn/acrobot"}
 
 
-def test_changed_head_options_keep_the_other_values_of_the_preset(asked, tmp_path):
+def test_changed_head_option_keeps_other_head_values_of_the_preset(asked, tmp_path):
     assert make_experiment("dqn", head=Categories(5)).agent_config.head == Categories(5)
     rainbow = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari", head="categorical", head_value_max=5)
     assert rainbow.agent_config.head == Categories(51, -10.0, 5.0)
@@ -146,13 +146,13 @@ def test_changed_head_options_keep_the_other_values_of_the_preset(asked, tmp_pat
             rlframe.train("dqn", **{option.replace("-", "_"): 3})
 
 
-def test_async_option_has_three_names_in_python(asked):
+def test_train_function_accepts_three_names_of_the_async_option(asked):
     for spelled in ("async_envs", "async_", "async"):
         rlframe.train("dqn", **{spelled: True})
     assert [experiment.topology_config.async_envs for experiment, _ in asked] == [True] * 3
 
 
-def test_saved_config_runs_with_changed_options(asked, tmp_path):
+def test_options_override_values_of_a_saved_config(asked, tmp_path):
     (tmp_path / "run").mkdir()
     saved = make_experiment("dqn", "Acrobot-v1", seed=7, learning_rate=0.5)
     save_experiment(saved, tmp_path / "run" / "config.json", {})
@@ -258,7 +258,7 @@ def test_resumed_run_keeps_its_options(tmp_path):
          "them out."),
     ],
 )  # fmt: skip
-def test_invalid_option_message_has_expected_and_received_values(options, message, asked):
+def test_message_about_an_invalid_option_contains_expected_and_received_values(options, message, asked):
     with pytest.raises(UsageError) as raised:
         rlframe.train("ppo", **options)
     assert str(raised.value) == message
@@ -295,7 +295,7 @@ def test_list_of_command_line_only_options_is_complete():
     assert set(field_names(TrainOptions)) - set(field_names(SessionOptions)) == set(api.COMMAND_LINE_ONLY)
 
 
-# --- JSON, and annotations
+# --- conversion of dataclasses to and from JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,7 +328,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """A config with a class attribute `name`, and with unions without named choices."""
+    """A user's config. It has a class attribute `name`, and Union fields without registered choices."""
 
     name: ClassVar[str] = "own"
     model: Union[Model, None] = None
@@ -357,7 +357,7 @@ def test_arrays_are_written_as_lists():
     assert to_jsonable({"goal": np.array([[1, 2], [3, 4]]), "x": np.array(0.5)}) == {"goal": [[1, 2], [3, 4]], "x": 0.5}
 
 
-def test_unreadable_annotations_accept_any_value():
+def test_field_with_an_unresolvable_annotation_accepts_any_value():
     @dataclasses.dataclass
     class Local:
         pass
@@ -370,7 +370,7 @@ def test_unreadable_annotations_accept_any_value():
     assert from_jsonable(Holder, {"local": 3, "rate": "x"}, "here") == Holder(3, "x")  # type: ignore[arg-type]
 
 
-def test_missing_fields_have_their_defaults():
+def test_fields_missing_in_json_get_their_defaults():
     assert from_jsonable(Outer, {}, "here") == Outer()
 
 

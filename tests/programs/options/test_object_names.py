@@ -50,7 +50,7 @@ def maze(tmp_path, monkeypatch):
     sys.modules.pop("own_maze", None)
 
 
-def test_object_of_a_file_is_named_by_its_file(maze, tmp_path):
+def test_name_of_a_class_or_function_in_a_file_begins_with_the_file_path(maze, tmp_path):
     for target, name in [
         (maze.Maze, "Maze"),
         (maze.Maze.Inner, "Maze.Inner"),
@@ -60,23 +60,23 @@ def test_object_of_a_file_is_named_by_its_file(maze, tmp_path):
         named = object_name(target)
         assert named == f"{tmp_path}/own_maze.py:{name}" and not is_live(named)
         assert load_object(named, "environment") is target
-        assert load_object(str(named), "environment").__qualname__ == name  # loaded by name, as in another process
+        assert load_object(str(named), "environment").__qualname__ == name  # a plain string, as in another process
 
 
-def test_name_of_a_loaded_object_is_the_name_used_for_loading(tmp_path):
+def test_loaded_object_keeps_the_name_from_which_it_was_loaded(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     name = f"{tmp_path}/own.py:Maze"
     assert object_name(load_object(name, "environment")) == name
 
 
-def test_object_of_a_package_is_named_by_its_module():
+def test_name_of_a_class_in_a_package_begins_with_its_module():
     assert object_name(gymnasium.Wrapper) == "gymnasium.core:Wrapper"
     assert object_name(functools.partial) == "functools:partial"
     assert object_name(len) == "builtins:len"
     assert object_name(ObjectName) == "rlframe.programs.options.object_names:ObjectName"
 
 
-def test_object_without_a_file_has_a_live_name(maze):
+def test_name_of_an_object_without_a_file_is_valid_only_in_this_process(maze):
     class Local: ...
 
     old = maze.Maze
@@ -107,23 +107,23 @@ def script(monkeypatch, tmp_path, name="__main__", spec=None):
     return main
 
 
-def test_object_of_a_script_is_named_by_its_file_except_under_main_guard(monkeypatch, tmp_path):
+def test_name_of_a_class_in_a_script_begins_with_the_file_except_under_the_main_guard(monkeypatch, tmp_path):
     main = script(monkeypatch, tmp_path)
     assert object_name(main.Maze) == f"{tmp_path}/script.py:Maze"
     assert object_name(main.make_maze) == f"{tmp_path}/script.py:make_maze"
     assert load_object(f"{tmp_path}/script.py:Maze", "environment") is main.Maze
     assert object_name(main.Hidden) == "__main__:Hidden"
-    exec(compile(FILE, "<stdin>", "exec"), vars(main))  # like code that is typed after `python -i script.py`
+    exec(compile(FILE, "<stdin>", "exec"), vars(main))  # like code that a user types after `python -i script.py`
     assert object_name(main.make_maze) == object_name(main.make_maze) == "__main__:make_maze"
 
 
-def test_object_of_a_module_started_with_dash_m_is_named_by_its_module(monkeypatch, tmp_path):
+def test_name_of_a_class_in_a_script_started_with_python_m_begins_with_its_module(monkeypatch, tmp_path):
     main = script(monkeypatch, tmp_path, spec=types.SimpleNamespace(name="package.script"))
     assert object_name(main.Maze) == "package.script:Maze"
     assert load_object("package.script:Maze", "environment") is main.Maze
 
 
-def test_object_name_pickles_as_plain_string(maze):
+def test_object_name_becomes_a_plain_string_when_pickled(maze):
     named = object_name(maze.Maze)
     assert type(pickle.loads(pickle.dumps(named))) is str
     assert copy.deepcopy(named) is named
@@ -153,7 +153,7 @@ def names_in(run_dir):
     return [experiment["agent"], experiment["env"], experiment["topology"]["network"]]
 
 
-def test_classes_of_notebook_cells_train_and_can_be_redefined(notebook):
+def test_classes_of_notebook_cells_can_be_used_and_redefined(notebook):
     notebook.run(ENV, AGENT, NETWORK)
     given = {"agent": notebook["Mine"], "env": notebook["Catch"], "network": notebook["make_net"]}
     first = rlframe.train(**given, **SMALL, bonus=0.25)
@@ -173,7 +173,7 @@ def test_classes_of_notebook_cells_train_and_can_be_redefined(notebook):
     notebook.restart()
     run_dir = again.run_dir
     assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 12.0  # the objects still exist in this process
-    object_names._of_runs.clear()  # simulate another process, which does not have the objects
+    object_names._of_runs.clear()  # simulate another process, which cannot use the objects
     with pytest.raises(UsageError, match=r"The agent Mine was defined in a notebook .* pass .* as agent=\.\.\."):
         rlframe.load(run_dir)
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_run_resumes_after_notebook_class_moved_to_a_file(notebook, tmp_path):
     assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 8.0
 
 
-def test_run_of_a_lambda_is_loaded_only_in_its_own_process(notebook):
+def test_run_with_a_lambda_can_be_loaded_only_in_the_same_process(notebook):
     notebook.run(ENV)
     catch = notebook["Catch"]
     result = rlframe.train(env=lambda: catch(), **SMALL)
@@ -250,12 +250,12 @@ def test_notebook_class_works_in_pool_processes_and_in_threads(options, notebook
 
 
 @pytest.mark.system
-def test_ipython_cell_trains_on_its_class(tmp_path):
+def test_ipython_cell_trains_in_an_environment_class_of_another_cell(tmp_path):
     import_or_skip("IPython", "pip install 'rlframe[test]'")
     train = f"import rlframe; result = rlframe.train('ppo', Catch, run_dir='run', **{SMALL!r})"
     code = (
         "import sys; from IPython.core.interactiveshell import InteractiveShell; shell = InteractiveShell.instance();"
-        "sys.modules['__main__'] = shell.user_module;"  # the `ipython` command and Jupyter kernels do the same
+        "sys.modules['__main__'] = shell.user_module;"  # the `ipython` command and Jupyter kernels also do this
         f"[shell.run_cell(cell).raise_error() for cell in {[ENV, train, 'print(result.return_mean)']!r}]"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -281,7 +281,7 @@ def run_script(tmp_path, last_line):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
 
-def test_classes_of_a_script_are_saved_by_its_file_name(tmp_path):
+def test_config_json_stores_classes_of_a_script_by_its_file_name(tmp_path):
     out = run_script(tmp_path, "go()")
     assert out.stdout.split() == ["4.0", "4.0"], out.stderr
     assert names_in(tmp_path / "run") == [f"{tmp_path}/script.py:{name}" for name in ("Mine", "Catch", "make_net")]
@@ -304,7 +304,7 @@ def test_script_with_main_guard_trains_in_several_processes(tmp_path):
     assert out.stdout.split() == ["4.0", "4.0"], out.stderr
 
 
-def test_builtin_classes_have_their_command_line_names():
+def test_name_of_a_builtin_class_is_its_name_on_the_command_line():
     assert name_of("agent", PPO) == "ppo"
     assert name_of("network", MLPConfig) == "mlp"
     assert make_experiment(PPO, "CartPole-v1") == make_experiment("ppo", "CartPole-v1")

@@ -48,7 +48,7 @@ def agent_file(tmp_path):
     return path
 
 
-def test_builtin_name_returns_its_class():
+def test_builtin_agent_name_gives_the_agent_class():
     from rlframe.agents.ppo import PPO
 
     assert agent_class("ppo") is PPO
@@ -59,7 +59,7 @@ def test_class_is_loaded_from_a_file_that_imports_another_file(agent_file):
     assert cls.config_cls().rate == 0.25
 
 
-def test_file_is_loaded_once(agent_file):
+def test_file_of_a_class_is_loaded_only_once(agent_file):
     assert agent_class(f"{agent_file}:Mine") is agent_class(f"{agent_file}:Mine")
 
 
@@ -70,7 +70,7 @@ def test_files_with_equal_names_are_separate_modules(agent_file, tmp_path):
     assert agent_class(f"{agent_file}:Mine") is not agent_class(f"{other / 'agent.py'}:Mine")
 
 
-def test_class_of_a_file_unpickles_in_a_process_that_cannot_import_it(agent_file, tmp_path):
+def test_pickled_config_loads_in_a_process_that_cannot_import_its_class(agent_file, tmp_path):
     config = agent_class(f"{agent_file}:Mine").config_cls(0.75)
     pickled = tmp_path / "config.pickle"
     pickled.write_bytes(cloudpickle.dumps(config))
@@ -79,12 +79,12 @@ def test_class_of_a_file_unpickles_in_a_process_that_cannot_import_it(agent_file
     assert out.strip() == "0.75"
 
 
-def test_class_of_a_file_pickles_in_the_same_process(agent_file):
+def test_pickled_config_loads_in_the_same_process(agent_file):
     config = agent_class(f"{agent_file}:Mine").config_cls(0.75)
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_only_file_paths_in_names_become_absolute(tmp_path, monkeypatch):
+def test_names_with_file_paths_become_absolute_and_other_names_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert absolute_name("a.py:B") == f"{tmp_path}/a.py:B"
     assert absolute_name("ppo") == "ppo"
@@ -149,7 +149,7 @@ def test_agent_without_config_class_is_refused(agent_file):
         agent_class(f"{agent_file}:NoConfig")
 
 
-def test_network_is_a_builtin_name_or_a_file(agent_file):
+def test_network_can_be_a_builtin_name_or_a_function_in_a_file(agent_file):
     from rlframe.agents.networks import MLPConfig
 
     assert network_config_class("mlp") is MLPConfig
@@ -160,14 +160,14 @@ def test_network_is_a_builtin_name_or_a_file(agent_file):
         network_config_class("mpl")
 
 
-def test_environment_is_a_library_name_or_a_function_in_a_file(tmp_path):
+def test_environment_can_be_a_library_name_or_a_function_in_a_file(tmp_path):
     (tmp_path / "env.py").write_text("def make():\n    return 7\n")
     assert env_name_or_builder("gymnasium:CartPole-v1") == "gymnasium:CartPole-v1"
     assert env_name_or_builder(f"{tmp_path}/env.py:make")() == 7
 
 
 @pytest.mark.parametrize("load", [agent_class, env_name_or_builder, find_topology, engine_class])
-def test_file_without_a_name_is_refused_with_suggestions(load, tmp_path):
+def test_file_path_without_a_class_name_is_refused_with_suggestions(load, tmp_path):
     (tmp_path / "own.py").write_text("import os\n\ndef _hidden(): ...\n\nclass Maze: ...\n\ndef make_maze(): ...\n")
     with pytest.raises(
         UsageError, match=r"names a file without a class or function: write \S*own.py:Maze or \S*own.py:make_maze"

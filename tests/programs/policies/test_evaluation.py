@@ -1,4 +1,4 @@
-"""Evaluations after training and during it: the number of environments, and failures."""
+"""Evaluations during and after training: their number of environments, and their failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlframe.programs import make_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation, make_largest
 from rlframe.programs.run_dir.directory import Result, RunDir
 
-# An environment that needs a license. There are `most` licenses, so at most `most` instances may be open. In
+# An environment that needs a license. There are `most` licenses, so at most `most` environments can be open. In
 # evaluations, `fails` makes the start of an environment fail, and `endless` makes its episodes endless.
 ENV = """
 import pathlib
@@ -81,7 +81,7 @@ def evaluation_rows(tmp_path: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(("works", "wanted"), [(4, 20), (1, 20), (19, 20), (20, 20), (1, 2), (1, 1)])
-def test_largest_number_of_environments_that_can_be_made_is_found(works, wanted):
+def test_make_largest_finds_the_largest_pool_that_can_be_made(works, wanted):
     open_now = set()
 
     class Pool:
@@ -125,14 +125,14 @@ def test_training_environments_are_closed_for_the_final_evaluation(env, tmp_path
     assert not list(tmp_path.glob("slot-*"))
 
 
-def test_eval_num_envs_limits_the_environments(env, tmp_path, caplog):
+def test_eval_num_envs_limits_the_number_of_evaluation_environments(env, tmp_path, caplog):
     options = {"eval_episodes": 5, "eval_num_envs": 2, **licensed(tmp_path, 4)}
     assert train(env, tmp_path, **options).episodes == 5
     assert "more could not be started" not in caplog.text
 
 
 def test_default_evaluation_has_20_episodes_of_at_most_108_000_steps():
-    """The recorded results were evaluated with these settings."""
+    """Do not change these settings, because the recorded benchmark results depend on them."""
     said = "The evaluation after training: 20 episodes, each of at most 108,000 steps, in 20 more environments."
     assert describe_evaluation(make_experiment("ppo", "CartPole-v1")) == said
 
@@ -160,7 +160,7 @@ def test_eval_every_is_refused_without_eval_episodes():
         ({"eval_env_kwargs": {"color": "red"}}, "color"),
     ],
 )
-def test_result_names_the_checkpoint_after_a_failed_final_evaluation(env, tmp_path, topology, options, why):
+def test_message_about_a_failed_final_evaluation_contains_the_checkpoint(env, tmp_path, topology, options, why):
     result = train(env, tmp_path, eval_episodes=2, **options, **topology)
     checkpoint = max(int(path.name) for path in RunDir(tmp_path / "run").checkpoints.iterdir() if path.name.isdigit())
     assert result.env_steps >= 64 and result.return_mean is None and result.evaluation is None

@@ -1,4 +1,4 @@
-"""An evaluation during a run uses a checkpoint that the learner writes for the evaluation."""
+"""Before an evaluation during a run, the learner writes a checkpoint with the evaluated policy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_existing_checkpoint_is_not_written_again(agent, learner, tmp_path):
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
 
 
-def test_policy_before_the_first_update_is_saved(agent, learner, tmp_path, caplog):
+def test_policy_is_saved_even_before_the_first_update(agent, learner, tmp_path, caplog):
     SavedPolicy(agent, RunDir(tmp_path), learner).update(threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [0]
     assert not caplog.records
@@ -59,7 +59,7 @@ def test_wait_ends_when_a_restarted_learner_writes_a_checkpoint(agent, learner, 
     monkeypatch.setattr(learner, "learner_steps", 100)
     requests = []
 
-    def save_soon():  # the learner restarts from its checkpoint, and the request is lost
+    def save_soon():  # simulate a restart of the learner, which loses the request
         requests.append(learner.learner_steps)
         learner.learner_steps = 0
         learner.save()

@@ -1,4 +1,4 @@
-"""`rlframe serve policy` serves the model of a folder, or the newest checkpoint of a run."""
+"""`rlframe serve policy` serves a model from a folder, or the newest checkpoint of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlframe.train`, `load` and `export`: a loaded policy acts like the policy in `rlframe evaluate`."""
+"""`rlframe.load` and `rlframe.export` return policies that act like the policy in `rlframe evaluate`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ SLOW = [name for name in RUNS if name != "normalized"]
     scope="module", params=[pytest.param(name, marks=[pytest.mark.system] if name in SLOW else []) for name in RUNS]
 )
 def run(request, tmp_path_factory):
-    """Train a short run of an agent. Return its directory and its environment's name."""
+    """Train an agent for 600 steps. Return the run directory and the name of the environment."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "images.py").write_text(IMAGES)
     (folder / "recurrent.py").write_text(RECURRENT)
@@ -132,7 +132,7 @@ def run(request, tmp_path_factory):
 
 
 def play_episodes(env, act, type="loop", **env_kwargs):
-    """Play one episode in each of `EPISODES` environments, with the seeds of an evaluation. Return their returns."""
+    """Play one episode in each of `EPISODES` environments, with the seeds of an evaluation. Return the returns."""
     seed = env_seed(SEED, EVALUATOR_RANK)
     pool = rlframe.SyncEnv(registry.env_name_or_builder(env), EPISODES, type, seed=seed, env_kwargs=env_kwargs)
     timestep, returns, over = pool.reset(), np.zeros(EPISODES), np.zeros(EPISODES, bool)
@@ -145,7 +145,7 @@ def play_episodes(env, act, type="loop", **env_kwargs):
 
 
 def act_with_resets(policy):
-    """Return a function that acts with the policy, and resets it for environments at the start of an episode."""
+    """Return a function that computes actions. For environments that start an episode, it first resets the policy."""
 
     def act(observation, begins):
         if not begins.all():
@@ -236,7 +236,7 @@ def test_exploring_policy_keeps_its_state(tmp_path):
     assert policy.state.action.shape == (64,) and (drawn[1][policy.state.steps_left > 0] >= 0).all()
     kept = policy.state
     again = policy.act(observation, state=kept._replace(steps_left=np.full(64, 9, np.int32)), greedy=False)
-    np.testing.assert_array_equal(again, kept.action)  # the policy repeats the last actions, stored in the state
+    np.testing.assert_array_equal(again, kept.action)  # the policy repeats the actions that its state stores
 
 
 def test_checkpoints_are_loaded_by_name_and_missing_checkpoints_are_refused(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Video recording: the recorded environment has the options of evaluations."""
+"""A video is recorded in an environment that has the options of evaluations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = {"env_kwargs": {"reward_clip": True, "lives": 3}, "eval_env_kwargs": {
 
 @pytest.fixture
 def filmed(tmp_path):
-    """Return a function that makes the gymnasium environment which a `VideoRecorder` records."""
+    """Return a function that makes a `VideoRecorder`, and returns the gymnasium environment that it records."""
     needs("gymnasium")
     films = []
 
@@ -41,5 +41,5 @@ def test_environment_builder_gets_the_evaluation_options(filmed, tmp_path):
     assert filmed(env=f"{tmp_path}/env.py:make", **OPTIONS).options == {"reward_clip": False, "lives": 3}
 
 
-def test_gymnasium_version_of_an_envpool_task_gets_no_envpool_options(filmed):
+def test_options_of_envpool_are_not_passed_to_the_recorded_gymnasium_environment(filmed):
     assert filmed(env_type="envpool", **OPTIONS).spec.kwargs == {"render_mode": "rgb_array"}

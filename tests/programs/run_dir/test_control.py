@@ -28,7 +28,7 @@ from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 DESCRIBED = make_experiment("dqn", steps=1_000)
 
 
-def test_key_of_a_run_directory_stays_the_same(tmp_path):
+def test_each_run_directory_has_a_constant_unique_key(tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     key = RunDir(tmp_path / "one").key()
@@ -37,7 +37,7 @@ def test_key_of_a_run_directory_stays_the_same(tmp_path):
 
 @pytest.fixture
 def directory(tmp_path):
-    """The directory of a run in this process."""
+    """The directory of a fake run that has this process as its owner."""
     directory = RunDir(tmp_path / "run")
     directory.create()
     directory.write_config(DESCRIBED, {})
@@ -76,7 +76,8 @@ def test_http_service_shows_the_run_and_can_only_stop_it(directory, monkeypatch)
             assert line in metrics.splitlines()
         for path in ("/pause", "/scale", "/restore"):
             assert http.post(path, json={}).status_code == 404
-        for _ in range(2):  # only one signal may be sent: a second one would end the run without saving
+        # Two requests must send only one signal, because a second signal ends the run without saving.
+        for _ in range(2):
             assert http.post("/stop", json={"reason": "enough"}).status_code == 200
     assert killed == [signal.SIGTERM]
     assert not (directory.path / "control.json").exists()
@@ -98,7 +99,7 @@ def test_token_is_printed_only_to_a_terminal(directory, monkeypatch, capsys):
 
 @pytest.mark.parametrize("has_coordinator", [False, True])
 def test_http_service_refuses_requests_without_the_right_token(directory, monkeypatch, has_coordinator):
-    killed = []  # without this replacement, an accepted stop would end this process
+    killed = []  # replace `os.kill`, because an accepted stop would end this process
     monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
     coordinator = ScriptedCoordinator() if has_coordinator else None
     with serve_run_control(directory.path, ControlAddress(), coordinator):
@@ -121,7 +122,7 @@ def test_status_request_before_the_start_of_the_run_gets_503(directory):
         assert answer.status_code == 503 and "The run is starting" in answer.json()["error"]["message"]
 
 
-def test_concurrent_status_requests_read_each_row_once(directory):
+def test_concurrent_status_requests_read_each_row_of_the_logs_only_once(directory):
     rows = [{"step": step, "episode_return": 1.0} for step in range(400)]
     directory.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     target = LocalRunTarget(directory.path)
@@ -162,7 +163,7 @@ def test_http_host_is_refused_without_an_http_service(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"rlframe: {told}"
 
 
-def test_live_page_shows_the_run_and_only_its_commands(directory):
+def test_live_page_shows_the_run_and_only_commands_that_it_supports(directory):
     chromium = pytest.importorskip("tests.chromium")
     if chromium.CHROMIUM is None:
         pytest.skip("The page's tests need Chromium: apt-get install chromium, or make chromium")

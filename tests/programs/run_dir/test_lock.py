@@ -1,4 +1,4 @@
-"""The lock of a run directory, with real processes."""
+"""The lock of a run directory. Real processes hold the lock."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ with RunLock(pathlib.Path(sys.argv[1]), ends_within=1.0 if "ignores_sigterm" in 
 
 @contextlib.contextmanager
 def holder(directory: pathlib.Path, *how: str) -> Iterator[subprocess.Popen[str]]:
-    """Start another process that holds the lock."""
+    """Start another process that locks the run directory. Kill it when the context ends."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(directory), *how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -74,14 +74,14 @@ def refused(directory: pathlib.Path, take_over: bool = False) -> str:
     return str(caught.value)
 
 
-def test_refusal_names_the_holder_of_the_lock(tmp_path):
+def test_error_about_a_locked_directory_contains_the_process_with_the_lock(tmp_path):
     with holder(tmp_path) as process:
         assert f"{tmp_path} is in use by process {process.pid} on " in refused(tmp_path)
         assert "--take-over" in refused(tmp_path)
 
 
 def once_read(monkeypatch, then) -> None:
-    """Call `then` once, after `RunLock` has read the holder's record for the first time."""
+    """Call `then` after `RunLock` has read the lock file for the first time."""
     read, calls = lock._read, []
 
     def reading(path: pathlib.Path) -> lock.Holder | None:
@@ -94,17 +94,17 @@ def once_read(monkeypatch, then) -> None:
 
 
 @pytest.mark.parametrize("take_over", [False, True])
-def test_lock_waits_for_a_holder_without_a_record(tmp_path, monkeypatch, take_over):
+def test_lock_waits_until_its_holder_has_written_the_lock_file(tmp_path, monkeypatch, take_over):
     with holder(tmp_path, "late") as process:
         once_read(monkeypatch, lambda: print(file=process.stdin, flush=True))
         if take_over:
             with RunLock(tmp_path, take_over=True):
-                assert process.wait(timeout=60.0) == 0  # the holder got SIGTERM, so it could save
+                assert process.wait(timeout=60.0) == 0  # the holder exited after SIGTERM, so it could save
         else:
             assert f"is in use by process {process.pid} on" in refused(tmp_path)
 
 
-def test_reading_the_lock_of_an_ended_process_does_not_block_a_new_holder(tmp_path, monkeypatch):
+def test_process_gets_the_lock_of_an_ended_process_while_another_process_reads_it(tmp_path, monkeypatch):
     with holder(tmp_path) as process:
         pass
     assert f'"pid": {process.pid}' in (tmp_path / NAME).read_text()
@@ -122,7 +122,7 @@ def test_released_lock_leaves_no_files(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_lock_of_a_killed_process_is_free_while_its_forked_child_lives(tmp_path):
+def test_lock_of_a_killed_process_is_free_even_if_its_forked_child_lives(tmp_path):
     with holder(tmp_path, "forks") as process:
         assert process.stdout is not None
         child = int(process.stdout.readline().split()[1])
@@ -136,7 +136,7 @@ def test_lock_of_a_killed_process_is_free_while_its_forked_child_lives(tmp_path)
             os.kill(child, signal.SIGKILL)
 
 
-def test_exit_of_a_forked_child_keeps_the_lock(tmp_path):
+def test_process_keeps_the_lock_after_its_forked_child_exits(tmp_path):
     with RunLock(tmp_path):
         child = os.fork()
         if child == 0:
@@ -146,7 +146,7 @@ def test_exit_of_a_forked_child_keeps_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["", "ignores_sigterm"])
-def test_take_over_ends_the_holder(tmp_path, how):
+def test_take_over_ends_the_process_that_holds_the_lock(tmp_path, how):
     with holder(tmp_path, how) as process, RunLock(tmp_path, take_over=True):
         assert process.wait(timeout=60.0) == (-signal.SIGKILL if how else 0)
         assert f"process {os.getpid()} on" in refused(tmp_path)
@@ -173,7 +173,7 @@ def test_one_of_two_concurrent_processes_gets_the_lock(tmp_path):
         ended = wait_until(lambda: [process for process in both if process.poll() is not None])
         assert len(ended) == 1
         other = both[1 - both.index(ended[0])]
-        # The holder may not have written its record yet.
+        # It is possible that the holder has not written its process ID to the lock file.
         assert re.search(rf"is in use by (process {other.pid} on|another process)", ended[0].communicate()[1])
         assert other.communicate()[0] == "held\n"
     finally:
@@ -183,11 +183,11 @@ def test_one_of_two_concurrent_processes_gets_the_lock(tmp_path):
 
 
 class RemoteHolder:
-    """A holder on another host. Its heartbeats are visible on this host, but not its file lock.
+    """A simulated process on another host that holds the lock. This host sees its heartbeats, but not its file lock.
 
     Args:
-        directory: directory of the run.
-        is_alive: True if the holder is alive.
+        directory: The run directory.
+        is_alive: True if the process is alive and writes heartbeats.
     """
 
     def __init__(self, directory: pathlib.Path, is_alive: bool) -> None:
@@ -205,7 +205,7 @@ class RemoteHolder:
         self._thread.join()
 
     def _record(self, beat: int) -> str:
-        # The pid also belongs to a living process on this host. The lock must ignore that process.
+        # This process ID also exists on this host. The lock must ignore that process.
         holder = {"pid": os.getppid(), "started": 1, "host": "far", "boot": "another kernel's", "since": "noon"}
         return json.dumps({**holder, "ends_within": 30.0, "beat": beat})
 
@@ -219,7 +219,7 @@ class RemoteHolder:
                 file.flush()
 
 
-def test_remote_holder_with_changing_heartbeat_is_alive(tmp_path, monkeypatch):
+def test_process_on_another_host_keeps_the_lock_while_its_heartbeat_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     with RemoteHolder(tmp_path, is_alive=True):
         assert f"is in use by process {os.getppid()} on far, since noon" in refused(tmp_path)
@@ -227,7 +227,7 @@ def test_remote_holder_with_changing_heartbeat_is_alive(tmp_path, monkeypatch):
             assert f"process {os.getpid()} on" in refused(tmp_path)
 
 
-def test_remote_holder_without_heartbeat_counts_as_dead(tmp_path, monkeypatch):
+def test_process_on_another_host_loses_the_lock_if_its_heartbeat_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     monkeypatch.setattr(lock, "_WATCH", 0.5)
     with RemoteHolder(tmp_path, is_alive=False):
@@ -236,7 +236,7 @@ def test_remote_holder_without_heartbeat_counts_as_dead(tmp_path, monkeypatch):
             assert time.monotonic() - began > 0.5
 
 
-def test_lock_is_free_if_a_remote_holder_ends_while_it_is_watched(tmp_path, caplog):
+def test_lock_is_free_when_a_process_on_another_host_releases_it(tmp_path, caplog):
     def end() -> None:
         while "watching" not in caplog.text:
             time.sleep(0.01)
@@ -257,7 +257,7 @@ def test_take_over_works_if_another_container_has_the_same_pid(tmp_path, monkeyp
         assert (tmp_path / f"{NAME}.{os.getpid()}").read_text() == "the other's"
 
 
-def test_remote_holder_with_an_old_heartbeat_is_ignored(tmp_path):
+def test_lock_of_another_host_with_an_old_heartbeat_is_ignored(tmp_path):
     with RemoteHolder(tmp_path, is_alive=False):
         found = holder_of(tmp_path)
         assert found is not None and found.host == "far"
@@ -265,7 +265,7 @@ def test_remote_holder_with_an_old_heartbeat_is_ignored(tmp_path):
         assert holder_of(tmp_path) is None
 
 
-def test_holder_of_another_user_or_container_cannot_be_stopped(tmp_path, monkeypatch):
+def test_process_of_another_user_or_container_cannot_be_stopped(tmp_path, monkeypatch):
     def kill(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -282,7 +282,7 @@ def test_holder_of_another_user_or_container_cannot_be_stopped(tmp_path, monkeyp
 OTHER_KERNEL = "from rlframe.programs.run_dir import lock\nlock._HEARTBEAT = 0.1\nlock._boot_id = lambda: 'another'\n"
 
 
-def test_suspended_holder_exits_after_losing_its_lock(tmp_path, monkeypatch):
+def test_suspended_process_exits_if_it_has_lost_its_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
     monkeypatch.setattr(lock, "_WATCH", 0.5)
     with subprocess.Popen(
@@ -313,5 +313,5 @@ def test_file_system_without_locks_logs_a_warning(tmp_path, monkeypatch, caplog)
     with RunLock(tmp_path):
         assert f"The file system of {tmp_path} has no locks" in caplog.text
         monkeypatch.setattr(lock, "_HEARTBEAT", 0.1)
-    with RunLock(tmp_path):  # heartbeats protect the directory even without locks
+    with RunLock(tmp_path):  # the heartbeats still protect the directory
         assert "is in use by" in refused(tmp_path)

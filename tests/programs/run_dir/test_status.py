@@ -1,4 +1,4 @@
-"""`rlframe status` and `rlframe stop` with a run directory: they use its files and its process."""
+"""`rlframe status` and `rlframe stop` accept a run directory. They use its files and its process."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_status_shows_the_progress_of_a_run(directory):
         assert (found["job"]["state"], found["job"]["env_steps"], found["job"]["until"]) == ("RUNNING", 400, 1_000)
         assert (found["job"]["learner_steps"], found["job"]["params_version"]) == (9, 10)
         assert (found["returns"], found["evaluations"]) == ([[200, 20.0], [400, 20.0]], [[400, 30.0]])
-        directory.metrics.write_text("")  # a resumed session removes rows
+        directory.metrics.write_text("")  # a resumed session removes later rows
         append(directory, step=100, **ROW)
         assert look()["returns"] == [[100, 20.0]]
         status.watch(True, [])
         assert look()["job"]["state"] == "DRAINING"
 
 
-def test_nodes_have_the_status_format_of_elastic_workers(directory):
+def test_status_of_nodes_has_the_format_of_elastic_workers(directory):
     with RunLock(directory.path):
         append(directory, step=200, **ROW)
         busy = NodeStatus("actor/1", pid=7, host="here", phase="stepping", silent_for=2)
@@ -87,7 +87,7 @@ def test_status_shows_how_a_run_ended(directory):
     status = StatusFile(directory, DESCRIBED, 1_000)
     assert job(directory)["state"] == "FAILED" and job(directory)["reason"].endswith(
         "was killed"
-    )  # no process has the lock
+    )  # because no process holds the lock
     status.end(result)
     assert (job(directory)["state"], job(directory)["reason"]) == ("CLOSED", "stopped by SIGTERM")
     with pytest.raises(KeyboardInterrupt), status.record_failure():
@@ -141,7 +141,7 @@ def test_single_process_run_has_a_status_during_and_after_training(tmp_path, cap
 def test_stop_fails_if_the_run_cannot_save(directory, capsys):
     status = StatusFile(directory, DESCRIBED, 1_000)
 
-    def end(number, frame):  # behave like a run whose disk is full
+    def end(number, frame):  # simulate a run that cannot save because the disk is full
         status.write(state="FAILED", reason="Cannot write checkpoints/9: No space left on device.")
         lock.__exit__(None, None, None)
 

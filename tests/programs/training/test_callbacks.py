@@ -1,4 +1,4 @@
-"""Callbacks receive every row, can end a run, and may raise without losing progress, in every topology."""
+"""In every topology, callbacks receive every row and can end a run. If a callback raises, no progress is lost."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ NEVER = 10**8  # steps
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch):
-    """Set HOME to the directory with the Ray token that this process may already have read."""
+    """Set HOME to the directory with the Ray token, because this process reads the token only once."""
     monkeypatch.setenv("HOME", ray_home())
 
 
 class MyError(Exception):
-    """An exception of a callback."""
+    """An exception that a callback of a test raises."""
 
 
 def train(run_dir: pathlib.Path, topology: str, engine: str | None, **options: Any) -> Result:
@@ -60,7 +60,7 @@ def train(run_dir: pathlib.Path, topology: str, engine: str | None, **options: A
 
 
 def check_run_continues(run_dir: pathlib.Path, ended_at: int) -> None:
-    """Resume the run for 200 more steps, which must succeed."""
+    """Resume the run for 200 more steps, and check that it succeeds."""
     result = rlframe.train(run_dir=run_dir, resume=True, stop_at=ended_at + 200, quiet=True)
     assert result.env_steps >= ended_at + 200 and result.stopped_by == "stop_at"
 
@@ -76,7 +76,7 @@ def check_callback_stops_the_run(run_dir: pathlib.Path, topology: str, engine: s
 
     result = train(run_dir, topology, engine, callbacks=[callback])
     assert result.stopped_by == "callback" and 300 <= result.env_steps < 100_000
-    assert pids == {os.getpid()}  # callbacks run in the caller's process
+    assert pids == {os.getpid()}  # all callbacks ran in this process
     assert steps == [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")]
     assert rlframe.load(run_dir).version == result.params_version
     assert rlframe.evaluate(run_dir, episodes=2)["return_mean"] == result.return_mean
@@ -96,11 +96,11 @@ def check_callback_exception(run_dir: pathlib.Path, topology: str, engine: str |
     assert caught.traceback[-1].name == "callback"
     written = Result.read(RunDir(run_dir).result)
     assert written.stopped_by == "error" and written.return_mean is None
-    assert written.learner_steps == Checkpointer(run_dir / "checkpoints").steps()[-1]  # everything is saved
+    assert written.learner_steps == Checkpointer(run_dir / "checkpoints").steps()[-1]  # the last update is saved
 
 
 @pytest.mark.parametrize(("topology", "engine"), PLACES)
-def test_stop_saves_and_evaluates_and_the_run_can_continue(tmp_path, topology, engine):
+def test_run_stopped_by_a_callback_saves_and_evaluates_and_can_be_resumed(tmp_path, topology, engine):
     check_callback_stops_the_run(tmp_path / "run", topology, engine)
     check_run_continues(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
@@ -108,13 +108,13 @@ def test_stop_saves_and_evaluates_and_the_run_can_continue(tmp_path, topology, e
 @pytest.mark.parametrize(
     ("topology", "engine"), [PLACES[0], pytest.param(*PLACES[1], marks=pytest.mark.system), PLACES[2]]
 )
-def test_callback_exception_is_raised_after_saving_and_the_run_can_continue(tmp_path, topology, engine):
+def test_callback_exception_is_raised_after_saving_and_the_run_can_be_resumed(tmp_path, topology, engine):
     check_callback_exception(tmp_path / "run", topology, engine)
     check_run_continues(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
 
 @pytest.mark.system
-def test_callback_exception_reaches_the_caller_of_a_program_of_processes(tmp_path):
+def test_callback_exception_is_raised_in_the_caller_of_a_program(tmp_path):
     check_callback_exception(tmp_path / "run", "heavy_env", "local")
 
 
@@ -127,13 +127,13 @@ def test_callback_can_stop_every_topology_and_engine(tmp_path, topology, engine)
 
 @pytest.mark.system
 @pytest.mark.parametrize(("topology", "engine"), PROCESSES)
-def test_callback_exception_reaches_the_caller_in_every_topology_and_engine(tmp_path, topology, engine):
+def test_callback_exception_is_raised_in_the_caller_in_every_topology_and_engine(tmp_path, topology, engine):
     check_callback_exception(tmp_path / "run", topology, engine)
     check_run_continues(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_system_exit_in_a_callback_saves_the_run(tmp_path, error):
+def test_run_is_saved_if_a_callback_raises_system_exit(tmp_path, error):
     def callback(info):
         raise error
 
@@ -143,7 +143,7 @@ def test_system_exit_in_a_callback_saves_the_run(tmp_path, error):
     assert Checkpointer(tmp_path / "run/checkpoints").steps()
 
 
-def test_no_callback_is_called_after_one_has_raised(tmp_path):
+def test_no_callback_is_called_after_a_callback_has_raised(tmp_path):
     called = []
 
     def fails(info):
@@ -154,7 +154,7 @@ def test_no_callback_is_called_after_one_has_raised(tmp_path):
     assert len(called) == 1
 
 
-def test_stop_may_be_called_later_from_another_thread(tmp_path):
+def test_another_thread_can_call_stop(tmp_path):
     threads = []
 
     def callback(info):
@@ -197,7 +197,7 @@ def test_evaluated_policy_is_saved_before_callbacks_receive_its_row_in_elastic(t
             logged.append(info.values["return_mean"])
             directory, experiment = open_run(tmp_path / "run", {})
             agent = make_agent(experiment)
-            steps = Checkpointer(directory.checkpoints).steps()  # two checkpoints if the next evaluation has started
+            steps = Checkpointer(directory.checkpoints).steps()  # two, if the next evaluation has started
             for policy in [read_policy(agent, directory, step) for step in steps]:
                 saved[policy.version] = Evaluations(experiment, agent, policy).evaluate()["return_mean"]
             info.stop()
@@ -252,7 +252,7 @@ def test_signal_is_reported_as_an_interrupt(tmp_path):
         steps = []
 
         def callback(info, steps=steps):
-            if not steps:  # a second signal would end the run at once
+            if not steps:  # only one signal, because a second one ends the run at once
                 steps.append(info.step)
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -260,8 +260,8 @@ def test_signal_is_reported_as_an_interrupt(tmp_path):
         assert (result.stopped_by, result.signal, result.return_mean) == ("interrupt", signal.SIGINT, None)
 
 
-def test_replaced_rows_are_read_completely(tmp_path):
-    """A restarted monitor replaces its last rows, so a reader's position may be inside a new row."""
+def test_reader_of_logs_never_returns_a_part_of_a_row(tmp_path):
+    """After a restarted monitor has replaced the last rows, the position of a reader can be inside a row."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     (_, first), (_, second) = rows_after(path, 0)

@@ -1,4 +1,4 @@
-"""The monitor with a real learner in one process, mainly evaluations during which nodes die."""
+"""The monitor and a real learner in one process. Most tests check evaluations during which a node dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlframe.programs.training.game_monitor import GameMonitor
 from rlframe.programs.training.progress import ProgressFile
 from rlframe.replay import ReplayBuffer
 
-# An evaluation waits until the file `gate` exists.
+# The environment of evaluations waits until the file `gate` exists.
 ENV = """
 import pathlib
 import time
@@ -62,7 +62,7 @@ def make_session(tmp_path: pathlib.Path, **fields: Any) -> Session:
 
 
 class LearnerAndActor:
-    """A learner and an actor, which run in threads until the context exits."""
+    """A learner and an actor that run in threads until the context ends."""
 
     def __init__(self, session: Session) -> None:
         buffer = ReplayBuffer(session.agent)
@@ -88,7 +88,7 @@ class LearnerAndActor:
 
 
 class ReplaceableLearner:
-    """A reference to the current learner. A test can replace the learner."""
+    """A proxy of a learner. A test can replace the learner, like a restart does."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -98,7 +98,7 @@ class ReplaceableLearner:
 
 
 class StoppedActor:
-    """A fake actor that has taken `env_steps` steps and takes no more."""
+    """A fake actor that reports `env_steps` steps, and makes no more steps."""
 
     def __init__(self, env_steps: int) -> None:
         self._env_steps = env_steps
@@ -131,11 +131,11 @@ def test_last_saved_policy_is_evaluated_if_the_learner_dies_during_evaluation(tm
         monitor = stack.enter_context(running(GameMonitor(session, reference, [StoppedActor(200)])))
         wait_until((tmp_path / "reached").exists)
         at = first.learner.learner_steps
-        again = LearnerAndActor(session)  # restored from the checkpoint, as after a crash
+        again = LearnerAndActor(session)  # restart from the checkpoint, as after a crash
         assert again.learner.learner_steps == at
         if not learns_on:
             reference.learner = again.learner
-            wait_until(lambda: again.learner._finish.is_set())  # the monitor asks it to finish before its first update
+            wait_until(lambda: again.learner._finish.is_set())  # the monitor requests it to finish
         stack.enter_context(again)
         if learns_on:
             wait_until(lambda: again.learner.learner_steps > at)
@@ -152,7 +152,7 @@ def test_last_saved_policy_is_evaluated_if_the_learner_dies_during_evaluation(tm
     assert [row["step"] for row in rows] == [200]
 
 
-def test_missing_updates_are_logged(tmp_path, caplog):
+def test_warning_is_logged_if_the_learner_made_too_few_updates(tmp_path, caplog):
     session = make_session(tmp_path, steps=100_000)
     (tmp_path / "gate").touch()
     with LearnerAndActor(session) as node:
@@ -160,7 +160,7 @@ def test_missing_updates_are_logged(tmp_path, caplog):
         with running(GameMonitor(session, node.learner, [StoppedActor(100_000)])) as monitor:
             monitor.join(120.0)
     made = Result.read(RunDir(session.path).result).learner_steps
-    assert 0 < made < 50_000  # fewer than the expected one update per step
+    assert 0 < made < 50_000  # fewer updates than steps
     assert (
         f"The learner made {made} updates, but about 99980 were expected for 100000 environment steps. The learner was"
         in caplog.text
@@ -172,22 +172,22 @@ def test_restarted_monitor_repeats_an_interrupted_evaluation(tmp_path):
     with LearnerAndActor(session) as node:
         with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until((tmp_path / "reached").exists)
-        assert evaluated_at(session) == []  # the first monitor stopped during the evaluation, as in a crash
+        assert evaluated_at(session) == []  # the monitor stopped during its evaluation
         (tmp_path / "gate").touch()
         with running(GameMonitor(session, node.learner, [StoppedActor(350)])):
             wait_until(lambda: evaluated_at(session))
     assert evaluated_at(session) == [350]
     assert (
         ProgressFile(RunDir(session.path).progress, session.session_id).evaluated == 350
-    )  # the next evaluation is due at step 600
+    )  # so the next evaluation is due at step 600
 
 
 def test_restarted_monitor_writes_no_learner_stats_before_the_learner_answers(tmp_path):
-    """Otherwise, the row would contain version 0, after rows with higher versions."""
+    """Version 0 must not appear in the logs after higher versions."""
     session = make_session(tmp_path, steps=100_000, log_every=100)
     path = RunDir(session.path).metrics
     with socket.socket() as silent:
-        silent.bind(("localhost", 0))  # no server listens at this port
+        silent.bind(("localhost", 0))  # nothing answers at this port
         learner = courier.Client(f"localhost:{silent.getsockname()[1]}")
         with running(GameMonitor(session, learner, [StoppedActor(350)])):
             wait_until(lambda: path.exists() and read_jsonl(path))
@@ -201,7 +201,7 @@ def evaluated_at(session: Session) -> list[int]:
 
 
 class LimitedActor(StoppedActor):
-    """A fake actor that takes steps up to its limit, and reports them one call later."""
+    """A fake actor that makes steps up to its limit. It reports its steps one call later."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -216,12 +216,12 @@ class LimitedActor(StoppedActor):
 
 
 @pytest.mark.system
-def test_actors_take_exactly_the_steps_of_the_run_if_one_actor_takes_none(tmp_path):
+def test_run_has_exactly_its_number_of_steps_if_one_actor_makes_no_steps(tmp_path):
     session = make_session(tmp_path, steps=200)
     (tmp_path / "gate").touch()
     quick, silent = LimitedActor(), StoppedActor(20)
-    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # this actor reports, but takes no steps
+    silent.allow = lambda *_: {**StoppedActor(20).allow(0, 0), "rank": 1}  # this actor answers, but makes no steps
     with LearnerAndActor(session) as node, running(GameMonitor(session, node.learner, [quick, silent])):
         wait_until(lambda: RunDir(session.path).result.exists())
-    assert Result.read(RunDir(session.path).result).env_steps == 200  # 180 steps of `quick` and 20 of `silent`
+    assert Result.read(RunDir(session.path).result).env_steps == 200  # 180 steps of `quick` plus 20 steps of `silent`
     assert quick.limits[0] == 90 and max(quick.limits) == 180

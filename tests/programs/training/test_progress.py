@@ -11,7 +11,7 @@ def stats(rank: int, incarnation: int, steps: int, **logged: list[float]) -> dic
     return {"rank": rank, "incarnation": incarnation, **counters, "logged": logged}
 
 
-def test_restarted_monitor_continues_the_counts_of_the_same_actors(tmp_path):
+def test_restarted_monitor_does_not_count_steps_of_an_actor_twice(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     progress.counts.add(stats(0, 0, 10, a=[1.0, 2.0]))
     progress.counts.add(stats(1, 0, 5, a=[4.0, 3.0]))
@@ -30,7 +30,7 @@ def test_step_of_the_newest_evaluation_is_saved(tmp_path):
     assert ProgressFile(tmp_path / "progress.json", "second").evaluated == 300
 
 
-def test_failed_save_warns_once_and_recovery_is_logged(tmp_path, caplog):
+def test_failed_saves_log_one_warning_and_the_next_success_is_logged(tmp_path, caplog):
     progress = ProgressFile(tmp_path / "there" / "progress.json", "first")
     for _ in range(3):
         progress.try_to_save()
@@ -41,7 +41,7 @@ def test_failed_save_warns_once_and_recovery_is_logged(tmp_path, caplog):
     assert first.startswith(f"Cannot write {tmp_path}/there/progress.json: ") and second.endswith("works again.")
 
 
-def test_counts_of_earlier_sessions_are_added_to_those_of_new_actors(tmp_path):
+def test_counts_of_earlier_sessions_are_added_to_the_counts_of_new_actors(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     progress.counts.add(stats(0, 0, 10, a=[1.0, 2.0]))
     progress.counts.add(stats(1, 0, 10, a=[4.0, 3.0]))
@@ -58,7 +58,7 @@ def test_counts_of_earlier_sessions_are_added_to_those_of_new_actors(tmp_path):
     ["", '{"session": "first", "cou', "[]", '{"counts": {}}', '{"session": "a", "counts": {}}']
     + [f'{{"session": "a", "evaluated": 0, "counts": {{"0.0": {it}}}}}' for it in ("[1]", "[0, 0, 0, {}]", "0")],
 )
-def test_damaged_file_raises_an_error_with_instructions(tmp_path, content):
+def test_error_about_a_damaged_progress_file_contains_instructions(tmp_path, content):
     (tmp_path / "progress.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"progress\.json is damaged: .*or remove it\. .* counted from 0"):
         ProgressFile(tmp_path / "progress.json", "first")
@@ -70,7 +70,7 @@ def test_failed_save_raises_an_error_with_the_path(tmp_path):
         progress.save()
 
 
-def test_early_stop_reason_is_saved_for_this_session_only(tmp_path):
+def test_reason_of_an_early_stop_is_not_kept_in_the_next_session(tmp_path):
     progress = ProgressFile(tmp_path / "progress.json", "first")
     assert progress.ended is None
     progress.ended = "until_return"

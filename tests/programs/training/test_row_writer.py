@@ -1,4 +1,4 @@
-"""The rows of all topologies have the same columns."""
+"""The rows of the logs have the same columns in all topologies."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def test_program_rows_have_the_same_columns_as_a_single_process(tmp_path, single
 
 
 @pytest.mark.system
-def test_elastic_rows_also_have_the_number_of_collectors(tmp_path, single_process_columns):
+def test_rows_of_an_elastic_run_also_contain_the_number_of_collectors(tmp_path, single_process_columns):
     training, evaluation = columns(tmp_path / "run", topology="elastic", engine="local")
     assert (training - {"collectors"}, evaluation) == single_process_columns and "collectors" in training

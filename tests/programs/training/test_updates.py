@@ -1,4 +1,4 @@
-"""The number of updates of a run, which is announced before the run starts."""
+"""A run predicts its number of updates before it starts, and the prediction is right."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SENTENCE = r"About ([\d,]+) updates? of ([\d,]+) items each, the first after ([\
 @pytest.mark.parametrize(
     "spec, num_envs, steps",
     [
-        (UNROLLS, 8, 32 * 8),  # the batch needs one unroll of each environment
+        (UNROLLS, 8, 32 * 8),  # a batch has one unroll of each environment
         (dataclasses.replace(UNROLLS, batch_size=20), 8, 3 * 32 * 8),
         (ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=8.0), 1, 1000),
         (ReplaySpec("uniform", Transition(3), 32, 10_000, min_size=1000, samples_per_insert=8.0), 8, (125 + 2) * 8),
         (ReplaySpec("uniform", Sequence(20, 5), 32, 10_000, min_size=10, samples_per_insert=8.0), 2, (20 + 4 * 5) * 2),
     ],
 )
-def test_first_update_needs_min_size_items(spec, num_envs, steps):
+def test_first_update_waits_for_enough_items(spec, num_envs, steps):
     assert steps_until_first_update(spec, num_envs) == steps
 
 
-def test_minimum_of_updates_allows_writers_ahead_and_slow_first_sequences():
+def test_min_updates_is_lower_if_writers_are_ahead_or_sequences_are_long():
     every_step = ReplaySpec("uniform", Transition(1), 32, 10_000, min_size=1000, samples_per_insert=32.0)
     assert min_updates(every_step, 11_000, 1) == int(0.9 * (10_000 - 2))
     assert min_updates(every_step, 11_000, 8) == int(0.9 * (10_000 - 2 * 8))
@@ -50,13 +50,13 @@ def test_minimum_of_updates_allows_writers_ahead_and_slow_first_sequences():
         pytest.param("dqn", {"min_replay_size": 100, "batch_size": 8, "steps": 400}, marks=pytest.mark.system),
     ],
 )
-def test_run_makes_the_announced_number_of_updates(agent, fields, tmp_path):
+def test_run_makes_about_the_predicted_number_of_updates(agent, fields, tmp_path):
     experiment = make_experiment(agent, preset="none", num_envs=2, eval_episodes=1, **fields)
     match = re.fullmatch(SENTENCE, check_updates(experiment, make_agent(experiment)))
     assert match is not None
     updates, _, first = (int(number.replace(",", "")) for number in match.groups())
     result = run_experiment(experiment, run_dir=tmp_path / "run")
-    # More updates are possible, because the number excludes steps with an ignored action, but these may complete items.
+    # More updates are possible, because the prediction does not include the first steps after the end of an episode.
     assert updates <= result.learner_steps <= 1.2 * updates + 1
     before = run_experiment(experiment, run_dir=tmp_path / "before", stop_at=int(0.8 * first))
     assert before.learner_steps == 0
@@ -100,7 +100,7 @@ def test_recurrent_agent_with_fewer_environments_than_minibatches_is_refused(tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_session_may_stop_before_the_first_update(tmp_path):
+def test_session_can_stop_before_the_first_update(tmp_path):
     experiment = make_experiment("ppo", preset="none", num_envs=2, unroll_length=64, steps=256, eval_episodes=1)
     assert run_experiment(experiment, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0
     assert run_experiment(experiment, run_dir=tmp_path / "run", resume=True).learner_steps == 2
