@@ -2,9 +2,9 @@
 
 All buffers use the class `StepStore`. An in-process buffer has one store. In shared memory, each writer has a store for
 its segment, and each reader has a store for all segments. A writer to a Reverb server has a small store, which drops
-each complete item at once.
+an item when it is complete.
 
-`ItemAssembler` is for replays that store whole items, such as a Reverb server or your own replay.
+`ItemAssembler` makes items for replays that store whole items, such as a Reverb server or your own replay.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlframe.replay.timeline import Index, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
-_CHUNK = 1024  # the most timesteps that are evicted at once
-_TABLE_BYTES = 1 + 2 * 8  # bytes per slot for the flag of an item's start, and for the table's entries
-_MAX_SLOWDOWN = 8  # an environment that is slower than the others by a larger factor loses its open items
+_CHUNK = 1024  # maximum number of timesteps per eviction
+_TABLE_BYTES = 1 + 2 * 8  # bytes per slot: one flag for the start of an item, and two table entries
+_MAX_SLOWDOWN = 8  # if an environment is slower than the others by a larger factor, it loses its incomplete items
 
 
 class StepStore:
@@ -71,7 +71,7 @@ class StepStore:
     def in_process_memory(
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
-        """Create a store of `slots` timesteps in this process's memory. Raise `UsageError` if they do not fit."""
+        """Create a store of `slots` timesteps in this process's memory. Raise `UsageError` if memory is too small."""
         check_fits(spec, step_spec, slots, num_envs, single_frame)
         timeline = Timeline(slots, chunk)
         table = make_table(spec.kind, timeline, spec.priority_exponent)
