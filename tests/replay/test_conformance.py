@@ -1,4 +1,4 @@
-"""All replay buffers pass `rlframe.testing.check_replay`, and further checks for the buffers of this package."""
+"""Tests that all replay buffers of this package pass `rlframe.testing.check_replay` and some further checks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.waiting import wait_until
 
-# All cases are tested for the in-process buffer, because writers to Reverb use its code too. For Reverb, every third
-# case is tested, because each case needs a server. `make test` runs only every sixth case of the in-process buffer
-# (with each item and each scenario), and every twelfth case of the other buffers.
+# The in-process buffer is tested in all cases, because writers to Reverb also use its code. Reverb is tested in every
+# third case, because each case needs a server. `make test` runs every sixth case of the in-process buffer (these have
+# all items and all scenarios), and every twelfth case of the other buffers.
 EACH_SCENARIO = pytest.mark.parametrize(
     ("make", "item", "scenario"),
     [
@@ -93,7 +93,7 @@ def test_buffer_passes_the_checks_for_priorities(make: Any, item: Any, check: An
 
 
 class WrongRewards(ReplayBuffer):
-    """A replay that changes the rewards."""
+    """A wrong replay: it changes the rewards."""
 
     def sample(self) -> Any:
         batch = super().sample()
@@ -101,7 +101,7 @@ class WrongRewards(ReplayBuffer):
 
 
 class RepeatedItems(ReplayBuffer):
-    """A replay that returns some items of a queue twice."""
+    """A wrong replay: it returns some items of a queue twice."""
 
     @functools.cached_property
     def _given(self) -> list[Any]:
@@ -132,15 +132,16 @@ def test_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str,
         pass
     items = buffer.stats()["items"]
     drawn: set[int] = set()
-    for _ in range(2000):  # with a fixed seed, 200 batches are enough
+    for _ in range(2000):  # about 200 batches are enough, but servers have random seeds
         drawn.update(first_ids(buffer.sample()).tolist())
         if len(drawn) == items:
             break
-    # Reverb's capacity is a number of items. Items are evicted in the order of completion, except items of one call.
+    # Reverb's capacity is a number of items. Items are evicted in the order of completion. Within one call of `add`,
+    # the order is not defined.
     if make.is_reverb:
         at_once = num_envs * getattr(item, "n_step", 1)
         must_stay = set(list(reference.items)[len(reference.items) - max(0, items - at_once) :])
-    else:  # a buffer may divide its capacity among its writers
+    else:  # some buffers divide their capacity among the writers
         newest = {first for seen in reference.seen.values() for first in seen[-capacity // num_writers_of(scenario) :]}
         must_stay = {first for first in newest & reference.items.keys() if first >= StepStream.next_id - capacity}
     assert must_stay <= drawn
