@@ -184,13 +184,13 @@ def test_forget_before_drops_present_and_later_items(make: Any) -> None:
     )
     buffer.claim_rank(4)
     reference.claim_rank(4, 0)
-    for t in range(12):  # each environment completes an item every third step; each step has a new version
+    for t in range(12):  # every third step completes an item in each environment; step t has the version t + 1
         ids, step = stream.step()
         buffer.add(ids, step)
         reference.add(ids, step)
         if t == 2:
             assert buffer.size == 4
-            # The first item has the versions 1 to 3. The next items have 4 to 6, 7 to 9, and 10 to 12.
+            # The items have the versions 1 to 3, 4 to 6, 7 to 9, and 10 to 12. Only the last has none below 8.
             buffer.forget_before(8)
             assert buffer.sample() is None
         elif t != 11:
@@ -225,7 +225,7 @@ def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
 def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, item: Any) -> None:
     samples, draws = (keyed(make, kind, item, 8, 300, seed=4, min_size=10) for _ in range(2))
     stream, batches = StepStream(6), 0
-    for _ in range(120):  # the ring wraps several times
+    for _ in range(120):  # enough steps to fill the ring several times
         add_steps([samples, draws], stream, 1)
         batch, drawn = samples.sample(), draws.draw()
         assert (batch is None) == (drawn is None)
@@ -235,7 +235,7 @@ def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, it
                 np.testing.assert_array_equal(given, expected)
                 assert given.dtype == expected.dtype
             draws.release(drawn.keys)
-            draws.release(drawn.keys)  # a call may be repeated
+            draws.release(drawn.keys)  # a second call must do nothing
             batches += 1
     assert batches > 10
     stats = draws.stats()
@@ -267,7 +267,7 @@ def test_fetch_replaces_evicted_items_by_other_items_of_the_batch(make: Any, kin
     by_key = dict(zip(map(tuple, drawn.keys.tolist()), drawn.probabilities.tolist()))
     assert batch.probabilities.tolist() == [by_key[tuple(key)] for key in batch.keys.tolist()]
     if kind == "prioritized":
-        # A shared buffer evicts items shortly before they are overwritten. Evicted items can be read, but not drawn.
+        # A shared-memory buffer evicts items shortly before it overwrites them. Until then, they can still be read.
         given_up = batch.keys[:, 2].min() + (0 if isinstance(buffer, ReplayBuffer) else 40)
         buffer.update_priorities(
             batch.keys[batch.keys[:, 2] >= given_up], np.full(sum(batch.keys[:, 2] >= given_up), 5)
