@@ -147,7 +147,7 @@ def test_writer_of_a_full_queue_waits_and_logs_the_reason(monkeypatch, caplog):
     assert 10 <= held <= 20 and service.stats()["evicted"] == 0
     reader = ServiceReplayBuffer(agent, [service])
     taken = 0
-    while taken < 236:  # 59 * 4 items; the writer adds 60 steps of 4 environments, and the last step completes no items
+    while taken < 236:  # the items of 59 steps of 4 environments; the writer adds 60 steps
         batch = reader.wait_for_batch(0.2)
         taken += 0 if batch is None else len(batch.keys)
     writer.join(20.0)
@@ -327,7 +327,7 @@ def test_new_service_continues_from_the_checkpoint(tmp_path):
     for _ in range(4):
         buffer.add(*stream.step())
     stats = buffer.stats()
-    # The lost steps break the fragments, so only items that consist of these four steps are added.
+    # The lost steps leave a gap. An item cannot span the gap, so only items within these four steps are added.
     assert before < stats["added"] < before + 4 * 6
     assert buffer.claim_rank(6) == (1, 0) and buffer.claim_rank(6, 0) == (0, 1)
     buffer.close()
@@ -354,7 +354,7 @@ def test_stack_contains_each_observation_once():
     steps = [stream.step() for _ in range(5)]
     ids = steps[0][0]
     steps = [step for _, step in steps]
-    for i in range(1, 5):  # make the steps consecutive, as an Actor's steps are
+    for i in range(1, 5):  # make the steps consecutive, like the steps of an Actor
         steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
     send_buffer = SendBuffer(ids, steps[0])
     for step in steps:
