@@ -113,13 +113,13 @@ class RunStatus:
     queue_size: int
     set_aside: int = field(default=0, metadata={"description": "Queued groups that fit into no exact batch."})
     waiting_for: list[str] = field(default_factory=list)
-    buffered: int = 0  # undersized groups that wait for more groups
+    buffered: int = 0  # number of undersized groups that wait until more groups complete a unit
     leased: int = 0
     epoch: int = 0
     paused: bool = False
     policy_version: int | None = None
     stored_bytes: int = 0
-    live_envs: int = 0  # environments with a recent heartbeat
+    live_envs: int = 0  # number of environments with a recent heartbeat
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 `UnitQueues` updates its sums when a unit is added or removed. Undersized groups wait separately until they form a unit.
 
-To fill a batch exactly, units must be found whose sizes sum to a target. A set of possible sums is one Python int: bit
-`t` is set if the sum `t` is possible. Adding up to `n` units of a size costs about log2(n) shifts. For each size, only
-as many units count as fit into the target. So the cost depends on the number of distinct sizes and on the target, but
-not on the number of queued units. Results are cached by the counts of units.
+A batch is full if the sizes of its units sum to a target. One Python int represents a set of possible sums: bit `t` is
+set if the sum `t` is possible. To add up to `n` units of one size takes about log2(n) shifts. Units beyond the target
+are not counted. So the cost depends on the number of distinct sizes and on the target. It does not depend on the number
+of queued units. Results are cached by the counts of units.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Counts = tuple[tuple[int, int], ...]
 
 
 def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -> bool:
-    """Return whether the sizes of some of the units can sum to `target` exactly.
+    """Return True if some of the units have sizes that sum to exactly `target`.
 
     Args:
         target: The required sum. A target of 0 is always possible.
@@ -40,17 +40,17 @@ def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -
         return False
     smallest, count = capped[0]
     if smallest == unit and (count + 1) * unit >= capped[-1][0]:
-        return True  # always possible: the smallest units fill every gap, as with one size or powers of two
+        return True  # the smallest units can fill every gap, for example if all sizes are powers of two
     return _fillable(target // unit, tuple((size // unit, count) for size, count in capped))
 
 
 def usable_sizes(target: int, counts: Mapping[int, int]) -> frozenset[int]:
-    """Return the unit sizes that at least one set of units with sum `target` contains."""
+    """Return the unit sizes that occur in at least one set of units with the sum `target`."""
     return _usable(target, _capped(target, counts, None))
 
 
 def oldest_fitting_size(target: int, counts: Mapping[int, int], age: Callable[[int], int]) -> int | None:
-    """Return the size with the smallest `age` such that other units can fill the rest of `target`, or None."""
+    """Return the size with the smallest `age` for which other units can fill the rest of `target`, or None."""
     for size in sorted((size for size, count in counts.items() if count and size <= target), key=age):
         if can_fill(target - size, counts, spent=size):
             return size
@@ -79,7 +79,7 @@ def _fillable(target: int, counts: _Counts) -> bool:
 
 @lru_cache(maxsize=1024)
 def _usable(target: int, counts: _Counts) -> frozenset[int]:
-    if sum(size * count for size, count in counts) < target:  # fast check for a queue with few units
+    if sum(size * count for size, count in counts) < target:  # a fast check: too few sequences are queued
         return frozenset()
     mask = (2 << target) - 1
     below = [1]  # below[i]: possible sums of units of the first i sizes
@@ -97,7 +97,7 @@ def _usable(target: int, counts: _Counts) -> frozenset[int]:
 
 
 def _spread(sums: int, size: int, count: int, mask: int) -> int:
-    """Return the sums that are possible after adding 0 to `count` units of `size` to `sums`."""
+    """Return the possible sums if 0 to `count` units of `size` are added to each sum in `sums`."""
     chunk = 1
     while count > 0:
         step = min(chunk, count)
@@ -115,10 +115,10 @@ def _mirrored(sums: int, target: int) -> int:
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A queued group, or a unit of several undersized groups (`parts`, oldest first)."""
 
-    id: int  # id of the group, or of the newest group in a unit
+    id: int  # id of the group; for a unit, id of its newest group
     sequences: int
     size_bytes: int
-    policy_version: int | None  # version of the group's policy, or of the oldest policy in a unit
+    policy_version: int | None  # version of the group's policy; for a unit, its oldest version
     added_at: float  # seconds
     parts: tuple[QueuedGroup, ...] = ()
 
@@ -235,7 +235,7 @@ class UnitQueues:
             heapq.heappop(heads)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
-        """Reserve queued sequences of an environment and unit size, which `packed_sequences` then does not count."""
+        """Reserve queued sequences of an environment and unit size. `packed_sequences` does not count them."""
         queue = self._of_env.get(env_id, {}).get(size)
         if queue is not None:
             self._repack(queue, -1)
