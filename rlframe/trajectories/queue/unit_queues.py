@@ -260,7 +260,7 @@ class UnitQueues:
         return sum(sums[size] - (self._packed_size(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        """Return the state with the units as they are stored, which is fast because the units are not decoded."""
+        """Return the state. This is fast, because the units are not decoded."""
         return [[queue.env_id, queue.size, list(queue.units)] for queue in sorted(self, key=UnitQueue.key)]
 
     @classmethod
@@ -306,7 +306,7 @@ class UnitQueues:
     def _note_head(self, queue: UnitQueue) -> None:
         heads = self._heads.setdefault(queue.size, [])
         unit_queues = self._of_size[queue.size]
-        if len(heads) > 2 * len(unit_queues) + 64:  # most entries are outdated
+        if len(heads) > 2 * len(unit_queues) + 64:  # more than half of the entries are outdated
             heads[:] = [(other.head.id, env_id) for env_id, other in unit_queues.items()]
             heapq.heapify(heads)
         else:
@@ -314,7 +314,7 @@ class UnitQueues:
 
 
 class UndersizedGroups:
-    """Groups of one environment that are smaller than its unit size. No subset of them sums to the unit size."""
+    """Groups of one environment that are smaller than its unit size. They cannot form a unit yet."""
 
     def __init__(self) -> None:
         self._of_size: dict[int, deque[QueuedGroup]] = {}
@@ -329,7 +329,7 @@ class UndersizedGroups:
     def add(self, group: QueuedGroup, unit_size: int) -> QueuedGroup | None:
         """Add a group. If a unit can be formed now, remove its groups and return the unit. Otherwise return None.
 
-        A unit takes the oldest groups first, but skips a group that would make an exact sum impossible.
+        A unit contains the oldest groups whose sizes can sum to exactly the unit size.
         """
         self._of_size.setdefault(group.sequences, deque()).append(group)
         counts = {size: len(groups) for size, groups in self._of_size.items()}
@@ -350,7 +350,7 @@ class UndersizedGroups:
 
     @classmethod
     def of(cls, groups: Iterable[QueuedGroup]) -> UndersizedGroups:
-        """Restore the result of `oldest_first`."""
+        """Create an object from the result of `oldest_first`."""
         undersized = cls()
         for group in groups:
             undersized._of_size.setdefault(group.sequences, deque()).append(group)
