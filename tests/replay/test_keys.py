@@ -279,7 +279,5 @@ def test_batch_needs_items_of_a_writer_that_waits_for_a_release(resources: Resou
     header[block.IS_WAITING] = 1  # simulate a writer that waits for `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.release(drawn.keys)
-    following = wait_until(
-        lambda: buffer.draw(timeout=0.02)
-    )  # now the writer causes no wait, because it no longer counts as active
+    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now the batch does not wait for this writer
     assert following.keys[:, 0].tolist() == [0, 0, 0]

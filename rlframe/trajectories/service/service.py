@@ -172,7 +172,7 @@ class Service:
         found = [payload for payload in payloads if payload is not None]
         if len(found) == len(payloads):
             return batch, found
-        # A payload is damaged, or a new epoch began. Acknowledge a leased batch, or it would be redelivered forever.
+        # A payload is damaged, or a new epoch began. Acknowledge a leased batch, so that it is not redelivered forever.
         if batch.lease_until is not None:
             await self.submit(run, "ack", batch_id=batch.batch_id)
         lost = f"{len(payloads) - len(found)} of its {len(payloads)} groups can no longer be read from the store"

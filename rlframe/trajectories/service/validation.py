@@ -1,7 +1,7 @@
-"""Validation of groups beyond the types of their fields, with the path to each invalid field.
+"""Check the values of groups. The types of the fields are already checked. Errors have the path of the invalid field.
 
-The numbers of a JSON group are checked as text (`text_lengths`). This takes a third of the time for decoding the text,
-which is also stored as text.
+The numbers of a JSON group are checked without decoding them (`text_lengths`). Decoding would take three times as much
+time. It is not needed, because the JSON text is stored unchanged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FI
 MAX_DEPTH = 32  # limit for the nesting of `messages`, `images` and so on; Python's parsers fail at hundreds
 
 _OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_MAX_EXPLAINED_BYTES = 1 << 20  # limit for parsing JSON again to locate NaN, which blocks the event loop
+_MAX_EXPLAINED_BYTES = 1 << 20  # maximum size to search for NaN by parsing again; this blocks the event loop
 # Matches a surrogate pair, a lone surrogate (its digits are group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _INT_CHARACTERS = b"0123456789- \n\r\t"
 _FLOAT_CHARACTERS = _INT_CHARACTERS + b".eE+"
-_INT_WIDTH = 10  # characters of a number with its comma; a longer number may exceed int32
+_INT_WIDTH = 10  # maximum number of characters of a number and its comma; longer numbers may exceed int32
 _FLOAT_WIDTH = 39  # characters with the comma; up to this length, numbers without positive exponent are float32
 
 
 class InvalidGroupError(UsageError):
-    """An invalid group. `loc` is the path to the field. `kind` is the `type` of the error in FastAPI's answers."""
+    """A group is invalid. `loc` is the path of the field. `kind` is the error's `type` in answers, as in FastAPI."""
 
     def __init__(self, loc: Sequence[str | int], message: str, kind: str = "value_error"):
         super().__init__(message)
