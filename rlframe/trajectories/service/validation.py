@@ -99,7 +99,7 @@ def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
 
 
 def _in_every_window(ends: np.ndarray, width: int) -> bool:
-    """Return whether every `width` consecutive characters contain the end of a number."""
+    """Return True if every `width` consecutive characters contain the end of a number."""
     covered = 1
     while covered < width:
         step = min(covered, width - covered)
@@ -109,7 +109,7 @@ def _in_every_window(ends: np.ndarray, width: int) -> bool:
 
 
 def check_group(group: Any, lengths: list[int]) -> None:
-    """Raise `InvalidGroupError` unless every field matches sequences of these `lengths`.
+    """Raise `InvalidGroupError` if a field does not match sequences of these `lengths`.
 
     Arrays are lists, bytes, or JSON text whose shape and numbers are already checked.
     """
@@ -253,7 +253,7 @@ def _path_steps(path: str) -> tuple[str | int, ...]:
 
 
 def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
-    """Return the field with NaN or an infinity, found from the byte position in the decoder's message, or None."""
+    """Return the field that contains NaN or an infinity, or None. The decoder's message has its byte position."""
     byte = re.search(r"\(byte (\d+)\)", message)
     if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
         return None
@@ -264,7 +264,7 @@ def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
 
 def _lone_surrogate(body: bytes, message: str) -> int | None:
     """Return the position of a lone surrogate if it is the reason why the decoder failed, otherwise None."""
-    if "surrogate" not in message and "truncated" not in message:  # "truncated": near the end of the text
+    if "surrogate" not in message and "truncated" not in message:  # "truncated" means near the end of the text
         return None
     half = next((escape for escape in _ESCAPE.finditer(body) if escape[1] is not None), None)
     return None if half is None else half.start()
