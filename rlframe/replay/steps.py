@@ -2,9 +2,9 @@
 
 All buffers use the class `StepStore`. An in-process buffer has one store. In shared memory, each writer has a store for
 its segment, and each reader has a store for all segments. A writer to a Reverb server has a small store, which drops
-each complete item at once.
+an item when it is complete.
 
-`ItemAssembler` is for replays that store whole items, such as a Reverb server or your own replay.
+`ItemAssembler` makes items for replays that store whole items, such as a Reverb server or your own replay.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlframe.replay.timeline import Index, Timeline, WriterFragments
 from rlframe.replay.tree_store import TreeStore, check_memory
 from rlframe.types import AgentSpecs, Batch, ReplaySpec, Sequence, Step, StepSpec, Transition, split_env_ids
 
-_CHUNK = 1024  # the most timesteps that are evicted at once
-_TABLE_BYTES = 1 + 2 * 8  # bytes per slot for the flag of an item's start, and for the table's entries
-_MAX_SLOWDOWN = 8  # an environment that is slower than the others by a larger factor loses its open items
+_CHUNK = 1024  # maximum number of timesteps per eviction
+_TABLE_BYTES = 1 + 2 * 8  # bytes per slot: one flag for the start of an item, and two table entries
+_MAX_SLOWDOWN = 8  # if an environment is slower than the others by a larger factor, it loses its incomplete items
 
 
 class StepStore:
@@ -71,14 +71,14 @@ class StepStore:
     def in_process_memory(
         cls, spec: ReplaySpec, step_spec: StepSpec, slots: int, chunk: int, num_envs: int, single_frame: bool | None
     ) -> StepStore:
-        """Create a store of `slots` timesteps in this process's memory. Raise `UsageError` if they do not fit."""
+        """Create a store of `slots` timesteps in this process's memory. Raise `UsageError` if memory is too small."""
         check_fits(spec, step_spec, slots, num_envs, single_frame)
         timeline = Timeline(slots, chunk)
         table = make_table(spec.kind, timeline, spec.priority_exponent)
         return cls(spec, step_spec, timeline, table, num_envs, single_frame)
 
     def open(self, rank: int, incarnation: int, num_envs: int, origin: int) -> WriterFragments:
-        """Return the open fragments of a writer. `origin` is the writer's index, which marks the writer's slots."""
+        """Return new `WriterFragments` for a writer. `origin` is an index, which the writer puts into its slots."""
         fragments = WriterFragments(rank, incarnation, num_envs, self.items.period, self.items.history)
         fragments.origin = origin
         fragments.margin = num_envs + self.timeline.chunk - self.timeline.slots
@@ -87,8 +87,8 @@ class StepStore:
     def add(self, fragments: WriterFragments, envs: np.ndarray | None, step: Step) -> None:
         """Add a step of the environments `envs` [B] of one writer. None means all environments of the writer, in order.
 
-        Most writers are in lockstep (see `WriterFragments`), so each step begins at the writer's open timesteps. Then
-        this method adds a whole block. Otherwise it calls `_add_scattered`.
+        Most writers are in lockstep (see `WriterFragments`). Then the step continues all fragments of the writer, and
+        this method adds one block. Otherwise it calls `_add_scattered`.
         """
         after, observations = step.next_timestep, self.observations
         if not fragments.checked:
@@ -111,11 +111,11 @@ class StepStore:
             self._add_scattered(fragments, fragments.range if envs is None else envs, step)
 
     def _add_scattered(self, fragments: WriterFragments, envs: np.ndarray, step: Step) -> None:
-        """Add a step of some environments of a writer, or of all environments if a fragment begins or is broken."""
+        """Add a step that `add` cannot add as one block, because it has some environments only or begins fragments."""
         fragments.leave_lockstep()
         before, after, count = step.timestep, step.next_timestep, len(envs)
         numbers = fragments.open[envs]
-        # Treat the timesteps that this call may overwrite (two for each environment) as evicted.
+        # This call may overwrite two timesteps for each environment. Count these as already evicted.
         kept = (numbers >= self.timeline.floor_after_allocating(2 * count)) & (
             fragments.types[envs] == before.step_type
         )
@@ -149,10 +149,7 @@ class StepStore:
         return first, index
 
     def read(self, slots: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Return (data of the items that start in `slots` [B], oldest version that acted in each item [B]).
-
-        The data is a copy.
-        """
+        """Copy the items that start in `slots` [B]. Return (data, oldest policy version in each item [B])."""
         return self.items.assemble(slots, self.observations, self._outputs)
 
     @property
@@ -161,13 +158,13 @@ class StepStore:
         return self.items.nbytes + self.observations.nbytes + self.origin.nbytes + _TABLE_BYTES * self.timeline.slots
 
     def forget_before(self, version: int) -> int:
-        """Drop the items of a queue in which a version below `version` acted. Return the number of dropped items."""
+        """Drop a queue's items with a policy version below `version`. Return the number of dropped items."""
         if version < 0 or not isinstance(self.table, QueueTable) or not self.table.size:
             return 0
         return self.table.forget_before(version, self.items.params_version)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint must contain, without unused rows."""
+        """Return the arrays for a checkpoint, without their unused rows."""
         parts = {"items": self.items, "observations": self.observations, "table": self.table}
         arrays = {f"{part}/{name}": array for part, it in parts.items() for name, array in it.arrays().items()}
         return {**arrays, "origin": self.timeline.used(self.origin)}
@@ -185,7 +182,7 @@ W = TypeVar("W", bound=Writer)
 
 
 class Writers(Generic[W]):
-    """The writers of a buffer. `find` returns the writer of given environment ids."""
+    """The writers of a buffer. `find` returns the writer that owns the given environment ids."""
 
     def __init__(self) -> None:
         self.by_rank: dict[int, W] = {}
@@ -211,7 +208,7 @@ class Writers(Generic[W]):
         given, last = env_ids.tobytes(), self._last
         if last is not None and given == last.id_bytes:
             return last, None
-        for writer in list(self.by_rank.values()):  # other threads may add and remove writers
+        for writer in list(self.by_rank.values()):  # a copy, because other threads may add or remove writers
             if given == writer.id_bytes:
                 self._last = writer
                 return writer, None
@@ -234,9 +231,9 @@ def make_table(kind: str, timeline: Timeline, priority_exponent: float) -> ItemT
 
 
 def ring_sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16) -> tuple[int, int]:
-    """Return (slots, chunk) such that the newest `spec.capacity` timesteps are always present, in whole batches.
+    """Return (number of slots, chunk size) of a ring that always contains the newest `spec.capacity` timesteps.
 
-    `chunk` timesteps are evicted at once. The capacity contains at least `chunks` such chunks.
+    Each eviction removes one chunk. The capacity has at least `chunks` chunks. A chunk is a multiple of `num_envs`.
     """
     chunk = -(-min(_CHUNK, max(1, spec.capacity // chunks)) // num_envs) * num_envs
     slots = -(-max(spec.capacity + num_envs, timesteps_needed(spec, all_envs)) // num_envs) * num_envs + chunk
@@ -244,7 +241,7 @@ def ring_sizes(spec: ReplaySpec, num_envs: int, all_envs: int, chunks: int = 16)
 
 
 def timesteps_needed(spec: ReplaySpec, all_envs: int) -> int:
-    """Return the number of timesteps that one item of each environment and one call of `add` may need."""
+    """Return the minimum number of slots: enough for one item of each environment and one call of `add`."""
     item = spec.item
     return all_envs * ((item.n_step if isinstance(item, Transition) else item.length) + 4)
 
@@ -266,7 +263,7 @@ def check_fits(
 
 
 def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
-    """Raise `UsageError` if a buffer in use is too small for `all_envs` environments."""
+    """Raise `UsageError` if an existing buffer is too small for `all_envs` environments."""
     needed = timesteps_needed(spec, all_envs)
     if needed + chunk > slots:
         raise UsageError(
@@ -276,7 +273,7 @@ def check_room(spec: ReplaySpec, slots: int, chunk: int, all_envs: int) -> None:
 
 
 class ItemAssembler:
-    """Makes items of the steps of this process's writers. Each item is returned once it is complete.
+    """Combines the steps of this process's writers into items. `add` returns each item when it is complete.
 
     The assembler handles n-step returns, the ends of episodes, environments that are stepped in any order, and broken
     fragments. Only one thread may call the assembler at a time.
@@ -308,13 +305,14 @@ class ItemAssembler:
         self._writers.drop(rank)
 
     def rank_of(self, env_ids: np.ndarray) -> int:
-        """Return the rank of the writer of `env_ids`. Raise `UsageError` if no writer has these ids."""
+        """Return the rank of the writer that owns `env_ids`. Raise `UsageError` if no writer owns these ids."""
         return self._writers.find(env_ids)[0].rank
 
     def add(self, env_ids: np.ndarray, step: Step) -> Batch | None:
-        """Add a step, and return the items that the step completed, oldest first. None if it completed no items.
+        """Add a step. Return the items that this step completes, oldest first, or None if it completes no item.
 
-        The third part of a key numbers the items of a writer (see `renumber`). Ignore the batch's `probabilities`.
+        The third part of a key is the item's number among the writer's items (see `renumber`). The batch's
+        `probabilities` have no meaning.
         """
         fragments, envs = self._writers.find(env_ids)
         store, table = self._stores[fragments.rank]
@@ -330,9 +328,9 @@ class ItemAssembler:
         return Batch(data, keys, probabilities, versions)
 
     def renumber(self, batch: Batch, at_least: int) -> None:
-        """Number the items of `batch`, which the last `add` returned, and later items from `at_least` on.
+        """Change the item numbers in the keys of `batch`, which the last `add` returned. The first becomes `at_least`.
 
-        Do nothing if the numbers are already higher.
+        Later items continue from these numbers. If the first number is already higher, do nothing.
         """
         more = at_least - int(batch.keys[0, 2])
         if more > 0:

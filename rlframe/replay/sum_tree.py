@@ -1,8 +1,8 @@
 """A sum tree. Every operation is vectorized over a batch.
 
-A node has sixteen children instead of two, so a level takes one gather and one small matrix product. The top level has
-up to 8192 nodes, and is searched directly. So a hundred thousand leaves need one level below it, and a million leaves
-need two levels.
+A node has sixteen children instead of two. So a search in one level takes one gather and one small matrix product. The
+top level has up to 8192 nodes, and `searchsorted` searches it directly. A tree with 100,000 leaves has one more level
+below the top level. A tree with 1,000,000 leaves has two more.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import numpy as np
 from rlframe.replay.timeline import Index
 
 _FANOUT = 16
-_MAX_ROOTS = 8192  # the most nodes of the top level
+_MAX_ROOTS = 8192  # maximum number of nodes in the top level
 _CUMULATE = np.triu(
     np.ones((_FANOUT, _FANOUT))
-)  # row @ _CUMULATE is the row's running sum; for short rows, this is faster than cumsum
+)  # row @ _CUMULATE is the cumulative sum of the row; for short rows, this is faster than numpy.cumsum
 _COUNT = np.ones(_FANOUT)
 
 
 class SumTree:
     """Draws indices with probabilities proportional to `leaves` ([size] float64, not negative).
 
-    Use `set` to change leaves. The sums are updated when they are next needed. Each sum is computed from the node's
+    Use `set` to change leaves. The sums are updated later, when they are needed. Each sum is computed from the node's
     children, so rounding errors do not accumulate.
     """
 
@@ -59,8 +59,8 @@ class SumTree:
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (drawn indices [count] int64, probabilities of these indices [count] float32).
 
-        The draws are stratified, as in Schaul et al. 2016, B.2.1. One index is drawn from each of `count` equal parts
-        of the total, which must be positive.
+        The draws are stratified, as in Schaul et al. 2016, B.2.1: the total is split into `count` equal parts, and one
+        index is drawn from each part. The total must be positive.
         """
         self.refresh()
         running = self.levels[-1].cumsum()
@@ -70,7 +70,7 @@ class SumTree:
         mass *= total / count
         indices = self._descend(mass, running)
         values = self.leaves.take(indices)
-        while not values.all():  # rounding errors selected an empty leaf, so draw again
+        while not values.all():  # a rounding error selected a leaf of 0, so draw again
             empty = (values == 0).nonzero()[0]
             indices[empty] = self._descend(rng.random(len(empty)) * total, running)
             values = self.leaves.take(indices)
@@ -93,7 +93,7 @@ class SumTree:
         return node
 
     def refresh(self) -> None:
-        """Update the sums that include changed leaves."""
+        """Compute again all sums that include a changed leaf."""
         ranges, scattered = self._ranges, self._scattered
         if not ranges and not scattered:
             return

@@ -1,4 +1,4 @@
-"""The items of a replay, and how items are drawn. There is one table class for each kind of `ReplaySpec`.
+"""Tables of a replay's items. A table draws items. There is one table class for each `ReplaySpec.kind`.
 
 An item is identified by its `start`, the number of its first timestep (timeline.py). An item is evicted when its first
 timestep is overwritten.
@@ -19,9 +19,9 @@ MIN_PRIORITY = 1e-8  # an item with priority 0 gets this priority, so that it ca
 
 
 class ItemTable(abc.ABC):
-    """Marks the slots at which items start, and counts items.
+    """Marks the slots where items start, and counts items.
 
-    Readers draw from their table. Writers only add to their table.
+    A reader draws from its table. A writer only adds to its table.
     """
 
     dropped = 0  # number of priority updates for evicted items
@@ -33,16 +33,16 @@ class ItemTable(abc.ABC):
         self.added = self.evicted = self.evicted_unsampled = 0
 
     def append_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool = False) -> None:
-        """Add items of a block.
+        """Add the items that start in a block of timesteps.
 
         Args:
             first: the first number of the block.
             index: the slots of the block.
             count: the number of timesteps in the block.
             mask: selects the timesteps at which items start.
-            shared: the table may already contain other items of the block.
+            shared: True if the table may already contain other items of the block.
         """
-        if self._timeline.is_evicted(first):  # the writer was slow, so some items of the block are already evicted
+        if self._timeline.is_evicted(first):  # a slow writer: some items of the block are already evicted
             self.append(numbers_of(first, count, mask))
             return
         if isinstance(mask, bool):
@@ -55,7 +55,7 @@ class ItemTable(abc.ABC):
         self._push_block(first, index, count, mask, shared)
 
     def append(self, starts: np.ndarray) -> None:
-        """Add the items that start at the numbers `starts`. Some of them may already be evicted."""
+        """Add the items that start at the numbers `starts`. Items that are already evicted are only counted."""
         late = self._timeline.is_evicted(starts)
         if late.any():
             num_evicted = int(np.count_nonzero(late))
@@ -71,11 +71,11 @@ class ItemTable(abc.ABC):
 
     @abc.abstractmethod
     def _push(self, starts: np.ndarray) -> None:
-        """Add the items `starts`, which are new and not evicted."""
+        """Add the items `starts`. They are new and not evicted."""
 
     @abc.abstractmethod
     def _push_block(self, first: int, index: Index, count: int, mask: Mask, shared: bool) -> None:
-        """Add the items of `append_block`, which are new and not evicted."""
+        """Add the items of a block (see `append_block`). They are new and not evicted."""
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Return (starts [count] int64, probabilities [count] float32) of items. The table must not be empty."""
@@ -95,7 +95,7 @@ class ItemTable(abc.ABC):
             self._advance(num_evicted)
 
     def holds(self, starts: np.ndarray) -> np.ndarray:
-        """Return [B] bool, which is True for the items of `starts` that are still present."""
+        """Return a mask [B] bool that is True for the items of `starts` that are still present."""
         return self._timeline.holds(starts) & self._present[self._timeline.slots_of(starts)]
 
     def starts(self) -> np.ndarray:
@@ -104,11 +104,11 @@ class ItemTable(abc.ABC):
 
     @property
     def weight(self) -> float:
-        """The sum of the weights of all items. A table is drawn with a probability proportional to this weight."""
+        """The sum of the items' weights. To draw from several tables, choose a table in proportion to this sum."""
         return float(self.size)
 
-    def _advance(self, num_evicted: int) -> None:  # noqa: B027  tables without an order do nothing
-        """Handle the eviction of `num_evicted` items."""
+    def _advance(self, num_evicted: int) -> None:  # noqa: B027  a table without an order does nothing here
+        """Update the table's own data after `num_evicted` items were evicted."""
 
     def stats(self, steps: int, sampled: int, nbytes: int) -> dict[str, int]:
         """Return the counters of `BaseReplayBuffer.stats`."""
@@ -132,22 +132,22 @@ class ItemTable(abc.ABC):
 
 
 class Ring(ItemTable):
-    """A ring of items in the order in which they were completed.
+    """A ring of items in the order of their completion.
 
-    With n-step items or asynchronous environments, an item that was completed later may start earlier, and so be
-    evicted earlier. Then evicted entries stay between `tail` and `end` until the tail has passed these entries, and
-    readers must skip them.
+    With n-step items or asynchronous environments, this is not always the order of the starts. Items are evicted in the
+    order of the starts. So there can be evicted entries between `tail` and `end`, and a draw must skip these entries.
     """
 
     _scalars = (*ItemTable._scalars, "tail", "end", "ordered", "last")
-    # (first number, end) of adjacent blocks, which are written to the ring together when a reader needs them.
+    # (first number, end) of adjacent blocks that are not in the ring yet. They are written together when needed.
     _pending = (0, 0)
 
     def __init__(self, timeline: Timeline):
         super().__init__(timeline)
-        # If the tail is not evicted, all items up to the end started less than two laps ago, at different numbers.
+        # Twice the number of slots suffices: if the tail's item is not evicted, all items up to the end have different
+        # starts, and started less than two laps ago.
         self._starts = np.zeros(2 * timeline.slots, np.int64)
-        self.tail = self.end = 0  # positions in the ring, which only increase
+        self.tail = self.end = 0  # positions in the ring; they increase, except in `_compact`
         self.ordered = True  # True if the starts never decrease
         self.last = -1
 
@@ -195,7 +195,7 @@ class Ring(ItemTable):
         self.end += size
 
     def _compact(self) -> None:
-        """Remove the evicted entries. This is needed only if a writer pauses, because its items then keep the tail."""
+        """Remove evicted entries. The ring is full of these if a writer pauses, because its items block the tail."""
         entries = np.arange(self.tail, self.end)
         live = self._starts[entries[self._is_live(entries)] % len(self._starts)]
         self.tail, self.end = 0, len(live)
@@ -236,13 +236,13 @@ class UniformTable(Ring):
         self._write_pending()
         starts = self._draw_starts(count, rng)
         if not self.ordered:
-            # Replace the few draws of evicted entries by new draws, so that all live entries keep the same probability.
+            # Some draws may hit evicted entries. Draw again for these, so that all live items have equal probabilities.
             while 1 in (evicted_draws := self._timeline.is_evicted(starts)).tobytes():
                 starts[evicted_draws] = self._draw_starts(int(np.count_nonzero(evicted_draws)), rng)
         return starts, _full(count, 1.0 / self.size)
 
     def _draw_starts(self, count: int, rng: np.random.Generator) -> np.ndarray:
-        # This takes a quarter of the time of `rng.integers`. Rounding of doubles causes a bias of at most size / 2^53.
+        # `rng.integers` would take four times as long. The rounding of doubles causes a bias of at most size / 2^53.
         draws = rng.random(count)
         draws *= float(self.end - self.tail)
         positions = draws.astype(np.int64)
@@ -254,10 +254,10 @@ class UniformTable(Ring):
 
 
 class QueueTable(Ring):
-    """Draws each item once, and the oldest items first."""
+    """Draws each item once. Older items are drawn first."""
 
     def draw(self, count: int, rng: np.random.Generator | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Remove the `count` oldest items, which must exist, and return (starts, probabilities)."""
+        """Remove the `count` oldest items, and return (starts, probabilities). The table must have that many items."""
         self._write_pending()
         probabilities = _full(count, 1.0 / self.size)
         chosen = np.arange(self.tail, self.tail + count)
@@ -270,9 +270,9 @@ class QueueTable(Ring):
         return starts, probabilities
 
     def forget_before(self, version: int, versions: np.ndarray) -> int:
-        """Drop the items in which a version below `version` acted. Return the number of dropped items.
+        """Drop the items with a policy version below `version`. Return the number of dropped items.
 
-        `versions` has one row for each slot: the version that acted.
+        `versions` contains the policy version of the item that starts in each slot.
         """
         starts = self.starts()
         slots = self._timeline.slots_of(starts)
@@ -288,7 +288,7 @@ class QueueTable(Ring):
         return num_evicted
 
     def _first_live(self, count: int) -> np.ndarray:
-        """Return the positions of the `count` oldest live entries, which must exist."""
+        """Return the positions of the `count` oldest live entries. The ring must have that many live entries."""
         width = count
         while True:
             width = min(2 * width, self.end - self.tail)
@@ -311,7 +311,7 @@ def _full(count: int, value: float) -> np.ndarray:
 class PrioritizedTable(ItemTable):
     """Draws items with probabilities proportional to priority^exponent (Schaul et al. 2016).
 
-    A new item gets the highest priority that any item has had.
+    A new item gets the highest priority so far.
     """
 
     _scalars = (*ItemTable._scalars, "highest", "dropped")
@@ -343,7 +343,7 @@ class PrioritizedTable(ItemTable):
         return self._timeline.numbers_in(slots), probabilities
 
     def update(self, starts: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of the items `starts`. If an item occurs twice, its last priority is set."""
+        """Set the priorities of the items `starts`. If an item occurs twice, the later priority is used."""
         there = self.holds(starts)
         if not there.all():
             self.dropped += int(np.count_nonzero(~there))
@@ -361,7 +361,7 @@ class PrioritizedTable(ItemTable):
         return self._tree.leaves.take(self._timeline.slots_of(starts))
 
     def set_leaves(self, starts: np.ndarray, leaves: np.ndarray) -> None:
-        """Set the weights of the items `starts`, which must be present."""
+        """Set the weights of the items `starts`. All these items must be present."""
         self._tree.set(self._timeline.slots_of(starts), leaves)
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -1,11 +1,11 @@
-"""The numbering of timesteps in a ring of slots that all writers share, and the open fragments of each writer.
+"""Number the timesteps in a ring of slots that all writers share, and track the open fragments of each writer.
 
 Each timestep gets a number when it is allocated. The timestep stays in the slot `number % slots` until the ring wraps
 around to this slot. Example with 100 slots, two environments and an n-step of 3:
 
     number  identifies a timestep: 412 and 413 are the newest timesteps of the two environments
     slot    the timestep's row in the arrays: 12 and 13 (`slots_of`)
-    block   the numbers of one batch, identified by the first number: 412
+    block   the consecutive numbers of one batch, identified by the first number: 412
     index   the slots of a block, as an array index: `index(412, 2)` is slice(12, 14)
     floor   the lowest number that is not evicted: 314
     start   the number of an item's first timestep: 406. Tables and keys identify an item by its start
@@ -47,8 +47,7 @@ def numbers_of(block: int, count: int, mask: Mask = True) -> np.ndarray:
 class Timeline:
     """Allocates timestep numbers and maps them to slots.
 
-    Eviction removes `chunk` timesteps at a time, because searching for evicted items at every call would take longer
-    than writing the timesteps.
+    `chunk` timesteps are evicted at once. A search for evicted items at every call would take more time than the write.
     """
 
     def __init__(self, slots: int, chunk: int):
@@ -65,14 +64,17 @@ class Timeline:
         return [slice(low, self.slots), slice(0, high)]
 
     def floor_after_allocating(self, count: int) -> int:
-        """Return the lowest number that will not be evicted when `count` more timesteps are allocated."""
+        """Return the lowest number that remains if `count` more timesteps are allocated."""
         return max(0, self.head + count + self.chunk - self.slots)
 
     def index(self, numbers: Numbers, count: int) -> Index:
-        """Return the slots of a block of `count` numbers (a slice, unless it wraps), or of an array of numbers."""
+        """Return the slots of a block of `count` numbers, or of an array of numbers.
+
+        A block's slots are a slice, or an array if the block wraps around the end of the ring.
+        """
         if isinstance(numbers, int):
             low = numbers % self.slots
-            if low + count <= self.slots:  # the usual case
+            if low + count <= self.slots:  # the usual case: the block does not wrap around
                 return slice(low, low + count)
             numbers = numbers_of(numbers, count)
         return self.slots_of(numbers)
@@ -86,15 +88,15 @@ class Timeline:
         return slots + spans
 
     def is_evicted(self, numbers: Numbers) -> Any:
-        """Return True for the `numbers` that are evicted."""
+        """Return a bool for each of the `numbers`: True if it is evicted."""
         return numbers < self.floor
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
-        """Return [B] bool, which is True for the `numbers` (any integers) that are present."""
+        """Return a mask [B] bool that is True for the `numbers` (any integers) that are in the ring."""
         return (numbers >= self.floor) & (numbers < self.head)
 
     def numbers_in(self, slots: np.ndarray) -> np.ndarray:
-        """Return the numbers that are in `slots` now."""
+        """Return the numbers of the timesteps that are in `slots` now."""
         numbers = slots + (self.head - self.head % self.slots)
         return np.where(numbers >= self.head, numbers - self.slots, numbers)
 
@@ -106,13 +108,13 @@ class Timeline:
 class WriterFragments:
     """The open fragments of one rank's environments.
 
-    A fragment is a series of timesteps of an environment without a gap. Its last timestep is open, because the next
-    step continues there. An item may start at every `period`-th step of a fragment. Row `n % history` of `starts` has
-    the number of start n, counted from 0.
+    A fragment is a sequence of consecutive timesteps of one environment. Its last timestep is called open, because the
+    next step begins there. An item can start at every `period`-th step of a fragment. The n-th start of a fragment
+    (n = 0, 1, ...) is stored in row `n % history` of `starts`.
 
     A writer is in lockstep if each of its batches contains all its environments in order. Then its open timesteps are
-    one block, and one integer is enough for all environments. `enter_lockstep` and `leave_lockstep` convert between the
-    two forms. In the example above, after 6 steps from number 400 on, with a period of 1 and a history of 3:
+    one block, and one integer describes all environments. `enter_lockstep` and `leave_lockstep` convert between the two
+    forms. The example at the top of this file, after 6 steps from number 400 on, with period 1 and history 3:
 
         value                            in lockstep                      otherwise, for each environment
         open timesteps                   open_block = 412                 open = [412, 413]
@@ -121,11 +123,12 @@ class WriterFragments:
         newest starts                    start_blocks = [406, 408, 410]   starts = [[406, 407], [408, 409], [410, 411]]
         steps in the same episode        unbroken = [True, True, True]    ages = [3, 3]
 
-    `unbroken[k]` is a `Mask` of the environments that acted (not at LAST) in each of the last k + 1 steps. The ages of
-    these environments are above k. `ages` counts up to `history`. Outside lockstep, `open_block` is -1.
+    `unbroken[k]` is a `Mask` of the environments that acted in each of the last k + 1 steps. (An environment does not
+    act in a step that begins at LAST.) These environments have an age above k. An age is at most `history`. Outside
+    lockstep, `open_block` is -1.
 
-    `record_starts` and `record_acting` record a step. Then `starts_before` and `starts_in_episode` return results for
-    both forms. The argument `envs` is [B], or None for all environments in lockstep.
+    `record_starts` and `record_acting` record a step. `starts_before` and `starts_in_episode` support both forms. Their
+    argument `envs` is an array [B], or None in lockstep, where it means all environments.
     """
 
     def __init__(self, rank: int, incarnation: int, num_envs: int, period: int, history: int):
@@ -133,8 +136,8 @@ class WriterFragments:
         self.period, self.history = period, history
         self.id_bytes = global_env_ids(rank, np.arange(num_envs)).tobytes()
         self.range = np.arange(num_envs)
-        self.checked = False  # True once a step of the writer was compared with the spec
-        self.margin = 0  # the next call of `add` may overwrite an open block below head + margin
+        self.checked = False  # True if a step of the writer was already compared with the spec
+        self.margin = 0  # the next `add` may overwrite the open block if it is below head + margin
         self.origin = 0  # index of (rank, incarnation) in the buffer's table
         # In lockstep:
         self.open_block = -1
@@ -182,7 +185,7 @@ class WriterFragments:
             self.unbroken = [True if (older := self.ages > k).all() else older for k in range(self.history)]
 
     def record_starts(self, numbers: Any, envs: np.ndarray | None) -> None:
-        """Record the open timesteps `numbers` of `envs` as starts, if their position is a multiple of the period."""
+        """Record the open timesteps `numbers` of `envs` as starts if their positions are multiples of the period."""
         if envs is None:
             if self.position % self.period == 0:
                 self.start_blocks[self.position // self.period % self.history] = numbers
@@ -203,12 +206,12 @@ class WriterFragments:
         return self.starts[(self.positions[envs] - steps) // self.period % self.history, envs]
 
     def have_start_before(self, steps: int, envs: np.ndarray | None) -> Mask:
-        """Return a mask of `envs` that have a start `steps` steps before the open timesteps."""
+        """Return a mask of `envs` that is True if a start exists exactly `steps` steps before the open timestep."""
         position = (self.position if envs is None else self.positions[envs]) - steps
         return (position >= 0) & (position % self.period == 0)
 
     def record_acting(self, acting: Mask, envs: np.ndarray | None) -> None:
-        """Record which of `envs` are `acting` in this step, which means that they are not at LAST."""
+        """Record a step of `envs`. `acting` is True for environments whose step does not begin at LAST."""
         if envs is None:
             older = self.unbroken[:-1]
             self.unbroken = [acting, *(older if acting is True else [acting & each for each in older])]
@@ -216,9 +219,9 @@ class WriterFragments:
             self.ages[envs] = np.where(acting, np.minimum(self.ages[envs] + 1, self.history), 0)
 
     def starts_in_episode(self, steps: int, envs: np.ndarray | None, floor: int) -> tuple[Numbers, Mask]:
-        """Return the starts `steps` steps before the open timesteps, and a mask.
+        """Return (starts, mask). The starts are `steps` steps before the open timesteps.
 
-        The mask selects the starts that are in the current episode and not evicted.
+        The mask is True for starts that are in the current episode and not evicted.
         """
         starts = self.starts_before(steps, envs)
         if envs is not None:

@@ -16,7 +16,8 @@ from rlframe.replay.timeline import Index, Numbers, Timeline
 
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _PROCESS_CGROUPS = pathlib.Path("/proc/self/cgroup")
-# File names of cgroups v2 and v1: (limit, usage, key in memory.stat of the used cache that the kernel can release).
+# For cgroups v2 and v1: (file of the limit, file of the usage, key in memory.stat). The key's value is the number of
+# used bytes that the kernel can release.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -30,9 +31,9 @@ class TreeStore:
         layout: the layout of the tree.
         timeline: the timesteps and their slots.
         allocate: function that returns the arrays.
-        single_frame: store frame-stacked leaves as single frames. None: detect stacked frames by a leaf's shape and
-            dtype, and store whole rows if the leaf's data are not stacked.
-        num_envs: number of the first writer's environments, which determines how far back a frame may be.
+        single_frame: True stores frame-stacked leaves as single frames. None detects stacked frames by the shape and
+            dtype of a leaf. If the data of such a leaf is not stacked, whole rows are stored.
+        num_envs: number of environments of the first writer. It determines the maximum distance to an older frame.
 
     Attributes:
         only_array: the array, if the tree is one leaf with whole rows. None for other trees.
@@ -52,7 +53,7 @@ class TreeStore:
         for i, leaf in enumerate(layout.leaves):
             if _stores_frames(leaf, single_frame):
                 self._rows.append(np.zeros(0, leaf.dtype))
-                slack = 4 * leaf.shape[0] * num_envs  # enough if a batch is a few steps behind the others
+                slack = 4 * leaf.shape[0] * num_envs  # enough slots if some environments are a few steps late
                 self._frames[i] = FrameStore(leaf, timeline, slack, allocate)
             else:
                 self._rows.append(allocate(leaf.name, (timeline.slots, *leaf.shape), leaf.dtype))
@@ -61,8 +62,8 @@ class TreeStore:
     def write(self, index: Index, tree: Any, first: int = 0, before: Numbers | None = None) -> None:
         """Store the tree of `[B, ...]` in the slots `index`.
 
-        Frames also need `first`, the number of the first timestep, and `before`, the previous timesteps of the same
-        environments (None: no previous timesteps).
+        `first` and `before` are needed for single frames. `first` is the number of the first timestep. `before` are the
+        numbers of the environments' previous timesteps, or None if there are no previous timesteps.
         """
         if self.only_array is not None:
             self.only_array[index] = tree
@@ -77,7 +78,7 @@ class TreeStore:
                     self._store_whole_rows(i, store)
 
     def read(self, slots: np.ndarray, outputs: OutputArrays) -> Any:
-        """Return the tree of the rows in `slots` (any shape), `[*slots.shape, ...]`."""
+        """Return the tree of the rows in `slots`. `slots` can have any shape. Leaves are `[*slots.shape, ...]`."""
         if self.only_array is not None:
             return outputs.take(self.only_array, slots)
         return self._layout.build(
@@ -88,7 +89,7 @@ class TreeStore:
         )
 
     def read_both(self, slots: np.ndarray, others: np.ndarray, outputs: OutputArrays) -> tuple[Any, Any]:
-        """Return (`read(slots)`, `read(others)`) for `others` that share frames with `slots`."""
+        """Return (`read(slots)`, `read(others)`). This is faster if `slots` and `others` share frames."""
         if self.only_array is not None:
             return outputs.take(self.only_array, slots), outputs.take(self.only_array, others)
         pairs = [
@@ -100,7 +101,7 @@ class TreeStore:
         return self._layout.build([a for a, _ in pairs]), self._layout.build([b for _, b in pairs])
 
     def _store_whole_rows(self, i: int, store: FrameStore) -> None:
-        """Store whole rows of leaf `i` from now on, because its stacks do not repeat frames of the previous stacks."""
+        """Convert leaf `i` to whole rows, because its stacks do not repeat the frames of the previous stacks."""
         leaf = self._layout.leaves[i]
         if self._forced:
             raise UsageError(
@@ -143,7 +144,7 @@ class TreeStore:
         return arrays
 
     def variable_arrays(self) -> dict[str, np.ndarray]:
-        """Return the small arrays whose sizes vary, for a checkpoint."""
+        """Return the arrays of variable size that a checkpoint must contain. They are small."""
         return {
             f"{store.leaf.name} {name}": array
             for store in self._frames.values()
@@ -169,7 +170,7 @@ def _stores_frames(leaf: Leaf, single_frame: bool | None) -> bool:
 def check_memory(needed: int, capacity: int, what: str) -> None:
     """Raise `UsageError` if `needed` bytes for `capacity` steps exceed the available memory.
 
-    The system provides memory only as the buffer fills. Without this check, memory would run out later.
+    The system reserves memory only when data is written. Without this check, memory would run out later.
     """
     available = available_memory()
     if needed > available:
@@ -181,18 +182,18 @@ def check_memory(needed: int, capacity: int, what: str) -> None:
 
 
 def available_memory() -> int:
-    """Return how many bytes this process can allocate without swapping, in its container on this machine."""
+    """Return the number of bytes that this process can allocate without swapping, within its container's limit."""
     containers = [left for directory in _cgroups() if (left := _available_in(directory)) is not None]
     return max(0, min([psutil.virtual_memory().available, *containers]))
 
 
 def _cgroups() -> Iterator[pathlib.Path]:
-    """Return the directories of this process's memory cgroups, from the process's own cgroup to the visible root."""
+    """Yield the directories of this process's memory cgroup and of all its parent cgroups."""
     try:
         lines = _PROCESS_CGROUPS.read_text().splitlines()
     except OSError:
         return
-    for line in lines:  # a line is `0::/path` in version 2, `4:memory:/path` in version 1
+    for line in lines:  # cgroups v2 has lines like `0::/path`; v1 has lines like `4:memory:/path`
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):
             continue

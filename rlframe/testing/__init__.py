@@ -1,9 +1,9 @@
-"""Tests for your own environments, agents and replay stores.
+"""Checks for your own environments, agents and replay stores.
 
     check_replay(lambda agent, num_writers: MyStore(agent), kinds=["uniform"])
 
-`replay.py` adds the same scripted steps (`streams.py: StepStream`) to your store and to a `ReferenceReplay`, which is
-plain Python, and compares the items of both.
+`check_replay` adds the same simulated steps (`StepStream` in streams.py) to your store and to a `ReferenceReplay`,
+which is plain Python. Then it compares the items of the two replays.
 """
 
 from __future__ import annotations

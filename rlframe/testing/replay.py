@@ -1,4 +1,4 @@
-"""Checks of a replay against a reference replay in plain Python."""
+"""Checks that compare a replay with a reference replay in plain Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCENARIOS = ("lockstep", "subsets", "broken fragments", "two writers", "reclaime
 
 
 def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Several[Item] = ITEMS) -> None:
-    """Check all properties of a replay that Actors and Learners need. The checks of a replay in memory take seconds.
+    """Check all properties of a replay that Actors and Learners need. For a replay in memory, this takes seconds.
 
         check_replay(lambda agent, num_writers: MyReplay(agent))
 
@@ -69,7 +69,7 @@ def _error_context(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_replay(factory: Factory, *spec: Any, num_writers: int = 1, **options: Any) -> Iterator[Any]:
-    """Yield a replay for an agent with `ReplaySpec(*spec, **options)`. At the end, call its `close` if there is one."""
+    """Yield a replay for an agent with `ReplaySpec(*spec, **options)`. At the end, call its `close` if it exists."""
     replay = factory(fake_agent(*spec, **options), num_writers)
     try:
         yield replay
@@ -91,7 +91,7 @@ def add_experience(
     seed: int = 0,
     end: float = 0.2,
 ) -> Iterator[int]:
-    """Add the same experience to the replay and to the reference. Yield after every step."""
+    """Add the same experience to the replay and to the reference. Yield the step's index after every step."""
     rng = np.random.default_rng(seed)
     streams = [StepStream(num_envs, rank, seed, end) for rank in range(num_writers_of(scenario))]
     for stream in streams:
@@ -119,7 +119,7 @@ def add_experience(
 
 
 def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
-    """Check that sampled items were added before. A queue returns each item once. Other kinds draw items uniformly."""
+    """Check that a replay returns only added items: a queue returns each item once, other kinds draw uniformly."""
     reference, seen, batch_size = ReferenceReplay(item), [], 4 if kind == "queue" else 8
     with new_replay(factory, kind, item, batch_size, 10_000, num_writers=num_writers_of(scenario)) as replay:
         for _ in add_experience(scenario, replay, reference, 40):
@@ -137,7 +137,7 @@ def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
             )
             batch = replay.sample()
             assert (batch is None) == (not reference.items), (
-                "sample() must return a batch if and only if there is an item"
+                "sample() must return a batch if the replay has an item, and None if it has no item"
             )
             if batch is not None:
                 assert_batch_matches(batch, reference)
@@ -159,14 +159,14 @@ def check_eviction(factory: Factory, kind: str, item: Item, scenario: str) -> No
                 assert_batch_matches(batch, reference)
                 sampled += 4
         stats = replay.stats()
-        # An item is never completed if its first step is evicted before its last step is added.
+        # With slow writers, an item's first step can be evicted before its last step is added. Such items are lost.
         slow = scenario in ("one slow environment", "two writers")
         assert stats["added"] <= len(reference.items) if slow else stats["added"] == len(reference.items), (
-            f"{stats}: added"
+            f"{stats}: 'added' is not the number of items that the added steps complete"
         )
         taken = sampled if kind == "queue" else 0
         assert stats["added"] == stats["items"] + stats["evicted"] + taken, (
-            f"{stats}: added is not items + evicted + sampled"
+            f"{stats}: 'added' must be 'items' + 'evicted', plus 'sampled' for a queue"
         )
         assert stats["evicted"] > 0, f"{stats}: the full replay evicted nothing"
         if kind == "queue":
@@ -200,11 +200,11 @@ def check_batch_size_none(factory: Factory, kind: str) -> None:
 
 
 def check_oldest_version(factory: Factory, kind: str) -> None:
-    """Check that `params_version` is the oldest version that acted in an item."""
+    """Check that an item's `params_version` is the oldest version among its steps."""
     with new_replay(factory, kind, Sequence(4), 2, 1000) as replay:
         stream = StepStream(2, end=0.0)
         replay.claim_rank(2)
-        for version in (5, 6, 4, 7):  # several inferencers may have different versions
+        for version in (5, 6, 4, 7):  # versions can decrease, because inferencers can have different versions
             ids, step = stream.step()
             replay.add(ids, step._replace(params_version=version))
         np.testing.assert_array_equal(replay.sample().params_version, [4, 4])
@@ -236,13 +236,16 @@ def check_rate_limiter(factory: Factory, kind: str) -> None:
             while replay.sample() is not None:
                 given[-1] += 1
     assert given[:5] == [0, 0, 0, 0, 1], (
-        f"the first batch must be available after 10 items. Batches that were available after each 2 items: {given}"
+        "the first batch must be available when 10 items were added. "
+        f"The numbers of batches after 2, 4, 6, ... items are {given}"
     )
-    assert abs(sum(given) * 8 - 2 * (24 - 10)) <= 8, f"{sum(given) * 8} samples of 24 items, at 2 samples per insert"
+    assert abs(sum(given) * 8 - 2 * (24 - 10)) <= 8, (
+        f"with 24 inserts, samples_per_insert=2 and min_size=10, about 28 items must be sampled, not {sum(given) * 8}"
+    )
 
 
 def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
-    """Check that steps that are added later do not change a batch."""
+    """Check that the data of a batch does not change when further steps are added."""
     with new_replay(factory, kind, Transition(1), 8, 100) as replay:
         replay.claim_rank(4)
         stream = StepStream(4)
@@ -258,8 +261,9 @@ def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
 
 
 def check_ranks(factory: Factory, kind: str) -> None:
-    """Check that ranks are assigned in order, that a new claim of a rank gets a new incarnation, and that steps of
-    unclaimed ranks are refused.
+    """Check that ranks are assigned in order, and that a second claim of a rank gets a new incarnation.
+
+    Also check that steps of ranks that no writer has claimed are refused.
     """
     with new_replay(factory, kind, Transition(1), 8, 1000, num_writers=2) as replay:
         claimed = [replay.claim_rank(4), replay.claim_rank(4), replay.claim_rank(4, rank=0)]
@@ -291,7 +295,7 @@ def check_priorities(factory: Factory, item: Item) -> None:
         for _ in add_experience("subsets", replay, ReferenceReplay(item), 100):
             pass
         priorities: dict[int, float] = {}
-        for _ in range(400):  # set priorities that depend on the id of an item's first observation
+        for _ in range(400):  # the priority of an item depends on the id of its first observation
             batch = replay.sample()
             ids = first_ids(batch)
             replay.update_priorities(batch.keys, (ids % 7 + 0.5) ** 2)
@@ -329,7 +333,7 @@ def check_new_priority(factory: Factory, item: Item) -> None:
 
 
 def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
-    """Check that new priorities of evicted items are counted and ignored, and that invalid priorities are refused."""
+    """Check that priority updates of evicted items are only counted, and that invalid priorities are refused."""
     stream = StepStream(2)
     with new_replay(factory, "prioritized", item, 8, 50) as replay:
         replay.claim_rank(2)

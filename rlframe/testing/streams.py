@@ -1,4 +1,4 @@
-"""Scripted experience with known contents, and a reference replay in plain Python."""
+"""Simulated experience with known contents, and a reference replay in plain Python."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEP_SPEC = StepSpec(
 def fake_agent(
     kind: Any, item: Any, batch_size: int | None, capacity: int, step_spec: StepSpec = STEP_SPEC, **more: Any
 ) -> Any:
-    """Return an object with the specs of an agent that a replay buffer needs."""
+    """Return an object with `replay_spec` and `step_spec`. A replay buffer needs no other attributes of an agent."""
     return types.SimpleNamespace(replay_spec=ReplaySpec(kind, item, batch_size, capacity, **more), step_spec=step_spec)
 
 
@@ -59,8 +59,8 @@ class StepStream:
     def restart(self, envs: np.ndarray, unless_first: bool = False) -> None:
         """Begin a new episode in `envs`, although the old episode has no LAST.
 
-        If the last timestep of an environment is already a FIRST, a replay cannot detect the new episode, unless the
-        writer claims its rank again. `unless_first` excludes such environments.
+        `unless_first` excludes environments whose newest timestep is already a FIRST. In these, a replay can detect the
+        new episode only if the writer claims its rank again.
         """
         if unless_first:
             envs = envs[self._open.step_type[envs] != FIRST]
@@ -100,13 +100,15 @@ class ReferenceReplay:
     """A reference replay buffer with Python lists. It processes one step of one environment at a time.
 
     Items are never evicted. `items` maps the id of an item's first observation to (arrays of the item, (rank,
-    incarnation) of the writer, version of the parameters), in the order in which the items were completed.
+    incarnation) of its writer, params version). The items are in the order of their completion.
     """
 
     def __init__(self, item: Transition | Sequence):
         self._item: Any = item
         self.items: dict[int, tuple[Any, tuple[int, int], int]] = {}
-        self.seen: dict[int, list[int]] = {}  # rank -> ids of the next observations of its steps, in order
+        self.seen: dict[
+            int, list[int]
+        ] = {}  # rank -> ids of the `next_timestep` observations of all its steps, in order
         self._fragments: dict[int, list[dict[str, Any]]] = {}
         self._incarnations: dict[int, int] = {}
 
@@ -118,7 +120,7 @@ class ReferenceReplay:
                 del self._fragments[env]
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add a step of a batch of environments."""
+        """Add one step for each environment in `env_ids`."""
         self.seen.setdefault(int(env_ids[0]) // 1_000_000, []).extend(step.next_timestep.observation["id"].tolist())
         for row, env in enumerate(env_ids.tolist()):
             before, after = _row(step.timestep, row), _row(step.next_timestep, row)
@@ -210,7 +212,7 @@ def first_ids(batch: Any) -> np.ndarray:
 
 
 def assert_batch_matches(batch: Any, reference: ReferenceReplay) -> None:
-    """Check that every item of `batch` is also in the reference, with equal arrays, writer and version."""
+    """Check that the reference has every item of `batch`, with equal arrays, the same writer and the same version."""
     for i, (first, item) in enumerate(zip(first_ids(batch).tolist(), batch_items(batch))):
         assert first in reference.items, f"the replay returned an unknown item, which starts at observation {first}"
         content, origin, version = reference.items[first]

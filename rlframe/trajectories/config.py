@@ -17,12 +17,12 @@ class Settings(ServiceConfig):
 
     can: ClassVar[str] = "read, send and erase experience"
 
-    port: int = 8000  # 0 means a free port
+    port: int = 8000  # 0 selects a free port
     store: str = "sqlite:trajectories.db"  # sqlite:PATH, memory, or redis://HOST:PORT/DATABASE
     fresh: bool = False  # clear the store: delete all its registrations, environments and groups
-    tokenizer: str | None = None  # `byte`, or a tokenizer.json file; the live page then shows tokens as text
+    tokenizer: str | None = None  # `byte`, or a tokenizer.json file; with a tokenizer, the live page shows text
     max_queue_mb: int = 16_384  # limit of stored groups in MB; environments wait above 80 % of it
-    reset: bool = True  # whether /reset_data is enabled
+    reset: bool = True  # True enables the endpoint /reset_data
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the service, or *
 
     def __post_init__(self) -> None:

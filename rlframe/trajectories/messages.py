@@ -13,10 +13,10 @@ from rlframe.errors import UsageError
 IGNORED = -100  # value in `masks` for a token that is not trained on
 INT_FIELDS = ("tokens", "masks")  # integer arrays of a group
 FLOAT_FIELDS = ("advantages", "ref_logprobs", "inference_logprobs")
-ANY_LENGTH_FIELD = "advantages"  # field whose rows may differ from the tokens in length; such rows are ignored
-MAX_FLOAT32 = 2.0**128 - 2.0**104  # limit of all numbers in float arrays and scores
+ANY_LENGTH_FIELD = "advantages"  # the rows of this field can have other lengths than the tokens; such rows are ignored
+MAX_FLOAT32 = 2.0**128 - 2.0**104  # maximum absolute value in float arrays and scores
 
-MAX_BATCH_SIZE = 1_000_000  # sequences; limited because batching uses integers with this number of bits
+MAX_BATCH_SIZE = 1_000_000  # maximum number of sequences; a batch of N sequences is computed with N-bit integers
 INT64_LIMITS = {"ge": -(2**63), "lt": 2**63}  # range of the integers that the log can encode
 TEXT_LIMITS = {"max_length": 4096}
 
@@ -113,13 +113,13 @@ class RunStatus:
     queue_size: int
     set_aside: int = field(default=0, metadata={"description": "Queued groups that fit into no exact batch."})
     waiting_for: list[str] = field(default_factory=list)
-    buffered: int = 0  # undersized groups that wait for more groups
+    buffered: int = 0  # number of undersized groups that wait until more groups complete a unit
     leased: int = 0
     epoch: int = 0
     paused: bool = False
     policy_version: int | None = None
     stored_bytes: int = 0
-    live_envs: int = 0  # environments with a recent heartbeat
+    live_envs: int = 0  # number of environments with a recent heartbeat
 
 
 @dataclass(frozen=True)

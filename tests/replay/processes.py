@@ -1,4 +1,4 @@
-"""Processes that use a shared replay buffer. Each step's contents are computed from its id, so tests can check them."""
+"""Processes that use a shared replay buffer. Tests can check a step's data, because its id determines the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.testing.streams import fake_agent
 from rlframe.types import FIRST, LAST, MID, AgentOutput, Step, StepSpec, TimeStep, Transition, global_env_ids, specs
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 60.0  # most seconds of each wait of a test
+DEADLINE = 60.0  # maximum number of seconds that a test waits for one event
 PIXELS = 400
 STEP_SPEC = StepSpec(
     observation={"id": specs.Array((), np.int64), "image": specs.Array((PIXELS,), np.uint8)},
@@ -29,12 +29,12 @@ STEP_SPEC = StepSpec(
     extras={"log_prob": specs.Array((), np.float32)},
     agent_state=(specs.Array((2,), np.float32),),
 )
-EPISODE = 9  # timesteps of an episode
+EPISODE = 9  # number of timesteps in an episode
 PER_ENV = 10**9
 
 
 def first_id(rank: int, incarnation: int, env: Any) -> Any:
-    """Return the id of an environment's first timestep. Later timesteps have the next ids."""
+    """Return the id of an environment's first timestep. Each later timestep has the next id."""
     return ((rank * 10 + incarnation) * 1000 + env) * PER_ENV
 
 
@@ -72,7 +72,7 @@ def timestep(ids: np.ndarray) -> TimeStep:
 def make_step(ids: np.ndarray) -> Step:
     """Return the step that begins at the timesteps `ids` [B].
 
-    Its params version is the timestep's number in the environment.
+    The params version of a step is the number of its timestep, counted per environment.
     """
     output = AgentOutput(actions(ids), {"log_prob": (ids % 1013).astype(np.float32)})
     state = (np.stack([ids % 11, ids % 13], axis=-1).astype(np.float32),)
@@ -80,7 +80,7 @@ def make_step(ids: np.ndarray) -> Step:
 
 
 def expected_ids(item: Any, rank: int, incarnation: int, num_envs: int, steps: int) -> set[int]:
-    """Return the first ids of all items of a writer that stepped all its environments `steps` times."""
+    """Return the ids at which items start, for a writer that has stepped all its environments `steps` times."""
     ids = first_id(rank, incarnation, np.arange(num_envs))[:, None] + np.arange(steps)
     if isinstance(item, Transition):
         ends = ids + np.minimum(item.n_step, EPISODE - 1 - place_in_episode(ids))
@@ -92,7 +92,7 @@ def expected_ids(item: Any, rank: int, incarnation: int, num_envs: int, steps: i
 
 
 def assert_whole(batch: Any, item: Any) -> np.ndarray:
-    """Check that all fields of each item match the id of its first timestep. Return these first ids [B]."""
+    """Check that all fields of each item fit the id of its first timestep. Return these ids, [B]."""
     data = batch.data
     if isinstance(item, Transition):
         ids = data.observation["id"]
@@ -122,7 +122,7 @@ def assert_whole(batch: Any, item: Any) -> np.ndarray:
 
 
 class Process:
-    """A new interpreter that runs a function of this module on a pickled buffer, and prints JSON lines."""
+    """A new Python process. It runs a function of this module with a pickled buffer, and prints JSON lines."""
 
     def __init__(self, function: Any, buffer: Any, *args: Any):
         self.popen = subprocess.Popen(
@@ -142,7 +142,7 @@ class Process:
             thread.start()
 
     def read_line(self) -> Any:
-        """Return the next line that the process prints. None after the process has ended."""
+        """Return the next line that the process prints, or None if the process has ended."""
         return self._lines.get(timeout=DEADLINE)
 
     def send_line(self, *thing: Any) -> None:
@@ -156,7 +156,7 @@ class Process:
         self.popen.wait(DEADLINE)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end of the process. Return (exit code, stderr)."""
+        """Wait until the process exits. Return (exit code, stderr)."""
         code = self.popen.wait(DEADLINE)
         assert self.popen.stdin is not None
         self.popen.stdin.close()
@@ -207,7 +207,7 @@ def write_until_stopped(buffer: Any, num_envs: int) -> None:
 
 
 def write_until_end_waits(buffer: Any, num_envs: int) -> None:
-    """Write steps until the writer waits for room. Then another thread calls `end_waits`."""
+    """Write steps until the writer waits for free slots. Then another thread calls `end_waits`."""
     rank, incarnation = buffer.claim_rank(num_envs)
     ids = first_id(rank, incarnation, np.arange(num_envs))
     header = buffer._view().memory.headers[rank]
@@ -235,13 +235,13 @@ def make(_: Any) -> None:
 
 
 def claim(buffer: Any) -> None:
-    """Claim a rank and keep it."""
+    """Claim a rank, and hold it until the process exits."""
     print_line(buffer.claim_rank(2))
     time.sleep(DEADLINE)
 
 
 def sample(buffer: Any, batches: int) -> None:
-    """Print the first ids of some batches, and the probabilities of the last batch. Keep running."""
+    """Sample batches. Print the first ids of each batch, and the probabilities of the last batch. Keep running."""
     for _ in range(batches):
         deadline = time.monotonic() + DEADLINE
         while (batch := buffer.wait_for_batch(1.0)) is None:
@@ -254,10 +254,7 @@ def sample(buffer: Any, batches: int) -> None:
 
 
 def draw_on_request(buffer: Any) -> None:
-    """Read requests from stdin, one for each line: draw, release, save, restore, or return the counters.
-
-    Print each result.
-    """
+    """Answer the requests on stdin, one per line: draw, release, save, restore or stats. Print each result."""
     for line in sys.stdin.buffer:
         what, *arguments = json.loads(line)
         if what == "draw":
@@ -272,7 +269,7 @@ def draw_on_request(buffer: Any) -> None:
 
 
 def draw_until_killed(buffer: Any) -> None:
-    """Draw batches forever, and print their keys. Release each batch after two more draws."""
+    """Draw batches forever, and print their keys. Release each batch after two further draws."""
     held = []
     while True:
         drawn = buffer.draw(timeout=0.2)

@@ -53,7 +53,7 @@ class Servers:
 
 
 def main() -> None:
-    """Answer requests. ("start", tables, port, checkpoints) returns the server's port; ("stop", port) returns None."""
+    """Answer requests: ("start", tables, port, checkpoints) with the server's port, and ("stop", port) with None."""
     asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"

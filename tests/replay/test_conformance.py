@@ -1,4 +1,4 @@
-"""All replay buffers pass `rlframe.testing.check_replay`, and further checks for the buffers of this package."""
+"""Tests that all replay buffers of this package pass `rlframe.testing.check_replay` and some further checks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from rlframe.types import Sequence, Transition
 from tests.replay.factories import FACTORIES, local, reverb, shared_memory
 from tests.waiting import wait_until
 
-# All cases are tested for the in-process buffer, because writers to Reverb use its code too. For Reverb, every third
-# case is tested, because each case needs a server. `make test` runs only every sixth case of the in-process buffer
-# (with each item and each scenario), and every twelfth case of the other buffers.
+# The in-process buffer is tested in all cases, because writers to Reverb also use its code. Reverb is tested in every
+# third case, because each case needs a server. `make test` runs every sixth case of the in-process buffer (these have
+# all items and all scenarios), and every twelfth case of the other buffers.
 EACH_SCENARIO = pytest.mark.parametrize(
     ("make", "item", "scenario"),
     [
@@ -93,7 +93,7 @@ def test_buffer_passes_the_checks_for_priorities(make: Any, item: Any, check: An
 
 
 class WrongRewards(ReplayBuffer):
-    """A replay that changes the rewards."""
+    """A wrong replay: it changes the rewards."""
 
     def sample(self) -> Any:
         batch = super().sample()
@@ -101,7 +101,7 @@ class WrongRewards(ReplayBuffer):
 
 
 class RepeatedItems(ReplayBuffer):
-    """A replay that returns some items of a queue twice."""
+    """A wrong replay: it returns some items of a queue twice."""
 
     @functools.cached_property
     def _given(self) -> list[Any]:
@@ -132,15 +132,16 @@ def test_full_buffer_keeps_the_newest_steps(make: Any, item: Any, scenario: str,
         pass
     items = buffer.stats()["items"]
     drawn: set[int] = set()
-    for _ in range(2000):  # with a fixed seed, 200 batches are enough
+    for _ in range(2000):  # about 200 batches are enough, but servers have random seeds
         drawn.update(first_ids(buffer.sample()).tolist())
         if len(drawn) == items:
             break
-    # Reverb's capacity is a number of items. Items are evicted in the order of completion, except items of one call.
+    # Reverb's capacity is a number of items. Items are evicted in the order of completion. Within one call of `add`,
+    # the order is not defined.
     if make.is_reverb:
         at_once = num_envs * getattr(item, "n_step", 1)
         must_stay = set(list(reference.items)[len(reference.items) - max(0, items - at_once) :])
-    else:  # a buffer may divide its capacity among its writers
+    else:  # some buffers divide their capacity among the writers
         newest = {first for seen in reference.seen.values() for first in seen[-capacity // num_writers_of(scenario) :]}
         must_stay = {first for first in newest & reference.items.keys() if first >= StepStream.next_id - capacity}
     assert must_stay <= drawn
@@ -183,13 +184,13 @@ def test_forget_before_drops_present_and_later_items(make: Any) -> None:
     )
     buffer.claim_rank(4)
     reference.claim_rank(4, 0)
-    for t in range(12):  # each environment completes an item every third step; each step has a new version
+    for t in range(12):  # every third step completes an item in each environment; step t has the version t + 1
         ids, step = stream.step()
         buffer.add(ids, step)
         reference.add(ids, step)
         if t == 2:
             assert buffer.size == 4
-            # The first item has the versions 1 to 3. The next items have 4 to 6, 7 to 9, and 10 to 12.
+            # The items have the versions 1 to 3, 4 to 6, 7 to 9, and 10 to 12. Only the last has none below 8.
             buffer.forget_before(8)
             assert buffer.sample() is None
         elif t != 11:
@@ -224,7 +225,7 @@ def keyed(make: Any, *args: Any, **kwargs: Any) -> Any:
 def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, item: Any) -> None:
     samples, draws = (keyed(make, kind, item, 8, 300, seed=4, min_size=10) for _ in range(2))
     stream, batches = StepStream(6), 0
-    for _ in range(120):  # the ring wraps several times
+    for _ in range(120):  # enough steps to fill the ring several times
         add_steps([samples, draws], stream, 1)
         batch, drawn = samples.sample(), draws.draw()
         assert (batch is None) == (drawn is None)
@@ -234,7 +235,7 @@ def test_draw_and_fetch_return_the_same_items_as_sample(make: Any, kind: str, it
                 np.testing.assert_array_equal(given, expected)
                 assert given.dtype == expected.dtype
             draws.release(drawn.keys)
-            draws.release(drawn.keys)  # a call may be repeated
+            draws.release(drawn.keys)  # a second call must do nothing
             batches += 1
     assert batches > 10
     stats = draws.stats()
@@ -266,7 +267,7 @@ def test_fetch_replaces_evicted_items_by_other_items_of_the_batch(make: Any, kin
     by_key = dict(zip(map(tuple, drawn.keys.tolist()), drawn.probabilities.tolist()))
     assert batch.probabilities.tolist() == [by_key[tuple(key)] for key in batch.keys.tolist()]
     if kind == "prioritized":
-        # A shared buffer evicts items shortly before they are overwritten. Evicted items can be read, but not drawn.
+        # A shared-memory buffer evicts items shortly before it overwrites them. Until then, they can still be read.
         given_up = batch.keys[:, 2].min() + (0 if isinstance(buffer, ReplayBuffer) else 40)
         buffer.update_priorities(
             batch.keys[batch.keys[:, 2] >= given_up], np.full(sum(batch.keys[:, 2] >= given_up), 5)

@@ -1,4 +1,4 @@
-"""Storage of frame-stacked pixels. Reads return exactly the stacks that were written."""
+"""Tests that frame-stacked pixels are read exactly as they were written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = (4, 32, 36)
 
 
 class FrameStream:
-    """Environments that stack frames. The pixels [-1, 0, 0:4] of a stack contain the number of its newest frame."""
+    """Environments that stack frames. The pixels [-1, 0, 0:4] of a stack contain its number."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class FrameStream:
         return global_env_ids(0, envs), step
 
     def assert_exact(self, stacks: np.ndarray) -> None:
-        """Check that each of `stacks` [..., k, H, W] equals the stack that was written."""
+        """Check that each of `stacks` [..., k, H, W] equals the written stack with the same number."""
         for stack in stacks.reshape(-1, *self.shape):
             number = int(np.frombuffer(stack[-1, 0, :4].tobytes(), np.uint32)[0])
             np.testing.assert_array_equal(stack, self.stacks[number])

@@ -1,4 +1,4 @@
-"""Items that are fetched by their keys. One process writes, another process draws, and a third process fetches."""
+"""Tests of fetching items by their keys: one process writes, another process draws, and a third process fetches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_each_item_is_fetched_once_while_writers_run_at_full_speed(resources: Re
     assert draw(drawer) is None
     writers = [resources.process(processes.write, buffer, 2, 150, rank) for rank in (0, 1)]
     seen: list[int] = []
-    held: list[Any] = []  # batches that are fetched later, and then released
+    held: list[Any] = []  # drawn batches that are not fetched yet
     while True:
         are_done = all(writer.popen.poll() is not None for writer in writers)
         drawn = draw(drawer)
@@ -76,7 +76,7 @@ def test_each_item_is_fetched_once_while_writers_run_at_full_speed(resources: Re
     assert stats["added"] == len(expected)
     assert stats["sampled"] == len(seen) > len(expected) - 20
     assert stats["evicted"] == 0
-    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # this process fetches, but is not the sampler
+    assert buffer._view().memory.sampler.pid == drawer.popen.pid  # fetching does not make this process the sampler
     with pytest.raises(UsageError, match=f"process {drawer.popen.pid} samples it"):
         buffer.draw()
 
@@ -142,11 +142,11 @@ def test_items_drawn_by_a_dead_process_are_not_drawn_again(resources: Resources)
     assert stats["evicted"] == 0
     assert stats["sampled"] == len(keys) == len(seen) + 100
     assert stats["added"] == len(expected)
-    assert buffer.fetch(*draws[1]) is None  # items were overwritten, so the whole batch is dropped
+    assert buffer.fetch(*draws[1]) is None  # some items were overwritten, so there is no batch
 
 
 @pytest.mark.system
-def test_items_are_drawn_once_and_counted_correctly_if_drawing_processes_are_killed(
+def test_items_are_drawn_once_and_counted_correctly_if_sampler_processes_are_killed(
     resources: Resources,
 ) -> None:
     item = Transition(1)
@@ -173,13 +173,13 @@ def test_items_are_drawn_once_and_counted_correctly_if_drawing_processes_are_kil
     stats = ask(following, "stats")
     assert_adds_up(stats)
     assert stats["added"] == sum(len(expected_ids(item, rank, 0, 4, 300)) for rank in (0, 1))
-    # A killed process may have drawn items without printing them. These items count as sampled or as evicted.
+    # A process may be killed after it has drawn items and before it prints them. They count as sampled or evicted.
     assert 0 <= stats["sampled"] + stats["evicted"] - len(keys) <= 4 * 20
     assert stats["evicted"] >= 0
 
 
 @pytest.mark.system
-def test_next_drawing_process_gets_all_items_after_the_ring_wrapped(resources: Resources) -> None:
+def test_new_sampler_process_draws_all_remaining_items_after_the_ring_wrapped(resources: Resources) -> None:
     buffer = resources.buffer("queue", Transition(1), 20, 100, timeout=DEADLINE)
     drawer = resources.process(processes.draw_on_request, buffer)
     assert draw(drawer) is None
@@ -192,7 +192,7 @@ def test_next_drawing_process_gets_all_items_after_the_ring_wrapped(resources: R
     header = buffer._view().memory.headers[0]
     wait_until(lambda: header[block.IS_WAITING] == 1)
     assert header[block.FLOOR] > header[block.SLOTS]
-    draws.append(draw(drawer))  # the queue was full, so most of its items are not drawn
+    draws.append(draw(drawer))  # the queue was full, so most items remain in it
     drawer.kill()
     following = resources.process(processes.draw_on_request, buffer)
     while True:
@@ -235,7 +235,9 @@ def test_late_fetch_returns_only_complete_items_while_the_ring_wraps(resources: 
 
 
 @pytest.mark.system
-def test_drawing_process_saves_and_restores_while_another_fetches(resources: Resources, tmp_path: Path) -> None:
+def test_sampler_process_can_save_and_restore_while_another_process_fetches(
+    resources: Resources, tmp_path: Path
+) -> None:
     item, path = Transition(1), str(tmp_path / "replay")
     buffer = resources.buffer("queue", item, 10, 200, timeout=DEADLINE)
     drawer = resources.process(processes.draw_on_request, buffer)
@@ -256,13 +258,13 @@ def test_drawing_process_saves_and_restores_while_another_fetches(resources: Res
     assert after == {**before, "bytes": after["bytes"]}
     assert_adds_up(after)
     keys = [tuple(key) for one in drawn for key in one[0].tolist()]
-    while (one := draw(following)) is not None:  # items that were drawn before are lost, so none is drawn twice
+    while (one := draw(following)) is not None:  # items drawn before the save are not drawn again
         assert_whole(other.fetch(*one), item)
         keys += [tuple(key) for key in one[0].tolist()]
     assert len(keys) == len(set(keys)) == before["added"] // 10 * 10
 
 
-def test_writer_does_not_lapse_while_it_waits_for_a_release(resources: Resources) -> None:
+def test_batch_needs_items_of_a_writer_that_waits_for_a_release(resources: Resources) -> None:
     buffer = resources.buffer("queue", Sequence(2), None, 200, num_writers=2, lapse_after=0.01)
     for rank, num_envs in ((0, 3), (1, 2)):
         buffer.claim_rank(num_envs, rank)
@@ -274,8 +276,8 @@ def test_writer_does_not_lapse_while_it_waits_for_a_release(resources: Resources
     for _ in range(2):
         buffer.add(*next(streams[0]))
     header = buffer._view().memory.headers[1]
-    header[block.IS_WAITING] = 1  # as if the writer waited for `release`
+    header[block.IS_WAITING] = 1  # simulate a writer that waits for `release`
     assert [buffer.draw(timeout=0.02) for _ in range(5)] == [None] * 5
     buffer.release(drawn.keys)
-    following = wait_until(lambda: buffer.draw(timeout=0.02))  # without progress, the writer lapses now
+    following = wait_until(lambda: buffer.draw(timeout=0.02))  # now the batch does not wait for this writer
     assert following.keys[:, 0].tolist() == [0, 0, 0]

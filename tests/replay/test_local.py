@@ -1,4 +1,4 @@
-"""The in-process buffer: memory, options, shapes, and datasets."""
+"""Tests of the in-process buffer: memory, options, shapes, and datasets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_container_limits_reduce_the_available_memory(
 
 def test_sampling_begins_even_if_min_size_equals_the_capacity() -> None:
     buffer = ReplayBuffer(fake_agent("uniform", Transition(1), 8, 100, min_size=100))
-    stream = StepStream(4, end=0.5)  # no item begins at half of the timesteps
+    stream = StepStream(4, end=0.5)  # half of the timesteps end an episode, so no item begins there
     buffer.claim_rank(4)
     for _ in range(100):
         buffer.add(*stream.step())
@@ -85,7 +85,7 @@ def test_error_for_a_writer_with_too_many_environments_names_the_needed_capacity
         buffer.claim_rank(400)
 
 
-def test_queue_grows_to_one_item_per_environment() -> None:
+def test_queue_has_slots_for_one_item_per_environment_even_if_its_capacity_is_lower() -> None:
     buffer, stream = ReplayBuffer(fake_agent("queue", Sequence(20), None, 10)), StepStream(8)
     buffer.claim_rank(8)
     for _ in range(20):
@@ -108,7 +108,7 @@ def test_batches_whose_size_does_not_divide_the_ring_are_stored_correctly() -> N
 
 
 class Memory(NamedTuple):
-    """A recurrent state as a named tuple, as in many libraries."""
+    """A recurrent state that is a named tuple. Many libraries use such states."""
 
     hidden: Any
     cell: Any
@@ -145,7 +145,7 @@ def test_large_arrays_are_reused_only_without_references() -> None:
         after = timestep()
         buffer.add(np.arange(2), Step(before, AgentOutput(np.zeros(2, np.int32)), (), 0, after))
         before = after
-    held = buffer.sample().data.observation[1:]  # a view, which has the only reference to its base array
+    held = buffer.sample().data.observation[1:]  # a view; only this view refers to the whole array
     copy = held.copy()
     places = set()
     for _ in range(10):

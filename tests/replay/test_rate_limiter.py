@@ -1,4 +1,7 @@
-"""When a batch may be sampled, when writers must wait, and when a batch waits for a writer's items."""
+"""Tests of the rate limiter. It decides when a batch may be sampled, and when writers must wait.
+
+A writer has lapsed if batches no longer wait for its items, because it is dead or makes no progress.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def limiter(kind: str, batch_size: int | None = 8, **options: object) -> RateLim
 def test_replay_may_be_sampled_after_min_size_inserts() -> None:
     uniform = limiter("uniform", min_size=10)
     assert not uniform.may_sample(8, ItemCounts(9, 9, 0))
-    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # seven items were evicted
+    assert uniform.may_sample(8, ItemCounts(3, 10, 10**6))  # 10 items were added, and 7 of them were evicted
     assert not uniform.may_sample(8, ItemCounts(0, 10, 0))
     assert uniform.inserts_needed(ItemCounts(9, 9, 0), dict) == 10
     assert uniform.inserts_needed(ItemCounts(0, 20, 0), dict) == 21
@@ -109,7 +112,7 @@ def test_writer_without_progress_lapses_until_it_makes_progress(clock: Clock) ->
     clock.now += 2.0
     assert both.complete_items(writers(16, 9), {0: 4}) == 4
     assert both.expected(writers(16, 9)) == 4
-    assert both.complete_items(writers(32, 9), {0: 4}) == 4  # the lapsed writer causes no wait
+    assert both.complete_items(writers(32, 9), {0: 4}) == 4  # the batch does not wait for writer 1
     assert both.complete_items(writers(48, 10), {0: 4}) == 0
     assert both.expected(writers(48, 10)) == 8
 

@@ -1,4 +1,4 @@
-"""A Reverb server that restarts, does not answer or blocks its writers, and several writers of one server."""
+"""Tests with a Reverb server that restarts, does not answer, blocks its writers, or has several writers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_restarted_server_has_the_items_of_its_checkpoint(own_process: Any, tmp_
         dataset = buffer.make_dataset()
         assert_batch_matches(next(dataset), reference)
         first.kill()
-        adding, _ = in_thread(step)  # this thread waits until the server is reachable again
+        adding, _ = in_thread(step)  # the thread waits in `add` until the server is reachable again
         second = own_process()
         second.start(tables, port, tmp_path / "server")
         adding.join(timeout=60.0)
@@ -158,7 +158,7 @@ def test_restore_raises_if_the_server_restarted_without_its_items(own_process: A
         with pytest.raises(CheckpointError, match="has received 0 items, but .* after 4"):
             buffer.restore(tmp_path / "replay")
         buffer.add(*stream.step())
-        assert other.claim_rank(4) == (1, 0)  # the first buffer's writer has written its claim of rank 0 again
+        assert other.claim_rank(4) == (1, 0)  # the first buffer has registered its claim of rank 0 with the new server
 
 
 @pytest.mark.parametrize("silent", ["no answer", "no listener"])
@@ -281,7 +281,7 @@ def test_blocked_writer_stops_after_end_waits(serve: Serve) -> None:
             buffer.add(*streams[0].step())
         held, result = in_thread(lambda: buffer.add(*streams[0].step()))
         wait_until(lambda: is_adding(buffer))
-        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # this writer waits for the first writer
+        behind, other = in_thread(lambda: buffer.add(*streams[1].step()))  # this call waits until the blocked call ends
         for rank, thread in ((1, behind), (0, held)):
             assert thread.is_alive()
             buffer.end_waits(rank)
@@ -291,7 +291,7 @@ def test_blocked_writer_stops_after_end_waits(serve: Serve) -> None:
         assert all(type(error) is StoppedError for error in (*result, *other))
         seen: list[int] = []
         wait_until(lambda: (batch := buffer.sample()) is not None and len(seen.extend(first_ids(batch)) or seen) == 12)
-        assert len(set(seen)) == 12  # the server has received the unconfirmed items
+        assert len(set(seen)) == 12  # no item is lost, even if its arrival was not confirmed
         assert buffer.claim_rank(4, rank=0) == (0, 1)  # a restarted actor can add steps
         buffer.add(*StepStream(4, 0, end=0.0).step())
 
@@ -340,7 +340,7 @@ def test_repeated_claim_continues_an_interrupted_claim(serve: Serve, monkeypatch
                     buffer.claim_rank(rank=rank)
             before = sorted(registry._read())
             claimed = buffer.claim_rank(rank=rank)
-            assert sorted(registry._read()) == before  # there was no second claim
+            assert sorted(registry._read()) == before  # the registry has no second claim
         assert claimed == (0, 1)
         for _ in range(3):
             buffer.open_segment(0, 3)
@@ -410,7 +410,7 @@ def test_batch_has_one_item_of_each_environment_of_each_writer(serve: Serve) -> 
     with buffer_of(agent, address) as a, buffer_of(agent, address) as b, buffer_of(agent, address) as reader:
         streams = StepStream(3, rank=0, end=0.0), StepStream(5, rank=1, end=0.0)
         assert (a.claim_rank(3), b.claim_rank(5)) == ((0, 0), (1, 0))
-        dataset = reader.make_dataset()  # a batch has one item of each environment that is known at that time
+        dataset = reader.make_dataset()  # the batch size is the number of environments that are known now
         for buffer, stream in zip((a, b), streams):
             for _ in range(2):
                 buffer.add(*stream.step())

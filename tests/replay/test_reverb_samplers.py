@@ -1,4 +1,4 @@
-"""`SamplerPool`, which has several samplers of one server."""
+"""Tests of `SamplerPool`, which uses several samplers for one server."""
 
 from __future__ import annotations
 

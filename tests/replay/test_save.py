@@ -1,4 +1,4 @@
-"""A restored replay buffer continues exactly as the saved buffer would."""
+"""Tests that a restored replay buffer continues exactly like the saved buffer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay service: repeated calls, data loss, waits, and several shards."""
+"""Tests of the replay service: repeated calls, data loss, waits, and several shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 
 class Served:
-    """A service that is called through sockets, and a handle to the service."""
+    """A service, and a handle that calls this service through sockets."""
 
     def __init__(self, service: ReplayService) -> None:
         names = ("claim", "open", "add", "sample", "update_priorities", "forget_before", "stats")
@@ -39,7 +39,7 @@ class Served:
 
 
 class RepeatedCalls:
-    """Makes each call twice, which may also happen with a transport. Returns the second answer."""
+    """Makes each call twice, as a transport can do after an error. Returns the second answer."""
 
     def __init__(self, service: ReplayService) -> None:
         self._service = service
@@ -147,7 +147,7 @@ def test_writer_of_a_full_queue_waits_and_logs_the_reason(monkeypatch, caplog):
     assert 10 <= held <= 20 and service.stats()["evicted"] == 0
     reader = ServiceReplayBuffer(agent, [service])
     taken = 0
-    while taken < 236:  # 59 steps of 4 environments, one step less than the writer adds
+    while taken < 236:  # the items of 59 steps of 4 environments; the writer adds 60 steps
         batch = reader.wait_for_batch(0.2)
         taken += 0 if batch is None else len(batch.keys)
     writer.join(20.0)
@@ -186,7 +186,7 @@ def test_reader_does_not_wait_for_a_blocked_writer_of_the_same_buffer(monkeypatc
     assert not writer.is_alive()
 
 
-def test_add_returns_in_time_while_the_reader_is_slow():
+def test_add_returns_within_three_seconds_while_the_reader_is_slow():
     agent = fake_agent("queue", Transition(1), 4, 40)
     service, answered = ReplayService(agent), []
     stream = StepStream(4, end=0.0)
@@ -206,7 +206,7 @@ def test_add_returns_in_time_while_the_reader_is_slow():
     sender, began = threading.Thread(target=send), time.monotonic()
     sender.start()
     number = 0
-    while not answered and time.monotonic() < began + 10.0:  # the reader makes room for one step every 0.2 s
+    while not answered and time.monotonic() < began + 10.0:  # the reader removes 4 items every 0.2 s
         sender.join(0.2)
         number += service.sample(0, number) is not None
     sender.join()
@@ -218,7 +218,7 @@ def test_new_writer_with_the_same_incarnation_is_not_a_repeated_call():
     agent = fake_agent("uniform", Transition(1), 4, 1000)
     service = ReplayService(agent)
     stream = StepStream(4, end=0.0)
-    for _ in range(2):  # the service forgets the first writer, so both get the same incarnation
+    for _ in range(2):  # the service forgets the first writer, so both writers get incarnation 0
         buffer = ServiceReplayBuffer(agent, [service])
         service._buffer._incarnations.clear()
         assert buffer.claim_rank(4) == (0, 0)
@@ -239,11 +239,11 @@ def test_shard_without_writers_does_not_delay_batches_of_other_shards():
     began = time.monotonic()
     for _ in range(20):
         assert buffer.wait_for_batch(0.5) is not None
-    assert time.monotonic() < began + 2.0  # waiting 0.5 s for every second batch would take 5 s
+    assert time.monotonic() < began + 2.0  # if every second batch waited 0.5 s, this would take 5 s
     buffer.close()
 
 
-def test_each_shard_of_a_queue_has_room_for_a_whole_batch(tmp_path):
+def test_capacity_of_each_queue_shard_is_enough_for_a_whole_batch(tmp_path):
     agent = fake_agent("queue", Transition(1), 32, 1000)
     config = HeavyEnv(replay="service", replay_shards=4, grace_seconds=8.0)
     run = types.SimpleNamespace(
@@ -266,7 +266,7 @@ def test_restored_queue_does_not_contain_sampled_items(tmp_path):
     agent = fake_agent("queue", Transition(1), 4, 40)
     service = ReplayService(agent, tmp_path)
     buffer = ServiceReplayBuffer(agent, [service])
-    service._save()  # there is no writer yet, so nothing is saved, without a warning
+    service._save()  # without a writer, `_save` saves nothing and logs no warning
     assert not list(tmp_path.iterdir())
     buffer.claim_rank(4)
     stream = StepStream(4, end=0.0)
@@ -327,7 +327,7 @@ def test_new_service_continues_from_the_checkpoint(tmp_path):
     for _ in range(4):
         buffer.add(*stream.step())
     stats = buffer.stats()
-    # The lost steps break the fragments, so only items that consist of these four steps are added.
+    # The lost steps leave a gap. An item cannot span the gap, so only items within these four steps are added.
     assert before < stats["added"] < before + 4 * 6
     assert buffer.claim_rank(6) == (1, 0) and buffer.claim_rank(6, 0) == (0, 1)
     buffer.close()
@@ -354,7 +354,7 @@ def test_stack_contains_each_observation_once():
     steps = [stream.step() for _ in range(5)]
     ids = steps[0][0]
     steps = [step for _, step in steps]
-    for i in range(1, 5):  # make the steps consecutive, as an Actor's steps are
+    for i in range(1, 5):  # make the steps consecutive, like the steps of an Actor
         steps[i] = steps[i]._replace(timestep=steps[i - 1].next_timestep)
     send_buffer = SendBuffer(ids, steps[0])
     for step in steps:

@@ -1,4 +1,4 @@
-"""The shared-memory buffer with real processes, which run at full speed, are stopped, and are killed."""
+"""Tests of the shared-memory buffer with real processes. They run at full speed, or are stopped or killed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_sampled_items_are_complete_while_the_rings_wrap_many_times(resources: R
     writers = [resources.process(processes.write_until_stopped, buffer, envs) for envs in (8, 5)]
     for writer in writers:
         writer.read_line()
-    target = 25 * 1500  # timesteps, after which each ring has wrapped many times
+    target = 25 * 1500  # a number of timesteps after which each ring has been overwritten many times
     seen = sample_batches_until(buffer, lambda: buffer.stats()["steps"] > target)
     assert {first // processes.PER_ENV // 10_000 for first in seen} == {0, 1}
     stats = buffer.stats()
@@ -148,7 +148,7 @@ def test_items_overwritten_during_a_copy_are_drawn_again(resources: Resources) -
 
     def slow_read(numbers: np.ndarray, probabilities: np.ndarray) -> Any:
         reads.append(len(numbers))
-        for _ in range(45 if len(reads) == 1 else 0):  # 180 of the 248 slots
+        for _ in range(45 if len(reads) == 1 else 0):  # overwrite 180 of the 248 slots during the copy
             buffer.add(*next(more))
         return read(numbers, probabilities)
 
@@ -171,7 +171,7 @@ def test_processes_claim_different_ranks(resources: Resources, monkeypatch: pyte
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", 0.05)
     with pytest.raises(UsageError, match="and is still running"):
         buffer.claim_rank(2, rank=1)
-    os.kill(writers[1].popen.pid, signal.SIGKILL)  # the process is then a zombie, whose rank is free
+    os.kill(writers[1].popen.pid, signal.SIGKILL)  # the killed process is a zombie, but its rank is free
     monkeypatch.setattr(segment_writers, "_EXIT_TIMEOUT", DEADLINE)
     assert buffer.claim_rank(2, rank=claimed[1][0]) == (claimed[1][0], 1)
 
@@ -285,7 +285,7 @@ def test_samples_per_insert_makes_writers_wait(resources: Resources) -> None:
     writer.read_line()
     expected = len(expected_ids(Transition(1), 0, 0, 4, 1000))
     sampled, deadline = 0, time.monotonic() + DEADLINE
-    while sampled < 2 * (expected - 20) - 2 * 16:  # until then, the writer waits
+    while sampled < 2 * (expected - 20) - 2 * 16:  # after these samples, the writer can finish
         added = buffer.stats()["added"]
         assert 2 * (added - 20) <= sampled + 2 * 16 + 2 * 4  # at most two batches and one step ahead
         batch = buffer.wait_for_batch(1.0)
@@ -377,7 +377,7 @@ def test_crashed_creator_leaves_no_memory_behind(resources: Resources) -> None:
     assert inode in memories()
     creator.kill()
     with pytest.raises(BufferGoneError, match=f"Process {creator.popen.pid}, which created"):
-        while True:  # attached memory remains, but a waiting writer gets an error
+        while True:  # this process can still use its mapped memory, but a waiting writer gets an error
             buffer.add(*next(steps))
     with pytest.raises(BufferGoneError, match="Start the program again"):
         plan = buffer._plan
@@ -388,10 +388,10 @@ def test_crashed_creator_leaves_no_memory_behind(resources: Resources) -> None:
 
 
 def memories() -> set[int]:
-    """Return the inodes of all memory of replay buffers that a process has open, or that has a file name."""
+    """Return the inodes of all replay-buffer memory that is open in a process or has a file name."""
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # the process has exited
+        with contextlib.suppress(OSError):  # ignore processes that exit during the search
             if os.readlink(path).startswith("/memfd:rlframe-replay"):
                 found.add(path.stat().st_ino)
     named = [path.stat().st_ino for path in Path("/dev/shm").glob("*rlframe*")]

@@ -1,4 +1,4 @@
-"""A restored shared replay buffer has the same items, priorities and draws as the saved buffer."""
+"""Tests that a restored shared replay buffer has the items, priorities and draws of the saved buffer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_restored_buffer_draws_the_same_batches(tmp_path: Path, make: Any, kind:
     want, got = saved.stats(), restored.stats()
     assert {**want, "bytes": 0} == {**got, "bytes": 0}
     assert_same_batches(saved, restored)
-    # Writers begin new fragments after a restore. The saved buffer's writers must do the same.
+    # After a restore, writers begin new fragments. For the comparison, the saved buffer's writers must do the same.
     for stream in streams:
         saved.claim_rank(stream.num_envs, rank=stream.rank)
     before = restored.stats()["added"]

@@ -1,4 +1,4 @@
-"""The vectorized sum tree, compared with cumulative sums."""
+"""Tests that compare the vectorized sum tree with cumulative sums."""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
-"""The memory of a shared replay buffer. It has no file name, so processes open it through the process that created it.
+"""The memory of a shared replay buffer. The memory has no file name. Processes open it through its creator process.
 
     control     counters and flags of the whole buffer
-    headers     for each writer's segment: the cursors, the claim of the rank, and the sampler's position in the segment
-    logs        for each segment: the completed items, in order
-    arrays      the data of each timestep [num_writers * rows, ...], so that one gather reads from all segments
+    headers     one header per segment: the cursors, the process that claimed the rank, and the sampler's position
+    logs        one log per segment: the completed items, in order
+    arrays      the data of all timesteps [num_writers * rows, ...]. One gather operation can read from all segments
 
 The memory's file is sparse, so pages without steps use no memory.
 
-A writer's segment is a ring of timesteps, and a log of the items that these timesteps complete. The writer runs the
-code of the in-process buffer on its part of the shared arrays. Instead of adding an item to a table, it writes an entry
-to the log, which readers read. No process waits or takes a lock, because data is written before the cursor that
-announces the data, and the floor is raised before the data below the floor is overwritten.
+Each writer has a segment. A segment is a ring of timesteps with a log. The log lists the complete items in the ring.
+The writer runs the code of the in-process buffer on its part of the shared arrays. But for each complete item, the
+writer adds an entry to the log instead of a table. Readers read the log.
+
+No process waits or takes a lock. This is safe because of the order of the writes. A writer first writes data, and then
+moves the cursor past the data. Before a writer overwrites data, it raises the floor above this data.
 """
 
 from __future__ import annotations
@@ -33,32 +35,32 @@ from rlframe.replay.timeline import Index, Mask, Timeline, numbers_of
 from rlframe.types import ReplaySpec, Sequence, Step, StepSpec
 
 # Indexes of the int64 words in the control block. A futex uses the lower half of its word.
-SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; written under the claims lock
-RESTORED_FROM = 4  # token of the buffer that saved the restored file, or 0; written under the claims lock
-WAKE_AT = 8  # the sampler wakes up at this total number of added items; NEVER if the sampler does not wait
+SAMPLER_PID, SAMPLER_STARTED = 2, 3  # the process that samples; protected by the claims lock
+RESTORED_FROM = 4  # token of the buffer that saved the restored file, or 0; protected by the claims lock
+WAKE_AT = 8  # total number of added items at which the sampler wakes up; NEVER if the sampler does not wait
 ADDED_FUTEX = 9  # wakes readers that wait for items
 # Counters that the sampler writes, for `stats` in other processes.
 SAMPLED, SIZE, EVICTED, EVICTED_UNSAMPLED, DROPPED = range(16, 21)
-ROOM_FUTEX = 24  # wakes writers that wait for room
+ROOM_FUTEX = 24  # wakes writers that wait for free slots
 
-# Indexes of the words in a segment's header. The segment's writer writes these words. CURSORS are its `Cursors`.
+# Indexes of the words in a segment's header. The segment's writer sets these words. CURSORS holds a `Cursors`.
 CURSORS = slice(0, Seqlock.words(4))
-FLOOR = 9  # timesteps below the floor may be overwritten; the floor is raised before they are overwritten
-LOG_RESERVED = 10  # entries of the log below this number may be incomplete
-IS_WAITING = 11  # 1 while the writer waits for room
-# Words that are written under the claims lock. NUM_RESTORES counts how often `restore` filled the segment. IN_USE is 1
-# from the writer's first step on, because then `restore` must not fill the segment.
+FLOOR = 9  # a writer overwrites only timesteps below the floor, and raises the floor first
+LOG_RESERVED = 10  # log entries below this number may be incomplete
+IS_WAITING = 11  # 1 while the writer waits for free slots
+# Words that the claims lock protects. NUM_RESTORES counts how often `restore` filled the segment. IN_USE becomes 1 at
+# the writer's first step. After that, `restore` must not fill the segment.
 NUM_CLAIMS, PID, STARTED, NUM_ENVS, SLOTS, CHUNK, NUM_RESTORES, IN_USE = range(16, 24)
-# Words that the sampler of a queue writes.
+# Words that the sampler of a queue sets.
 SYNCED = 24  # number of log entries that the sampler has read
 LOWEST_NEEDED = 25  # the lowest timestep of an unsampled or unreleased item; NO_ITEM if there is no such item
-# (SYNCED, number of unsampled items in the entries up to SYNCED), where the next sampling process continues.
+# The pair (SYNCED, number of unsampled items in the entries up to SYNCED). A new sampler process continues from here.
 READ_POSITION = slice(26, 26 + Seqlock.words(2))
 
-_WORDS = 32  # 4 cache lines, so that different processes write to different cache lines
+_WORDS = 32  # 4 cache lines; two processes never write to the same cache line
 NEVER = NO_ITEM = 2**62
 _FILE = "rlframe-replay"
-_CLAIM_TIMEOUT = 30.0  # seconds; a claim takes microseconds
+_CLAIM_TIMEOUT = 30.0  # seconds to wait for the claims lock; a process normally holds it for microseconds
 
 
 class BufferGoneError(RlframeError):
@@ -66,7 +68,7 @@ class BufferGoneError(RlframeError):
 
 
 def create(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) -> SharedArrays:
-    """Create the memory of a buffer. The memory exists until it is closed and no process maps it."""
+    """Create the memory of a buffer. The memory is freed when it is closed and no process maps it."""
     if not SUPPORTED:
         raise UsageError(
             "SharedMemReplayBuffer needs Linux on x86-64 or 64-bit ARM. Use ReplayBuffer in one process instead."
@@ -126,8 +128,8 @@ class BufferMemory:
     def claims(self) -> contextlib.AbstractContextManager[None]:
         """Hold the claims lock. Only one process can hold this lock at a time."""
         overdue = RlframeError(
-            f"A process has held the claims lock of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s: it was "
-            "stopped (SIGSTOP) while it claimed a rank. Continue it (SIGCONT), or kill it."
+            f"A process has held the claims lock of the shared replay buffer for {_CLAIM_TIMEOUT:.0f} s. Probably, it "
+            "was stopped (SIGSTOP) while it claimed a rank. Continue the process (SIGCONT), or kill it."
         )
         return self._shared.lock(_CLAIM_TIMEOUT, overdue)
 
@@ -142,12 +144,12 @@ class BufferMemory:
 
     @property
     def sampler(self) -> ProcessId:
-        """The process that samples, or that was the last to sample."""
+        """The current sampler process, or the last one if no process samples now."""
         return ProcessId(self.control[SAMPLER_PID], self.control[SAMPLER_STARTED])
 
     @property
     def incarnations(self) -> list[int]:
-        """The number of claims of each rank."""
+        """For each rank, the number of times that a process claimed it."""
         return [header[NUM_CLAIMS] for header in self.headers]
 
     def added_items(self) -> int:
@@ -162,11 +164,11 @@ class BufferMemory:
 
 
 class Cursors(NamedTuple):
-    """The current ends of a segment's data."""
+    """A segment's write positions and counters."""
 
     head: int  # number of the next timestep
-    end: int  # number of the next entry of the log
-    added: int  # number of items so far
+    end: int  # number of the next log entry
+    added: int  # number of items added so far
     steps: int
 
 
@@ -186,29 +188,30 @@ def _fields(num_writers: int, rows: int, spec: ReplaySpec, step_spec: StepSpec) 
     return shapes
 
 
-# An entry of the log describes consecutive timesteps, from `entry >> COUNT_BITS` on. Items begin at those of the
-# timesteps that are marked as present.
-COUNT_BITS = 20  # enough for the environments of any rank
+# A log entry describes consecutive timesteps. The first one is `entry >> COUNT_BITS`, and `entry & COUNT_MASK` is their
+# number. If the array `present` is True for a timestep, an item begins at this timestep.
+COUNT_BITS = 20  # enough bits for the number of environments of any rank
 COUNT_MASK = (1 << COUNT_BITS) - 1
-# Readers skip this many of the chunks that are overwritten next. If readers skipped only one chunk, they would read the
-# log of a writer at full speed for every second batch, which takes three times as long as the batch.
+# Readers do not draw from the next chunks to be overwritten. This is the number of these chunks. With only one chunk,
+# readers would have to read a fast writer's log for every second batch. That takes three times the time of a batch.
 MARGIN_CHUNKS = 4
 
 
 def log_entries(starts: np.ndarray) -> np.ndarray:
-    """Return the log's entries for items that start at the timesteps `starts`, in any order."""
+    """Return log entries for items that start at the timesteps `starts`. The order of `starts` does not matter."""
     return starts << COUNT_BITS | 1
 
 
 def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[int, int]:
-    """Return (slots, chunk) of a segment with its share of the capacity, for a writer of `num_envs` environments.
+    """Return (number of slots, chunk size) of one segment, for a writer of `num_envs` environments.
 
-    Each segment of a queue has room for a whole batch, so that no writer waits for another writer.
+    A segment gets an equal share of the buffer's capacity. In a queue, each segment can hold a whole batch, so a writer
+    never has to wait for another writer.
     """
     share = -(-spec.capacity // num_writers)
     if spec.kind == "queue":
         batch = 2 * num_envs if spec.batch_size is None else spec.batch_size
-        period = spec.item.period if isinstance(spec.item, Sequence) else 2  # every second step may be at LAST
+        period = spec.item.period if isinstance(spec.item, Sequence) else 2  # with episodes of one step: FIRST, LAST
         share = max(share, max(spec.min_size, batch) * period + steps.timesteps_needed(spec, num_envs))
     spec = dataclasses.replace(spec, capacity=share)
     slots, chunk = steps.ring_sizes(spec, num_envs, num_envs, chunks=16 * MARGIN_CHUNKS)
@@ -216,12 +219,12 @@ def segment_sizes(spec: ReplaySpec, num_writers: int, num_envs: int) -> tuple[in
 
 
 def segment_rows(spec: ReplaySpec, num_writers: int, max_envs: int) -> int:
-    """Return a number of slots that is enough for a writer with up to `max_envs` environments."""
-    return segment_sizes(spec, num_writers, max_envs)[0] + 4 * max_envs  # added for rounding
+    """Return a number of slots that is sufficient for a writer with up to `max_envs` environments."""
+    return segment_sizes(spec, num_writers, max_envs)[0] + 4 * max_envs  # 4 * max_envs covers rounding
 
 
 def init_segment(memory: BufferMemory, rank: int, spec: ReplaySpec, num_envs: int) -> None:
-    """Set up a segment for a writer of `num_envs` environments. A segment with items keeps its layout."""
+    """Set up a segment for a writer of `num_envs` environments. If the segment has steps, keep its layout."""
     header = memory.headers[rank]
     if memory.cursors_of(rank).head == 0:
         header[SLOTS], header[CHUNK] = segment_sizes(spec, memory.num_writers, num_envs)
@@ -235,8 +238,8 @@ class SegmentWriter:
     """Adds the steps of one writer to its segment. Only one thread may call this object at a time.
 
     Attributes:
-        num_restores: how often the segment was restored before it was opened.
-        owns_segment: True if this writer may add steps. Then the segment can no longer be restored.
+        num_restores: number of times that the segment was restored before this writer opened it.
+        owns_segment: True if this writer may add steps. While it is True, the segment cannot be restored.
     """
 
     def __init__(
@@ -254,7 +257,7 @@ class SegmentWriter:
             return memory.arrays[name][first : first + slots]
 
         self._store = StepStore(spec, step_spec, timeline, self._log, num_envs, allocate=part)
-        self._store.marks_origin = incarnation > 0 or self.num_restores > 0  # otherwise, all slots contain 0
+        self._store.marks_origin = incarnation > 0 or self.num_restores > 0  # a new segment's slots already contain 0
         self.writer = self._store.open(rank, incarnation, num_envs, origin=incarnation)
         self._steps = now.steps
 
@@ -266,12 +269,12 @@ class SegmentWriter:
         self._cursors.write(self._timeline.head, log.end, log.added, self._steps)
 
     def floor_after(self, count: int) -> int:
-        """Return the floor after a step of `count` environments. 0 if the floor does not change."""
+        """Return the floor after a step of `count` environments. Return 0 if the step does not change the floor."""
         head, timeline = self._timeline.head + 2 * count, self._timeline
         return head - timeline.slots + timeline.chunk if head - timeline.floor > timeline.slots else 0
 
     def unsampled_below(self, floor: int) -> bool:
-        """Return True if a queue has an unsampled item that starts below `floor`."""
+        """Return True if this segment of a queue has an unsampled item that starts below `floor`."""
         header = self._header
         synced = header[SYNCED]  # read SYNCED first, because the sampler writes it after LOWEST_NEEDED
         if self._timeline.floor <= header[LOWEST_NEEDED] < floor:
@@ -280,7 +283,7 @@ class SegmentWriter:
 
 
 class LogTable(ItemTable):
-    """The table of a segment's writer, which writes items to the log."""
+    """The table of a segment's writer. It stores no items, but writes them to the segment's log."""
 
     def __init__(self, timeline: Timeline, present: np.ndarray, log: np.ndarray, header: memoryview, cursors: Cursors):
         super().__init__(timeline)
@@ -309,7 +312,7 @@ class LogTable(ItemTable):
         super().evict(index)
 
     def any_below(self, position: int, floor: int) -> bool:
-        """Return True if the log from `position` on has an item that is not evicted and starts below `floor`."""
+        """Return True if the log, from `position` on, contains an item below `floor` that is not evicted."""
         after = self._log[np.arange(max(position, self.end - len(self._log)), self.end) % len(self._log)]
         starts = after >> COUNT_BITS
         return bool(((starts < floor) & (starts + (after & COUNT_MASK) > self._timeline.floor)).any())

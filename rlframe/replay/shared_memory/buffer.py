@@ -1,7 +1,7 @@
-"""The replay buffer for processes of one machine. Experience is passed in shared memory.
+"""The replay buffer for the processes of one machine. The processes exchange experience through shared memory.
 
-Each writer owns a segment, which is a ring, and writes to the segment without a lock. A reader copies data, and then
-checks that the data was not overwritten during the copy. See `docs/data.md`.
+Each writer owns a segment (a ring of slots), and writes to it without a lock. A reader copies data, and then checks
+that no writer has overwritten the data during the copy. See `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ from rlframe.types import Batch, Step
 _T = TypeVar("_T")
 _pickled_buffers: set[SharedMemReplayBuffer] = (
     set()
-)  # buffers that this process created and pickled, and must keep, because other processes may still open them
+)  # buffers that this process created and pickled; kept alive because other processes may open the copies later
 
 
 class SharedMemReplayBuffer(KeyedReplayBuffer):
-    """A replay buffer in memory that the processes of a machine share. Pass it (pickled) to actors and to the learner.
+    """A replay buffer in the shared memory of one machine. Pass it (pickled) to actors and to the learner.
 
-    The process that creates the buffer must stay alive until the other processes have opened it. The first process that
-    samples is the sampler. The sampler owns the priorities, and takes the items of a queue. Other processes can only
-    read uniformly.
+    The process that creates the buffer must stay alive until all other processes have opened it. The first process that
+    samples becomes the sampler. The sampler sets the priorities, and takes items from a queue. Other processes can only
+    sample uniformly.
 
-    A writer in another process than the sampler waits in `add`, so that it does not overwrite unsampled items of a
-    queue, and is at most `rounds_ahead` rounds ahead of `samples_per_insert`. A writer in the sampler's process never
-    waits, as with the in-process buffer. Before any process samples, writers in the process that created the buffer do
-    not wait either.
+    If a writer is not in the sampler's process, `add` can wait. It waits while the next step would overwrite unsampled
+    items of a queue. It also waits while the writer is more than `rounds_ahead` rounds ahead of `samples_per_insert`.
+    A writer in the sampler's process never waits, as in the in-process buffer. Before a process samples, writers in the
+    process that created the buffer do not wait.
 
     Args:
         agent: an Agent, or any object with `replay_spec` and `step_spec`.
         num_writers: number of actors. The buffer keeps each actor's newest `capacity / num_writers` timesteps.
         seed: seed of the random draws.
-        max_envs: the most environments of one writer. A high value uses address space, but no memory.
-        timeout: most seconds that `add` waits.
-        in_threads: True if writers are threads of the sampler's process. These writers also wait for the sampler.
-        rounds_ahead: rounds (batches, or steps of all environments) that writers may be ahead of `samples_per_insert`.
-        elastic_writers: True if a batch of one item per environment does not wait for writers that have not started.
+        max_envs: maximum number of environments of one writer. A high value uses address space, but no memory.
+        timeout: maximum number of seconds that `add` waits.
+        in_threads: True if writers are threads of the sampler's process. Then these writers also wait for the sampler.
+        rounds_ahead: maximum lead of the writers over `samples_per_insert`. The unit is rounds. A round is a batch, or
+            one step of all environments.
+        elastic_writers: True if batches of one item per environment need no items from writers that have not started.
         overrides: fields of `ReplaySpec` to change.
 
     Raises:
@@ -62,7 +63,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     """
 
     is_saved_by_learner = True
-    _created: SharedArrays | None = None  # memory that this object created; None in a copy
+    _created: SharedArrays | None = None  # the memory that this object created; None in a pickled copy
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         self._own_view: _ProcessView | None = None
 
     def _view(self) -> _ProcessView:
-        """Return this process's view of the buffer, which all copies in the process share. Open it at the first use."""
+        """Return this process's view of the buffer. All copies of the buffer in one process share one view."""
         if self._own_view is None:
             with _views_lock:
                 found = _views.get(self._plan.name.token)
@@ -120,10 +121,10 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
         """Register a writer, as `BaseReplayBuffer` describes.
 
-        A rank is free if no process has claimed this rank, or if the process that claimed it has exited.
+        A rank is free if no process has claimed it, or if the process that claimed it has exited.
 
         Raises:
-            UsageError: all ranks are taken, or `rank` is taken by a running process.
+            UsageError: no rank is free, or a running process has claimed `rank`.
             BufferGoneError: the process that created the buffer has exited.
         """
         return self._view().writers.claim(num_envs, rank)
@@ -134,10 +135,12 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             view.writers.open(rank, num_envs)
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`, as `BaseReplayBuffer` describes. May wait (see this class).
+        """Add one step of the environments `env_ids`, as `BaseReplayBuffer` describes.
+
+        This method can wait. The docstring of this class describes when.
 
         Raises:
-            WriterTimeoutError: there was no room for `timeout` seconds.
+            WriterTimeoutError: the method has waited for `timeout` seconds.
             BufferGoneError: the process that created the buffer exited during the wait.
             StoppedError: `end_waits` was called.
         """
@@ -156,9 +159,9 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
                 sampler.forget_before(version)
 
     def sample(self) -> Batch | None:
-        """Draw a batch. Return None before `min_size` items were added, or while a queue has too few items.
+        """Draw a batch. Return None if fewer than `min_size` items were added, or if a queue has too few items.
 
-        The caller owns the arrays of a batch. The buffer reuses large arrays once nothing refers to them.
+        The caller owns the batch's arrays. The buffer reuses a large array only when nothing refers to it anymore.
 
         Raises:
             UsageError: another process samples this queue.
@@ -183,8 +186,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> Batch | None:
         """See `KeyedReplayBuffer`. Any process may call this method without becoming the sampler.
 
-        Drawn items of a queue can be overwritten only if a new sampler took over, or by a writer in the sampler's own
-        process, because this writer does not wait.
+        Drawn items of a queue are overwritten in only two cases. A new sampler process has replaced the old one, or the
+        writer is in the sampler's process, where writers do not wait.
         """
         keys, probabilities = check_keys(keys, probabilities)
         view = self._view()
@@ -201,11 +204,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
                 sampler.release(keys)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Return the result of `sample`, but wait up to `timeout` seconds for enough items."""
+        """Wait up to `timeout` seconds for a sufficient number of items. Then return the result of `sample`."""
         return self._wait_for(self.sample, timeout)
 
     def _wait_for(self, take: Callable[[], _T | None], timeout: float) -> _T | None:
-        """Return the result of `take` once there may be enough items. Return None after about `timeout` seconds."""
+        """Call `take` until it returns a result, or until about `timeout` seconds have passed. Then return None."""
         result = take()
         if result is not None or timeout <= 0 or self.closed:
             return result
@@ -215,7 +218,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         with view.lock:
             memory.control[block.WAKE_AT] = view.sampler.inserts_needed()
         try:
-            result = take()  # writers may have added items before they could see WAKE_AT
+            result = take()  # writers may have added the items just before WAKE_AT was set; they do not wake us
             if result is not None:
                 return result
             memory.added.wait(value, timeout)
@@ -241,13 +244,13 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
     @property
     def closed(self) -> bool:
-        """True if this object, or the original buffer of this copy, was closed. Then no more batches are sampled."""
+        """True if this object was closed, or if it is a copy of a closed buffer. A closed buffer returns no batches."""
         return self._closed or (self._own_view is not None and self._own_view.memory.closed)
 
     def close(self) -> None:
         """Stop the datasets.
 
-        In the process that created the buffer, also end sampling and waiting in all processes.
+        If this process created the buffer, also end sampling and waiting in all other processes.
         """
         if self._created is not None:
             self._created.close()
@@ -259,8 +262,8 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write items, priorities, counters and the random state to the file `path`.
 
-        Call this method in the sampler's process. Writers continue during the save. Items that they overwrite before
-        the save ends are not in the file.
+        Call this method in the sampler's process. Writers continue during the save. If a writer overwrites an item
+        during the save, the file does not contain this item.
 
         Raises:
             CheckpointError: the file could not be written. The old file is unchanged.
@@ -270,10 +273,9 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             saving.save(path, self._view().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved buffer. Call this method in the sampler's process, before writers add steps.
+        """Continue from a saved buffer. Call this method in the sampler's process, before any writer adds steps.
 
-        If a learner restarts while the buffer still exists, the buffer keeps its items, and only their priorities are
-        restored.
+        If only the learner restarted, the buffer still has its items. Then only the priorities are restored.
 
         Raises:
             CheckpointError: the file is missing, damaged or from another agent, or writers have already added steps.
@@ -285,11 +287,11 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
 
 
 class _ProcessView:
-    """One process's view of a buffer: the writers and the sampler of this process, which use the same memory.
+    """One process's access to a buffer: the mapped memory, the writers and the sampler of this process.
 
     Attributes:
-        lock: lock that is held while this process adds or samples, but not while it waits.
-        fetch_lock: lock that is held while this process reads items by their keys with `fetcher`.
+        lock: this process holds the lock while it adds or samples. While it waits, it does not hold the lock.
+        fetch_lock: this process holds the lock while `fetcher` reads items by their keys.
     """
 
     def __init__(self, plan: BufferPlan) -> None:
@@ -298,7 +300,7 @@ class _ProcessView:
         self.lock, self.fetch_lock = threading.RLock(), threading.Lock()
         self.writers = SegmentWriters(plan, self.memory, self.lock)
         self.sampler = Sampler(self.memory, spec, step_spec, plan.seed, elastic_writers=plan.elastic_writers)
-        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # `fetch` does not read logs
+        self.fetcher = SegmentReader(self.memory, spec, step_spec, "uniform")  # its table stays empty
 
 
 _views_lock = threading.Lock()

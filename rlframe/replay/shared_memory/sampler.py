@@ -1,7 +1,7 @@
-"""Sampling from a shared replay buffer in one process.
+"""The part of a shared replay buffer that samples.
 
-One process is the sampler. Its table determines the next draws, and writers wait for its counters. Other processes may
-read uniformly, without any effect on the writers or the sampler.
+One process is the sampler. It draws from its table, and writers wait for its counters. Other processes can sample
+uniformly. This has no effect on the writers or the sampler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlframe.replay.shared_memory.segment_reader import RANK_BITS, SegmentReader
 from rlframe.replay.tables import QueueTable
 from rlframe.types import Batch, ReplaySpec, StepSpec
 
-# Seconds between two reads of the logs. Reading the logs for each batch would take a quarter of the sampling time.
+# Seconds between two reads of the logs. A read for every batch would take a quarter of the sampling time.
 _SYNC_INTERVAL = 0.001
 
 _NO_STARTS = np.zeros(0, np.int64)
@@ -33,7 +33,7 @@ class Sampler:
     """Draws batches from the segments of `memory`. Only one thread may call this object at a time.
 
     Attributes:
-        is_sampler: True if this process is the sampler. Otherwise this process reads uniformly.
+        is_sampler: True if this process is the sampler. False if this process only samples uniformly.
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class Sampler:
         self.rng = np.random.Generator(np.random.PCG64(seed))
         self.reader = SegmentReader(memory, spec, step_spec, spec.kind)
         self._has_role = False
-        self._min_version = -1  # items of a queue from older versions are dropped
-        self._unreleased = _NO_STARTS  # starts of a queue's drawn items that are not released yet
+        self._min_version = -1  # a queue drops items whose policy version is lower
+        self._unreleased = _NO_STARTS  # starts of a queue's items that were drawn but not released
         self._limiter = RateLimiter(spec)
         self._sync_interval, self._synced_until = (0.0 if spec.kind == "queue" else _SYNC_INTERVAL), 0.0
 
     def choose_role(self) -> None:
         """Make this process the sampler if there is no sampler, or if the sampler's process has exited.
 
-        Otherwise make this process a uniform reader.
+        If another running process is the sampler, make this process a uniform reader.
 
         Raises:
-            UsageError: the buffer is a queue that another process samples.
+            UsageError: the buffer is a queue, and another process samples it.
         """
         if self._has_role:
             return
@@ -68,7 +68,8 @@ class Sampler:
             if other != this_process() and other.is_alive:
                 if kind == "queue":
                     raise UsageError(
-                        f"This replay buffer is a queue, and process {other.pid} samples it. No other process may."
+                        f"This replay buffer is a queue, and process {other.pid} samples it. "
+                        "Only one process can sample a queue."
                     )
                 self.reader = SegmentReader(memory, self._spec, self._step_spec, "uniform")
                 self.rng = np.random.Generator(np.random.PCG64([this_process().pid, this_process().started]))
@@ -84,11 +85,11 @@ class Sampler:
         if not self.is_sampler:
             pid = self._memory.sampler.pid
             raise UsageError(
-                f"Process {pid} samples this replay buffer. Call this method there, because this process only reads."
+                f"Process {pid} samples this replay buffer. Call this method there: this process can only read."
             )
 
     def _take_over(self) -> None:
-        """Continue with the counters of the previous sampler process, and with its position in a queue."""
+        """Continue with the counters of the previous sampler process. In a queue, also continue at its position."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
         self._unreleased = _NO_STARTS
         if isinstance(reader.table, QueueTable):
@@ -116,7 +117,7 @@ class Sampler:
 
     @property
     def is_sampled_elsewhere(self) -> bool:
-        """True if another process samples or has sampled. Then the counters in shared memory are correct."""
+        """True if another process is or was the sampler. Then the counters in shared memory are valid."""
         return not self.is_sampler and self._control[block.SAMPLER_PID] != 0
 
     def sample(self) -> Batch | None:
@@ -128,7 +129,7 @@ class Sampler:
         return batch
 
     def draw(self) -> Draw | None:
-        """Draw a batch for another process to read. Return None while there are too few items."""
+        """Draw items, but do not copy them: another process reads them. Return None if there are too few items."""
         count, forgot = self._prepare()
         draw = None
         if count:
@@ -150,7 +151,7 @@ class Sampler:
             self.publish(True)
 
     def _prepare(self) -> tuple[int, bool]:
-        """Read the logs if necessary, and drop old items. Return (items to draw now, whether items were dropped)."""
+        """Read the logs if necessary, and drop old items. Return (number to draw, True if any items were dropped)."""
         now = time.monotonic()
         if now > self._synced_until or self.reader.is_behind:
             self.reader.sync()
@@ -165,7 +166,7 @@ class Sampler:
         return count, forgot > 0
 
     def forget_before(self, version: int) -> None:
-        """Drop present and later items of a queue in which a version below `version` acted."""
+        """Drop a queue's items that contain steps of a policy version below `version`, now and in the future."""
         self._min_version = max(self._min_version, version)
         self.reader.sync()
         self.publish(self.reader.store.forget_before(self._min_version) > 0)
@@ -175,7 +176,7 @@ class Sampler:
         starts, probabilities = reader.table.draw(count, self.rng)
         batch = reader.read(starts, probabilities)
         torn_items = reader.torn_items(starts)
-        while torn_items is not None:  # a writer overwrote these items during the copy, so draw other items
+        while torn_items is not None:  # a writer overwrote these items during the copy; replace them by new draws
             rows = torn_items.nonzero()[0]
             reader.sync()
             if reader.table.size < (len(rows) if self._spec.kind == "queue" else 1):
@@ -191,22 +192,22 @@ class Sampler:
         return batch
 
     def _items_to_sample(self) -> int:
-        """Return the size of the next batch. 0 while there are too few items, or while sampling is ahead."""
+        """Return the size of the next batch. Return 0 if there are too few items, or if the sampler is too fast."""
         if self._memory.closed:
             return 0
         return self._limiter.items_to_sample(self._counts(), self._writers, self.reader.items_by_rank)
 
     def _counts(self) -> ItemCounts:
         reader = self.reader
-        # The ratio limits only the sampler, so 0 samples count in other processes.
+        # The ratio limits only the sampler. Other processes pass 0, so that nothing limits them.
         return ItemCounts(reader.table.size, reader.added, self.sampled if self.is_sampler else 0)
 
     def _writers(self) -> dict[int, WriterState]:
         return {rank: self._writer(rank, header) for rank, header in enumerate(self._memory.headers)}
 
     def _writer(self, rank: int, header: memoryview) -> WriterState:
-        # A writer that has not started is considered alive, unless writers are elastic. A writer that waits for the
-        # release of items is considered to make progress.
+        # If a writer has not started, it counts as alive, except with elastic writers. If a writer waits until items
+        # are released, it counts as active.
         is_held_up = header[block.IS_WAITING] and len(self._unreleased)
         return WriterState(
             header[block.NUM_ENVS],
@@ -215,38 +216,39 @@ class Sampler:
         )
 
     def publish(self, has_drawn: bool) -> None:
-        """Publish the sampler's counters, and wake the writers that wait for them."""
+        """Write the sampler's counters to shared memory, and wake the writers that wait for them."""
         control, table = self._control, self.reader.table
         if not has_drawn and not self._writers_wait():
             return
         changed = has_drawn
         if isinstance(table, QueueTable):
             changed = self.reader.publish_needed_items(self._unreleased) or has_drawn
-        # Write these counters last. If a sampler dies before, the items that it took from a queue count as evicted.
+        # Write these counters last. If the sampler dies before this, the items that it took from a queue count as
+        # evicted.
         control[block.SAMPLED], control[block.SIZE] = self.sampled, table.size
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
         control[block.DROPPED] = table.dropped
         fence()
-        if changed and self._writers_wait():  # otherwise, waiting writers and readers would wake each other forever
+        if changed and self._writers_wait():  # without a change, writers and the sampler would wake each other forever
             self._memory.room.wake()
 
     def _writers_wait(self) -> bool:
         return any(header[block.IS_WAITING] for header in self._memory.headers)
 
     def inserts_needed(self) -> int:
-        """Return the total number of inserts after which the next batch is possible."""
+        """Return the total number of inserted items at which the next batch becomes possible."""
         return self._limiter.inserts_needed(self._counts(), self._writers)
 
     @property
     def size(self) -> int:
-        """Number of items that can be sampled now. Other processes get the number after the last batch of a queue."""
+        """Number of items that can be sampled. For a queue, other processes get the number after the last batch."""
         if self._spec.kind == "queue" and self.is_sampled_elsewhere:
             return self._control[block.SIZE]
         self.reader.sync()
         return self.reader.table.size
 
     def stats(self, bytes_taken: int) -> dict[str, int]:
-        """Return the counters. Other processes get some counters as they were after the sampler's last batch."""
+        """Return the counters. In other processes, some counters have their values from the sampler's last batch."""
         size, control, memory = self.size, self._control, self._memory
         steps = sum(cursors.read()[3] for cursors in memory.cursors)
         stats = {**self.reader.table.stats(steps, self.sampled, bytes_taken), "items": size, "added": self.reader.added}

@@ -1,8 +1,8 @@
-"""Saving and restoring of a shared replay buffer.
+"""Save and restore a shared replay buffer.
 
-Writers continue during a save, so rows may be overwritten while they are streamed to the file. The segments' floors are
-saved last. The floors show which rows were not overwritten. Open fragments are in the writers' processes, and are not
-saved.
+Writers continue during a save, so they can overwrite rows while these rows are streamed to the file. Therefore the
+segments' floors are saved last. Rows above the floor were not overwritten. Incomplete items exist only in the writers'
+processes, and are not saved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
     arrays["numbers"] = table.starts()
     if isinstance(table, PrioritizedTable):
         arrays["leaves"] = table.leaves(arrays["numbers"])
-    # The headers with the floors are read last, when they are written to the file. Rows above the floors are intact.
+    # `write` reads the headers last. The headers contain the floors, and rows above the floors are intact.
     arrays["headers"] = memory.header_words
     header = {
         "shared": [memory.num_writers, memory.token],
@@ -57,8 +57,8 @@ def save(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, s
 def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler, spec: ReplaySpec) -> None:
     """Restore a file that `save` wrote. The caller must hold the claims lock.
 
-    If this buffer saved the file, or was already restored from it, the items in memory are newer. Then only priorities
-    are restored.
+    If this buffer has saved the file, or was already restored from it, the items in memory are newer than the file.
+    Then only the priorities are restored.
 
     Raises:
         CheckpointError: the file is missing, damaged or from another agent, or writers have already added steps.
@@ -101,7 +101,7 @@ def restore(path: str | os.PathLike[str], memory: BufferMemory, sampler: Sampler
 
 
 def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, np.ndarray]:
-    """Return the used rows of a segment, without the flags of items, which are restored from the saved starts."""
+    """Return the used rows of a segment. The flags in `present` are not needed: `_fill` sets them."""
     rows = slice(rank * memory.rows, rank * memory.rows + min(head, slots))
     return {f"{rank}/{name}": array[rows] for name, array in memory.arrays.items() if name != "present"}
 
@@ -109,7 +109,7 @@ def _rows(memory: BufferMemory, rank: int, head: int, slots: int) -> dict[str, n
 def _fill(
     memory: BufferMemory, rank: int, slots: int, chunk: int, cursors: block.Cursors, starts: np.ndarray, floor: int
 ) -> None:
-    """Register the rows of a segment, which are already in memory. `starts` are the starts of the segment's items."""
+    """Set the header, the log and the flags of a segment whose rows are restored. `starts` are its items' starts."""
     words, present = memory.headers[rank], memory.arrays["present"][rank * memory.rows :][:slots]
     present[:] = False
     present[starts % slots] = True
@@ -125,10 +125,11 @@ def _check_free(
     header = memory.headers[rank]
     if header[block.IN_USE] or memory.cursors_of(rank).head:
         raise CheckpointError(
-            f"The replay buffer cannot be restored from {path}: writer {rank} has already added steps. Restore first."
+            f"The replay buffer cannot be restored from {path}: writer {rank} has already added steps. "
+            "Restore the buffer before writers add steps."
         )
     if slots > memory.rows:
-        raise CheckpointError(f"{path} was saved with a larger max_envs: a segment in it has {slots} slots.")
+        raise CheckpointError(f"{path} was saved with a larger max_envs: one of its segments has {slots} slots.")
     try:
         steps.check_room(spec, slots, (block.MARGIN_CHUNKS + 1) * chunk, header[block.NUM_ENVS])
     except UsageError as error:

@@ -1,7 +1,7 @@
-"""A reader's table of the items of all segments, updated from the segments' logs.
+"""A reader's table with the items of all segments. The reader updates the table from the segments' logs.
 
-In this table, the start of an item of rank r at timestep n is `r << RANK_BITS | n`. So one table contains the items of
-all segments. Its class is the same as in the in-process buffer.
+If rank r has an item that starts at timestep n, the item's start in the table is `r << RANK_BITS | n`. So one table can
+contain the items of all segments. The table's class is also used by the in-process buffer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rlframe.types import Batch, ReplaySpec, StepSpec
 
 RANK_BITS = 43
 NUMBER_MASK = (1 << RANK_BITS) - 1
-_MAX_BLOCKS = 3  # if there are more blocks, their items are added one by one
+_MAX_BLOCKS = 3  # the maximum number of blocks to add as blocks; with more blocks, single items are added
 
 
 class SegmentsTimeline(Timeline):
     """The timesteps of all segments.
 
-    Segment r has the slots from r * rows on, and uses the first `sizes[r]` of them.
+    The slots of segment r begin at r * rows. The segment uses `sizes[r]` slots.
     """
 
     def __init__(self, num_segments: int, rows: int):
@@ -36,7 +36,7 @@ class SegmentsTimeline(Timeline):
         self._ranks = np.arange(num_segments)
         self._bases = self._ranks * rows
         self.sizes = np.full(num_segments, rows)
-        self.heads = self._ranks << RANK_BITS  # head of each segment, as a number
+        self.heads = self._ranks << RANK_BITS  # the next timestep number of each segment
         self.floors = self.heads.copy()
 
     def index(self, numbers: Numbers, count: int) -> Index:
@@ -70,7 +70,7 @@ class SegmentsTimeline(Timeline):
     def numbers_in(self, slots: np.ndarray) -> np.ndarray:
         ranks = slots // self._rows
         heads, sizes = self._per_rank(self.heads, ranks), self._per_rank(self.sizes, ranks)
-        # The newest timestep is in the slot before the head's slot. Other timesteps are up to one lap older.
+        # The newest timestep is in the slot before the head's slot. The other slots contain older timesteps.
         behind = (self._per_rank(self._bases, ranks) + (heads & NUMBER_MASK) - 1 - slots) % sizes
         return heads - 1 - behind
 
@@ -79,12 +79,12 @@ class SegmentsTimeline(Timeline):
 
 
 class SegmentReader:
-    """A reader's table, and its position in each segment's log.
+    """A reader's table and its positions in the segments' logs.
 
     Attributes:
         store: the steps of all segments.
-        cursors: the cursors of each segment when it was last read.
-        added: number of items in the logs so far.
+        cursors: the cursors of each segment at the last read.
+        added: number of items that the writers had added at the last read.
     """
 
     def __init__(self, memory: BufferMemory, spec: ReplaySpec, step_spec: StepSpec, kind: str):
@@ -92,11 +92,11 @@ class SegmentReader:
         self.timeline = SegmentsTimeline(memory.num_writers, memory.rows)
         self.table: ItemTable = make_table(kind, self.timeline, spec.priority_exponent)
         if isinstance(self.table, Ring) and memory.num_writers > 1:
-            self.table.ordered = False  # items are evicted in order only within a segment
+            self.table.ordered = False  # eviction is in order only within one segment
         self._is_queue = kind == "queue"
         self.cursors = [block.Cursors(0, 0, 0, 0)] * memory.num_writers
         self._cursor_counts, self._floors = [-1] * memory.num_writers, [0] * memory.num_writers
-        self._kept_from = [0] * memory.num_writers  # lowest number in the table, for each segment
+        self._kept_from = [0] * memory.num_writers  # for each segment, the lowest timestep in the table
         self.added = 0
         self._pid = this_process().pid
 
@@ -110,11 +110,11 @@ class SegmentReader:
 
     @property
     def is_behind(self) -> bool:
-        """True if items in the table may soon be overwritten, or a writer in this process has added steps."""
+        """True if writers will soon overwrite items of the table, or if a writer in this process has added steps."""
         memory = self._memory
         for header, cursors, kept, version in zip(memory.headers, memory.cursors, self._kept_from, self._cursor_counts):
             floor = header[block.FLOOR]
-            is_near = floor and floor + header[block.CHUNK] > kept  # may be evicted during a copy
+            is_near = floor and floor + header[block.CHUNK] > kept  # an item may be overwritten during a copy
             if is_near or (header[block.PID] == self._pid and cursors.count != version):
                 return True
         return False
@@ -130,7 +130,7 @@ class SegmentReader:
                 self._sync(rank, header)
                 changed = True
         if changed:
-            # For items that were overwritten before they were read, only increase the counters.
+            # Some items were overwritten before the reader could read them. Count them as added and evicted.
             self.added = sum([cursors.added for cursors in self.cursors])
             missed = self.added - self.table.added
             self.table.added += missed
@@ -147,7 +147,7 @@ class SegmentReader:
         firsts, counts = self._entries(rank, header, cursors.end)
         new = self._expand(mark + firsts, counts)
         fence()
-        # Read the floor after the entries, because the entries of timesteps below the floor may be overwritten.
+        # Read the floor after the entries: timesteps below the floor may be overwritten, so their entries are invalid.
         self._floors[rank] = header[block.FLOOR]
         timeline.heads[rank] = mark + cursors.head
         self._raise_floor(rank, header)
@@ -168,7 +168,7 @@ class SegmentReader:
         return log_entries >> COUNT_BITS, log_entries & COUNT_MASK
 
     def _expand(self, firsts: np.ndarray, counts: np.ndarray) -> list[tuple[int, int, Mask]] | np.ndarray:
-        """Return the items of log entries, as a few blocks (first number, count, mask) or as an array of starts."""
+        """Return the items of log entries: a list of blocks (first number, count, mask), or an array of starts."""
         if not len(firsts):
             return []
         begins = np.concatenate([[0], (firsts[1:] != firsts[:-1] + counts[:-1]).nonzero()[0] + 1])
@@ -186,9 +186,9 @@ class SegmentReader:
         return starts[self._present[self.timeline.slots_of(starts)]]
 
     def _raise_floor(self, rank: int, header: memoryview) -> None:
-        """Evict items shortly before a writer overwrites them. Otherwise many would be overwritten during a copy.
+        """Evict items shortly before a writer overwrites them. Then few items are overwritten during a copy.
 
-        Items of a queue are not evicted early, because the queue's writers wait.
+        In a queue, evict no items early, because the writers of a queue wait.
         """
         kept = self._floors[rank]
         if kept and not self._is_queue:
@@ -209,7 +209,7 @@ class SegmentReader:
         return Batch(data, self.keys(starts, slots), probabilities, versions)
 
     def keys(self, starts: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Return the keys [B, 3] int64 of the items `starts`, which begin in `slots`."""
+        """Return the keys [B, 3] int64 of the items `starts`. `slots` are the items' first slots."""
         keys = np.zeros((len(starts), 3), np.int64)
         keys[:, 2] = starts & NUMBER_MASK
         if len(self.cursors) > 1:
@@ -219,7 +219,7 @@ class SegmentReader:
         return keys
 
     def fetch(self, keys: np.ndarray, probabilities: np.ndarray) -> tuple[Batch, np.ndarray]:
-        """Copy items that another process has drawn. Return (batch, mask [B] bool of evicted items)."""
+        """Copy the items `keys` that another process has drawn. Return (batch, mask [B] bool of evicted items)."""
         for rank, header in enumerate(self._memory.headers):
             self.timeline.sizes[rank] = max(1, header[block.SLOTS])
         heads = np.array([cursors.read()[0] for cursors in self._memory.cursors])
@@ -235,7 +235,7 @@ class SegmentReader:
         return batch, ~known | ((starts & NUMBER_MASK) < floors.take(ranks))
 
     def take_over(self) -> None:
-        """Take over a queue from its previous sampler process. The items that this process had drawn are lost."""
+        """Continue a queue after its previous sampler process. Items that the previous process had drawn are lost."""
         for rank, header in enumerate(self._memory.headers):
             end, count = self._memory.read_positions[rank].read()
             if not end:
@@ -245,7 +245,7 @@ class SegmentReader:
             starts = self._starts((rank << RANK_BITS) + firsts, counts)
             fence()
             self._floors[rank] = header[block.FLOOR]
-            # Raise the floor while the table is empty, because the slots had lower numbers one lap before.
+            # Raise the floor before the table has items. Otherwise this would evict new items in the same slots.
             self._raise_floor(rank, header)
             starts = starts[starts >= (rank << RANK_BITS) + self._floors[rank]]
             self.table.append(starts[max(0, len(starts) - count) :])
@@ -253,20 +253,20 @@ class SegmentReader:
         self.sync()
 
     def resume(self, starts: np.ndarray) -> None:
-        """Begin with the items `starts`, except evicted items, as the complete contents of the segments."""
+        """Fill the table with the items `starts` of a restored buffer. Leave out evicted items."""
         for rank, header in enumerate(self._memory.headers):
-            self.cursors[rank] = self._memory.cursors_of(rank)  # `starts` replaces all entries so far
+            self.cursors[rank] = self._memory.cursors_of(rank)  # skip the entries so far: `starts` has their items
             self._sync(rank, header)
         self.table.append(starts[~self.timeline.is_evicted(starts)])
         self.added = self.table.added = sum([cursors.added for cursors in self.cursors])
 
     def items_by_rank(self) -> dict[int, int]:
-        """Return the number of items of each rank in a queue."""
+        """Return rank -> the number of its items in a queue."""
         counts = np.bincount(self.table.starts() >> RANK_BITS, minlength=len(self.cursors))
         return dict(enumerate(counts.tolist()))
 
     def publish_needed_items(self, unreleased: np.ndarray) -> bool:
-        """Publish which items a queue's writers must not overwrite. Return True if these items changed.
+        """Tell a queue's writers which items they must not overwrite. Return True if these items changed.
 
         Args:
             unreleased: starts of items that were drawn but not released.
@@ -276,7 +276,7 @@ class SegmentReader:
         left = [len(waiting)]
         if len(self.cursors) > 1:
             left = np.bincount(waiting >> RANK_BITS, minlength=len(self.cursors)).tolist()
-        if len(unreleased):  # exclude items that a writer in this process has overwritten without waiting
+        if len(unreleased):  # a writer in this process does not wait, so it can have overwritten some of these items
             waiting = np.concatenate([waiting, unreleased[~self.timeline.is_evicted(unreleased)]])
         ranks, numbers = waiting >> RANK_BITS, waiting & NUMBER_MASK
         changed = False
@@ -291,9 +291,9 @@ class SegmentReader:
         return changed
 
     def torn_items(self, starts: np.ndarray) -> np.ndarray | None:
-        """Return a mask [B] bool of the items just read that may have been overwritten during the copy.
+        """Return a mask [B] bool of the items that a writer may have overwritten while `read` copied them.
 
-        Return None if there are no such items.
+        Return None if no item was overwritten.
         """
         fence()
         floors = [header[block.FLOOR] for header in self._memory.headers]
@@ -303,7 +303,7 @@ class SegmentReader:
         return torn_items if torn_items.any() else None
 
     def starts_of(self, keys: np.ndarray) -> np.ndarray:
-        """Return the starts of the items `keys` [B, 3]. -1 if the key's writer did not write the slot."""
+        """Return the starts of the items `keys` [B, 3]. The start is -1 if another writer has written the slot."""
         rank, incarnation, number = np.asarray(keys, np.int64).T
         known = (rank >= 0) & (rank < self._memory.num_writers) & (number >= 0) & (number <= NUMBER_MASK)
         starts = np.where(known, rank << RANK_BITS | number, 0)

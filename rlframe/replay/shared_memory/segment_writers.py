@@ -1,4 +1,4 @@
-"""The writers of one process to a shared replay buffer: their ranks, their segments, and waits for the sampler."""
+"""The writers in one process to a shared replay buffer. They claim ranks, fill segments, and wait for the sampler."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from rlframe.replay.timeline import WriterFragments
 from rlframe.replay.tree_store import check_memory
 from rlframe.types import ReplaySpec, Step, StepSpec
 
-_CHECK_INTERVAL = 0.2  # seconds between two checks during a wait; a wake-up usually ends the wait sooner
-_EXIT_TIMEOUT = 10.0  # seconds that a new claim waits for the exit of the rank's last process
+_CHECK_INTERVAL = 0.2  # seconds between two checks of a waiting writer; usually the sampler wakes the writer sooner
+_EXIT_TIMEOUT = 10.0  # seconds that a claim waits until the previous process of the rank has exited
 
 
 class WriterTimeoutError(RlframeError, TimeoutError):
-    """A writer waited too long for room in its replay buffer."""
+    """A writer waited too long for free slots in its replay buffer."""
 
 
 class BufferPlan(NamedTuple):
-    """The description of a buffer, which all its processes share: the memory's name and layout, and the options."""
+    """The description of a buffer: the memory's name and layout, and the options. All processes get the same plan."""
 
     name: MemoryName
     spec: ReplaySpec
     step_spec: StepSpec
     num_writers: int
     max_envs: int
-    rows: int  # slots of each segment
+    rows: int  # number of slots of each segment
     seed: int
     timeout: float
     in_threads: bool
@@ -47,12 +47,12 @@ class BufferPlan(NamedTuple):
 
 
 class SegmentWriters:
-    """The writers of this process to the buffer of `plan`.
+    """This process's writers to a buffer.
 
     Args:
         plan: the description of the buffer.
         memory: the buffer's memory, mapped into this process.
-        lock: lock that is held while this process adds or samples, but not while it waits.
+        lock: this process holds the lock while it adds or samples. While it waits, it does not hold the lock.
     """
 
     def __init__(self, plan: BufferPlan, memory: BufferMemory, lock: threading.RLock):
@@ -61,7 +61,7 @@ class SegmentWriters:
         self._waits_for_room = plan.spec.kind == "queue" or self._limiter.ratio is not None
         self._pid = this_process().pid
         self._is_creator = plan.name.creator == this_process()
-        self._incarnations: dict[int, int] = {}  # rank -> incarnation, for ranks that this process claimed
+        self._incarnations: dict[int, int] = {}  # rank -> incarnation, for each rank that this process claimed
         self._segments: dict[int, SegmentWriter] = {}
         self._writers = Writers[WriterFragments]()
         self._stopped_ranks: set[int] = set()  # see `end_waits`
@@ -91,7 +91,9 @@ class SegmentWriters:
                         self.open(chosen, num_envs)
                     return chosen, self._incarnations[chosen]
             if time.monotonic() > deadline:
-                raise UsageError(f"Rank {chosen} cannot be claimed: process {holder.pid} has it, and is still running.")
+                raise UsageError(
+                    f"Rank {chosen} cannot be claimed: process {holder.pid} holds it and is still running."
+                )
             time.sleep(0.02)
 
     def _free_rank(self) -> int:
@@ -115,7 +117,7 @@ class SegmentWriters:
         if rank not in self._incarnations or memory.writer(rank) != this_process():
             raise UsageError(f"This process has not claimed rank {rank}. Call claim_rank first.")
         block.init_segment(memory, rank, plan.spec, num_envs)
-        # The system provides memory only as segments fill. So check that there is enough for all unfilled segments.
+        # The system reserves memory only when data is written. So check that the memory for all free slots exists.
         heads = [cursors.read()[0] for cursors in memory.cursors]
         left = sum(max(0, header[block.SLOTS] - head) for header, head in zip(memory.headers, heads))
         needed = steps.bytes_needed(plan.spec, plan.step_spec, left)
@@ -141,7 +143,7 @@ class SegmentWriters:
     # --- adding
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
-        """Add one step of the environments `env_ids`. If there is no room, wait."""
+        """Add one step of the environments `env_ids`. Wait if the writer is too far ahead of the sampler."""
         check_added(env_ids, step)
         writer, envs = self._writers.find(env_ids)
         segment = self._segments[writer.rank]
@@ -158,9 +160,9 @@ class SegmentWriters:
             memory.added.wake()
 
     def _acquire_segment(self, segment: SegmentWriter) -> SegmentWriter:
-        """Acquire a segment before a writer's first step.
+        """Mark the segment as in use before the writer's first step. After this, `restore` must not fill it.
 
-        `restore` may have filled the segment since it was opened. After this call, `restore` must not fill the segment.
+        If `restore` has filled the segment after it was opened, open it again.
         """
         rank = segment.writer.rank
         with self._memory.claims():
@@ -186,7 +188,7 @@ class SegmentWriters:
         return sampler != 0 or not self._is_creator
 
     def end_waits(self, rank: int) -> None:
-        """End present and later waits of this process's writer `rank`."""
+        """End the current wait of this process's writer `rank`, and prevent further waits."""
         self._stopped_ranks.add(rank)
         self._memory.room.wake()
 

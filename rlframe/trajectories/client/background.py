@@ -20,8 +20,8 @@ _JOIN_TIMEOUT = 2.0  # seconds
 class PrefetchingDataset(Dataset):
     """An endless iterator of batches. Use it as a context manager, or close it.
 
-    At most `prefetch` batches are leased in addition to the batch that the Learner uses. A large `prefetch` is bad for
-    training: each prefetched batch makes the data one training step older when the Learner uses them.
+    At most `prefetch` batches are leased in addition to the batch that the Learner uses. With a large `prefetch`,
+    training is worse: each prefetched batch makes the Learner's data one training step older.
 
     Args:
         buffer: The buffer that requests the batches.
@@ -34,7 +34,7 @@ class PrefetchingDataset(Dataset):
         self._trajectories, self._client = buffer, client
         self._room = threading.Semaphore(max(1, prefetch))
         self._lock = threading.Lock()  # guards `_read` and `_ahead`
-        self._read: int | None = None  # id of the batch that `__next__` returned last
+        self._read: int | None = None  # id of the last batch that `__next__` returned
         self._ahead: set[int] = set()
         super().__init__(buffer, prefetch, timeout)
 
@@ -74,7 +74,7 @@ class PrefetchingDataset(Dataset):
 class LeaseRenewal:
     """A thread that renews leases: it calls `renew` every `period` seconds.
 
-    The thread stops at `close`, or when the object of the bound method no longer exists.
+    The thread stops at `close`, or when the object that has the method `renew` no longer exists.
 
     Args:
         renew: A bound method that never raises.
@@ -89,7 +89,7 @@ class LeaseRenewal:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. A thread that waits for the service may end later. A second call does nothing."""
+        """Stop the thread. If it waits for the service, it may end after this call. A second call does nothing."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_TIMEOUT)
@@ -100,4 +100,4 @@ class LeaseRenewal:
             if renew is None:
                 return
             renew()
-            del renew  # otherwise this thread would keep the buffer alive until the next call
+            del renew  # while the thread sleeps, it must not keep the buffer alive

@@ -1,7 +1,7 @@
-"""The shared base class of both clients: requests with retries.
+"""The base class of `TrajectoryClient` and `AsyncTrajectoryClient`: requests with retries.
 
-Both clients run the same coroutines. In the blocking client, every awaited operation blocks, so a coroutine finishes at
-its first step and needs no event loop.
+The two clients run the same coroutines. In the blocking client, every awaited operation blocks. So a coroutine runs to
+its end without an event loop.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LONGEST_POLL = 1.0  # longest pause between two polls, in seconds
 _POLL = 0.1  # seconds before the second poll; the pauses double up to `LONGEST_POLL`
 _RETRIED_STATUSES = (502, 503, 504)
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds: the first and the longest pause of the exponential backoff
-_MIN_ATTEMPT = 2.0  # seconds for the last attempt, even after the deadline, because a busy service answers late
-_MAX_SHOWN = 500  # maximum characters that an error message quotes from an unexpected answer
+_MIN_ATTEMPT = 2.0  # minimum seconds for one attempt, even if it ends after the deadline: a busy service answers late
+_MAX_SHOWN = 500  # maximum number of characters that an error message quotes from an unexpected answer
 _RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """A request that can be repeated safely. Some requests have an idempotency key for this purpose."""
+    """A request that can be repeated safely. Some requests have an idempotency key, to make a repetition safe."""
 
     method: str
     path: str
@@ -57,7 +57,7 @@ class HttpReply:
 
     @property
     def content(self) -> Any:
-        """The decoded body if its format is JSON or MessagePack, otherwise the text of the body."""
+        """The decoded body if its format is JSON or MessagePack. Otherwise the body as text."""
         try:
             packed = self.headers.get("content-type", "").startswith(MSGPACK)
             return (msgspec.msgpack if packed else msgspec.json).decode(self.body)
@@ -68,7 +68,7 @@ class HttpReply:
 def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
     """Turn a coroutine function into a method of both clients.
 
-    A `TrajectoryClient` returns the coroutine's result. An `AsyncTrajectoryClient` returns the coroutine to await.
+    The method of a `TrajectoryClient` returns the result. The method of an `AsyncTrajectoryClient` returns a coroutine.
     """
 
     @functools.wraps(method)
@@ -79,11 +79,11 @@ def client_method(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[.
 
 
 class BaseClient:
-    """The shared part of both clients. See `TrajectoryClient` for the arguments.
+    """The shared part of `TrajectoryClient`, which describes the arguments, and `AsyncTrajectoryClient`.
 
     Attributes:
-        url: Address of the service and the run.
-        consumer: Name of the owner of the leased batches.
+        url: Address of the run at the service.
+        consumer: Name of this client as the owner of leased batches.
     """
 
     _transport: Callable[..., Any]
@@ -121,7 +121,7 @@ class BaseClient:
         self._http = self._transport(headers=headers)
 
     def stop(self) -> None:
-        """Stop sending requests. Unfinished calls return the answer to their last attempt, or raise StoppedError."""
+        """Send no more requests. Unfinished calls return the answer to their last attempt, or raise StoppedError."""
         self._stopped.set()
 
     def _check(self) -> None:
@@ -141,7 +141,7 @@ class BaseClient:
         """
         deadline = (self._timeout if timeout is None else timeout) + request.server_wait
         began, attempts = time.monotonic(), 0
-        # Jitter: clients that lost the service at the same time should not retry at the same time.
+        # With jitter, clients that lost the service at the same time do not retry at the same time.
         pauses = retry.backoff(_PAUSE, _LONGEST_PAUSE, deadline, since=began, jitter=0.5)
         while True:
             left = began + deadline - time.monotonic()
@@ -162,8 +162,9 @@ class BaseClient:
         """Return the content of an answer, or raise an error if the service did not accept the request.
 
         Raises:
-            UsageError: The service refused the request, and a retry cannot help. StaleGroupError if groups are too old.
-            UnavailableError: A precondition is missing, such as a registered trainer.
+            UsageError: The service refused the request, and a retry cannot help.
+            StaleGroupError: Some groups in the request are too old.
+            UnavailableError: The service is not ready. For example, no trainer is registered.
             RemoteError: The service failed.
             PeerError: The answer does not come from a trajectory service.
         """
@@ -191,7 +192,7 @@ class BaseClient:
         return content
 
     async def _send_accepted(self, request: HttpRequest, timeout: float | None) -> dict[str, Any]:
-        """Send a request with retries. Return the content of the answer, or raise an error as `_accepted_content`."""
+        """Send a request with retries. Return the answer's content, or raise an error (see `_accepted_content`)."""
         return self._accepted_content(request, await self._send_with_retries(request, timeout))
 
     async def _send_as(self, request: HttpRequest, reply_type: type[Any], timeout: float | None) -> Any:
@@ -199,7 +200,7 @@ class BaseClient:
         return self._convert(await self._send_accepted(request, timeout), reply_type)
 
     def _convert(self, content: Any, reply_type: type[T]) -> T:
-        """Convert an answer to a dataclass. Other fields of the answer are dropped."""
+        """Convert an answer to a dataclass. Ignore fields of the answer that the dataclass does not have."""
         try:
             return msgspec.convert(content, reply_type)
         except msgspec.ValidationError as error:
@@ -214,7 +215,7 @@ class BaseClient:
 
 
 def _retry_after(answer: HttpReply | str) -> float:
-    """Return the pause that the answer requests, in seconds. Return 0 if the answer requests none, or gives a date."""
+    """Return the pause in seconds that the answer requests. Return 0 if there is none, or if it is a date."""
     try:
         return max(0.0, float(answer.headers["retry-after"])) if isinstance(answer, HttpReply) else 0.0
     except (KeyError, ValueError):

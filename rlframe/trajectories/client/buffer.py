@@ -24,7 +24,7 @@ from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
 __all__ = ["TrajectoryBuffer"]
 
 _CLOSE_TIMEOUT = 2.0  # seconds for each call while the buffer closes
-_MAX_FINISHED_IDS = 4096  # ids of finished batches that the buffer remembers
+_MAX_FINISHED_IDS = 4096  # maximum number of finished batches whose ids are kept
 
 _NO_WRITERS = (
     "Actors do not write to a TrajectoryBuffer: environments send their groups to the service (TrajectoryClient.post)."
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrajectoryBuffer(BaseReplayBuffer):
-    """Batches from a trajectory service, for one learner. A trainer must register before the buffer is created.
+    """Gets batches from a trajectory service for one learner. A trainer must register before the buffer is created.
 
     A batch is a `rlframe.types.Batch` of S = batch_size sequences: `data` is a `TokenBatch`; `keys` [S, 3] int64 are
     (env_id or -1, batch_id, index in the batch); `params_version` [S] int64 is the policy version that each sequence
@@ -42,18 +42,18 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     Batches are leased, and a thread renews the leases. The buffer acknowledges a batch after the Learner has learned
     from it, or when the next batch is requested. `close` returns unfinished batches to the service. So the Learner
-    learns from each batch at least once, even if processes are killed. A batch that the service delivers twice to the
-    same buffer is used once. Each request carries the Learner's params version.
+    learns from each batch at least once, even if processes are killed. If the service delivers a batch twice to this
+    buffer, the buffer skips the second delivery. Each request contains the Learner's params version.
 
     Args:
         url, token, run: Address, token and run of the service. See `TrajectoryClient`.
-        lease: Seconds after which the service gives the batches of a killed learner to another learner.
+        lease: Seconds after which another learner can get the unfinished batches of a killed learner.
         vocab_size: Vocabulary size of the model. Groups with other tokens are refused. None means that only negative
             tokens are refused.
-        max_token_len: Maximum tokens of a sequence. Longer sequences are truncated and counted. None means the
-            registered value.
+        max_token_len: Maximum number of tokens in a sequence. Longer sequences are truncated and counted. None means
+            the registered value.
         consumer: Name of the owner of the leased batches. None means a name that is unique to this buffer.
-        timeout: Seconds for which the service may be unreachable.
+        timeout: Seconds that a call waits for an unreachable service before it raises.
 
     Raises:
         UsageError: No trainer has registered, or an argument is invalid.
@@ -101,16 +101,16 @@ class TrajectoryBuffer(BaseReplayBuffer):
         self.spec = ReplaySpec("queue", Sequence(self._buckets[-1]), info.batch_size, capacity=steps)
         self._lease = lease
         self._warnings = GroupWarnings()
-        self._drawing = threading.Lock()  # limits this consumer to one open request for a batch
-        self._request = new_key()  # key of the next request; it stays the same after a request without an answer
-        self._unanswered = False  # whether the last request got no answer
+        self._drawing = threading.Lock()  # allows only one request for a batch at a time
+        self._request = new_key()  # key of the next request; if a request gets no answer, its key is used again
+        self._unanswered = False  # True if the last request got no answer
         self._renewal: LeaseRenewal | None = None  # the thread starts when the first batch arrives
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.Lock()  # protects the fields below
         self._version: int | None = None
         self._out: set[int] = set()  # leased batches that are not finished
         self._done: list[int] = []  # finished batches to acknowledge
         self._learned: OrderedDict[int, None] = OrderedDict()  # latest finished batches, oldest first
-        self._read: int | None = None  # batch that `sample` returned last
+        self._read: int | None = None  # id of the last batch that `sample` returned
         self._counts = dict.fromkeys(
             ("batches", "sampled", "steps", "cut", "refused", "unfit_advantages", "came_again", "lost_leases"), 0
         )
@@ -129,7 +129,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return self.wait_for_batch(0.0)
 
     def wait_for_batch(self, timeout: float) -> Batch | None:
-        """Return the next batch like `sample`, but wait up to `timeout` seconds (at most 60) for it."""
+        """Wait up to `timeout` seconds (at most 60) for a batch. Otherwise like `sample`."""
         if self._closed:
             return None
         with self._lock:
@@ -143,8 +143,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
     def make_dataset(self, prefetch: int = 1, timeout: float | None = None) -> PrefetchingDataset:
         """Return an endless iterator of batches. A thread prefetches `prefetch` of them.
 
-        A batch is finished when the next one is requested. Each `next` waits at most `timeout` seconds. For None, see
-        `Dataset`. Close the dataset (or the buffer) to end it. Prefetched batches then return to the service.
+        A batch is finished when the next batch is requested. Each `next` waits at most `timeout` seconds. (`Dataset`
+        describes None.) To end the iterator, close it or the buffer. This returns prefetched batches to the service.
         """
         dataset = PrefetchingDataset(self, self._connect(), prefetch, timeout)
         self._datasets.append(dataset)
@@ -159,7 +159,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
     @property
     def size(self) -> int:
-        """Number of queued groups. Groups that are set aside do not count."""
+        """Number of queued groups, without groups that are set aside."""
         status = self._client.status()
         return status.queue_size - status.set_aside
 
@@ -228,7 +228,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
                 self._done.append(batch_id)
 
     def give_back(self, batch_ids: list[int]) -> None:
-        """Acknowledge finished batches, and return the batches `batch_ids`. Give up if the service answers too late."""
+        """Acknowledge finished batches, and return the batches `batch_ids`. If the service is too slow, only warn."""
         with self._lock:
             self._out.difference_update(batch_ids)
         try:
@@ -243,7 +243,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             )
 
     def _undelivered_batch_ids(self) -> list[int]:
-        """Repeat an interrupted request, which gets the same batch again. Return the id of this batch, if any."""
+        """Repeat a request that got no answer. The service repeats its answer. Return [batch id] or []."""
         served = self._client.batch(lease=self._lease, request=self._request, timeout=_CLOSE_TIMEOUT)
         self._unanswered = False
         return [] if served is None else [served.batch_id]
@@ -255,7 +255,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         try:
             for batch_id in out:
                 self._client.renew(batch_id, self._lease, timeout=self._lease / 3)
-        except RlframeError as error:  # not fatal: `_acknowledge` detects lost leases
+        except RlframeError as error:  # continue, because `_acknowledge` detects lost leases
             if not self._closed:
                 _log.warning("A lease of %g s could not be renewed: %s", self._lease, error)
 
@@ -282,7 +282,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         )
 
     def _check_tokens(self, served: ServedBatch) -> bool:
-        """Exclude groups with unknown tokens from training. Return False if all groups have unknown tokens."""
+        """Exclude groups with invalid tokens from training. Return False if all groups have invalid tokens."""
         unknown = [(i, token) for i, group in enumerate(served.groups) if (token := self._unknown(group)) is not None]
         if not unknown:
             return True
@@ -316,10 +316,10 @@ class TrajectoryBuffer(BaseReplayBuffer):
         return next(found, None)
 
     def _is_redelivered(self, served: ServedBatch) -> bool:
-        """Return whether this buffer has received the batch before. Acknowledge it again if it is already finished."""
+        """Return True if this buffer already received the batch. If the batch is finished, acknowledge it again."""
         batch_id = served.batch_id
         with self._lock:
-            if not served.redelivered:  # batch ids may repeat, because a service with an empty store counts from 0
+            if not served.redelivered:  # ids can repeat: a service with a new store counts from 0
                 self._learned.pop(batch_id, None)
                 return False
             if batch_id in self._learned:
@@ -370,7 +370,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
 
 
 def _without_tokens(group: Group) -> Group:
-    """Return a group of the same size that is not trained on."""
+    """Return a group of the same size that has no effect on training."""
     tokens = [np.zeros_like(row) for row in group.tokens]
     masks = [np.full_like(row, IGNORED) for row in group.masks]
     return dataclasses.replace(group, tokens=tokens, masks=masks, scores=np.zeros(len(group)), advantages=None)

@@ -1,4 +1,4 @@
-"""The calls of trainers and environments, as coroutines that both clients run (see `base_client`)."""
+"""The calls of trainers and environments. They are coroutines, and base_client.py explains how the clients run them."""
 
 from __future__ import annotations
 
@@ -52,19 +52,20 @@ class TrainerCalls(BaseClient):
 
         Args:
             batch_size: Exact number of sequences in each batch.
-            max_token_len: Maximum tokens of a sequence.
-            num_steps: Training steps after which environments stop.
-            max_staleness: Policy versions by which a group may be older than the trainer's policy. None means no limit.
-            stale: "keep" or "discard": treatment of groups that exceed `max_staleness` at their turn. None means
+            max_token_len: Maximum number of tokens in a sequence.
+            num_steps: Number of training steps after which environments stop.
+            max_staleness: Maximum age of a group: the number of policy versions between its policy and the trainer's.
+                None means no limit.
+            stale: "keep" or "discard" groups that are older than `max_staleness` when they are served. None means
                 "keep".
-            lapse_after: Seconds without a heartbeat after which batches no longer wait for an environment. None means
-                120.
-            mix: "arrival" serves the oldest groups first. "weight" serves environments in proportion to their weights,
-                as far as they send enough groups. None means "arrival".
-            run_key: Name of the training run, the same for all its ranks and after each resume. The same key continues
-                the run, even with different settings. Another key resets the run. None means that only the settings
-                are compared.
-            timeout: Seconds for this call with all retries. None means the client's timeout.
+            lapse_after: If an environment sends no heartbeat for this number of seconds, batches no longer wait for
+                its groups. None means 120.
+            mix: "arrival" serves the oldest groups first. "weight" serves environments in proportion to their weights
+                if they send enough groups. None means "arrival".
+            run_key: Name of the training run. All its ranks send this name, also after a resume. The same name
+                continues the run, even with different settings. Another name resets the run. None means that only the
+                settings are compared.
+            timeout: Seconds for this call, including retries. None means the client's timeout.
         """
         settings = {name: value for name, value in locals().items() if name not in ("self", "timeout")}
         optional = ("max_staleness", "stale", "lapse_after", "mix", "run_key")
@@ -99,7 +100,7 @@ class TrainerCalls(BaseClient):
 
         Raises:
             UsageError: The run was reset during the wait, so the step may never be reached.
-            UnavailableError: The step was not reached within `wait` seconds, or for a reason that every call has.
+            UnavailableError: The step was not reached within `wait` seconds. `TrajectoryClient` lists other causes.
         """
         last = 0
 
@@ -134,21 +135,22 @@ class TrainerCalls(BaseClient):
         request: str | None = None,
         timeout: float | None = None,
     ) -> ServedBatch | None:
-        """Return the next batch, or None if too few sequences are queued. A retry after a lost reply returns the same
-        batch.
+        """Return the next batch, or None if too few sequences are queued.
+
+        If a reply is lost, a retry returns the same batch.
 
         Args:
             wait: Seconds to wait for a batch, at most 60.
-            lease: Seconds for which this consumer owns the batch. Without an `ack` during this time, the service
-                delivers the batch again. None means that the batch is acknowledged when it is delivered.
-            consumer: Name of the consumer. None means this client's name. A consumer may have one request at a time, so
-                concurrent threads or tasks need different names.
+            lease: Seconds for which this consumer owns the batch. If the consumer sends no `ack` during this time, the
+                service delivers the batch again. None means that the batch is acknowledged when it is delivered.
+            consumer: Name of the consumer. None means this client's name. A consumer can have only one request at a
+                time, so concurrent threads or tasks need different names.
             policy_version: The trainer's current policy version.
             request: Key of this request. None means a new key. To repeat a request after an error, pass the same key.
-                Then you get the same batch if the service already answered the first request.
+                If the service has already answered the first request, it returns the same batch.
 
         Raises:
-            UnavailableError: No trainer has registered, or for a reason that every call has.
+            UnavailableError: No trainer has registered. `TrajectoryClient` lists other causes.
         """
         if not 0 <= wait <= _LONGEST_WAIT:
             raise UsageError(f"The wait for a batch must be from 0 to {_LONGEST_WAIT:g} s; got wait={wait}.")
@@ -169,12 +171,12 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def ack(self, batch_id: int, *, timeout: float | None = None) -> bool:
-        """Acknowledge a leased batch. Return False if it was acknowledged before, or if the run was reset."""
+        """Acknowledge a leased batch. Return False if it is already acknowledged, or if the run was reset."""
         return await self._update_lease("ack", batch_id, {}, timeout)
 
     @client_method
     async def nack(self, batch_id: int, *, consumer: str | None = None, timeout: float | None = None) -> bool:
-        """Give a leased batch back, so that the next request gets it. Return False if this consumer does not own it."""
+        """Return a leased batch. The next request gets it. Return False if this consumer does not own the batch."""
         return await self._update_lease("nack", batch_id, {"consumer": consumer or self.consumer}, timeout)
 
     @client_method
@@ -192,7 +194,7 @@ class TrainerCalls(BaseClient):
 
     @client_method
     async def pause(self, *, timeout: float | None = None) -> None:
-        """Tell all environments to start no new groups until `resume`, for example during an evaluation."""
+        """Ask all environments to start no new groups until `resume` is called, for example during an evaluation."""
         await self._send_accepted(post_request("/pause", {}), timeout)
 
     @client_method
@@ -229,15 +231,15 @@ class EnvironmentCalls(BaseClient):
         """Register an environment. With the `resume_token` of an earlier answer, it keeps its id and name.
 
         Args:
-            group_size: Sequences of each group. None means the size of the first group.
-            max_token_length: Maximum tokens of a sequence.
+            group_size: Number of sequences in each group. None means the size of the first group.
+            max_token_length: Maximum number of tokens in a sequence.
             weight: Relative weight. The share of an environment is proportional to weight times `max_token_length`.
-            min_batch_allocation: Fraction of each batch that is reserved for the environment, from 0 to 1.
-            wait: Seconds to wait for the trainer's first request for a batch. Environments cannot register earlier.
+            min_batch_allocation: Fraction of each batch, from 0 to 1, that is reserved for the environment.
+            wait: Seconds to wait until the trainer requests its first batch. Environments cannot register earlier.
 
         Raises:
-            UnavailableError: The trainer did not request a batch within `wait` seconds, or for a reason that every
-                call has.
+            UnavailableError: The trainer requested no batch within `wait` seconds. `TrajectoryClient` lists other
+                causes.
         """
         settings = {
             "desired_name": desired_name,
@@ -250,7 +252,7 @@ class EnvironmentCalls(BaseClient):
             settings["resume_token"] = resume_token
 
         def ask() -> Any:
-            # Each poll has a new key. A retry after a lost answer has the same key.
+            # Each poll has a new key. If an answer is lost, the retry has the key of the poll.
             return self._send_accepted(post_request("/register-env", settings, {"Idempotency-Key": new_key()}), timeout)
 
         content = await self._poll(ask, lambda content: content.get("status") == "success", wait)
@@ -268,7 +270,7 @@ class EnvironmentCalls(BaseClient):
 
     @client_method
     async def heartbeat(self, env_id: int, *, timeout: float | None = None) -> None:
-        """Send a heartbeat. Only needed if the environment sends no groups and no `env_status` requests for long."""
+        """Send a heartbeat. Groups and `env_status` requests also count as heartbeats."""
         await self._send_accepted(post_request("/heartbeat", {"env_id": env_id}), timeout)
 
     @client_method
@@ -282,12 +284,12 @@ class EnvironmentCalls(BaseClient):
     ) -> EnvStatus:
         """Wait until the environment should start a new group: at most `max_queued` groups wait, and `hold` is False.
 
-        Each poll counts as a heartbeat. `max_queued` counts groups of this environment's size. Set it to the number of
-        batches that may wait, times batch_size / group_size.
+        Each poll counts as a heartbeat. The unit of `max_queued` is groups of this environment's size. To allow N
+        waiting batches, set it to N * batch_size / group_size.
 
         Raises:
-            UnavailableError: The environment should still wait after `wait` seconds, or for a reason that every call
-                has.
+            UnavailableError: The environment must still wait after `wait` seconds. `TrajectoryClient` lists other
+                causes.
         """
 
         def wanted(status: EnvStatus) -> bool:
@@ -311,20 +313,20 @@ class EnvironmentCalls(BaseClient):
         key: str | None = None,
         timeout: float | None = None,
     ) -> PostResult:
-        """Send a group, or several in one request. Once this call returns, the groups survive a crash of the service.
+        """Send one group, or several groups in one request. After this call, the groups survive a service crash.
 
         Args:
             binary: True means MessagePack with binary arrays, False means JSON.
-            key: Idempotency key. None means a new key. A caller that may repeat the call, for example after a restart,
-                passes its own key, so that the groups are added once.
+            key: Idempotency key. None means a new key. If you may repeat the call, for example after a restart, pass
+                your own key. Then the groups are added only once.
 
         Returns:
-            The result for the accepted groups. If only some of the groups are too old, these are left out.
+            The result for the accepted groups. If some groups are too old, the service skips only these.
 
         Raises:
-            StaleGroupError: All groups are older than the trainer accepts.
-            UnavailableError: Until the deadline, the service was full or the queue was so long that the groups would
-                become too old. Also for a reason that every call has.
+            StaleGroupError: All groups are too old for the trainer.
+            UnavailableError: Until the deadline, the service was full, or the queue was too long: the groups would
+                become too old in it. `TrajectoryClient` lists other causes.
         """
         one = isinstance(groups, Group)
         listed = [groups] if isinstance(groups, Group) else list(groups)
@@ -358,7 +360,7 @@ class EnvironmentCalls(BaseClient):
                     f"{self.url}: {refused} of {len(listed)} groups were not accepted within {deadline:g} s; the "
                     f"others were. Last error: {content.get('error')} Send all groups again with the same key."
                 )
-            await self._pause(pause)  # because of the key, accepted groups are not added twice
+            await self._pause(pause)  # the key prevents that accepted groups are added twice
         size = content.get("buffer_size", content.get("last_buffer_size"))
         status = "buffered" if content.get("buffered") else str(content.get("status"))
         taken = content.get("groups_processed", 1)

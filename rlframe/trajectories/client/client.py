@@ -1,4 +1,4 @@
-"""Clients of the trajectory service, for environments and trainers: a blocking one and one for asyncio."""
+"""Clients of the trajectory service, for environments and trainers: a blocking client and an asyncio client."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
     """A blocking client. Any thread may call it. Use it as a context manager, or close it.
 
-    Calls are retried with growing pauses (backoff) until their deadline, as long as the service is unreachable or
-    unavailable. All calls are idempotent: a retry does not add a group twice or take a second batch. Requests that the
-    service refuses are not retried.
+    If the service is unreachable or unavailable, calls are retried with growing pauses (backoff) until their deadline.
+    All calls are idempotent: a retry does not add a group twice or take a second batch. If the service refuses a
+    request, the request is not retried.
 
     Args:
         url: Address of the service, http://HOST:PORT.
-        token: Token that the service was started with.
+        token: The service's access token.
         run: Name of the run. None means the default run.
         timeout: Seconds for a call with all its retries. Each call can override it.
         attempt_timeout: Seconds for one attempt.
@@ -69,7 +69,7 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
             with self._http.stream(**_httpx_arguments(self.url, request, timeout)) as response:
                 for chunk in response.iter_bytes():
                     body += chunk
-                    if time.monotonic() > end:  # the timeouts of httpx apply to each read
+                    if time.monotonic() > end:  # httpx has no timeout for the whole answer, only for each read
                         return f"the answer was not complete after {timeout:g} s"
                 return HttpReply(response.status_code, response.headers, bytes(body))
         except httpx.HTTPError as error:

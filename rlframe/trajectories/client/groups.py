@@ -1,4 +1,4 @@
-"""A group: several token sequences for one prompt, as environments send them and trainers receive them."""
+"""A group: several token sequences for one prompt. Environments send groups, and trainers receive them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *_OPAQUE_FIELDS, "env_id", *_DIS
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A group of S sequences with T_i tokens each. Rows may be lists or arrays. The group stores arrays.
+    """A group of S sequences. Sequence i has T_i tokens. Rows can be lists or arrays, and are stored as arrays.
 
     Args:
         tokens: S rows [T_i] int32.
-        masks: S rows [T_i] int32: the token where it is trained on, -100 elsewhere.
+        masks: S rows [T_i] int32: the token itself if it is trained on, -100 if not.
         scores: [S] float64. Booleans become 1 and 0.
-        advantages: S rows [T_i] float32, or None. A row is None if its sequence has no advantages of this length.
+        advantages: S rows [T_i] float32, or None. A row is None if the environment sent no row of length T_i.
         ref_logprobs, inference_logprobs: S rows [T_i] float32, or None. By convention 1.0 where the mask is -100.
         messages, generation_params, overrides, group_overrides, images: JSON values that the service does not
-            interpret. A `TrajectoryBuffer` reads `temperature` in them, and `set_advantage_to_zero` in `overrides`, a
-            list with one dict for each sequence (None becomes {}).
+            interpret. `overrides` is a list with one dict per sequence (None becomes {}). A `TrajectoryBuffer` reads
+            `temperature` in these values, and `set_advantage_to_zero` in `overrides`.
         env_id: Id from `register_env`. None if the sender did not register.
         distill_token_ids, distill_logprobs: [S][T_i][k] lists, or None.
-        policy_version: Version of the parameters that the group was sampled from.
+        policy_version: Version of the policy from which the group was sampled.
 
     Raises:
         UsageError: The group has no sequences, rows differ in length, or a number is not finite or not an int32.
@@ -104,10 +104,10 @@ class Group:
 
     @property
     def temperatures(self) -> np.ndarray:
-        """[S] float32: the sampling temperature of each sequence. 1 if the group has no finite value.
+        """[S] float32: the sampling temperature of each sequence. The default is 1.
 
-        The sequence's override takes precedence over `generation_params`, and `generation_params` over
-        `group_overrides`, as in atroposlib's trainer. Values of 0 or less count as 1. The minimum is 0.01, as in vLLM.
+        It is the first finite value among the sequence's override, `generation_params` and `group_overrides`, as in
+        atroposlib's trainer. Values of 0 or less count as 1. Other values are at least 0.01, as in vLLM.
         """
         of_all = [self.generation_params, self.group_overrides]
         rows = [*(self.overrides or [])[: len(self)], *[None] * len(self)][: len(self)]
@@ -130,10 +130,10 @@ class Group:
         return fields
 
     def check_json(self) -> None:
-        """Raise ValueError if a key is not text or a number is not finite, which the encoders would accept."""
+        """Raise ValueError if a key is not text, or if a number is not finite. The encoders do not check this."""
         for name in _OPAQUE_FIELDS:
             values = [getattr(self, name)]
-            for value in values:  # the loop appends nested values
+            for value in values:  # a work list: the loop appends the nested values
                 if isinstance(value, dict):
                     if wrong := [key for key in value if not isinstance(key, str)]:
                         raise ValueError(f"{name} has the key {wrong[0]!r} ({type(wrong[0]).__name__})")
@@ -145,9 +145,9 @@ class Group:
 
     @classmethod
     def from_item(cls, item: Mapping[str, Any]) -> Group:
-        """Convert an item of a batch, from JSON or MessagePack, to a group. Raises `UsageError` as the class does.
+        """Convert one item of a batch, decoded from JSON or MessagePack. Raise `UsageError` like the class.
 
-        Environments may send advantages of any length. A row becomes None if its length differs from its tokens.
+        Environments can send advantages of any length. If a row and its tokens differ in length, the row becomes None.
         """
         fields: dict[str, Any] = {name: item.get(name) for name in _NAMES}
         # atroposlib's clients send [] for missing fields.
@@ -183,8 +183,8 @@ class PostResult:
 
     status: str
     groups: int
-    buffer_size: int | None  # sequences in the environment's buffer if `status` is "buffered"
-    replayed: bool  # whether the service already had the groups and repeated its first answer
+    buffer_size: int | None  # if `status` is "buffered": number of sequences in the environment's buffer
+    replayed: bool  # True if the service already had the groups, and repeated its first answer
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class ServedBatch:
     groups: list[Group]
     batch_id: int
     step: int  # training step of the batch
-    redelivered: bool  # whether the batch was delivered before and not acknowledged
+    redelivered: bool  # True if the batch was already delivered, but not acknowledged
 
 
 def _rows(name: str, rows: Iterable[Any], dtype: np.dtype, optional: bool = False) -> list[Any]:
@@ -228,7 +228,7 @@ def _row(name: str, row: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _fitting(rows: Any, tokens: Any) -> Any:
-    """Replace each row whose length differs from its tokens by None. Return values that are not lists unchanged."""
+    """Replace a row by None if its length differs from its tokens. If a value is not a list, return it unchanged."""
     if not all(isinstance(each, _LISTS) and all(isinstance(row, _ROWS) for row in each) for each in (rows, tokens)):
         return rows
     fits = len(rows) == len(tokens)
@@ -287,13 +287,13 @@ _log = logging.getLogger(__name__)
 
 
 class GroupWarnings:
-    """Warnings about fields that rlframe ignores, but that other trainers use. Each kind of warning is logged once."""
+    """Warns about fields that other trainers use and rlframe ignores. Each kind of warning is logged once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def warn_once(self, groups: Sequence[Group]) -> None:
-        """Log a warning for each kind of ignored field in these groups, unless it was logged before."""
+        """Log a warning for each kind of ignored field in these groups. Skip kinds that were already logged."""
         for group in groups:
             for kind, found in self._found(group):
                 if kind not in self._logged:

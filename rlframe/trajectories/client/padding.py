@@ -1,4 +1,4 @@
-"""Pad groups of different lengths to rectangular arrays. The arrays have few different shapes."""
+"""Pad groups of different lengths to rectangular arrays. There are few different shapes, so few compilations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 def bucket_lengths(max_token_len: int) -> list[int]:
-    """Return the lengths that batches are padded to: powers of two and the midpoints between them, up to
-    `max_token_len`.
+    """Return the possible lengths of a padded batch: powers of two and their midpoints, up to `max_token_len`.
 
-    Padding is then less than half of the longest sequence. The number of compiled updates is bounded, for example 21
-    for sequences of up to 65,536 tokens.
+    So the padding is shorter than half of the longest sequence. There is one compiled update for each length, for
+    example 21 updates for sequences of up to 65,536 tokens.
     """
     lengths, length = [], _SHORTEST
     while length < max_token_len:
@@ -33,9 +32,9 @@ def bucket_lengths(max_token_len: int) -> list[int]:
 
 
 def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
-    """Return `groups` as arrays, padded to the smallest length in `buckets` that fits the longest sequence.
+    """Convert `groups` to arrays. The arrays have the smallest length in `buckets` that fits the longest sequence.
 
-    Longer sequences than the last bucket are truncated. The loss of the remaining tokens stays correct.
+    Sequences that are longer than the last bucket are truncated. The loss of the remaining tokens stays correct.
 
     Returns:
         (batch, number of truncated sequences).
@@ -71,7 +70,7 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
 
 
 def _zeroed(group: Group) -> np.ndarray:
-    """Return [S] bool: whether an override sets the sequence's advantage to 0."""
+    """Return a mask [S] bool of the sequences whose override sets the advantage to 0."""
     zeroed = np.zeros(len(group), bool)
     for index, override in enumerate((group.overrides or [])[: len(group)]):
         zeroed[index] = bool((override or {}).get("set_advantage_to_zero"))

@@ -1,4 +1,4 @@
-"""Form one batch from the unit queues: minimum shares first, then the oldest units, or units by weight.
+"""Form one batch from the unit queues. Minimum shares come first, then the oldest units or units by weight.
 
 A batch is formed only if it is exactly full.
 """
@@ -13,10 +13,10 @@ from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, UnitQ
 
 
 class MinimumShare(NamedTuple):
-    """Sequences of each batch that are reserved for one live environment."""
+    """The number of sequences in each batch that are reserved for one live environment."""
 
     env_id: int
-    unit_size: int  # sequences in each unit of the environment; 1 if unknown
+    unit_size: int  # number of sequences in each unit of the environment; 1 if unknown
     sequences: int
 
 
@@ -35,10 +35,10 @@ def scaled_shares(batch_size: int, shares: Sequence[MinimumShare]) -> list[Minim
 
 
 def missing_shares(batch_size: int, unit_queues: UnitQueues, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
-    """Return the shares that a batch waits for, because their environments have no queued unit that fits.
+    """Return the shares that the next batch waits for. Their environments have no queued unit that fits.
 
-    A batch does not wait for an environment whose units can never fit. It also does not wait for the rest of a partly
-    filled share: other environments fill the rest, as with atroposlib's server.
+    A batch does not wait for an environment whose units can never fit. If an environment fills only a part of its
+    share, the batch does not wait for the rest. Other environments fill it, as in atroposlib's server.
     """
     missing = []
     for share in shares:
@@ -56,14 +56,14 @@ def form_batch(
     too_old: Callable[[QueuedGroup], bool],
     weights: StartTimeFairQueue | None = None,
 ) -> tuple[list[TakenUnit] | None, list[TakenUnit]]:
-    """Take exactly `batch_size` sequences from `unit_queues`. If no batch can be formed, remove only the units that
-    are too old.
+    """Take exactly `batch_size` sequences from `unit_queues`. Also remove units that are too old.
 
     Args:
         weights: Order in which units are taken after the minimum shares. None means oldest first.
 
     Returns:
-        (units of the batch, oldest first; removed units that were too old). The first is None without a batch.
+        (units of the batch, removed old units). The units of the batch are sorted, oldest first. They are None if no
+        batch can be formed.
     """
     dropped: list[TakenUnit] = []
     shares = scaled_shares(batch_size, shares)
@@ -72,7 +72,7 @@ def form_batch(
         builder = _BatchBuilder(batch_size, unit_queues, too_old, dropped, weights and weights.copy())
         builder.take_minimum_shares(shares)
         filled = builder.fill_oldest_first() if builder.weights is None else builder.fill_by_weight(builder.weights)
-        if filled and len(dropped) == known:  # if old units were removed, a share may be missing now
+        if filled and len(dropped) == known:  # after a removal of old units, check the shares again
             if weights is not None and builder.weights is not None:
                 builder.weights.end_batch({queue.env_id for queue in unit_queues})
                 weights.set_state(builder.weights.to_state())
@@ -101,7 +101,7 @@ class _BatchBuilder:
         self._batch_size = self._left = batch_size
 
     def fill_oldest_first(self) -> bool:
-        """Fill the rest of the batch, oldest units first. Return whether the batch is full."""
+        """Fill the rest of the batch, oldest units first. Return True if the batch is full."""
         while self._left:
             size = oldest_fitting_size(
                 self._left, self._unit_queues.counts, lambda size: self._unit_queues.oldest(size).head.id
@@ -112,13 +112,13 @@ class _BatchBuilder:
         return True
 
     def fill_by_weight(self, weights: StartTimeFairQueue) -> bool:
-        """Fill the rest of the batch in the order of start tags. Return whether the batch is full."""
+        """Fill the rest of the batch in the order of start tags. Return True if the batch is full."""
         turns = [
             (weights.start_tag(env_id), env_id is None, env_id or 0)
             for env_id in {queue.env_id for queue in self._unit_queues}
         ]
         heapq.heapify(turns)
-        passed = []  # environments that have no unit that fits at the moment
+        passed = []  # environments without a unit that fits into the batch now
         while self._left and turns:
             _, anonymous, number = turn = heapq.heappop(turns)
             env_id = None if anonymous else number
@@ -139,7 +139,7 @@ class _BatchBuilder:
         A share is rounded up to whole units if an exact batch remains possible. Otherwise it is rounded down.
         """
         got = dict.fromkeys((share.env_id for share in shares), 0)
-        for beyond in (False, True):  # first the units within the share, then one unit beyond the share
+        for beyond in (False, True):  # first take units within each share, then one more unit if the share is not full
             for share in shares:
                 while got[share.env_id] < share.sequences:
                     room = self._left if beyond else share.sequences - got[share.env_id]
@@ -149,7 +149,7 @@ class _BatchBuilder:
                     got[share.env_id] += self._take(queue)
 
     def _oldest_fitting(self, env_id: int | None, room: int) -> UnitQueue | None:
-        """Return the queue with the environment's oldest unit that fits into `room` and still allows an exact batch."""
+        """Return the environment's queue with the oldest unit that fits into `room` and allows an exact batch."""
         unit_queues = sorted(self._unit_queues.of_env(env_id), key=lambda queue: queue.head.id)
         counts = self._unit_queues.counts
         fits = (
@@ -177,9 +177,9 @@ class _BatchBuilder:
 class StartTimeFairQueue:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
-    Environments with queued units are served in proportion to their weights. An environment without queued units does
-    not get a larger share later. Virtual time is the number of an environment's served sequences, divided by its
-    weight.
+    Environments with queued units are served in proportion to their weights. If an environment has no queued units for
+    some time, it does not get a larger share later. Each environment's virtual time is the number of its served
+    sequences, divided by its weight.
 
     Args:
         weight_of: A function from an environment's id (None for unregistered senders) to its weight, more than 0.
@@ -205,9 +205,9 @@ class StartTimeFairQueue:
         self._served_until[env_id] = self.start_tag(env_id) + sequences / self._weight_of(env_id)
 
     def end_batch(self, queued: Iterable[int | None]) -> None:
-        """Advance virtual time after a batch, to the lowest start tag of the environments in `queued`.
+        """After a batch, advance virtual time to the lowest start tag of the environments in `queued`.
 
-        So environments without queued units do not get a larger share later.
+        Because of this, environments without queued units do not get a larger share later.
         """
         self._now = max(
             self._now, min(map(self.start_tag, queued), default=max(self._served_until.values(), default=0.0))

@@ -1,4 +1,4 @@
-"""The environments of a run: their names and heartbeats, and sums over the live environments."""
+"""The environments of a run, with their names and heartbeats, and sums over the live environments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EnvSummary:
     wandb_name: str
     weight: float
     group_size: int
-    min_batch_allocation: float | None  # 0 to 1
+    min_batch_allocation: float | None  # fraction from 0 to 1
     connected: bool = True
     live: bool = False
     added_groups: int = 0
@@ -41,7 +41,7 @@ class Env(EnvSummary):
     resume_token: str | None
     max_token_length: int
     last_heard: float  # time of the last heartbeat, in seconds
-    size_known: bool = True  # whether the group size is known from the registration or from the first group
+    size_known: bool = True  # True if a registration or the first group has set the group size
     largest_group: int = 0  # sequences
 
     @property
@@ -105,7 +105,7 @@ class Environments:
         return env
 
     def record_heartbeat(self, env: Env, now: float) -> bool:
-        """Record a heartbeat. Return True if the environment became live. A disconnected environment does not."""
+        """Record a heartbeat. Return True if the environment became live. A disconnected environment stays not live."""
         env.last_heard = now
         if not env.connected:
             return False
@@ -124,12 +124,12 @@ class Environments:
             self._sum(env, -1)
 
     def overdue(self, heard_before: float) -> Env | None:
-        """Return the live environment that is silent for the longest time, or None if it sent since `heard_before`."""
+        """Return the live environment with the earliest heartbeat, or None if this is not before `heard_before`."""
         env = self.all[next(iter(self._heard))] if self._heard else None
         return env if env is not None and env.last_heard < heard_before else None
 
     def latest(self, count: int) -> list[Env]:
-        """Return at most `count` environments: live before not live, and then the latest heartbeat first."""
+        """Return at most `count` environments. Live ones come first. Then the order is by heartbeat, latest first."""
         return heapq.nlargest(count, self.all, key=lambda env: (env.live, env.last_heard))
 
     def weight_of(self, env: Env | None) -> float:

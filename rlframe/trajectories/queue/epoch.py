@@ -28,11 +28,11 @@ class Epoch:
         number: Number of the epoch. It increases with each reset of the run.
         uuid: Id of the registration, chosen by the caller.
         step: The registered starting_step plus the number of delivered batches.
-        started: Whether the trainer has requested a batch.
-        stored_bytes: Bytes of all groups whose payloads are still needed.
+        started: True if the trainer has requested a batch.
+        stored_bytes: Size in bytes of all groups whose payloads are still needed.
         undersized: Undersized groups, by environment id.
-        barren: True if the last attempt to form a batch failed and another attempt would fail too.
-        released: Ids of groups whose payloads are no longer needed, for the caller to delete.
+        barren: True if the last attempt to form a batch failed, and another attempt would also fail.
+        released: Ids of groups whose payloads are no longer needed. The caller may delete these payloads.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -56,7 +56,7 @@ class Epoch:
 
     @property
     def settings(self) -> Registration:
-        """The registration. Callers must check before that a trainer has registered."""
+        """The registration. Use this property only after a trainer has registered."""
         assert self.registration is not None
         return self.registration
 
@@ -90,7 +90,7 @@ class Epoch:
         return self.envs.overdue(now - self.registration.lapse_after) if self.registration else None
 
     def repack_undersized(self, env: Env) -> None:
-        """Form units again from the undersized groups of an environment whose group size may have changed."""
+        """Form units from an environment's undersized groups again, because its group size may have changed."""
         undersized = self.undersized.pop(env.env_id, None)
         for group in undersized.oldest_first() if undersized else ():
             self.enqueue(env.env_id, group)
@@ -103,7 +103,7 @@ class Epoch:
     # Groups.
 
     def add(self, group: QueuedGroup, env_id: int | None, tokens: int) -> AddResult:
-        """Count and queue a group. Callers must check before that it is not refused."""
+        """Count and queue a group. Callers must first check that the group is not refused."""
         self.stored_bytes += group.size_bytes
         self.counters.groups_added += 1
         self.counters.sequences_added += group.sequences
@@ -112,7 +112,7 @@ class Epoch:
         if env is not None:
             env.count_added(group.sequences, tokens)
             if not env.size_known:
-                self.mark_not_live(env)  # because the sums of the live environments include the old size
+                self.mark_not_live(env)  # removes the old size from the sums over live environments
                 env.group_size, env.size_known = group.sequences, True
                 self.record_heartbeat(env, env.last_heard)
         self.enqueue(env_id, group)
@@ -125,7 +125,7 @@ class Epoch:
         """Queue a group as a unit, or add it to its environment's undersized groups."""
         self.barren = False
         env = self.envs.get(env_id)
-        # A group alone becomes a unit if it is not undersized, or if no batch can hold a unit of the group size.
+        # A group that is not undersized becomes a unit. So does every group if a unit of the group size fits no batch.
         if (
             env is None
             or self.registration is None
@@ -141,7 +141,10 @@ class Epoch:
     def take(
         self, batch_id: int, now: float, until: float | None, consumer: str | None, request: str | None
     ) -> LeasedBatch | None:
-        """Return the batch for a request: the batch that it got before, a returned batch, or a new batch `batch_id`."""
+        """Return a batch for a request. A repeated request gets the same batch again.
+
+        Other requests get a returned batch. If there is none, form a new batch with the id `batch_id`.
+        """
         batch = None
         if consumer is not None:
             batch = self.leases.find_answered(consumer, request)
@@ -167,7 +170,7 @@ class Epoch:
         """Form the next batch and count it as served. Return None if no batch can be formed."""
         units: list[TakenUnit] | None = None
         while not self.barren and units is None:
-            self.barren = True  # `_discard` sets it to False if it queues groups again
+            self.barren = True  # `_discard` can set it to False
             weights = self.weights if self.settings.mix == "weight" else None
             shares = reports.minimum_shares(self)
             units, dropped = form_batch(self.settings.batch_size, self.unit_queues, shares, self._too_old, weights)
@@ -179,7 +182,7 @@ class Epoch:
         return self._served(batch_id, units)
 
     def release(self, group_ids: Sequence[int], size_bytes: int) -> None:
-        """Mark payloads as no longer needed."""
+        """Record that the payloads of these groups are no longer needed."""
         self.released.extend(group_ids)
         self.stored_bytes -= size_bytes
 
@@ -218,7 +221,7 @@ class Epoch:
         return batch
 
     def needed_group_ids(self) -> Iterator[int]:
-        """Yield the ids of all groups whose payload may still be requested."""
+        """Yield the ids of all groups whose payloads are still needed."""
         yield from self.unit_queues.ids()
         for undersized in self.undersized.values():
             yield from (group.id for group in undersized.oldest_first())

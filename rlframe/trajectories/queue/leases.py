@@ -1,4 +1,4 @@
-"""Leased batches, and results that are kept for repeated requests."""
+"""Leased batches, and earlier results, which are kept to answer repeated requests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Union
 import msgspec
 from msgspec.structs import replace
 
-MAX_CONSUMERS = 1024  # number of consumers whose last request is kept
-ANSWER_TTL = 3600.0  # seconds for which an answer is kept
+MAX_CONSUMERS = 1024  # maximum number of consumers whose last request is kept
+ANSWER_TTL = 3600.0  # seconds after which an answer is dropped
 
 
 class LeasedBatch(msgspec.Struct, frozen=True):
@@ -20,8 +20,8 @@ class LeasedBatch(msgspec.Struct, frozen=True):
     Attributes:
         group_ids: Ids of the groups in the order in which they are served, oldest first.
         step: Training step of the batch. Redelivery does not change it.
-        staleness: For each group, policy versions by which it is older than the trainer's policy. None if unknown.
-        delivery: How often the batch was delivered: 1 for the first delivery.
+        staleness: For each group, the number of policy versions between its policy and the trainer's. None if unknown.
+        delivery: Number of deliveries of this batch. 1 for the first delivery.
         lease_until: End of the lease in seconds. None if the batch was acknowledged at delivery.
         consumer: Owner of the lease.
     """
@@ -37,22 +37,22 @@ class LeasedBatch(msgspec.Struct, frozen=True):
     consumer: str | None = None
 
 
-_Answered = tuple[str, LeasedBatch, float]  # (key of a request, batch that it got, time of the answer in seconds)
+_Answered = tuple[str, LeasedBatch, float]  # (key of the request, batch in the answer, time of the answer in seconds)
 
 
 class Leases:
     """The batches whose payloads are still needed.
 
     Attributes:
-        out: Batches under a lease, by batch_id.
-        returned: Batches that wait for redelivery, by batch_id. The batch that was returned first comes first.
+        out: Leased batches, by batch_id.
+        returned: Batches that wait for redelivery, by batch_id, in the order in which they were returned.
     """
 
     def __init__(self) -> None:
         self.out: dict[int, LeasedBatch] = {}
         self.returned: dict[int, LeasedBatch] = {}
         self._earliest = math.inf  # no lease ends before this time
-        # The last request of each consumer, earliest first. A batch without a lease is kept as long as its request is.
+        # The last request of each consumer, earliest first. A batch without a lease is dropped with its request.
         self._answered: OrderedDict[str, _Answered] = OrderedDict()
 
     @property
@@ -66,7 +66,7 @@ class Leases:
         return [batch for _, batch, _ in self._answered.values() if batch.lease_until is None]
 
     def find_answered(self, consumer: str, request: str | None) -> LeasedBatch | None:
-        """Return the batch that this request got before. Return None if another consumer has got the batch since."""
+        """Return the batch of an earlier request with this key. Return None if another consumer now has the batch."""
         known, batch, _ = self._answered.get(consumer, (None, None, None))
         if batch is None or request is None or known != request:
             return None
@@ -78,7 +78,7 @@ class Leases:
         self._answered[consumer] = (request, batch, now)
 
     def drop_answers(self, consumer: str) -> list[LeasedBatch]:
-        """Drop the consumer's last request, and the oldest requests if there are too many.
+        """Drop the consumer's last request. If there are too many requests, also drop the oldest ones.
 
         Returns:
             Batches without a lease that were kept only for these requests.
@@ -112,7 +112,7 @@ class Leases:
         return True
 
     def renew(self, batch_id: int, consumer: str | None, until: float) -> bool:
-        """Extend a lease to `until`. Return False if `consumer` is not None and does not own the lease."""
+        """Extend a lease to `until`. Return False if `consumer` does not own the lease. None is any owner."""
         batch = self._held_by(batch_id, consumer)
         if batch is None:
             return False
@@ -120,8 +120,8 @@ class Leases:
         return True
 
     def due(self, now: float) -> bool:
-        """Return whether `expire` would change anything."""
-        if self._earliest <= now:  # this may be the end of a lease that was renewed or acknowledged
+        """Return True if `expire` would change anything."""
+        if self._earliest <= now:  # `_earliest` can be outdated, because leases are renewed and acknowledged
             self._earliest = min((end for end, _ in self._ends()), default=math.inf)
         return self._earliest <= now or self._answer_is_old(now)
 
@@ -129,7 +129,7 @@ class Leases:
         """Take back the batches whose leases have ended.
 
         Returns:
-            Batches without a lease whose kept requests have become too old.
+            Batches without a lease whose requests are now too old to be repeated.
         """
         if not self.due(now):
             return []
@@ -146,7 +146,7 @@ class Leases:
         return (group_id for batch in (*self.unacknowledged, *self.kept) for group_id in batch.group_ids)
 
     def _held_by(self, batch_id: int, consumer: str | None) -> LeasedBatch | None:
-        """Return a leased batch if `consumer` owns the lease or is None. Otherwise return None."""
+        """Return a leased batch if `consumer` owns it. Otherwise return None. A `consumer` of None is any owner."""
         batch = self.out.get(batch_id)
         return batch if batch is not None and consumer in (None, batch.consumer) else None
 
@@ -179,23 +179,25 @@ class Leases:
 MAX_KEYS = 100_000
 KEY_TTL = 3600.0  # seconds
 
-_Generation = dict[str, Union[int, None]]  # key -> sequences left in the buffer; None if status was "received"
+_Generation = dict[
+    str, Union[int, None]
+]  # key -> number of sequences left in the buffer, or None if the status was "received"
 
 
 class AddResult(NamedTuple):
     """The result of `Queue.add`.
 
-    `status` is "received", "buffered" (the group differs from its environment's group size) or "refused" (nothing was
-    stored). A repeated idempotency key gets the first result again, but with `duplicate` True and `group_id` None.
+    `status` is "received", "buffered" (the group does not have its environment's group size) or "refused" (nothing was
+    stored). If an idempotency key is repeated, the first result is repeated with `duplicate` True and `group_id` None.
     """
 
     status: str
     group_id: int | None = None
-    buffer_size: int | None = None  # sequences left in the buffer if `status` is "buffered"
+    buffer_size: int | None = None  # if `status` is "buffered": number of sequences left in the buffer
     duplicate: bool = False
-    reason: str | None = None  # a sentence if `status` is "refused"
-    too_large: bool = False  # refused because no batch can hold it; a retry cannot help
-    too_old: bool = False  # refused because it is too old; a retry cannot help
+    reason: str | None = None  # if `status` is "refused": a sentence with the reason
+    too_large: bool = False  # True if no batch can hold the group; a retry cannot help
+    too_old: bool = False  # True if the group is too old; a retry cannot help
 
 
 class IdempotencyKeys:

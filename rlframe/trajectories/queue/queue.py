@@ -232,7 +232,7 @@ class Queue:
         return batch is not None
 
     def nack(self, batch_id: int, consumer: str | None = None) -> bool:
-        """Give a leased batch back, so that the next request gets it. Return False if `consumer` is not its owner."""
+        """Return a leased batch. The next request gets it. Return False if `consumer` does not own the batch."""
         return self._begin().leases.give_back(batch_id, consumer)
 
     def renew(self, batch_id: int, lease_seconds: float, now: float, consumer: str | None = None) -> bool:
@@ -261,12 +261,12 @@ class Queue:
     # Reads. They change nothing. Their cost is O(distinct group sizes), unless the docstring states another cost.
 
     def due(self, now: float) -> bool:
-        """Return whether `expire(now)` would change anything."""
+        """Return True if `expire(now)` would change anything."""
         now = max(self._now, now)
         return self.epoch.leases.due(now) or self.epoch.overdue(now) is not None
 
     def may_take(self, now: float, consumer: str | None = None, request: str | None = None) -> bool:
-        """Return False if `take` would return None, so that the caller need not log a command."""
+        """Return False if `take` would return None. Then the caller does not have to log a command."""
         epoch = self.epoch
         if epoch.registration is None:
             return False
@@ -296,7 +296,7 @@ class Queue:
     def get_state(self) -> dict[str, Any]:
         """Return the whole state as data that MessagePack can encode. Later commands do not change it.
 
-        This is fast, because long parts of the state are lists of immutable objects, which are not copied.
+        This is fast, because large parts of the state are immutable objects, which are not copied.
         """
         numbers = {"number": self.epoch.number, "now": self._now, "next_group": self.next_group}
         return {**numbers, "next_batch": self._next_batch, "epoch": self.epoch.to_state()}

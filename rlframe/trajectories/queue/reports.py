@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # HOLD_GROUPS * batch_size groups are queued.
 HOLD_BATCHES = 64
 HOLD_GROUPS = 3
-MAX_WAITING = 100  # maximum reasons for waiting in one answer
+MAX_WAITING = 100  # maximum number of reasons for waiting in one answer
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Counters:
     groups_served: int = 0
     sequences_served: int = 0
     redelivered: int = 0  # batches that were delivered again
-    discarded: int = 0  # groups that were too old when a batch could take them
+    discarded: int = 0  # groups that were too old when they could be served
     refused: int = 0
     duplicates: int = 0
 
@@ -45,12 +45,12 @@ class Counters:
 class EpochCounters(Counters):
     """The counters of an epoch, with the staleness of served groups."""
 
-    aged: int = 0  # served groups with known staleness
+    aged: int = 0  # number of served groups whose staleness is known
     staleness_sum: float = 0.0  # a float, because MessagePack limits integers to 64 bits
     staleness_largest: int = 0
 
     def count_served(self, sequences: int, staleness: Iterable[int | None]) -> None:
-        """Count a served batch, and record the staleness of its groups."""
+        """Update the counters for one served batch and the staleness of its groups."""
         self.batches_served += 1
         self.sequences_served += sequences
         for age in staleness:
@@ -70,7 +70,7 @@ class EnvReport(EnvSummary):
     queued_groups: int
     queued_sequences: int
     buffered_groups: int
-    oldest_age: float | None  # seconds for which the oldest queued unit has waited
+    oldest_age: float | None  # waiting time of the oldest queued unit, in seconds
     unheard: float  # seconds since the last heartbeat
 
 
@@ -110,7 +110,7 @@ class Report(Counters):
     queued_sequences: int
     batches_out: int
     batches_returned: int
-    batches_kept: int  # batches without a lease that are kept for a repeated request
+    batches_kept: int  # number of batches without a lease that are kept for repeated requests
     staleness: Staleness
 
 
@@ -133,12 +133,12 @@ def staleness_of(epoch: Epoch, group: QueuedGroup) -> int | None:
 
 
 def can_form_batch(epoch: Epoch) -> bool:
-    """Return whether the queued units can fill a batch, if minimum shares and staleness are ignored."""
+    """Return True if the queued units can fill a batch exactly. Ignore minimum shares and staleness."""
     return epoch.registration is not None and can_fill(epoch.registration.batch_size, epoch.unit_queues.counts)
 
 
 def batchable_sizes(epoch: Epoch) -> list[int]:
-    """Return the sizes of queued units that could be part of an exact batch, if enough units of every size came."""
+    """Return the sizes of queued units that could be part of an exact batch if enough units of each size existed."""
     counts = epoch.unit_queues.counts
     if epoch.registration is None:
         return list(counts)
@@ -247,7 +247,7 @@ def _sequences(epoch: Epoch, sizes: list[int]) -> int:
 
 
 def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
-    """Return the number of batches that will be formed before the batch with a group that is sent now.
+    """Estimate the number of batches that are formed before a new group of this sender is served.
 
     If a batch may be waiting for this sender, groups of other senders do not count. A batch may wait if the queued
     units cannot form a batch. A batch may also wait for a sender with a minimum share, which may have to send more than
@@ -263,7 +263,7 @@ def _batches_ahead(epoch: Epoch, env_id: int | None) -> int:
 
 
 def _ahead_of_trainer(epoch: Epoch, env: Env, own: int, total: int) -> bool:
-    """Return whether a group that this environment starts now would be too old when a batch could take it."""
+    """Return True if a group that this environment starts now would be too old when it could be served."""
     registration = epoch.settings
     if registration.max_staleness is None:
         return False

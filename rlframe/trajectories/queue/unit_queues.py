@@ -2,10 +2,10 @@
 
 `UnitQueues` updates its sums when a unit is added or removed. Undersized groups wait separately until they form a unit.
 
-To fill a batch exactly, units must be found whose sizes sum to a target. A set of possible sums is one Python int: bit
-`t` is set if the sum `t` is possible. Adding up to `n` units of a size costs about log2(n) shifts. For each size, only
-as many units count as fit into the target. So the cost depends on the number of distinct sizes and on the target, but
-not on the number of queued units. Results are cached by the counts of units.
+A batch is full if the sizes of its units sum to a target. One Python int represents a set of possible sums: bit `t` is
+set if the sum `t` is possible. To add up to `n` units of one size takes about log2(n) shifts. Units beyond the target
+are not counted. So the cost depends on the number of distinct sizes and on the target. It does not depend on the number
+of queued units. Results are cached by the counts of units.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Counts = tuple[tuple[int, int], ...]
 
 
 def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -> bool:
-    """Return whether the sizes of some of the units can sum to `target` exactly.
+    """Return True if some of the units have sizes that sum to exactly `target`.
 
     Args:
         target: The required sum. A target of 0 is always possible.
@@ -40,17 +40,17 @@ def can_fill(target: int, counts: Mapping[int, int], spent: int | None = None) -
         return False
     smallest, count = capped[0]
     if smallest == unit and (count + 1) * unit >= capped[-1][0]:
-        return True  # always possible: the smallest units fill every gap, as with one size or powers of two
+        return True  # the smallest units can fill every gap, for example if all sizes are powers of two
     return _fillable(target // unit, tuple((size // unit, count) for size, count in capped))
 
 
 def usable_sizes(target: int, counts: Mapping[int, int]) -> frozenset[int]:
-    """Return the unit sizes that at least one set of units with sum `target` contains."""
+    """Return the unit sizes that occur in at least one set of units with the sum `target`."""
     return _usable(target, _capped(target, counts, None))
 
 
 def oldest_fitting_size(target: int, counts: Mapping[int, int], age: Callable[[int], int]) -> int | None:
-    """Return the size with the smallest `age` such that other units can fill the rest of `target`, or None."""
+    """Return the size with the smallest `age` for which other units can fill the rest of `target`, or None."""
     for size in sorted((size for size, count in counts.items() if count and size <= target), key=age):
         if can_fill(target - size, counts, spent=size):
             return size
@@ -79,7 +79,7 @@ def _fillable(target: int, counts: _Counts) -> bool:
 
 @lru_cache(maxsize=1024)
 def _usable(target: int, counts: _Counts) -> frozenset[int]:
-    if sum(size * count for size, count in counts) < target:  # fast check for a queue with few units
+    if sum(size * count for size, count in counts) < target:  # a fast check: too few sequences are queued
         return frozenset()
     mask = (2 << target) - 1
     below = [1]  # below[i]: possible sums of units of the first i sizes
@@ -97,7 +97,7 @@ def _usable(target: int, counts: _Counts) -> frozenset[int]:
 
 
 def _spread(sums: int, size: int, count: int, mask: int) -> int:
-    """Return the sums that are possible after adding 0 to `count` units of `size` to `sums`."""
+    """Return the possible sums if 0 to `count` units of `size` are added to each sum in `sums`."""
     chunk = 1
     while count > 0:
         step = min(chunk, count)
@@ -115,10 +115,10 @@ def _mirrored(sums: int, target: int) -> int:
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A queued group, or a unit of several undersized groups (`parts`, oldest first)."""
 
-    id: int  # id of the group, or of the newest group in a unit
+    id: int  # id of the group; for a unit, id of its newest group
     sequences: int
     size_bytes: int
-    policy_version: int | None  # version of the group's policy, or of the oldest policy in a unit
+    policy_version: int | None  # version of the group's policy; for a unit, its oldest version
     added_at: float  # seconds
     parts: tuple[QueuedGroup, ...] = ()
 
@@ -235,7 +235,7 @@ class UnitQueues:
             heapq.heappop(heads)
 
     def reserve(self, env_id: int, size: int, sequences: int) -> None:
-        """Reserve queued sequences of an environment and unit size, which `packed_sequences` then does not count."""
+        """Reserve queued sequences of an environment and unit size. `packed_sequences` does not count them."""
         queue = self._of_env.get(env_id, {}).get(size)
         if queue is not None:
             self._repack(queue, -1)
@@ -260,7 +260,7 @@ class UnitQueues:
         return sum(sums[size] - (self._packed_size(own[size], largest) if size in own else 0) for size in sizes)
 
     def to_state(self) -> list[Any]:
-        """Return the state with the units as they are stored, which is fast because the units are not decoded."""
+        """Return the state. This is fast, because the units are not decoded."""
         return [[queue.env_id, queue.size, list(queue.units)] for queue in sorted(self, key=UnitQueue.key)]
 
     @classmethod
@@ -306,7 +306,7 @@ class UnitQueues:
     def _note_head(self, queue: UnitQueue) -> None:
         heads = self._heads.setdefault(queue.size, [])
         unit_queues = self._of_size[queue.size]
-        if len(heads) > 2 * len(unit_queues) + 64:  # most entries are outdated
+        if len(heads) > 2 * len(unit_queues) + 64:  # more than half of the entries are outdated
             heads[:] = [(other.head.id, env_id) for env_id, other in unit_queues.items()]
             heapq.heapify(heads)
         else:
@@ -314,7 +314,7 @@ class UnitQueues:
 
 
 class UndersizedGroups:
-    """Groups of one environment that are smaller than its unit size. No subset of them sums to the unit size."""
+    """Groups of one environment that are smaller than its unit size. They cannot form a unit yet."""
 
     def __init__(self) -> None:
         self._of_size: dict[int, deque[QueuedGroup]] = {}
@@ -329,7 +329,7 @@ class UndersizedGroups:
     def add(self, group: QueuedGroup, unit_size: int) -> QueuedGroup | None:
         """Add a group. If a unit can be formed now, remove its groups and return the unit. Otherwise return None.
 
-        A unit takes the oldest groups first, but skips a group that would make an exact sum impossible.
+        A unit contains the oldest groups whose sizes can sum to exactly the unit size.
         """
         self._of_size.setdefault(group.sequences, deque()).append(group)
         counts = {size: len(groups) for size, groups in self._of_size.items()}
@@ -350,7 +350,7 @@ class UndersizedGroups:
 
     @classmethod
     def of(cls, groups: Iterable[QueuedGroup]) -> UndersizedGroups:
-        """Restore the result of `oldest_first`."""
+        """Create an object from the result of `oldest_first`."""
         undersized = cls()
         for group in groups:
             undersized._of_size.setdefault(group.sequences, deque()).append(group)

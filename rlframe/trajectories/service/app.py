@@ -48,7 +48,7 @@ Every path exists for the run `default`, and as `/runs/{run}/…` for any other 
 
 
 def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
-    """Return the application. Without `service`, it opens the store at startup. It closes the store at shutdown."""
+    """Return the application. If `service` is None, the startup creates one. The shutdown closes the service."""
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -102,10 +102,10 @@ def app_from_environment() -> FastAPI:
 
 
 def settings_from_variables(variables: Mapping[str, str]) -> Settings:
-    """Return the settings from environment variables. The address is not among them: it is an option of uvicorn.
+    """Return the settings from environment variables, without the address, which is an option of uvicorn.
 
     Raises:
-        UsageError: A variable names no setting, or its value is invalid.
+        UsageError: A variable's name or value is not valid.
     """
     values: dict[str, Any] = {}
     of_uvicorn = ("host", "port", "max_connections")
@@ -127,7 +127,7 @@ def settings_from_variables(variables: Mapping[str, str]) -> Settings:
 
 
 def open_service(settings: Settings) -> Service:
-    """Make the service, and restore its state from the store. Raises as `open_store` and `Service.restore`."""
+    """Make the service, and restore its state from the store. Raise the errors of `open_store` and `restore`."""
     store = open_store(settings.store)
     service = Service(store, max_bytes=settings.max_queue_mb << 20)
     try:
@@ -149,27 +149,27 @@ async def _runs(request: Request) -> Response:
 
 
 def _invalid_request(error: RequestValidationError) -> Response:
-    """Return an answer with status 422. It omits the values that were sent, which may be long or not valid in JSON."""
+    """Return an answer with status 422. It omits the received values, because they can be long or invalid in JSON."""
     details = [
-        # `ctx` has the message of rlframe's errors, and `msg` the message of pydantic's errors.
+        # For errors of rlframe, the message is in `ctx`. For errors of pydantic, it is in `msg`.
         {"loc": list(one["loc"]), "msg": str(one.get("ctx", {}).get("error", one["msg"])), "type": one["type"]}
         for one in error.errors()
     ]
     return answer({"detail": details}, 422)
 
 
-_SHUTDOWN_TIMEOUT = 120.0  # seconds for unfinished requests, pending writes and a snapshot
+_SHUTDOWN_TIMEOUT = 120.0  # seconds to finish requests and writes, and to save a snapshot
 
 
 class TrajectoryServer:
-    """A running trajectory service. It answers requests from its construction until `stop()`.
+    """A running trajectory service. It starts to answer requests when it is constructed, and ends at `stop()`.
 
     Args:
         settings: See `Settings`.
 
     Raises:
         UsageError: The address cannot be used, a token is required, or a setting is invalid.
-        StoreError, PeerError: As `open_service`.
+        StoreError, PeerError: The store failed or did not answer (see `open_service`).
 
     Attributes:
         url: Address of the service.
@@ -216,7 +216,7 @@ class TrajectoryServer:
         self._stop.set()
 
     def close(self) -> None:
-        """Stop the service, and wait until it has ended."""
+        """Stop the service, and wait for its end."""
         self.stop()
         self._server.close()
 

@@ -14,7 +14,7 @@ from rlframe.trajectories.service.previews import GroupPreview
 from rlframe.trajectories.service.wire import JsonGroup
 
 Int64 = Annotated[int, Field(**INT64_LIMITS)]
-# Every JSON parser reads integers of this range exactly, and their differences fit into 64 bits.
+# Every JSON parser reads integers in this range exactly. The difference of two such integers fits into 64 bits.
 Version = Annotated[int, Field(ge=-(2**53), le=2**53)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, Field(**TEXT_LIMITS)]
@@ -143,5 +143,5 @@ class LiveReport(Report):
 
 @dataclass(frozen=True)
 class Previews:
-    decoded: bool  # whether tokens are shown as text instead of ids
+    decoded: bool  # True if tokens are shown as text, False if they are shown as ids
     groups: list[GroupPreview]

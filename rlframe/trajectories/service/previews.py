@@ -18,10 +18,10 @@ from rlframe.trajectories.service.wire import as_json
 
 Decode = Callable[[Sequence[int]], str]  # function from token ids to text
 
-MAX_BYTES = 4 << 20  # limit of a payload, because decoding a larger payload would delay other requests
+MAX_BYTES = 4 << 20  # maximum size of a payload; to decode a larger one would delay other requests
 MAX_SEQUENCES = 16
-MAX_TOKENS = 1000  # tokens that are shown from the beginning of a sequence; the same number from its end
-MAX_CHARACTERS = 20_000  # characters that are shown of a message
+MAX_TOKENS = 1000  # number of tokens that are shown from each end of a sequence
+MAX_CHARACTERS = 20_000  # maximum number of characters that are shown of a message
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SequencePreview:
 
 @dataclass(frozen=True)
 class GroupPreview:
-    """A shortened group: the first `MAX_SEQUENCES` of `size` sequences. None are shown of a group over `MAX_BYTES`."""
+    """A shortened group: its first `MAX_SEQUENCES` sequences. If it is larger than `MAX_BYTES`, none is shown."""
 
     env_id: int | None
     policy_version: int | None
@@ -110,7 +110,7 @@ def _pieces(tokens: Sequence[int], masks: Sequence[int], decode: Decode) -> Iter
 
 
 def _text_after(before: Sequence[int], ids: Sequence[int], decode: Decode) -> str:
-    """Return the text that `ids` add to the text of `before`. Decoded alone, `ids` often lose their leading space."""
+    """Return the text that `ids` add after `before`. If `ids` are decoded alone, a leading space is often lost."""
     if before:
         prefix, text = decode(before), decode([*before, *ids])
         if text.startswith(prefix):
@@ -145,7 +145,7 @@ def load_decode(name: str | None) -> Decode | None:
         from tokenizers import Tokenizer
     try:
         tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the package tokenizers raises errors of type Exception
+    except Exception as error:  # the package tokenizers raises plain `Exception`s
         raise UsageError(f"The tokenizer file {path} cannot be read: {error}.") from error
     decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
     return _of_known_ids(decode, tokenizer.get_vocab_size(with_added_tokens=True))

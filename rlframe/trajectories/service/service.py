@@ -33,11 +33,11 @@ from rlframe.trajectories.service.state_machine import (
 from rlframe.trajectories.stores import SharedStore, Store
 
 MAX_RUNS = 1000
-SNAPSHOT_BYTES = 4 << 20  # bytes of commands between two snapshots: about 20,000 commands, replayed in a second
+SNAPSHOT_BYTES = 4 << 20  # bytes of commands between two snapshots; a restart replays 20,000 commands in a second
 ANSWER_DEADLINE = 60.0  # seconds until a command must be durable and applied
-_COMMANDS_PER_TURN = 64  # commands that are applied before other tasks may run
+_COMMANDS_PER_TURN = 64  # number of commands that are applied before other tasks run
 _EXPIRY_PERIOD = 0.5  # seconds between two checks for ended leases and silent environments
-_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds to wait for commands of other processes, normally and while closing
+_WAIT, _WAIT_CLOSING = 1.0, 0.2  # seconds to wait for commands of other processes: normally, and during `close`
 _RETRY = 0.5  # seconds until the next read of a store that did not answer
 _NEARLY_FULL = 0.8  # fraction of the byte limit above which environments should start no new groups
 _ORPHAN_GRACE = 60.0  # seconds before orphaned payloads are deleted, because other processes may still read them
@@ -54,7 +54,7 @@ class _PendingCommand(NamedTuple):
     command: str
     arguments: Mapping[str, Any]
     payload: bytes | None
-    size: int  # bytes of the record
+    size: int  # size of the record in bytes
     answer: asyncio.Future[CommandResult]
 
 
@@ -70,7 +70,7 @@ class Service:
         decode_lock: A lock for decoding a group, which takes milliseconds. So groups are decoded one at a time.
         failed: The error of the store if it failed and accepts nothing more, otherwise None.
         on_failure: Called when the store fails.
-        closing: Whether the service is about to end. Then requests no longer wait for data.
+        closing: True if the service is about to end. Then requests no longer wait for data.
         pending_bytes: Bytes of groups that are being written.
     """
 
@@ -106,7 +106,7 @@ class Service:
     # Startup and shutdown
 
     def restore(self, fresh: bool = False) -> None:
-        """Restore the state before `start`. `fresh` resets all runs. Raises as `StateMachine.restore`."""
+        """Restore the state before `start`. `fresh` resets all runs. Raise the errors of `StateMachine.restore`."""
         self._snapshot_due -= self._machine.restore(self.store)
         if fresh:
             self._machine.reset_all_runs(self.store)
@@ -118,7 +118,7 @@ class Service:
         self._run_in_background(self._expire_periodically())
         if self.store.shared:
             self._following = self._loop.create_task(self._follow(cast(SharedStore, self.store)))
-        # A crash may orphan payloads. Another process may still be reading some of them.
+        # After a crash, some payloads belong to no group. Other processes may still read some of them.
         self._loop.call_later(_ORPHAN_GRACE if self.store.shared else 0.0, self._delete_payloads, self._orphaned)
 
     def stop_waiting(self) -> None:
@@ -172,7 +172,7 @@ class Service:
         found = [payload for payload in payloads if payload is not None]
         if len(found) == len(payloads):
             return batch, found
-        # A payload is damaged, or a new epoch began. Acknowledge a leased batch, or it would be redelivered forever.
+        # A payload is damaged, or a new epoch began. Acknowledge a leased batch, so that it is not redelivered forever.
         if batch.lease_until is not None:
             await self.submit(run, "ack", batch_id=batch.batch_id)
         lost = f"{len(payloads) - len(found)} of its {len(payloads)} groups can no longer be read from the store"

@@ -17,16 +17,16 @@ from rlframe.errors import StoreError, UsageError
 from rlframe.trajectories.queue.queue import Queue
 from rlframe.trajectories.stores import RecordsDroppedError, Store
 
-LATEST = 20  # latest groups of each run, for the live page
+LATEST = 20  # number of latest groups that are kept for each run, for the live page
 LATEST_BYTES = 64 << 20  # memory limit for all runs together; the newest group is always kept
 _FORMAT = 3  # format of snapshots
 
-# Commands that create a missing run. The other commands create none, so that a mistyped path has no effect.
+# Commands that create a missing run. Other commands do not create runs, so that a mistyped path has no effect.
 RUN_CREATING_COMMANDS = frozenset(("register", "register_env", "add", "pause", "set_policy_version"))
 
 _logger = logging.getLogger(__name__)
 
-# (run, command, arguments, process that submitted the command, number of the command in this process)
+# A command in the log: (run, command, arguments, process that submitted it, its number in this process)
 encode_command = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(tuple[str, str, dict[str, Any], str, int]).decode
 
@@ -85,13 +85,13 @@ class StateMachine:
                 return read
 
     def reset_all_runs(self, store: Store) -> None:
-        """Reset every run, after `restore`. Raises as `restore`."""
+        """Reset every run. Call this method after `restore`. It raises the same errors as `restore`."""
         for run in sorted(self.queues):
             store.append(encode_command((run, "reset", {"now": time.time()}, "", 0))).result()
         self.restore(store)
 
     def orphaned_payloads(self, store: Store) -> list[int]:
-        """Return the positions of stored payloads that no group needs. A crash leaves them behind."""
+        """Return the positions of stored payloads that no group needs. A crash can leave such payloads."""
         needed = {position for queue in self.queues.values() for position in queue.epoch.needed_group_ids()}
         return [at for at in store.payload_positions() if at <= self.position and at not in needed]
 
@@ -195,7 +195,7 @@ class LatestGroups:
             self._drop(position)
 
     def newest(self, run: str, count: int) -> dict[int, bytes | None]:
-        """Return {position: payload} of the latest groups, newest first. None for payloads that are not in memory."""
+        """Return {position: payload} of the latest groups, newest first. A payload is None if it is not in memory."""
         return {at: self._payloads.get(at) for at in list(self._positions.get(run, ()))[: -count - 1 : -1]}
 
     def _drop(self, position: int) -> None:

@@ -1,7 +1,7 @@
-"""Validation of groups beyond the types of their fields, with the path to each invalid field.
+"""Check the values of groups. The types of the fields are already checked. Errors have the path of the invalid field.
 
-The numbers of a JSON group are checked as text (`text_lengths`). This takes a third of the time for decoding the text,
-which is also stored as text.
+The numbers of a JSON group are checked without decoding them (`text_lengths`). Decoding would take three times as much
+time. It is not needed, because the JSON text is stored unchanged.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FI
 MAX_DEPTH = 32  # limit for the nesting of `messages`, `images` and so on; Python's parsers fail at hundreds
 
 _OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
-_MAX_EXPLAINED_BYTES = 1 << 20  # limit for parsing JSON again to locate NaN, which blocks the event loop
+_MAX_EXPLAINED_BYTES = 1 << 20  # maximum size to search for NaN by parsing again; this blocks the event loop
 # Matches a surrogate pair, a lone surrogate (its digits are group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _INT_CHARACTERS = b"0123456789- \n\r\t"
 _FLOAT_CHARACTERS = _INT_CHARACTERS + b".eE+"
-_INT_WIDTH = 10  # characters of a number with its comma; a longer number may exceed int32
+_INT_WIDTH = 10  # maximum number of characters of a number and its comma; longer numbers may exceed int32
 _FLOAT_WIDTH = 39  # characters with the comma; up to this length, numbers without positive exponent are float32
 
 
 class InvalidGroupError(UsageError):
-    """An invalid group. `loc` is the path to the field. `kind` is the `type` of the error in FastAPI's answers."""
+    """A group is invalid. `loc` is the path of the field. `kind` is the error's `type` in answers, as in FastAPI."""
 
     def __init__(self, loc: Sequence[str | int], message: str, kind: str = "value_error"):
         super().__init__(message)
@@ -99,7 +99,7 @@ def text_lengths(text: bytes, *, integers: bool) -> list[int] | None:
 
 
 def _in_every_window(ends: np.ndarray, width: int) -> bool:
-    """Return whether every `width` consecutive characters contain the end of a number."""
+    """Return True if every `width` consecutive characters contain the end of a number."""
     covered = 1
     while covered < width:
         step = min(covered, width - covered)
@@ -109,7 +109,7 @@ def _in_every_window(ends: np.ndarray, width: int) -> bool:
 
 
 def check_group(group: Any, lengths: list[int]) -> None:
-    """Raise `InvalidGroupError` unless every field matches sequences of these `lengths`.
+    """Raise `InvalidGroupError` if a field does not match sequences of these `lengths`.
 
     Arrays are lists, bytes, or JSON text whose shape and numbers are already checked.
     """
@@ -253,7 +253,7 @@ def _path_steps(path: str) -> tuple[str | int, ...]:
 
 
 def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
-    """Return the field with NaN or an infinity, found from the byte position in the decoder's message, or None."""
+    """Return the field that contains NaN or an infinity, or None. The decoder's message has its byte position."""
     byte = re.search(r"\(byte (\d+)\)", message)
     if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
         return None
@@ -264,7 +264,7 @@ def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
 
 def _lone_surrogate(body: bytes, message: str) -> int | None:
     """Return the position of a lone surrogate if it is the reason why the decoder failed, otherwise None."""
-    if "surrogate" not in message and "truncated" not in message:  # "truncated": near the end of the text
+    if "surrogate" not in message and "truncated" not in message:  # "truncated" means near the end of the text
         return None
     half = next((escape for escape in _ESCAPE.finditer(body) if escape[1] is not None), None)
     return None if half is None else half.start()

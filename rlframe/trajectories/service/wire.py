@@ -1,7 +1,7 @@
 """Decode and check groups from requests, and convert groups between the stored form and the form in answers.
 
-A JSON group is stored as JSON with all keys that atroposlib's server sends, so a batch is a join of stored bytes. A
-MessagePack group is stored unchanged. The first byte of a stored group shows which of the formats it has.
+A JSON group is stored as JSON with all keys that atroposlib's server sends. So the service makes a batch by joining
+stored bytes. A MessagePack group is stored unchanged. The first byte of a stored group shows its format.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def _encoding(module: Any, structure: type[Struct], group: Any) -> _Encoding:
 
 _JSON = _encoding(msgspec.json, WireGroup, TextGroup)
 _PACKED = _encoding(msgspec.msgpack, PackedGroup, PackedGroup)
-_decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # decodes JSON arrays, which `_JSON.group` leaves as text
+_decode_numbers = msgspec.json.Decoder(JsonGroup).decode  # also decodes the arrays; `_JSON.group` leaves them as text
 
 
 class ParsedGroup(NamedTuple):
-    """The data of a group that the queue needs, and the payload to store."""
+    """The payload of a group, which is stored, and the facts about the group that the queue needs."""
 
     sequences: int
     tokens: int
@@ -160,7 +160,7 @@ def _parse(body: bytes, encoding: _Encoding) -> ParsedGroup:
             scores = Raw(encoding.encode([float(score) for score in group.scores]))
             return _parse(encoding.encode({**encoding.members(body), "scores": scores}), encoding)
         lengths = lengths_of(group) if packed else _lengths_of_text(group)
-        if lengths is None:  # uncertain: decode the numbers for an exact check
+        if lengths is None:  # the fast check has no result, so decode the numbers
             group = _decode_numbers(body)
             lengths = lengths_of(group)
     except msgspec.ValidationError as error:
@@ -220,7 +220,7 @@ def as_packed(payload: bytes) -> bytes:
         return payload
     try:
         return _PACKED.encode(msgspec.json.decode(payload))  # decoding without a type is twice as fast
-    except OverflowError:  # a float that was sent as an integer of more than 64 bits
+    except OverflowError:  # a number is an integer of more than 64 bits
         return _PACKED.encode(_decode_numbers(payload))
 
 

@@ -52,7 +52,7 @@ def open_store(url: str) -> Store:
             from rlframe.trajectories.stores.redis import RedisStore
 
         return RedisStore(url)
-    # The message does not show the whole URL, because it may contain a password.
+    # The URL may contain a password, so the message shows only a part of it.
     raise UsageError(
         f"{kind!r} names no store.{suggest(kind, _KINDS)} Stores are sqlite:PATH, memory, and redis://HOST:PORT."
     )

@@ -1,4 +1,4 @@
-"""The contract of a store, which is an ordered, durable log with payloads. `MemoryStore` is a store in memory.
+"""The interface of a store, which is an ordered, durable log with payloads. `MemoryStore` is a store in memory.
 
 The service is a deterministic state machine. Commands take effect in the order of the log, so every process that reads
 the log after a snapshot computes the same state. A payload is the bytes of one group. Payloads stay in the store until
@@ -23,8 +23,8 @@ class Store(Protocol):
     """An ordered, durable log with payloads. Any thread may call any method, and no method waits forever.
 
     Attributes:
-        shared: Whether several processes append. Then only `read` shows the order, and the store is a `SharedStore`.
-        durability: A sentence for users that tells which failures an acknowledged append survives.
+        shared: True if several processes append. Then the store is a `SharedStore`, and only `read` shows the order.
+        durability: A sentence for users: the failures that do not destroy an acknowledged append.
     """
 
     shared: bool
@@ -48,7 +48,7 @@ class Store(Protocol):
         """
 
     def room(self) -> int | None:
-        """Return how many bytes of payloads fit on the disk, or None if unknown."""
+        """Return the number of bytes of payloads that fit on the disk, or None if it is unknown."""
 
     def check_room(self, size: int) -> None:
         """Raise `UnavailableError` if payloads of `size` bytes do not fit on the disk.
@@ -95,7 +95,7 @@ class SharedStore(Store, Protocol):
     """A `Store` to which several processes append."""
 
     def wait(self, after: int, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a record after position `after`. Return whether there is such a record.
+        """Wait up to `timeout` seconds for a record after position `after`. Return True if there is such a record.
 
         Raises:
             PeerError: The store did not answer, despite retries.
@@ -127,7 +127,7 @@ class UnlimitedStore:
 
 
 class MemoryStore(UnlimitedStore):
-    """A `Store` in memory. Its data is lost when the process ends. A snapshot serves only to drop records."""
+    """A `Store` in memory. Its data is lost when the process ends. A snapshot only drops records."""
 
     shared = False
     durability = "Nothing survives the end of this process."

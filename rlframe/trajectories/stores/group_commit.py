@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from rlframe.errors import StoreError, UnavailableError
 
-MAX_WAITING_BYTES = 256 << 20  # limit of waiting appends; appends that are being written do not count
-MAX_COMMIT_BYTES = 16 << 20  # limit of one commit, unless a single append is larger
+MAX_WAITING_BYTES = 256 << 20  # maximum bytes of waiting appends, without those that are being written
+MAX_COMMIT_BYTES = 16 << 20  # maximum bytes of one commit; a single append can be larger
 MAX_COMMIT_RECORDS = 1024
-MAX_COMMIT_DELETIONS = 2000  # SQLite needs 5 ms for this number of deletions, and appends wait for it
+MAX_COMMIT_DELETIONS = 2000  # SQLite takes 5 ms for them, and appends wait for that time
 CLOSE_DEADLINE = 60.0  # seconds for the last commits of a store; over a network, single commits also have a deadline
 
 
@@ -33,15 +33,15 @@ class Append:
 
 @dataclass
 class Commit:
-    """Writes that are committed together, or not at all. `refuse` removes single appends from the commit."""
+    """Writes that are committed together: all of them or none. `refuse` removes one append from the commit."""
 
     appends: list[Append] = field(default_factory=list)
-    deleted: list[int] = field(default_factory=list)  # positions of payloads
+    deleted: list[int] = field(default_factory=list)  # positions of payloads to delete
     snapshot: tuple[int, bytes] | None = None
     refused: list[tuple[Append, Exception]] = field(default_factory=list)
 
     def refuse(self, append: Append, error: Exception) -> None:
-        """Remove an append from the commit, whose other writes are still made. The append fails with `error`."""
+        """Remove an append from the commit. The append fails with `error`. The other writes are still made."""
         self.appends.remove(append)
         self.refused.append((append, error))
 
@@ -62,7 +62,7 @@ class GroupCommitStore(abc.ABC):
         self._waiting_bytes = 0
         self._to_delete: list[int] = []
         self._snapshots: list[tuple[int, bytes, Future[None]]] = []
-        self._due = False  # whether to commit now; deletions that failed wait for the next append
+        self._due = False  # True if there is something to commit; failed deletions wait for the next append
         self._closed = False
         self._failed: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"writer of {name}", daemon=True)
@@ -70,7 +70,7 @@ class GroupCommitStore(abc.ABC):
 
     def append(self, record: bytes, payload: bytes | None = None) -> Future[int]:
         future: Future[int] = Future()
-        future.set_running_or_notify_cancel()  # not cancellable, because the write may have begun
+        future.set_running_or_notify_cancel()  # the future cannot be cancelled, because the write may have begun
         append = Append(record, payload, future, time.monotonic())
         with self._changed:
             self._check_open()

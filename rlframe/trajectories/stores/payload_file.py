@@ -1,9 +1,9 @@
 """A file for the large values of a SQLite database. The space of deleted values is reused.
 
-A SQLite table would write each value twice, page by page, which takes several times as long. This file writes a value
-once, to free space. Then SQLite commits a row with the location of the value. If a crash prevents the commit, the space
-of the value remains free. The space of a deleted value becomes free only after SQLite has committed the deletion of the
-row, so a row never refers to a wrong value.
+A SQLite table would write each value twice, page by page. This takes several times as long. Here a value is written
+once, to free space of the file. Then SQLite commits a row with the location of the value. If a crash prevents the
+commit, the space of the value remains free. The space of a deleted value becomes free only after SQLite has committed
+the deletion of the row, so a row never refers to a wrong value.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlframe.errors import StoreError, UnavailableError
 
 _MAGIC = b"rlframe payloads 1\n"
 _HEADER = re.compile(rb"rlframe payloads (\d+)\nid ([0-9a-f]{32})\nowner *(\d+)\n")
-_SPARE = 64 << 20  # free bytes that stay at the end of the file, because growing a file is slower than overwriting it
+_SPARE = 64 << 20  # free bytes to keep at the end of the file; to extend a file is slower than to overwrite it
 
-_RESERVED = 64 << 20  # bytes of the disk (at most half of the disk) that are reserved for commands that empty the queue
+_RESERVED = 64 << 20  # disk bytes for commands that empty the queue, at most half of the disk
 
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 

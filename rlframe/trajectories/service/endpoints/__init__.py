@@ -1,4 +1,4 @@
-"""The endpoints: the contract of atroposlib's server, and optional extensions. This module has their shared parts."""
+"""The endpoints of atroposlib's server, with optional extensions. This module contains their shared code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlframe.trajectories.service import models
 from rlframe.trajectories.service.service import Service
 
 DEFAULT_RUN = "default"
-MAX_NAME = 200  # maximum characters of a key or a consumer's name
+MAX_NAME = 200  # maximum number of characters in a key or in a consumer's name
 
 INVALID: dict[int | str, dict[str, Any]] = {422: {"model": models.Invalid, "description": "A field is invalid."}}
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def invalid(loc: tuple[str | int, ...], message: str, kind: str = "value_error")
     return answer({"detail": [{"loc": list(loc), "msg": message, "type": kind}]}, 422)
 
 
-REPLAYED = {"Idempotent-Replayed": "true"}  # header of an answer that is sent again for the same key
+REPLAYED = {"Idempotent-Replayed": "true"}  # header of a repeated answer to a request with a repeated key
 IdempotencyKey = Annotated[
     Union[str, None],
     Header(

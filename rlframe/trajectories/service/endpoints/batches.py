@@ -68,8 +68,8 @@ async def batch(
     options = {"lease_seconds": lease, "consumer": consumer, "request": request_key}
     taken = await _take(service, run, options)
     while taken is None and (left := deadline - time.monotonic()) > 0 and not service.closing:
-        await request.body()  # needed for `is_disconnected`, which then receives only a disconnect
-        # Check again: a batch that became ready since `_take` would not end the wait.
+        await request.body()  # read the body, because `is_disconnected` works only after that
+        # Check again before the wait. If a batch became ready after `_take`, no later change would end the wait.
         if not _may_take(service.queue(run), options):
             await service.wait_for_change(run, left)
         if await request.is_disconnected():
@@ -125,7 +125,7 @@ async def _take(service: Service, run: str, options: dict[str, Any]) -> tuple[Le
 
 
 def _may_take(queue: Queue, options: dict[str, Any]) -> bool:
-    """Return False if `take` would find no batch, so that no command is logged for this poll."""
+    """Return False if `take` would find no batch. Then this poll logs no command."""
     return queue.may_take(time.time(), options["consumer"], options["request"])
 
 
@@ -136,7 +136,7 @@ def _extras(batch: LeasedBatch | None) -> dict[str, Any]:
 
 
 def _encoded(request: Request, name: str, payloads: list[bytes] | None, extras: dict[str, Any]) -> Response:
-    """Return the answer `{name: [items], **extras}`. The items are joined as stored bytes, without decoding."""
+    """Return the answer `{name: [items], **extras}`. Join the stored bytes of the items without decoding them."""
     if _accepts_msgpack(request):
         items = Raw(join_packed(payloads)) if payloads is not None else None
         return Response(msgspec.msgpack.encode({name: items, **extras}), media_type=MSGPACK)

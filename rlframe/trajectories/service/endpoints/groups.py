@@ -29,7 +29,7 @@ RAW = ("/scored_data", "/scored_data_list")  # paths whose endpoints read the bo
 TOO_OLD: dict[int | str, dict[str, Any]] = {
     409: {"model": models.Failure, "description": "Sampled from an older policy than the trainer accepts."}
 }
-_TOO_EARLY_RETRY = 5  # seconds (Retry-After) for a group that would be too old when a batch could take it
+_TOO_EARLY_RETRY = 5  # seconds (Retry-After) for a group that would be too old when it could be served
 
 
 @router.post(
@@ -43,7 +43,7 @@ async def scored_data(request: Request, key: IdempotencyKey = None) -> Response:
     service, run = service_of(request), run_of(request)
     body = await request.body()
     async with service.decode_lock:
-        await asyncio.sleep(0)  # let short requests run between two groups
+        await asyncio.sleep(0)  # other requests can run between two groups
         group = parse_group(body, _is_packed(request))
     _check_size(service, run, group)
     added = await _add(service, run, group, key)

@@ -94,7 +94,7 @@ _GAUGES = (
 
 
 router = APIRouter(tags=["live page"])
-MAX_ENVS = 10_000  # maximum environments in one report
+MAX_ENVS = 10_000  # maximum number of environments in one report
 
 
 @router.get("/report", response_model=models.LiveReport, responses=INVALID)
@@ -123,7 +123,7 @@ async def previews(request: Request, count: Annotated[int, Query(ge=1, le=LATEST
 
 
 async def read_families(service: Service) -> Iterator[Metric]:
-    """Return the metrics of all runs. They belong to the same moment, because there is no await between the reads."""
+    """Return the metrics of all runs at one moment. Nothing changes between the reads, because there is no await."""
     runs = service.runs
     return families(_of_service(service), {run: _report(service, run, 0, runs) for run in runs})
 

@@ -113,7 +113,7 @@ async def register_env(env: models.RegisterEnv, request: Request, key: Idempoten
     fields = env.model_dump()
     resume = fields.pop("resume_token")
     known = service.queue(run).epoch.envs.find_by_token
-    # The resume token is computed from the key. So a retry after a lost answer gets the same environment.
+    # The resume token is computed from the key. So if an answer is lost, a retry gets the same environment.
     token = f"key-{hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else secrets.token_urlsafe(24)
     replayed = key is not None and known(token) is not None
     if known(resume) is None:
@@ -166,7 +166,7 @@ async def status_env(
 
 
 def _note_heartbeat(service: Service, run: str, env_id: int) -> bool:
-    """Log a heartbeat, unless the last one was recent. Return False if there is no such environment."""
+    """Log a heartbeat if the last logged heartbeat is old. Return False if there is no such environment."""
     epoch = service.queue(run).epoch
     env = epoch.envs.get(env_id)
     if env is None or not env.connected:
