@@ -511,14 +511,16 @@ def test_same_request_gets_same_batch():
     assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
     assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
-    back = queue.take(6.0, 5.0, consumer="a", request="2")  # the lease has ended, but no other consumer took the batch
+    back = queue.take(
+        6.0, 5.0, consumer="a", request="2"
+    )  # The lease has ended, but no other consumer has taken the batch.
     assert (back.batch_id, back.delivery, back.lease_until) == (1, 2, 11.0)
     queue.nack(1)
     assert queue.take(6.0, 5.0, consumer="b", request="1").batch_id == 1
     assert queue.take(6.0, 5.0, consumer="a", request="2").batch_id == 2
 
 
-def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
+def test_batch_without_lease_is_kept_one_hour_for_retries_of_its_request():
     queue = started()
     send(queue, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
@@ -530,7 +532,7 @@ def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
     for one in (queue, restored):
         assert one.due(3600.0)
         one.expire(3600.0)
-        assert not one.epoch.leases.returned  # no batch was returned, because no lease ended
+        assert not one.epoch.leases.returned  # No batch goes back to the queue, because no lease ended.
         assert one.epoch.released == [0]
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
@@ -566,13 +568,13 @@ def test_group_that_would_become_stale_is_refused_and_environment_waits():
     )  # The group is one version old, and one batch is queued before it.
     assert (refused.status, refused.too_large) == ("refused", False)
     assert "2 policy versions old; the trainer accepts at most 1" in refused.reason
-    assert send(queue, 8, env_id=env_id) == [1]  # a group without a version is not refused
+    assert send(queue, 8, env_id=env_id) == [1]  # The queue accepts a group without a policy version.
     assert queue.env_status(env_id).hold
     queue.take(0.0)
     assert not queue.env_status(env_id).hold
 
 
-def test_group_that_batch_waits_for_is_not_refused_as_stale():
+def test_group_is_not_refused_as_stale_if_next_batch_needs_it():
     queue = started(max_staleness=0)
     queue.set_policy_version(1)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
@@ -591,7 +593,7 @@ def test_group_that_batch_waits_for_is_not_refused_as_stale():
     assert batch_of(queue) == [2, 3]
 
 
-def test_environment_that_batch_waits_for_is_not_paused():
+def test_environment_is_not_paused_if_next_batch_needs_its_groups():
     queue = started(max_staleness=0)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 10, env_id=five)
@@ -604,7 +606,7 @@ def test_environment_that_batch_waits_for_is_not_paused():
     assert not queue.env_status(four).hold
 
 
-def test_stale_groups_are_dropped_only_with_discard():
+def test_stale_groups_are_dropped_only_if_option_stale_is_discard():
     for stale, expected in (("keep", [0, 1]), ("discard", [3, 4])):
         queue = started(max_staleness=1, stale=stale)
         send(queue, 4, 4, 4, version=1)
@@ -617,7 +619,7 @@ def test_stale_groups_are_dropped_only_with_discard():
     assert queue.status().stored_bytes == 0
 
 
-def test_fresh_group_in_unit_with_stale_group_is_kept():
+def test_fresh_group_is_kept_if_other_group_of_its_unit_is_stale():
     queue = started(max_staleness=1, stale="discard")
     env_id = join(queue, 4).env_id
     send(queue, 3, env_id=env_id, version=1)
@@ -630,7 +632,7 @@ def test_fresh_group_in_unit_with_stale_group_is_kept():
     assert batch_of(queue) == [2, 1, 3]
 
 
-# Saving the state, and the amount of work.
+# Tests of the saved state and of the amount of work.
 
 
 def test_restored_queue_gives_same_answers():
@@ -658,7 +660,7 @@ def test_apply_refuses_methods_that_are_not_commands():
 
 
 def steps_of(function) -> int:
-    """Return the number of bytecodes that a call executes. It measures the work without a clock."""
+    """Return the number of bytecode instructions that the function executes. The number does not depend on timing."""
     steps = 0
 
     def trace(frame, event, _):
@@ -668,7 +670,7 @@ def steps_of(function) -> int:
         return trace
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 requires one frame with this flag when the tracer is set
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if one frame already has this flag.
     sys.settrace(trace)
     try:
         function()

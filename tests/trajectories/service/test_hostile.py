@@ -1,4 +1,4 @@
-"""Hostile requests are refused without much time or memory, and the service works as before."""
+"""Tests of hostile requests. The service refuses them with little time and memory, and still works afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trajectories.serving import ServiceProcess, running_service
 from tests.waiting import wait_until
 
 DEADLINE = 60.0  # maximum seconds for any answer on a busy machine
-MAX_ANSWER = 10_000  # maximum bytes of an answer: no answer repeats a long request
+MAX_ANSWER = 10_000  # maximum bytes of an answer, because an answer must not repeat a long request
 JSON, MSGPACK = "application/json", "application/msgpack"
 
 GROUP = {"tokens": [[1, 2], [3, 4, 5]], "masks": [[-100, 2], [-100, 4, 5]], "scores": [0.5, -0.5]}
@@ -38,7 +38,7 @@ PACKED = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[ServiceProcess]:
-    """Run a service with a trainer, an environment, and a limit of 64 MB of groups."""
+    """Run a service with a registered trainer and environment. The service stores at most 64 MB of groups."""
     with running_service(tmp_path_factory.mktemp("service"), "--max-queue-mb", "64") as running:
         assert send(running, "POST", "/register", SETTINGS)[0] == 200
         assert send(running, "GET", "/batch")[0] == 200
@@ -52,12 +52,12 @@ def connect(service: ServiceProcess) -> socket.socket:
 
 
 def send(service: ServiceProcess, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-    """Return the status and the answer. A body that is not bytes is sent as JSON, including NaN."""
+    """Send a request. Return the status and the answer. If the body is not bytes, send it as JSON (NaN is allowed)."""
     connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=DEADLINE)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        # The service may answer and disconnect before it has received the body.
+        # The service can answer and disconnect before it has received the whole body.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, data, {"Content-Type": JSON, **named})
         with connection.getresponse() as answer:
@@ -67,7 +67,7 @@ def send(service: ServiceProcess, method: str, path: str, body: Any = None, **he
 
 
 def assert_well(service: ServiceProcess) -> None:
-    """Check that the process is the same, and that it accepts and serves groups."""
+    """Check that the service process still runs, and that it accepts and serves groups."""
     assert service.process is not None and service.process.poll() is None
     for _ in range(SETTINGS["batch_size"] // 2):
         assert send(service, "POST", "/scored_data", GROUP) == (200, b'{"status":"received"}')
@@ -76,12 +76,12 @@ def assert_well(service: ServiceProcess) -> None:
 
 
 def group_with(**fields: Any) -> dict[str, Any]:
-    """Return the valid group with these fields replaced."""
+    """Return the valid group `GROUP` with the given fields replaced."""
     return {**GROUP, **fields}
 
 
 def nested(levels: int) -> bytes:
-    """Return a group whose `images` are nested this deep."""
+    """Return a group as JSON. Its field `images` is a list with the given number of nested levels."""
     return json.dumps(GROUP).encode()[:-1] + b',"images":' + b"[" * levels + b"]" * levels + b"}"
 
 
@@ -125,7 +125,7 @@ GROUPS: dict[str, Any] = {
     "token that is text": group_with(tokens=[[1, 2], [3, 4, "5"]]),
     "token that is null": group_with(tokens=[[1, 2], [3, 4, None]]),
     "tokens that are text": group_with(tokens="12345"),
-    "scores that are objects": group_with(scores=[{}, {}]),
+    "scores that are JSON objects": group_with(scores=[{}, {}]),
     "messages without content": group_with(messages=[[{"role": "user"}], []]),
     "messages that are text": group_with(messages="hello"),
     "policy_version that is too large": group_with(policy_version=2**53 + 1),
