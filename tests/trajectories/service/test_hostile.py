@@ -261,7 +261,11 @@ def test_invalid_request_is_refused(service, name):
 
 def test_run_name_cannot_be_a_path(service):
     for name in ("..", "%2e%2e", "..%2f..%2fetc", "a/b"):
-        assert send(service, "GET", f"/runs/{name}/status")[0] in (200, 404, 422)  # 200 for a valid name of a run
+        assert send(service, "GET", f"/runs/{name}/status")[0] in (
+            200,
+            404,
+            422,
+        )  # 200: the server takes the path as a valid run name
     assert send(service, "GET", "/runs/..%2f..%2fetc%2fpasswd/status")[0] == 404
 
 
@@ -306,7 +310,7 @@ RAW: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_invalid_http_is_refused_or_disconnected(service, name):
+def test_service_answers_invalid_http_with_error_or_disconnects(service, name):
     with connect(service) as connection:
         connection.sendall(RAW[name])
         with contextlib.suppress(ConnectionResetError):
@@ -329,7 +333,7 @@ def peak(service: ServiceProcess) -> int:
 
 
 def chunked(service: ServiceProcess, megabytes: int) -> bytes:
-    """Send a body without a length. Return the first bytes of the answer."""
+    """Send a body in chunks, without a Content-Length header. Return the first bytes of the answer."""
     with connect(service) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -342,7 +346,7 @@ def chunked(service: ServiceProcess, megabytes: int) -> bytes:
 
 @pytest.mark.system
 def test_large_bodies_and_bombs_are_refused_without_memory_growth(service):
-    """All requests are repeated in rounds. Memory must not grow after the first round."""
+    """The test sends all requests four times. Memory must not grow after the first time."""
     large = json.dumps(GROUP).encode() + b" " * 100_000_000
     gzip_bomb = gzip.compress(bytes(500_000_000), 6)
     zstd_bomb = zstandard.ZstdCompressor(level=1).compress(bytes(500_000_000))
@@ -367,7 +371,7 @@ def test_large_bodies_and_bombs_are_refused_without_memory_growth(service):
 
 
 def test_full_queue_refuses_groups_until_batches_are_taken(service):
-    """Above 64 MB, the answer is 503 with Retry-After."""
+    """If the queue has 64 MB, the service answers with status 503 and a Retry-After header."""
     group = json.dumps({"tokens": [[7] * 500_000], "masks": [[7] * 500_000], "scores": [1.0]}).encode()
     statuses = []
     while not statuses or (statuses[-1] == 200 and len(statuses) < 64):
@@ -388,7 +392,7 @@ def test_full_queue_refuses_groups_until_batches_are_taken(service):
 
 @contextlib.contextmanager
 def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[socket.socket]]:
-    """Open `count` connections, and send `first` on each of them."""
+    """Open `count` connections, and send the bytes `first` over each connection."""
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(count):
@@ -400,7 +404,7 @@ def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[s
 
 
 def status_line(connection: socket.socket) -> bytes:
-    """Return the first 12 bytes of the answer, or no bytes if the service disconnected."""
+    """Return the first 12 bytes of the answer, or b"" if the service disconnected."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(12)
     return b""
@@ -411,7 +415,9 @@ def check_many_connections(service: ServiceProcess, count: int) -> None:
     with opened(service, count, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n") as connections:
         answers = [status_line(connection) for connection in connections]
     assert set(answers) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
-    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # the service must detect the closed connections
+    wait_until(
+        lambda: send(service, "GET", "/status")[0] == 200
+    )  # wait until the service has detected the closed connections
     assert resident(service) - before < 200 << 20
 
 
@@ -436,18 +442,20 @@ def test_ten_thousand_connections_are_answered(tmp_path):
 SLOW_HEAD = POST + b"Content-Length: 1000000\r\n\r\n{"
 
 
-def test_slow_senders_do_not_block_others(service):
+def test_slow_clients_do_not_block_other_clients(service):
     with opened(service, 200, SLOW_HEAD) as connections:
         for _ in range(3):
             assert_well(service)
             for connection in connections:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a slow machine may time out
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # On a slow machine, the service has already closed the connection.
                     connection.sendall(b" ")
     assert_well(service)
 
 
 @pytest.mark.system
-def test_incomplete_request_is_disconnected(service):
+def test_service_disconnects_clients_with_incomplete_requests(service):
     """Some clients send nothing, some stop in the middle of the body, and some send one byte at a time."""
     end = time.monotonic() + 120.0
     with (

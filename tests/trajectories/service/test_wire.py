@@ -1,4 +1,4 @@
-"""Tests of decoding, checking and storing groups that are not possible over HTTP."""
+"""Tests of functions that decode, check and store groups. These tests are not possible over HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_json_is_stored_as_sent_except_that_missing_keys_are_added():
     assert set(json.loads(parsed.payload)) == ITEM_KEYS
 
 
-def test_numbers_are_stored_as_the_text_that_was_sent():
+def test_numbers_are_stored_with_the_same_digits_as_sent():
     body = b'{"tokens":[[1,2]],"masks":[[1,2]],"scores":[1e-3],"ref_logprobs":[[0.10000, 1]],"policy_version":4}'
     parsed = parse_group(body, packed=False)
     assert parsed.policy_version == 4
