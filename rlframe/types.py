@@ -4,7 +4,7 @@ Steps of B environments are one `dm_env.TimeStep` whose arrays have a leading ba
 
     step_type    [B] uint8    FIRST, MID or LAST
     reward       [B] float32  reward of the previous action (0 at FIRST)
-    discount     [B] float32  0 at a LAST that terminates the episode; otherwise 1, also at a LAST by truncation
+    discount     [B] float32  0 at a LAST that terminates the episode; otherwise 1, also at a LAST that truncates it
     observation  a tree of arrays [B, ...]
 
 The step after LAST ignores the action and returns FIRST. See `docs/data.md`.
@@ -23,7 +23,7 @@ from rlframe.errors import UsageError, check_above, check_at_least, check_fracti
 
 Tree = Any  # a pytree of arrays
 Params = Any  # a pytree of parameters
-AgentState = Any  # a pytree of arrays [B, ...]: recurrent state, or () without one
+AgentState = Any  # recurrent state: a pytree of arrays [B, ...]; () for agents without a state
 Logs = dict[str, Any]  # name -> scalar
 
 TimeStep = dm_env.TimeStep
@@ -68,7 +68,7 @@ class AgentOutput(NamedTuple):
 
     action: Tree  # [B, ...], matches the action spec
     extras: dict[str, Any] = {}  # noqa: RUF012  arrays [B, ...] for the learner, such as log-probabilities and values
-    params_version: Any = None  # int, version of the parameters that acted; set by the Inferencer
+    params_version: Any = None  # int, version of the parameters that chose the action; set by the Inferencer
 
 
 class Step(NamedTuple):
@@ -87,7 +87,7 @@ class TransitionBatch(NamedTuple):
     observation: Tree  # [B, ...]
     action: Tree  # [B, ...]
     reward: Any  # [B] float32: n-step reward, the sum of gamma^k r_{t+k+1} over k < m, for an item of m <= n steps
-    discount: Any  # [B] float32: factor of the bootstrap value, gamma^m times the m discounts of the environment
+    discount: Any  # [B] float32: factor of the bootstrap value, gamma^m times the product of the m discounts
     next_observation: Tree  # [B, ...], observation m steps later
     extras: dict[str, Any]  # arrays [B, ...], the agent's extras at the first step
 
