@@ -1,4 +1,4 @@
-"""The options, the output and the errors of the command line, called in this process."""
+"""Tests of the command line's options, output and errors. The tests call its functions in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the directory of a small run. Tests must not change the directory."""
+    """Return the directory of a small finished run. Tests share this directory, and must not change it."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     assert main(["train", *TINY, "--quiet", "--seed", "5", "--run-dir", str(run_dir)]) == 0
     return run_dir
@@ -41,7 +41,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
 def test_fields_of_the_agent_config_are_options():
     described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
     assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.num_epochs == 20  # the preset's value
+    assert described.agent_config.num_epochs == 20  # The value comes from the preset.
     assert preset.name == "ppo/cartpole"
 
 
@@ -87,7 +87,7 @@ def test_switch_options_set_booleans():
 
 
 def test_default_number_of_actors_is_at_most_the_number_of_environments():
-    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # the preset has one environment
+    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # In this preset, num_envs is 1.
     assert read_arguments(sac)[0].topology_config.num_actors == 1
     assert read_arguments([*sac, "--num-envs", "4"])[0].topology_config.num_actors == 2
     assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology_config.num_actors == 4
