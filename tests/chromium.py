@@ -26,10 +26,8 @@ expect.set_options(timeout=DEADLINE)
 def running_browser() -> Iterator[Browser]:
     """Start a browser for the tests of a module."""
     with sync_playwright() as driver:
-        arguments = [
-            "--no-sandbox",
-            "--disable-dev-shm-usage",
-        ]  # Chromium needs these options if root runs it in a container.
+        # Chromium needs these options if root runs it in a container.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=2 * DEADLINE)
         yield browser
         browser.close()

@@ -15,7 +15,7 @@ import pytest
 def pytest_collection() -> Iterator[None]:
     """Make garbage collections rarer, and let them skip imported modules. This saves a tenth of the processor time.
 
-    After each garbage collection, JAX also runs one of its own.
+    After each garbage collection, JAX runs an additional collection.
     """
     gc.disable()
     try:

@@ -89,9 +89,8 @@ class Program:
         self.folder = folder
         self._shared = set(os.listdir("/dev/shm"))
         self._log = b""
-        self._terminal, written_to = (
-            pty.openpty()
-        )  # a terminal, because Launchpad's `sed` would buffer output to a file
+        # a terminal, because Launchpad's `sed` would buffer output to a file
+        self._terminal, written_to = pty.openpty()
         if redirect:
             os.close(written_to)
             written_to = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY)

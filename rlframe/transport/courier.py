@@ -150,9 +150,8 @@ def _raise(error: Exception) -> NoReturn:
     text = str(error)
     if code in _UNAVAILABLE_CODES:
         raise UnavailableError(text) from None
-    if (
-        code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text
-    ):  # Courier also uses this code for a KeyError in the method.
+    # Courier also uses this code for a KeyError in the method.
+    if code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text:
         raise NoMethodError(text) from None
     raised = _raised(text)
     if raised is None:

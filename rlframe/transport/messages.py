@@ -72,9 +72,8 @@ def receive(connection: socket.socket) -> Parts:
     got = _fill(connection, ahead, got, begin)
     lengths = struct.unpack_from(f"<{count}Q", ahead, 8)
     end = begin + lengths[0]
-    if count == 1 and end <= len(
-        ahead
-    ):  # the common case: a message without large arrays that fits into the first read
+    # the common case: a message without large arrays that fits into the first read
+    if count == 1 and end <= len(ahead):
         _fill(connection, ahead, got, end)
         return [np.frombuffer(ahead, np.uint8)[begin:end]]
     # Allocate memory for each part. Copy the bytes that the first read has received, then receive the other bytes.

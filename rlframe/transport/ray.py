@@ -34,10 +34,8 @@ from rlframe.transport.sockets import (
 SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # environment variable of each node, with the value "DIRECTORY:RELAY"
 
 _SOCKETS = SocketTransport()
-_VERSION_METHODS = (
-    "get_packed",
-    "wait_for_version",
-)  # methods of `PackedSource` and of `ParamStore` in the elastic topology
+# methods of `PackedSource` and of `ParamStore` in the elastic topology
+_VERSION_METHODS = ("get_packed", "wait_for_version")
 _numbers = itertools.count()
 
 

@@ -258,9 +258,8 @@ def _open_connection(address: str, timeout: float) -> socket.socket:
 
 def _check_user(connection: socket.socket) -> None:
     """Raise UnavailableError if the peer process belongs to another user."""
-    if not hasattr(
-        socket, "SO_PEERCRED"
-    ):  # On other systems than Linux, only the mode of the directory protects the sockets.
+    # On other systems than Linux, only the mode of the directory protects the sockets.
+    if not hasattr(socket, "SO_PEERCRED"):
         return
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3i", raw)

@@ -28,9 +28,8 @@ class _Directory:
 
     script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the running script
     loaded_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by loaded files
-    contents: dict[str, bytes] = dataclasses.field(
-        default_factory=dict
-    )  # path of a file -> content at the time of loading
+    # path of a file -> content at the time of loading
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)
     script_changed: bool = False  # True if a file of `script_modules` has changed since its import
 
 
@@ -108,10 +107,11 @@ def loading(
     for each in removed.keys() & directory.loaded_modules.keys():
         _add_module(each, directory.loaded_modules[each])
     if search_directory is not None and name.partition(".")[0] not in sys.modules:
+        # `python file.py` also puts the file's directory at the front.
         sys.path[:] = [
             search_directory,
             *(entry for entry in sys.path if entry != search_directory),
-        ]  # `python file.py` also puts the file's directory at the front.
+        ]
     try:
         yield directory.contents
     finally:
@@ -190,9 +190,8 @@ def _user_modules() -> dict[str, tuple[ModuleType, str]]:
     """Return the imported modules that are neither installed nor in the standard library: name -> (module, file)."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if not issubclass(
-            type(module), ModuleType
-        ):  # `isinstance` would accept cffi's objects, which fake `__class__`.
+        # `isinstance` would accept cffi's objects, which fake `__class__`.
+        if not issubclass(type(module), ModuleType):
             continue
         file = object.__getattribute__(module, "__dict__").get("__file__")  # getattr can import a lazy module
         if isinstance(file, str) and _is_user_module(name, file):

@@ -73,9 +73,8 @@ class RedisServer:
             socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection,
         ):
             connection.sendall(b"PING\r\n")
-            return connection.recv(100).startswith(
-                b"+PONG"
-            )  # while the server loads its data, it answers with an error
+            # while the server loads its data, it answers with an error
+            return connection.recv(100).startswith(b"+PONG")
         return False
 
 

@@ -76,9 +76,8 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     run_dir = run("gone_module:Own-v0", run_dir=tmp_path / "run").run_dir
     (tmp_path / "here").rename(tmp_path / "renamed")
     os.chdir(tmp_path)
-    (tmp_path / "renamed" / "gone_module.py").write_text(
-        "VALUE = 1\n"
-    )  # After this change, `forget_changed` removes the loaded version.
+    # After this change, `forget_changed` removes the loaded version.
+    (tmp_path / "renamed" / "gone_module.py").write_text("VALUE = 1\n")
     code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
     root = str(pathlib.Path(__file__).parents[2])
     forget_changed()
@@ -86,10 +85,11 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     saved = config.read_text()
     for name in ("gone_module:Own-v0", "gymnasium:gone_module:Own-v0", "gone_module:Env"):
         config.write_text(saved.replace("gone_module:Own-v0", name))
+        # A loaded policy can act although its environment is missing.
         assert rlframe.load(run_dir).act(np.zeros(2, np.float32)) in (
             0,
             1,
-        )  # A loaded policy can act although its environment is missing.
+        )
     config.write_text(saved)
     with pytest.raises(UsageError, match="^There is no module 'gone_module' for 'gone_module:Own-v0'"):
         rlframe.evaluate(run_dir)

@@ -511,9 +511,8 @@ def test_same_request_gets_same_batch():
     assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
     assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
-    back = queue.take(
-        6.0, 5.0, consumer="a", request="2"
-    )  # The lease has ended, but no other consumer has taken the batch.
+    # The lease has ended, but no other consumer has taken the batch.
+    back = queue.take(6.0, 5.0, consumer="a", request="2")
     assert (back.batch_id, back.delivery, back.lease_until) == (1, 2, 11.0)
     queue.nack(1)
     assert queue.take(6.0, 5.0, consumer="b", request="1").batch_id == 1

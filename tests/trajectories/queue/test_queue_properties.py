@@ -226,9 +226,8 @@ class RandomCommands(RuleBasedStateMachine):
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
         again = again and self.now < given[2] + ANSWER_TTL
         came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
-        if consumer is not None and (
-            not again or came_back
-        ):  # The queue records a new request even if it got no batch.
+        # The queue records a new request even if it got no batch.
+        if consumer is not None and (not again or came_back):
             self.given[consumer] = (request, batch, self.now)
         if again:
             assert (batch.batch_id, batch.group_ids) == (given[1].batch_id, given[1].group_ids)

@@ -248,9 +248,8 @@ def test_gzip_requests_and_answers_are_supported(api):
     long = [[1] * 2000] * 2
     api.send(2, tokens=long, masks=long)
     plain = api.get("/status", headers={"Accept-Encoding": "gzip"})
-    assert (
-        "content-encoding" not in plain.headers
-    )  # The answer is not compressed, because it is shorter than 1,000 bytes.
+    # The answer is not compressed, because it is shorter than 1,000 bytes.
+    assert "content-encoding" not in plain.headers
     with api.client.stream("GET", api.prefix + "/batch", headers={"Accept-Encoding": "gzip"}) as answer:
         assert answer.headers["content-encoding"] == "gzip"
         raw = b"".join(answer.iter_raw())
@@ -290,9 +289,8 @@ def test_same_registration_is_confirmed_and_different_registration_resets_run(ap
 
 
 def test_group_that_fits_into_no_batch_is_set_aside_and_other_groups_are_served(api):
-    api.post(
-        "/scored_data", group(5, mark=9)
-    )  # This group of 5 sequences is sent before the trainer registers with a batch size of 4.
+    # This group of 5 sequences is sent before the trainer registers with a batch size of 4.
+    api.post("/scored_data", group(5, mark=9))
     api.send(1, 2)
     api.register()
     assert api.marks() == [1, 2]

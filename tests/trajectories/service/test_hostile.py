@@ -261,11 +261,12 @@ def test_invalid_request_is_refused(service, name):
 
 def test_run_name_cannot_be_a_path(service):
     for name in ("..", "%2e%2e", "..%2f..%2fetc", "a/b"):
+        # 200: the server takes the path as a valid run name
         assert send(service, "GET", f"/runs/{name}/status")[0] in (
             200,
             404,
             422,
-        )  # 200: the server takes the path as a valid run name
+        )
     assert send(service, "GET", "/runs/..%2f..%2fetc%2fpasswd/status")[0] == 404
 
 
@@ -415,9 +416,8 @@ def check_many_connections(service: ServiceProcess, count: int) -> None:
     with opened(service, count, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n") as connections:
         answers = [status_line(connection) for connection in connections]
     assert set(answers) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
-    wait_until(
-        lambda: send(service, "GET", "/status")[0] == 200
-    )  # wait until the service has detected the closed connections
+    # wait until the service has detected the closed connections
+    wait_until(lambda: send(service, "GET", "/status")[0] == 200)
     assert resident(service) - before < 200 << 20
 
 
@@ -447,9 +447,8 @@ def test_slow_clients_do_not_block_other_clients(service):
         for _ in range(3):
             assert_well(service)
             for connection in connections:
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # On a slow machine, the service has already closed the connection.
+                # On a slow machine, the service has already closed the connection.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.sendall(b" ")
     assert_well(service)
 

@@ -119,9 +119,8 @@ def test_orphaned_payloads_are_deleted_at_next_start(tmp_path):
         await begin(first)
         for i in range(4):
             await add(first, b"payload %d" % i)
-        first._delete_payloads = lambda positions: (
-            None
-        )  # as if SIGKILL had ended the service before it deleted payloads
+        # as if SIGKILL had ended the service before it deleted payloads
+        first._delete_payloads = lambda positions: None
         await first.take("run")
         await add(first, b"payload 0", key="k")
         await add(first, b"payload 0", key="k")
@@ -210,9 +209,8 @@ def test_command_takes_effect_on_run_that_another_process_has_just_created(ends,
             await asyncio.sleep(0)
             caught_up.set()
             assert await answer is None
-            await one.submit(
-                ends, "heartbeat", env_id=0
-            )  # The log has this command after the command of the other process.
+            # The log has this command after the command of the other process.
+            await one.submit(ends, "heartbeat", env_id=0)
             status = one.queue(ends).status()
             assert (status.paused, status.queue_size) == (False, 1 if ends == "resume" else 0)
 
@@ -317,9 +315,8 @@ def test_latest_groups_are_available_after_restart_if_store_still_has_them(tmp_p
         async with serving(store) as again:
             assert await again.latest_groups("run", 2) == [b"24", b"23"]
             assert await again.latest_groups("elsewhere", 2) == []
-        async with serving(
-            open_store(f"sqlite:{tmp_path}/queue.db")
-        ) as third:  # This service reads the groups from the snapshot that the previous service wrote at its end.
+        # This service reads the groups from the snapshot that the previous service wrote at its end.
+        async with serving(open_store(f"sqlite:{tmp_path}/queue.db")) as third:
             assert await third.latest_groups("run", 2) == [b"24", b"23"]
             while await third.take("run"):
                 pass

@@ -78,9 +78,8 @@ def test_positions_follow_order_of_calls_without_gaps(store):
         future.add_done_callback(lambda done: resolved.append(done.result()))
     assert [future.result(DEADLINE) for future in futures] == list(range(1, 301))
     assert store.read(0, 1000) == [(number, b"record %d" % number) for number in range(1, 301)]
-    assert (
-        store.append(b"last").result(DEADLINE) == 301
-    )  # After this append, the callbacks of all earlier appends have run.
+    # After this append, the callbacks of all earlier appends have run.
+    assert store.append(b"last").result(DEADLINE) == 301
     assert sorted(resolved) == list(range(1, 301))
 
 

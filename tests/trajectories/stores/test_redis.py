@@ -142,9 +142,8 @@ def test_acknowledged_records_survive_kill_9_of_server(server, opened):
             thread.join(DEADLINE)
     log = store.read(0, 1_000_000)
     assert len(acknowledged) >= 60
-    assert (
-        dict(log) == acknowledged
-    )  # The store retried each append until it was acknowledged, and each record is stored once.
+    # The store retried each append until it was acknowledged, and each record is stored once.
+    assert dict(log) == acknowledged
     assert [position for position, _ in log] == list(range(1, len(log) + 1))
     for name in range(4):
         mine = [record for _, record in log if record.startswith(b"%d." % name)]
