@@ -1,4 +1,4 @@
-"""Calls through handles with each transport: which peer is called, retries, deadlines and errors."""
+"""Tests of calls through handles with each transport: choice of the peer, retries, deadlines and errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.extras import needs
 from tests.in_process import InProcess
 from tests.waiting import wait_until
 
-NUMBERS = itertools.count()  # each address gets another number
+NUMBERS = itertools.count()  # source of numbers for distinct addresses
 
 
 class Node:
-    """A node that counts its calls. It raises UnavailableError in the first `refuses` calls."""
+    """A node that counts its calls. The first `refuses` calls raise UnavailableError."""
 
     def __init__(self, name: str = "node", refuses: int = 0) -> None:
         self._name, self._refuses, self._calls = name, refuses, 0
@@ -106,7 +106,7 @@ class BySockets(ByQueues):
 
 @pytest.fixture(params=[ByCourier, ByQueues, BySockets])
 def by(request) -> Iterator[Any]:
-    """Return the transport of the calls."""
+    """Return a transport for the calls. Tests run once for each transport."""
     if request.param is ByCourier:
         needs("launchpad")
     made = request.param()
