@@ -29,10 +29,8 @@ DEADLINE = 120.0  # seconds for a call with all its retries; long enough for a r
 
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: first and longest pause between attempts at all addresses
 _WARN_AFTER = 1.0  # seconds without an answer before a warning, after an earlier answer to the same method
-_STARTS_WITHIN = (
-    60.0  # seconds before a warning without an earlier answer, because the peer can still import or compile
-)
-_SHORT = 5.0  # seconds: a call with a shorter deadline raises its error without a warning before
+_STARTS_WITHIN = 60.0  # seconds before a warning if the peer never answered, because it can still import or compile
+_SHORT = 5.0  # seconds; a call with a deadline of at most this value raises its error without an earlier warning
 _RETURN_AFTER = 30.0  # seconds after which calls try the preferred peer again
 
 _log = logging.getLogger(__name__)

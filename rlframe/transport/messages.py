@@ -1,7 +1,7 @@
 """Send and receive objects over a stream socket. A message is a pickle, followed by the large arrays.
 
 A message contains the number of its parts, their lengths, the pickle, and each array of at least `_OUT_OF_BAND` bytes.
-These large arrays are not pickled, so only the kernel copies them.
+These large arrays are not pickled. They are copied only into and out of the kernel.
 """
 
 from __future__ import annotations

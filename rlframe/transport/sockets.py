@@ -33,9 +33,7 @@ _BACKLOG = 1024  # maximum number of connections that wait until the server acce
 _SEND_TIMEOUT = 60  # maximum seconds until a client has read an answer
 _ACCEPT_PAUSE = 0.1  # seconds before the next `accept` after a failure due to too many open files
 _MAX_IDLE = 16  # maximum number of idle connections that a client keeps for later calls
-_MAX_PARENT_LENGTH = (
-    50  # maximum bytes in the path of the parent directory, because a socket's path has at most 107 bytes
-)
+_MAX_PARENT_LENGTH = 50  # maximum bytes of the parent directory's path; the path of a socket has at most 107
 
 # A shell script that waits until this process ends, even after SIGKILL, and then removes the sockets. To wait, it
 # reads from a pipe of this process. If it reads a line, it exits and removes nothing. The script runs in the background
