@@ -21,7 +21,7 @@ from rlframe.launchpad_nodes import import_hook
 
 __version__ = "0.1.0"
 
-# Public name -> module. Imported on first use, which keeps `import rlframe` fast.
+# Public name -> module. A module is imported on the first use of its name, which keeps `import rlframe` fast.
 _PUBLIC = {
     "Actor": "rlframe.actors",
     "Agent": "rlframe.agents",

@@ -1,4 +1,4 @@
-"""XLA compiler options for jitted functions on the CPU. Accelerators ignore them.
+"""Choose XLA's compiler options for jitted functions on the CPU. Accelerators ignore these options.
 
 JAX before 0.6 has two CPU runtimes. With the older one, a small network acts in two thirds of the time and trains twice
 as fast. But the older runtime can crash the process: it passes large matrix products to oneDNN, which crashes for some
@@ -23,13 +23,13 @@ import numpy as np
 
 from rlframe.interprocess.phases import COMPILING
 
-# By default, JAX passes calls to another thread, so that a call of 30 us takes 60 us. JAX reads this setting when it
-# creates its CPU client, so import this module before you create the first array.
+# By default, JAX passes calls to another thread, which makes a call of 30 us take 60 us. JAX reads this setting when it
+# creates its CPU client, so this module must be imported before the first array is created.
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# JAX writes source paths into compiled code, and fails if a path is not valid UTF-8. JAX removes the characters that
-# this expression matches.
+# JAX writes paths of source files into compiled code, and fails if a path is not valid UTF-8. With this setting, JAX
+# removes the invalid characters, which the regular expression matches.
 _PATH_REGEX_OPTION = "jax_hlo_source_file_canonicalization_regex"
 if getattr(jax.config, _PATH_REGEX_OPTION) is None:
     jax.config.update(_PATH_REGEX_OPTION, "[\udc80-\udcff]")
@@ -41,11 +41,11 @@ _OLDER_RUNTIME: _Options = {"xla_cpu_use_thunk_runtime": False}
 _ONE_BY_ONE: _Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
 
-# Floating-point operations of one matrix product. Above this limit, the newer runtime is faster. The older runtime uses
-# oneDNN from 2^24 operations, or from 2^19 if the product has batch dimensions.
+# Limit for the floating-point operations in one matrix product. Above it, the newer runtime is faster. The older
+# runtime uses oneDNN for products of 2^24 operations or more, or of 2^19 or more with batch dimensions.
 _LARGE_PRODUCT = 8e6
 
-# The primitives of small dense networks, their losses and their optimizers.
+# JAX primitives that occur in small dense networks, their losses and their optimizers.
 _PRIMITIVES = """
     abs add add_any and argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp concatenate cond
     convert_element_type copy cos cumsum custom_jvp_call div dot_general dynamic_slice dynamic_update_slice eq erf
@@ -58,7 +58,7 @@ _KNOWN = frozenset(_PRIMITIVES.split())
 
 
 class jit:
-    """`jax.jit` with CPU compiler options that are chosen for each function.
+    """A variant of `jax.jit` that chooses CPU compiler options for each function.
 
     Args:
         function: as for `jax.jit`.
@@ -85,23 +85,23 @@ class jit:
                 pass
         with COMPILING:
             with self._choosing:
-                if self._jitted is jitted:  # if not, another thread has already replaced the function
+                if self._jitted is jitted:  # otherwise another thread has already replaced `_jitted`
                     self._jitted = self._choose(args)
             return self(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes of the arguments; None without the older runtime
+        small: list[tuple[int, ...]] | None = _shapes(args)  # shapes that suit the older runtime; None without it
 
         def if_small(*args: Any) -> Any:
-            # JAX runs this function only to trace new shapes. With a larger batch, a matrix product may be too large
-            # for the older runtime.
+            # JAX runs this function only to trace it for new shapes. If the batch is larger, a matrix product can be
+            # too large for the older runtime.
             if small is not None and _shapes(args) != small:
                 jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
                 if not suits_older_runtime(jaxpr, self._differentiates):
                     raise _UnsuitableShapesError
             return self._function(*args)
 
-        # Both calls of `jax.jit` get the same function object, so JAX traces it only once.
+        # Pass the same function object to both calls of `jax.jit`, so that JAX traces it only once.
         plain = jax.jit(if_small, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":
             small = None
@@ -125,14 +125,14 @@ class jit:
 
 
 class _UnsuitableShapesError(Exception):
-    """With these shapes, the function must not use the older runtime."""
+    """The function must not use the older runtime with the shapes of its arguments."""
 
 
 def suits_older_runtime(jaxpr: Any, differentiates: bool) -> bool:
     """Return True if a function is known to be safe and faster with XLA's older CPU runtime.
 
     Requirements:
-    - All operations are listed in `_KNOWN`, which does not contain convolutions.
+    - `_KNOWN` contains all operations of the function. Convolutions are not in it.
     - Each matrix product is float32, has no batch dimensions, and needs fewer than 8 million operations.
     - A function for acting has no scans.
     - In a function for learning, at most one scan contains matrix products. (The update of a recurrent network has two

@@ -22,7 +22,7 @@ class RlframeError(Exception):
     exit_code = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `Exception.__reduce__` passes only the message to `__init__`. That fails for classes with more arguments.
+        # Pickle would pass only the message to `__init__`, which fails for classes with more arguments.
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
@@ -70,7 +70,7 @@ class PeerError(RlframeError):
 
 
 class StoppedError(PeerError):
-    """The caller was stopped while it waited for another process."""
+    """The wait for another process was stopped, for example because the program ends."""
 
 
 class FencedError(RlframeError):
@@ -110,23 +110,23 @@ class ConflictError(UsageError):
 
 
 def check_at_least(config: object, least: float, *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is below `least`. Skip fields that are None."""
+    """Raise `UsageError` if a field is below `least`. Skip fields that are None."""
     for name, value in _numbers(config, names):
         if not value >= least:
             raise UsageError(f"{type(config).__name__}.{name} must be at least {least}, got {value}.")
 
 
 def check_above(config: object, bound: float, *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is not above `bound`. Skip fields that are None."""
+    """Raise `UsageError` if a field is not above `bound`. Skip fields that are None."""
     for name, value in _numbers(config, names):
         if not value > bound:
             raise UsageError(f"{type(config).__name__}.{name} must be above {bound}, got {value}.")
 
 
 def check_fraction(config: object, *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is not between 0 and 1. Skip fields that are None."""
+    """Raise `UsageError` if a field is not between 0 and 1. Skip fields that are None."""
     for name, value in _numbers(config, names):
-        if not 0.0 <= value <= 1.0:  # also raises for NaN
+        if not 0.0 <= value <= 1.0:  # NaN is also refused
             raise UsageError(f"{type(config).__name__}.{name} must be in [0, 1], got {value}.")
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from rlframe.errors import UsageError
 
-# Extra -> top-level modules of its packages that rlframe imports. A test compares them with setup.py and the imports.
+# Extra -> top-level modules of its packages, as rlframe imports them. A test compares this dict with setup.py and with
+# the imports.
 MODULES = {
     "gymnasium": ("gymnasium", "imageio_ffmpeg"),
     "box2d": ("Box2D",),
@@ -37,7 +38,7 @@ MODULES = {
     "trackio": ("trackio",),
 }
 
-# Extra -> (last minor version of Python 3 for which its package has a wheel, alternative for later versions).
+# Extra -> (M, alternative): its package has wheels up to Python 3.M. Messages name the alternative for later versions.
 LAST_PYTHON = {
     "launchpad": (10, "--engine local, on one machine"),
     "reverb": (10, "--replay service"),
@@ -49,7 +50,7 @@ _MINOR = sys.version_info.minor
 def has(module: str) -> bool:
     """Return True if a top-level module is installed. A broken module counts as installed."""
     spec = importlib.util.find_spec(module)
-    # Ignore a plain folder with this name in the working directory (W&B creates one): it has no `__init__`.
+    # Ignore a folder of this name without `__init__.py` in the working directory. W&B creates such a folder.
     return spec is not None and spec.origin is not None
 
 
@@ -91,7 +92,7 @@ def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator
     """Convert import failures inside a `with` block to a `UsageError` that explains them.
 
     Args:
-        by, otherwise: as for `require`.
+        by, otherwise: see `require`.
         *extras: extras whose packages are imported inside the block.
 
     Raises:
@@ -101,7 +102,7 @@ def explain_import_error(by: str, *extras: str, otherwise: str = "") -> Iterator
         yield
     except Exception as error:
         package = _package(error, [module for extra in extras for module in MODULES[extra]])
-        if package is None:  # the error is a bug in rlframe, not in an optional package
+        if package is None:  # The cause of the error is rlframe itself, not an optional package.
             raise
         if not has(package):
             require(by, *extras, otherwise=otherwise)
@@ -118,7 +119,7 @@ def lazy_names(
 
     Args:
         package: name of the package.
-        modules: the defining module of each name.
+        modules: dict from each name to the module that defines it.
         extra: extra that the modules need, if any.
     """
 
@@ -150,7 +151,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _package(error: Exception, modules: list[str]) -> str | None:
-    """Return the top-level module in `modules` whose import failed; None if the error has another cause."""
+    """Return the top-level module whose import caused the error. Return None if it is not in `modules`."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if name in modules and not has(name):
         return name

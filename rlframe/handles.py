@@ -25,12 +25,12 @@ from rlframe.shutdown import stop_program as stop_program
 from rlframe.shutdown import stop_with_program as stop_with_program
 from rlframe.transport import DEFAULT, Client, Future, Transport, courier
 
-DEADLINE = 120.0  # seconds for a call and all its retries: in this time, a peer can restart
+DEADLINE = 120.0  # seconds for a call with all its retries; long enough for a restart of the peer
 
-_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: first and longest pause between two rounds of attempts
-_WARN_AFTER = 1.0  # seconds without an answer before a warning, if the peer has answered this method before
-_STARTS_WITHIN = 60.0  # seconds before that warning if the peer never answered: it may still import or compile
-_SHORT = 5.0  # seconds: calls with a deadline of up to this value do not warn before they raise an error
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds: first and longest pause between attempts at all addresses
+_WARN_AFTER = 1.0  # seconds without an answer before a warning, after an earlier answer to the same method
+_STARTS_WITHIN = 60.0  # seconds before a warning if the peer never answered, because it can still import or compile
+_SHORT = 5.0  # seconds; a call with a deadline of at most this value raises its error without an earlier warning
 _RETURN_AFTER = 30.0  # seconds after which calls try the preferred peer again
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def resolve(
 class Remote:
     """A proxy for an object in another process. Calls have retries and a deadline.
 
-    An unanswered call is sent again, to each address in turn, with exponential backoff. Remote calls are idempotent.
+    If there is no answer, the call is sent again to each address in turn, with exponential backoff. So remote methods
+    must be safe to repeat.
     After `_RETURN_AFTER` seconds, the first address is tried again. Pickling keeps only the addresses, the name, the
     deadline and the transport.
 
@@ -119,7 +120,7 @@ class Remote:
         self._answered: set[str] = set()  # methods that have returned an answer
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):  # nodes have no private methods, but pickle asks for some
+        if method.startswith("_"):  # pickle looks up private methods, which nodes do not have
             raise AttributeError(method)
         return functools.partial(self._call, method)
 
@@ -133,7 +134,7 @@ class Remote:
         return self._complete(address, take, method, args, kwargs, began)
 
     def _answer(self, address: str, method: str, take: Callable[[], Any]) -> Any:
-        """Return the result of `take`, the answer of the node at `address`.
+        """Call `take`, which waits for the answer of the node at `address`. Return the answer.
 
         Raises:
             UnavailableError: no answer; the caller should retry.
@@ -155,7 +156,7 @@ class Remote:
     def _complete(
         self, address: str, take: Callable[[], Any], method: str, args: Any, kwargs: Any, began: float
     ) -> Any:
-        """Return the result of `take`, the answer from `address`. Retry the call until it is answered."""
+        """Call `take`, which waits for the answer of the node at `address`. Retry until there is an answer."""
         try:
             return self._answer(address, method, take)
         except UnavailableError as error:
@@ -213,7 +214,7 @@ class Remote:
         return self._transport.connect(address)
 
     def _leave(self, address: str) -> None:
-        """Switch to the next peer, unless another call has already switched."""
+        """Use the next address for later calls. Do nothing if another call has already switched to it."""
         if self._addresses[self._current] == address and len(self._addresses) > 1:
             if self._current == 0:
                 self._left_at = time.monotonic()
@@ -234,7 +235,7 @@ class AsyncCall:
         self._future = client.submit(method, *args)
 
     def done(self) -> bool:
-        """Return True if the first attempt has ended. Then `result` returns at once, unless it must retry the call."""
+        """Return True if the first attempt has ended. If it has failed, `result` can still take time for retries."""
         return self._future.done()
 
     def result(self) -> Any:
@@ -263,7 +264,7 @@ class Poller:
         if self._future is not None:
             if not self._future.done():
                 return None
-            with contextlib.suppress(Exception):  # the peer may be restarting or stopping, so call again
+            with contextlib.suppress(Exception):  # The peer could be in a restart, so try again.
                 answer = self._future.result()
             self._future = None
         address, client = self._peer._peer()

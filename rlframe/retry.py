@@ -7,13 +7,13 @@ import random
 import time
 from collections.abc import Iterator
 
-_random = random.SystemRandom()  # processes get different numbers, even if all of them call `random.seed(0)`
+_random = random.SystemRandom()  # differs between processes, even if each process calls `random.seed(0)`
 
 
 def backoff(
     first: float, longest: float, deadline: float = math.inf, *, since: float | None = None, jitter: float = 0.0
 ) -> Iterator[float]:
-    """Yield the seconds to pause after each failed attempt. Stop when the deadline has passed.
+    """Yield the number of seconds to pause after each failed attempt. Yield nothing after the deadline.
 
     Each pause is twice as long as the previous one, up to `longest`. The last pause ends at the deadline.
 

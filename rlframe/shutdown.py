@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The program that contains this process. For programs that Launchpad runs, there is no such object."""
+    """The program to which this process belongs. Programs that Launchpad runs have no such object."""
 
     stop: threading.Event
     end: Callable[[], None]
@@ -47,7 +47,7 @@ def program_stop_event() -> threading.Event | None:
     manager = sys.modules.get("launchpad.launch.worker_manager")
     try:
         return manager.stop_event() if manager is not None else None
-    except RuntimeError:  # this thread does not belong to a Launchpad node
+    except RuntimeError:  # This thread is not part of a Launchpad node.
         return None
 
 

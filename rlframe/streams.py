@@ -1,4 +1,4 @@
-"""Handle standard streams that are closed (`2>&-`) or whose reader has exited (`| head`). Add a root log handler."""
+"""Prepare standard streams that are closed (`2>&-`) or have lost their reader (`| head`). Add a root log handler."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def prepare() -> None:
         if stream is None:
             setattr(sys, name, stream := open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
         if number and isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # file names may contain bytes that are not UTF-8
+            stream.reconfigure(errors="backslashreplace")  # A file name can contain bytes that are not valid UTF-8.
 
 
 def silence_broken_pipe(stream: Any) -> bool:
-    """Return True if a stream is a pipe whose reader has exited. Then also discard all further output to the stream."""
+    """Return True if a stream is a pipe whose reader has exited. In this case, discard all later output to it."""
     if stream is None:  # Python was started with `>&-`
         return False
     try:
         number = stream.fileno()
-    except (OSError, ValueError):  # the stream is not a file, or is closed
+    except (OSError, ValueError):  # The stream is closed, or it is not a file.
         return False
     poll = select.poll()
     poll.register(number, 0)
@@ -60,9 +60,9 @@ def flush() -> None:
 
 @contextlib.contextmanager
 def root_handler(handler: logging.Handler | None) -> Iterator[None]:
-    """Add a handler to the root logger for the `with` block, unless it has one.
+    """Add a handler to the root logger during the `with` block, if it has none.
 
-    Without a handler, absl would add a permanent handler.
+    If the root logger had no handler, absl would add one and never remove it.
     """
     root = logging.getLogger()
     if root.handlers or handler is None:

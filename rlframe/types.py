@@ -4,7 +4,7 @@ Steps of B environments are one `dm_env.TimeStep` whose arrays have a leading ba
 
     step_type    [B] uint8    FIRST, MID or LAST
     reward       [B] float32  reward of the previous action (0 at FIRST)
-    discount     [B] float32  0 at a LAST that terminates the episode; otherwise 1, also at a LAST by truncation
+    discount     [B] float32  0 at a LAST that terminates the episode; otherwise 1, also at a LAST that truncates it
     observation  a tree of arrays [B, ...]
 
 The step after LAST ignores the action and returns FIRST. See `docs/data.md`.
@@ -23,7 +23,7 @@ from rlframe.errors import UsageError, check_above, check_at_least, check_fracti
 
 Tree = Any  # a pytree of arrays
 Params = Any  # a pytree of parameters
-AgentState = Any  # a pytree of arrays [B, ...]: recurrent state, or () without one
+AgentState = Any  # recurrent state: a pytree of arrays [B, ...]; () for agents without a state
 Logs = dict[str, Any]  # name -> scalar
 
 TimeStep = dm_env.TimeStep
@@ -68,7 +68,7 @@ class AgentOutput(NamedTuple):
 
     action: Tree  # [B, ...], matches the action spec
     extras: dict[str, Any] = {}  # noqa: RUF012  arrays [B, ...] for the learner, such as log-probabilities and values
-    params_version: Any = None  # int, version of the parameters that acted; set by the Inferencer
+    params_version: Any = None  # int, version of the parameters that chose the action; set by the Inferencer
 
 
 class Step(NamedTuple):
@@ -87,7 +87,7 @@ class TransitionBatch(NamedTuple):
     observation: Tree  # [B, ...]
     action: Tree  # [B, ...]
     reward: Any  # [B] float32: n-step reward, the sum of gamma^k r_{t+k+1} over k < m, for an item of m <= n steps
-    discount: Any  # [B] float32: factor of the bootstrap value, gamma^m times the m discounts of the environment
+    discount: Any  # [B] float32: factor of the bootstrap value, gamma^m times the product of the m discounts
     next_observation: Tree  # [B, ...], observation m steps later
     extras: dict[str, Any]  # arrays [B, ...], the agent's extras at the first step
 
@@ -109,15 +109,15 @@ class SequenceBatch(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """S sequences of a language model, padded to T tokens.
+    """A batch of S token sequences for a language model, padded to T tokens.
 
     Arrays `[S, T]` are 0 where `mask` is 0, except `tokens`, which is 0 only in the padding.
     """
 
     tokens: Any  # [S, T] int32
     mask: Any  # [S, T] float32: 1 for tokens that are trained on; 0 for other tokens and padding
-    advantages: Any  # [S, T] float32: the advantages that were sent; without these, the sequence's score at each token
-    has_advantages: Any  # [S] bool: True if advantages were sent, or if an override set them to 0
+    advantages: Any  # [S, T] float32: the received advantages; if none were sent, the sequence's score at each token
+    has_advantages: Any  # [S] bool: True if the environment sent advantages, or if an override set them to 0
     scores: Any  # [S] float32
     temperature: Any  # [S] float32, above 0: sampling temperature that the environment sent; None means 1 for all
     inference_logprobs: Any  # [S, T] float32: log-probabilities of the tokens; None unless all groups have them
@@ -132,7 +132,7 @@ class Batch(NamedTuple):
     data: Any  # TransitionBatch, SequenceBatch or TokenBatch
     keys: Any  # [B, 3] int64: (writer's rank, writer's incarnation, start of the item); see `Draw`
     probabilities: Any  # [B] float32: sampling probability of each item (1 / size for uniform and queue)
-    params_version: Any  # [B] int64: oldest version that acted in the item; -1 if unknown
+    params_version: Any  # [B] int64: oldest parameters version that chose an action in the item; -1 if unknown
 
 
 class StepSpec(NamedTuple):
@@ -176,17 +176,17 @@ class ReplaySpec:
 
     kind: Literal["uniform", "prioritized", "queue"]
     item: Union[Transition, Sequence]
-    batch_size: Union[int, None]  # items; None means one item per environment (on-policy agents)
+    batch_size: Union[int, None]  # number of items; None means one item per environment (on-policy agents)
     capacity: int  # maximum number of environment steps in the buffer, over all environments
-    min_size: int = 1  # `sample` waits until this many items were added (for a queue: until this many are in it)
+    min_size: int = 1  # `sample` waits for this number of added items; for a queue, of items that it contains now
     samples_per_insert: Union[float, None] = None  # rate limit: items sampled per item added; None means no limit
     priority_exponent: float = 0.6  # only for `prioritized`: alpha in Schaul et al. 2016
     # Maximum difference in versions between the newest parameters and the sampled data (0 means on-policy). Actors wait
     # for new parameters after each unroll. None means no limit and no waiting. Requires a queue of sequences that do
     # not overlap.
     max_staleness: Union[int, None] = None
-    # Seconds without progress of a writer after which batches with one item per environment omit the writer's
-    # environments. An Actor waits three times as long for the next version.
+    # After this number of seconds without data from a writer, batches with one item per environment omit the writer's
+    # environments. An Actor waits up to three times this value for the next version.
     lapse_after: float = 10.0
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ ENVS_PER_RANK = 1_000_000
 
 
 def global_env_ids(rank: int, indices: np.ndarray) -> np.ndarray:
-    """Return ids [B] int64 for the environments `indices` of the actor `rank`. Ids are unique over all actors."""
+    """Return ids [B] int64 for the environments `indices` of the actor `rank`. No other actor has the same ids."""
     return rank * ENVS_PER_RANK + np.asarray(indices, np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Let an agent act and learn, and let its trained policy act, with given sizes of observations, layers and batches.
+"""Run an agent and its trained policy with given sizes of observations, layers and batches, to find crashes.
 
 python -m tests.act_and_learn '{"shape": [210, 160, 3], "batches": [1, 2, 8]}'
 """
@@ -51,8 +51,8 @@ def main(agent: str, shape: list[int], layers: list[int] | None, batches: list[i
         agent: `ppo` or `dqn`.
         shape: shape of an observation.
         layers: layer sizes of an MLP. None means the agent's default network.
-        batches: batch sizes. A batch size is the number of environments and the number of rows in an update.
-        learn: batch sizes with which the agent also learns and the trained policy acts. None means all batch sizes.
+        batches: batch sizes. A batch size is both the number of environments and the number of items in an update.
+        learn: batch sizes for which the agent also learns and the trained policy acts. None means all batch sizes.
     """
     network = None if layers is None else MLPConfig(tuple(layers), separate=False, orthogonal=False)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""The browser for tests of HTML pages: Chromium, as installed on this machine, controlled by Playwright."""
+"""Start the browser for tests of HTML pages. Playwright controls the Chromium that is installed on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ expect.set_options(timeout=DEADLINE)
 def running_browser() -> Iterator[Browser]:
     """Start a browser for the tests of a module."""
     with sync_playwright() as driver:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]  # required for root in a container
+        # Chromium needs these options if root runs it in a container.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=2 * DEADLINE)
         yield browser
         browser.close()

@@ -13,9 +13,9 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect garbage less often, and never in imported modules. This saves a tenth of the processor time.
+    """Make garbage collections rarer, and let them skip imported modules. This saves a tenth of the processor time.
 
-    JAX adds its own collection after each of Python's garbage collections.
+    After each garbage collection, JAX runs an additional collection.
     """
     gc.disable()
     try:
@@ -31,7 +31,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
     return True if collection_path.name == "test_openapi.py" and "not system" in config.option.markexpr else None
 
 
-# bytes of memory: above this limit, compiled functions are cleared, because three test processes share the machine
+# maximum bytes of memory with compiled functions; above it, they are cleared, because test processes share the machine
 _MUCH = 1.5e9
 
 

@@ -1,4 +1,4 @@
-"""Optional packages in tests. A missing package skips the test, and a broken package fails the test."""
+"""Import optional packages in tests. A missing package skips the test, but a broken package fails it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def counting_agent(**config) -> CountingAgent:
 
 
 def reward_batch(rewards, versions=0) -> Batch:
-    """Return a batch of one-step transitions with these rewards."""
+    """Return a batch of one-step transitions with the given rewards."""
     rewards = np.asarray(rewards, np.float32)
     count = len(rewards)
     observation = np.zeros((count, 2), np.float32)
@@ -80,7 +80,7 @@ def reward_batch(rewards, versions=0) -> Batch:
 class CountingEnv(dm_env.Environment):
     """An environment with episodes of `length` steps and reward 1.
 
-    An observation is (number of the step in the episode, number of the episode).
+    An observation is (index of the step in the episode, index of the episode).
     """
 
     def __init__(self, length: int = 3, truncated: bool = False) -> None:
@@ -110,7 +110,7 @@ class CountingEnv(dm_env.Environment):
 
 
 class RecordingBuffer:
-    """A replay buffer that records all steps, priorities and claims."""
+    """A fake replay buffer that records all added steps, updated priorities and claimed ranks."""
 
     def __init__(self) -> None:
         self.steps = []
@@ -132,7 +132,7 @@ class RecordingBuffer:
 
 
 class FixedParams:
-    """A learner with fixed parameters. `asked` counts the calls of `get_params`."""
+    """A fake learner with fixed parameters. `asked` is the number of calls of `get_params`."""
 
     def __init__(self, params) -> None:
         self.version, self.params, self.asked = 1, params, 0

@@ -1,4 +1,4 @@
-"""A minimal transport within this process. A node is a queue of calls with a group of threads. Addresses are names."""
+"""A minimal transport between threads of one process. A node has a queue of calls and a group of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError
 from rlframe.transport import CALL_TIMEOUT, MappedFuture
 
-THREADS = 4  # threads of a node: the maximum number of concurrent calls
+THREADS = 4  # number of threads of each node, which is also its maximum number of concurrent calls
 
 Answer = concurrent.futures.Future[Any]
 

@@ -25,7 +25,7 @@ def env_builder(seed: int = 0) -> SyncEnv:
 class ReplayingLearner(Learner):
     """A Learner that also contains the replay buffer.
 
-    The learner stops the program after 150 or more learner steps, when it has learned from all three actors.
+    It stops the program after at least 150 learner steps and after it has learned from all three actors.
     """
 
     def __init__(self, cfg: LearnerConfig, agent: Any) -> None:
@@ -90,7 +90,7 @@ def make_program() -> Any:
 if __name__ == "__main__":
     import launchpad as lp
 
-    from tests import light_env  # classes of `__main__` cannot be sent to other processes
+    from tests import light_env  # Classes of the module `__main__` cannot be sent to other processes.
 
     sys.argv = sys.argv[:1]
     lp.launch(light_env.make_program(), launch_type="local_mp", terminal="current_terminal")

@@ -1,4 +1,4 @@
-"""A PPO agent that records how many updates its acting parameters have had, and a learner and actors for its tests."""
+"""Helpers for on-policy tests: an agent and a learner that record the age of the parameters that chose the actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_ENVS = 4
 
 
 class RecordingPPO(PPO):
-    """A PPO agent that stores in each step how many updates the acting parameters have had."""
+    """A PPO agent. The extra `updates` of each step is the number of updates before the parameters that acted."""
 
     @property
     def replay_spec(self) -> Any:
@@ -32,11 +32,11 @@ class RecordingPPO(PPO):
 
 
 class Learned(NamedTuple):
-    """A record of one update."""
+    """A record of one learner update."""
 
-    version: int  # version of the learner before the update
-    versions: list[int]  # distinct versions of the parameters that acted in the items
-    behind: list[int]  # distinct numbers of updates that the learner had made after those of the acting parameters
+    version: int  # version of the learner's parameters before the update
+    versions: list[int]  # distinct versions of the parameters that chose the actions in the batch
+    behind: list[int]  # distinct ages of the parameters that chose the actions, in updates
     ranks: list[int]  # rank of each item's writer, sorted
 
 
@@ -65,7 +65,7 @@ def make_agent(**config: Any) -> RecordingPPO:
         unroll_length=16,
         num_epochs=2,
         num_minibatches=6,
-        # 64 or 128 rows cannot be divided into 6 minibatches of equal size.
+        # 6 does not divide the 64 or 128 steps of a batch, so the minibatches have different sizes.
     )
     env = env_builder()
     agent = RecordingPPO(dataclasses.replace(cfg, **config), env.observation_spec, env.action_spec)
@@ -74,7 +74,7 @@ def make_agent(**config: Any) -> RecordingPPO:
 
 
 def make_actor(agent: Any, addresses: list[str], replay_buffer: Any, is_service: bool) -> Actor:
-    """Return an actor. It uses inferencers at `addresses`, or its own inferencer with learners at `addresses`."""
+    """Return an actor. If `is_service`, `addresses` are inferencers. If not, they are learners for a new inferencer."""
     remote: Any = Remote(addresses, "inferencer" if is_service else "learner")
     inferencer = remote if is_service else Inferencer(InferencerConfig(), agent, remote)
     return Actor(env_builder, inferencer, replay_buffer)

@@ -1,4 +1,4 @@
-"""Commands whose output pipe has no reader."""
+"""Run commands whose output goes to a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def run_with_closed_pipe(command: Sequence[str], errors_too: bool = False) -> tuple[int, str]:
-    """Run a command with a pipe as stdout whose read end is closed. Return the exit code and the text on stderr."""
+    """Run a command. Its stdout is a pipe with a closed read end. Return the exit code and the text on stderr."""
     read, write = os.pipe()
     os.close(read)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -21,7 +21,7 @@ OPENING = re.compile(
     r"(What|Has|Have|Who|Whoever|Whose|Of|Whether|Those|That which|There (is|are)|Where|As it|Lets|Tells|Nobody"
     r"|Whatever|(By|In|On|With|For|From|Between|To) (what|which)|How (far|many|often|long|soon))\b"
 )
-# Phrases without a noun, with an inverted order of words, or in which objects speak or know.
+# Phrases that lack a noun, invert the order of words, or let objects speak or know.
 PHRASE = re.compile(
     r"\b(who(ever)? (has|is|calls|asks|gives|writes|reads|was|would|knows|needs|makes|holds|waits|comes|sends|looks"
     r"|says|wants|does)|that (is|are) (to|told)|is told (that|to|by|of|what)|as it is|of (its|their|one's) own"
@@ -38,7 +38,7 @@ BRITISH = re.compile(
     r"is(e|ed|es|ing|ation)\b|behaviour|colour|neighbour|favour|\bgrey|centred|\bmaths\b|licence|modelled|judgement",
     re.IGNORECASE,
 )
-_NOT_OURS = ("make_prioritised_flat_buffer",)  # names of other projects, which keep their spelling
+_NOT_OURS = ("make_prioritised_flat_buffer",)  # names in other projects, so their spelling cannot change
 
 Text = tuple[int, str, str]  # (line, kind, text)
 
@@ -80,7 +80,7 @@ def problems(paths: list[pathlib.Path]) -> list[str]:
     found = []
     for path in paths:
         if path.name in ("plain_english.py", "test_plain_english.py"):
-            continue  # these two files contain the patterns
+            continue  # These two files contain the patterns themselves.
         for line, kind, text in texts(path.read_text()):
             if (words := problem(kind, text)) is not None:
                 start = text.strip().partition("\n")[0]

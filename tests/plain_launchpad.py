@@ -1,4 +1,4 @@
-"""Run programs with `lp.launch` in separate processes: example scripts with an injected fault. Check how they end."""
+"""Run example scripts that call `lp.launch`, with an injected fault. Check how their processes end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_raising_environment(page: str) -> str:
 
 
 def with_broken_constructor(page: str) -> str:
-    """Return the source of an example with one more node. The constructor of this node raises an error."""
+    """Return the source of an example with an additional node whose constructor raises an error."""
     page = edited(page, "\n\ndef env_builder", BROKEN_CONSTRUCTOR + "\n\ndef env_builder")
     group = '    with program.group("actor"):\n'
     return edited(page, group, f"{group}        program.add_node(lp.CourierNode(Broken))\n")
@@ -80,7 +80,7 @@ class Program:
     Args:
         script: source of the script.
         folder: directory of the script and of its temporary files.
-        redirect: redirect the script's output to `folder / "output.txt"`.
+        redirect: True redirects the script's output to `folder / "output.txt"`.
     """
 
     def __init__(self, script: str, folder: pathlib.Path, *, redirect: bool = False) -> None:
@@ -89,7 +89,8 @@ class Program:
         self.folder = folder
         self._shared = set(os.listdir("/dev/shm"))
         self._log = b""
-        self._terminal, written_to = pty.openpty()  # Launchpad's `sed` buffers output to a file
+        # a terminal, because Launchpad's `sed` would buffer output to a file
+        self._terminal, written_to = pty.openpty()
         if redirect:
             os.close(written_to)
             written_to = os.open(folder / "output.txt", os.O_CREAT | os.O_WRONLY)
@@ -106,7 +107,7 @@ class Program:
         self._reader.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # all processes that write to it have exited
+        with contextlib.suppress(OSError):  # All processes that write to the terminal have exited.
             while piece := os.read(self._terminal, 65536):
                 self._log += piece
 

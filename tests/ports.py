@@ -1,4 +1,4 @@
-"""Free ports for tests."""
+"""Find free ports for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ports = (10_000 + 1000 * _WORKER + i % 1000 for i in itertools.count(_START))
 
 
 def free_port(count: int = 1) -> int:
-    """Return the first of `count` consecutive free ports. The next calls return other ports."""
+    """Find `count` consecutive free ports, and return the first of them. No two calls return the same port."""
     found: list[int] = []
     while len(found) < count:
         port = next(_ports)

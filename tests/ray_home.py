@@ -1,4 +1,4 @@
-"""The HOME directory for Ray in tests of this process."""
+"""Create the HOME directory for Ray, which all tests of a process share."""
 
 from __future__ import annotations
 

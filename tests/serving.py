@@ -18,7 +18,7 @@ from tests.fakes import FixedParams, counting_agent
 
 needs("launchpad")
 
-CHILD_DEADLINE = 120.0  # seconds for a process to start on a busy machine
+CHILD_DEADLINE = 120.0  # maximum seconds in which a process starts on a busy machine
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def serving(instance: Any, address: str) -> Iterator[None]:
 
 
 def client(address: str) -> Any:
-    """Return a Courier client. Launchpad passes such a client to a node in place of a handle."""
+    """Return a Courier client, as a node gets it from Launchpad for each handle."""
     import courier
 
     return courier.Client(address)
@@ -44,7 +44,7 @@ def client(address: str) -> Any:
 
 @contextlib.contextmanager
 def running(target: Any) -> Iterator[None]:
-    """Run `target.run()` in a thread during the `with` block. At the end, stop it and raise its error, if any."""
+    """Run `target.run()` in a thread during the `with` block. At the end, stop it. Raise its error, if any."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A small file system for tests of a full disk."""
+"""Mount a small file system for tests of a full disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 class SmallDisk:
-    """A small file system that is mounted.
+    """A mounted file system of a few megabytes, which a test can fill.
 
     Args:
         path: path of the mount point.
@@ -27,7 +27,7 @@ class SmallDisk:
                 file.write(b"\0" * 4096)
 
     def free(self) -> None:
-        """Free the space again."""
+        """Delete the file that fills the disk."""
         self._filler.unlink(missing_ok=True)
 
 

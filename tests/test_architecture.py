@@ -1,4 +1,4 @@
-"""Imports between files have no cycles, and the diagram in docs/architecture.md shows the imports between packages.
+"""Test that imports have no cycles, and that the diagram in docs/architecture.md shows the imports between packages.
 
 `python -m tests.test_architecture` updates the diagram.
 """
@@ -44,7 +44,7 @@ BOXES = {
     "basics": "files beside the packages: types, errors, extras, retry, shutdown, stop_conditions",
     "user_code": "files and modules that a user names",
 }
-_UNSEEN = ("__main__", "testing")  # not in the diagram, because no package imports these modules
+_UNSEEN = ("__main__", "testing")  # modules that the diagram omits, because no package imports them
 
 Graph = Mapping[str, set[str]]
 
@@ -56,7 +56,7 @@ def modules() -> dict[str, pathlib.Path]:
 
 
 def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (module, name or "") of each import. Include imports in functions, exclude imports for type checkers."""
+    """Yield (module, name or "") for each import, also in functions. Skip imports that only type checkers execute."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -102,7 +102,7 @@ def box_of(module: str) -> str:
 
 
 def imports_of_boxes() -> dict[str, set[str]]:
-    """Return for each box the boxes that it imports, except boxes that it also imports through another box."""
+    """Return each box with the boxes that it imports. Leave out a box if another imported box also imports it."""
     graph: dict[str, set[str]] = {box: set() for box in BOXES}
     for module, others in imports_of_files().items():
         if module == "rlframe" or module.split(".")[1] in _UNSEEN:

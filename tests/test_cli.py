@@ -1,4 +1,4 @@
-"""The options, the output and the errors of the command line, called in this process."""
+"""Tests of the command line's options, output and errors. The tests call its functions in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY += ["--eval-episodes", "1", "--network", "mlp", "--network.hidden", "8"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the directory of a small run. Tests must not change the directory."""
+    """Return the directory of a small finished run. Tests share this directory, and must not change it."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     assert main(["train", *TINY, "--quiet", "--seed", "5", "--run-dir", str(run_dir)]) == 0
     return run_dir
@@ -41,7 +41,7 @@ def refused(capsys, *arguments: str, code: int = 2) -> str:
 def test_fields_of_the_agent_config_are_options():
     described, _, preset = read_arguments(["--agent", "ppo", "--env=CartPole-v1", "--learning-rate", "0.5"])
     assert described.agent_config.learning_rate == 0.5
-    assert described.agent_config.num_epochs == 20  # the preset's value
+    assert described.agent_config.num_epochs == 20  # The value comes from the preset.
     assert preset.name == "ppo/cartpole"
 
 
@@ -87,7 +87,7 @@ def test_switch_options_set_booleans():
 
 
 def test_default_number_of_actors_is_at_most_the_number_of_environments():
-    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # the preset has one environment
+    sac = ["--agent", "sac", "--env", "Pendulum-v1", "--topology", "heavy_env"]  # In this preset, num_envs is 1.
     assert read_arguments(sac)[0].topology_config.num_actors == 1
     assert read_arguments([*sac, "--num-envs", "4"])[0].topology_config.num_actors == 2
     assert read_arguments([*sac, "--num-envs", "4", "--num-actors", "4"])[0].topology_config.num_actors == 4
@@ -162,7 +162,7 @@ def test_error_for_wrong_input_is_one_sentence_with_exit_code_2(capsys, tmp_path
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def test_raw_option_values_returns_the_text_of_each_option_by_name():
+def test_raw_option_values_returns_a_dict_from_option_name_to_text():
     words = "--agent dqn --head.num-atoms=21 --quiet --network.hidden 32 16 --seed -1 --env_kwargs={} --agent=ppo"
     texts = {"agent": "ppo", "head.num_atoms": "21", "quiet": "", "network.hidden": "32", "seed": "-1"}
     assert raw_option_values(words.split()) == {**texts, "env_kwargs": "{}"}
@@ -190,7 +190,7 @@ def test_error_in_an_environment_builder_is_printed_as_one_sentence(capsys, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_error_for_an_observation_outside_its_space_is_one_sentence(capsys, tmp_path):
+def test_error_for_an_observation_that_does_not_match_its_space_is_one_sentence(capsys, tmp_path):
     (tmp_path / "env.py").write_text(
         "import gymnasium\nimport numpy as np\n\nclass Wrong(gymnasium.Wrapper):\n"
         "    def step(self, action):\n        _, *rest = self.env.step(action)\n        return np.zeros(7), *rest\n\n"
@@ -213,7 +213,7 @@ def test_damaged_checkpoint_is_reported_and_not_changed(capsys, tmp_path, traine
     assert all(path.read_bytes() == b"\0" * 10 for path in damaged)
 
 
-def test_unexpected_error_is_printed_as_one_sentence_unless_traceback_is_given(capsys, monkeypatch):
+def test_unexpected_error_is_one_sentence_and_option_traceback_adds_the_traceback(capsys, monkeypatch):
     def broken(arguments):
         raise KeyError("lost")
 
@@ -232,7 +232,7 @@ def test_unexpected_error_is_printed_as_one_sentence_unless_traceback_is_given(c
     ("code", "exit_code", "printed"),
     [(None, 0, ""), (3, 3, ""), ("no license", 1, "rlframe: no license\n"), (2.5, 1, "rlframe: 2.5\n")],
 )
-def test_exit_code_after_sys_exit_in_a_command_is_the_same_as_in_python(capsys, monkeypatch, code, exit_code, printed):
+def test_sys_exit_in_a_command_sets_the_exit_code_as_in_python(capsys, monkeypatch, code, exit_code, printed):
     monkeypatch.setattr("rlframe.cli.listings.agents", lambda arguments: sys.exit(code))
     assert main(["agents"]) == exit_code
     assert capsys.readouterr().err == printed
@@ -250,7 +250,7 @@ def test_json_result_is_the_last_line_of_stdout(capsys, tmp_path):
     assert result["env_steps"] >= 64 and result["episodes"] == 1 and result["run_dir"] == f"{tmp_path}/run"
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the test reads the video in a child process
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # The test starts a child process to read the video.
 def test_evaluate_command_records_a_video(capsys, tmp_path, trained):
     needs("gymnasium")
     import imageio_ffmpeg

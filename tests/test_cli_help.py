@@ -1,4 +1,4 @@
-"""The output of `--help`: groups of options, hidden options, and the text of an option."""
+"""Tests of the output of `--help`: groups of options, hidden options, and the text for an option."""
 
 import dataclasses
 from typing import Annotated, Literal, Union
@@ -13,7 +13,7 @@ from rlframe.cli.train_options import HELP_GROUPS
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Options that are nested in other options."""
+    """A nested config. Its options have the prefix `--part.`."""
 
     hidden: tuple[int, ...] = (64, 64)  # Sizes of the layers.
     bias: bool = True
@@ -21,7 +21,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of every kind."""
+    """A config with one option of each kind."""
 
     name: Annotated[str, tyro.conf.Positional]  # Name of the run.
     # Steps of the run, whose
@@ -64,7 +64,7 @@ def test_help_has_one_line_per_option_with_its_comment_and_default():
     assert format_help(list(option_fields(Options)), "command", "Run the command.", 100) == HELP
 
 
-def test_text_is_wrapped_at_the_width_of_the_terminal():
+def test_help_text_is_wrapped_at_the_width_of_the_terminal():
     lines = format_help(list(option_fields(Options)), "command", "Run the command.", 60).splitlines()
     assert lines[8:10] == [
         "  --steps INT                 Steps of the run, whose",
@@ -72,18 +72,18 @@ def test_text_is_wrapped_at_the_width_of_the_terminal():
     ]
 
 
-def test_flags_of_a_switch_include_the_flag_that_turns_it_off():
+def test_help_lists_the_flag_that_turns_a_switch_off():
     flags = [flag for field in option_fields(Options) for flag in field.flags]
     assert flags[-5:] == ["--resume", "--no-resume", "--part.hidden", "--part.bias", "--part.no-bias"]
     assert "--fresh" in flags and "--no-fresh" not in flags
 
 
-def test_help_shows_the_defaults_of_the_given_instance():
+def test_help_shows_the_values_of_a_given_config_as_defaults():
     fields = {field.name: field for field in option_fields(Options("x", steps=7, part=Part((8,))))}
     assert fields["steps"].default == 7 and fields["part.hidden"].description() == "Sizes of the layers. [8]"
 
 
-def test_help_shows_comments_of_base_classes_but_not_of_a_class_without_source():
+def test_help_shows_comments_of_base_classes_and_works_for_a_class_without_source():
     @dataclasses.dataclass(frozen=True)
     class Derived(Options):
         steps: int = 6  # Steps of the derived class.
@@ -93,7 +93,7 @@ def test_help_shows_comments_of_base_classes_but_not_of_a_class_without_source()
     assert field_comments(dataclasses.make_dataclass("Made", ["x"])) == {}
 
 
-def test_options_with_an_annotation_that_cannot_be_evaluated_are_listed():
+def test_help_lists_options_even_if_their_type_annotations_cannot_be_evaluated():
     made = dataclasses.make_dataclass("Made", [("size", "Missing", 3), ("rate", float, 0.5)])
     assert [field.flag for field in option_fields(made)] == ["--size", "--rate"]
 
@@ -121,7 +121,7 @@ def test_help_of_train_hides_options_that_the_topology_does_not_use(topology, us
     assert "More options with another --topology: " in "\n".join(lines[-2:])
 
 
-def test_help_begins_with_the_shortest_group_and_the_agent_group_has_all_other_options(capsys):
+def test_help_of_train_sorts_groups_by_their_number_of_options(capsys):
     lines = shown(capsys, "train", "--agent", "dqn", "--topology", "elastic", "--help")
     counts = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""The command line as a separate process: signals, process titles, closed pipes and locks."""
+"""Tests of the command line in a separate process: signals, process titles, closed pipes and locks."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class Slow(gymnasium.Wrapper):
 
     def step(self, action):
         self.steps += 1
-        # Far from a checkpoint: directly after a checkpoint, everything would be saved.
+        # Be slow between two checkpoints, because directly after a checkpoint there is nothing to lose.
         if self.steps % 100 == 50 and (HERE / "be slow").exists():
             (HERE / "is slow").touch()
-            for _ in range(600):  # short sleeps: Python misses a signal just before a blocking call
+            for _ in range(600):  # Sleep many times, because a signal just before a long sleep would not interrupt it.
                 time.sleep(0.1)
         return self.env.step(action)
 
@@ -90,7 +90,7 @@ def make():
 
 
 @pytest.mark.system
-def test_error_after_a_second_signal_before_saving_contains_the_last_checkpoint(tmp_path):
+def test_second_signal_before_saving_ends_the_run_with_an_error_that_names_the_last_checkpoint(tmp_path):
     run_dir = tmp_path / "run"
     (tmp_path / "slow.py").write_text(SLOW)
     command = [*COMMAND, "--env", f"{tmp_path / 'slow.py'}:make", "--checkpoint-every", "200", "--quiet"]
@@ -157,7 +157,7 @@ def test_run_with_nohup_ignores_sighup(tmp_path):
 
 
 @pytest.mark.system
-def test_active_run_is_resumed_only_with_take_over(tmp_path):
+def test_run_of_another_process_is_resumed_only_with_option_take_over(tmp_path):
     run_dir = tmp_path / "run"
     resume = [sys.executable, "-m", "rlframe", "train", "--resume", "--run-dir", str(run_dir), "--quiet", "--json"]
     with subprocess.Popen(
@@ -181,17 +181,17 @@ def test_active_run_is_resumed_only_with_take_over(tmp_path):
 @pytest.mark.parametrize(
     "command", ["train --help", *(pytest.param(one, marks=pytest.mark.system) for one in ("--help", "envs"))]
 )
-def test_command_ends_silently_if_its_reader_exits(command):
+def test_command_ends_silently_if_the_reader_of_its_output_exits(command):
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("command", [*(f"{name} --help" for name in COMMANDS), "agents", "serve policy --help"])
-def test_every_command_ends_silently_if_its_reader_exits(command):
+def test_every_command_ends_silently_if_the_reader_of_its_output_exits(command):
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")
 
 
-def test_exit_code_of_an_error_is_the_same_with_closed_stderr():
+def test_error_has_the_same_exit_code_if_stderr_is_closed():
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", "trian"], errors_too=True) == (2, "")
 
 

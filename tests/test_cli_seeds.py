@@ -1,4 +1,4 @@
-"""Tests of `rlframe train --seeds`: runs at the same time, the table of results, and runs that end and resume."""
+"""Tests of `rlframe train --seeds`: concurrent runs, the table of results, and resumed runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_invalid_seeds_are_refused(text, why):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Return the directory of two finished runs, with the seeds 3 and 4."""
+    """Return the directory with the two finished runs of seeds 3 and 4."""
     folder = tmp_path_factory.mktemp("seeds") / "both"
     assert main([*QUICK, *BOTH, "--at-once", "2", "--run-dir", str(folder)]) == 0
     return folder
@@ -65,7 +65,7 @@ def test_each_seed_is_a_run_and_finished_runs_are_skipped(both, capfd):
     results = [json.loads((both / f"seed-{seed}" / "result.json").read_text()) for seed in (3, 4)]
     assert summary["returns"] == [result["return_mean"] for result in results]
     assert summary["return_mean"] == sum(summary["returns"]) / 2
-    assert summary["return_iqm"] is summary["return_iqm_interval"] is None  # two seeds are too few
+    assert summary["return_iqm"] is summary["return_iqm_interval"] is None  # two seeds are too few for them
     low, high = sorted(summary["returns"])
     assert f"over seeds (lowest to highest: {low:.1f} to {high:.1f}); see" in err and "2 seeds: mean" in err
     assert (both / "learning_curve.png").stat().st_size > 10_000
@@ -147,7 +147,7 @@ def test_stop_command_ends_the_process_that_runs_several_seeds(both, capfd):
     )
 
 
-def test_directory_with_several_seeds_is_refused_where_a_single_run_is_needed(both, capfd):
+def test_commands_for_a_single_run_refuse_a_directory_with_several_seeds(both, capfd):
     picture = (both / "learning_curve.png").stat().st_mtime_ns
     why = f"{both} contains the runs of several seeds: {both}/seed-3, {both}/seed-4. Name one of them, or resume all "
     why += f"with: rlframe train --seeds 3,4 --resume --run-dir {both}"
@@ -161,7 +161,7 @@ def test_directory_with_several_seeds_is_refused_where_a_single_run_is_needed(bo
 
 
 def test_plot_of_several_seeds_shows_each_run(both, capfd, tmp_path):
-    # in the second list, the shell has expanded both/seed-*
+    # The second list is what a shell passes for the argument both/seed-*.
     for number, named in enumerate([[both], sorted(both.glob("seed-*"))]):
         assert main(["plot", *map(str, named), "--out", str(tmp_path / f"{number}.png")]) == 0
         assert capfd.readouterr().out == f"{tmp_path}/{number}.png\n"
@@ -185,13 +185,13 @@ def test_failed_seed_is_reported_and_other_results_are_kept(tmp_path, capfd):
     folder.mkdir()
     (folder / "seed-2").write_text("in the way")
     assert main([*QUICK, "--steps", "200", "--seeds", "1,2", "--run-dir", str(folder), "--resume"]) == 2
-    assert "There is no run in" in capfd.readouterr().err  # a run without config.json cannot be resumed
+    assert "There is no run in" in capfd.readouterr().err  # Without config.json, a run cannot be resumed.
     (folder / "seed-2").unlink()
     command = [*QUICK, "--steps", "200", "--seeds", "1,2", "--run-dir", str(folder)]
     assert main(command) == 0
     capfd.readouterr()
     for name in ("result.json", "config.json"):
-        (folder / "seed-2" / name).unlink()  # without these files, seed 2 cannot be resumed
+        (folder / "seed-2" / name).unlink()  # Without its files, the run with seed 2 cannot be resumed.
     assert main([*command, "--resume"]) == 2
     err = capfd.readouterr().err
     assert "seed 2: ended with exit code 2; see" in err and "1 seed: return" in err
@@ -235,7 +235,7 @@ def test_ctrl_c_saves_all_runs_so_that_they_can_be_resumed(tmp_path):
         run = folder / f"seed-{seed}"
         steps = json.loads((run / "result.json").read_text())["env_steps"]
         assert "SIGINT: saving after the current step" in (folder / "logs" / f"seed-{seed}.log").read_text()
-        assert steps > 0 and list((run / "checkpoints").iterdir())  # the run received only one signal, and has saved
+        assert steps > 0 and list((run / "checkpoints").iterdir())  # The run got one signal only, and has saved.
         assert not running(run)
 
 

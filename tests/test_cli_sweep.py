@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 needs("sweep")
 
-# This program replaces `python -m rlframe train`. Its return depends only on the seed and the learning rate.
+# A fake of `python -m rlframe train`. The return of its run depends only on the seed and the learning rate.
 RUN = """#!{python} -SE
 import json, math, os, sys, time
 def wait(condition):
@@ -39,13 +39,13 @@ rate, seed = content["agent_config"]["learning_rate"], int(sys.argv[sys.argv.ind
 if rate > 0.5 and seed == 2:
     time.sleep(250.0)
     os.makedirs(folder)
-if rate == 0.75 and seed == 1:  # fails after seed 2 has started
+if rate == 0.75 and seed == 1:  # fail after the run with seed 2 has started
     wait(lambda: os.path.exists(os.path.dirname(folder) + "/logs/seed-2.log"))
 if rate > 0.5:
     print("rlframe: The loss was not finite.")
     sys.exit(1)
 os.makedirs(folder)
-def write(name, value):  # atomically, like a real run: the sweep may read the file at any time
+def write(name, value):  # Write atomically, like a real run, because the sweep can read the file at any time.
     json.dump(value, open(folder + "/." + name, "w"))
     os.replace(folder + "/." + name, folder + "/" + name)
 
@@ -53,11 +53,11 @@ write("config.json", {{"experiment": content}})
 result = dict(env_steps=1, learner_steps=1, return_mean=seed - math.log10(rate), return_std=0.0, episodes=1)
 result.update(steps_per_second=1.0, wall_seconds=1.0, params_version=1, run_dir=folder)
 write("result.json", result)
-beside = folder[:-1] + str(3 - seed)  # directory of the other seed
+beside = folder[:-1] + str(3 - seed)  # directory of the run with the other seed
 if rate == 0.25 and seed == 1:
     open(folder + "/pid", "w").write(str(os.getpid()) + " ")
     wait(lambda: os.path.exists(beside + "/result.json"))
-if rate == 0.25 and seed == 2:  # ends after the sweep has noticed the end of seed 1
+if rate == 0.25 and seed == 2:  # end after the sweep has noticed the end of the run with seed 1
     wait(lambda: os.path.exists(beside + "/pid") and open(beside + "/pid").read().endswith(" "))
     pid = open(beside + "/pid").read().strip()
     wait(lambda: not os.path.exists("/proc/" + pid))
@@ -66,7 +66,7 @@ if rate == 0.25 and seed == 2:  # ends after the sweep has noticed the end of se
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch, capfd):
-    """Return a function that runs `rlframe sweep` with the program above instead of real runs.
+    """Return a function that runs `rlframe sweep`. The sweep starts the fake program instead of real runs.
 
     The function returns (exit code, JSON output or None, stderr).
     """
@@ -139,7 +139,7 @@ def test_invalid_sweep_is_refused_before_files_are_created(arguments, why, tmp_p
 
 
 @pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
-def test_value_of_a_trial_with_one_seed_is_shown_without_a_standard_deviation(returns, spread, capfd):
+def test_return_of_a_trial_with_one_seed_is_shown_without_a_standard_deviation(returns, spread, capfd):
     row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
     cli_sweep._print_table([VariedOption("num-epochs", ("4",))], [row])
     assert capfd.readouterr().err.splitlines()[1].split() == ["2", "20.0", *spread, "4"]
@@ -164,7 +164,8 @@ def test_grid_tries_every_combination_and_reports_the_best(sweep, tmp_path, capf
     ]
     result = folder / "trial-2" / "seed-3" / "result.json"
     written = result.stat().st_mtime_ns
-    assert sweep("--resume", "--run-dir", str(folder))[1] == said  # all trials have already finished
+    # The resumed sweep starts no trial, because all have finished.
+    assert sweep("--resume", "--run-dir", str(folder))[1] == said
     assert result.stat().st_mtime_ns == written
     assert "exists already. Choose another --run-dir" in sweep(*arguments)[2]
     for change in (["--num-epochs", "7"], ["--vary", "num-epochs=1,2"], ["--seeds", "1"]):
@@ -177,7 +178,7 @@ def test_grid_tries_every_combination_and_reports_the_best(sweep, tmp_path, capf
 
 
 @pytest.mark.system
-def test_resumed_sweep_draws_the_same_values_as_an_uninterrupted_one(sweep, tmp_path):
+def test_resumed_sweep_samples_the_same_values_as_an_uninterrupted_sweep(sweep, tmp_path):
     arguments = ["--vary", "learning-rate=1e-5..1e-1:log", "--vary", "num-epochs=2..9", "--vary", "discount=0..0.5"]
     _, whole, err = sweep(*arguments, "--quiet", "--trials", "5", "--run-dir", str(tmp_path / "whole"))
     assert err == ""
@@ -262,7 +263,7 @@ def test_killed_sweep_resumes_its_unfinished_trial(tmp_path):
         process.kill()
         process.communicate()
     process = subprocess.Popen([*command, "--resume", "--run-dir", str(folder)], stderr=subprocess.PIPE)
-    try:  # the sweep takes over the run that is still running, and on Ctrl-C the run saves
+    try:  # The sweep takes over the active run. After Ctrl-C, the run saves.
         wait_until(lambda: "SIGTERM" in (folder / "trial-0" / "logs" / "seed-1.log").read_text(), seconds=60.0)
         rows = (begun / "metrics.jsonl").stat().st_size
         wait_until(lambda: (begun / "metrics.jsonl").stat().st_size > rows, seconds=60.0)

@@ -1,4 +1,4 @@
-"""Compiler options for functions on the CPU. The options change only the speed, not the results."""
+"""Tests of the compiler options for functions on the CPU. The options change the speed but not the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def convolve(image):
 
 
 def options_of(monkeypatch, function, differentiates, *args):
-    """Return the compiler options in the last call of `jax.jit`."""
+    """Call the function through `jit`. Return the compiler options that the last call of `jax.jit` received."""
     seen, real = [], jax.jit
     # The first call also checks which options XLA supports, with other calls of `jax.jit`.
     compilation.jit(function, differentiates=differentiates)(*args)
@@ -44,7 +44,7 @@ def product(width):
 
 
 IMAGE = np.ones((1, 1, 4, 4), np.float32)
-# Newer versions of XLA do not have the older runtime, but have another scheduler.
+# Newer versions of XLA have no older runtime. For these versions, `jit` selects another scheduler.
 OLD = jax.__version_info__ < (0, 6)
 NEW_RUNTIME = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 NOT_SMALL = {} if OLD else NEW_RUNTIME
@@ -67,7 +67,7 @@ def of_numpy(image):
 
 
 def unrolled(image):
-    """Compute a gradient as for a recurrent network: one loop goes forward over the steps, and one loop backward."""
+    """Compute a gradient as in a recurrent network, with a forward loop and a backward loop over the steps."""
     return jax.grad(lambda x: loop(lambda x: jnp.tanh(x @ x))(x).sum())(image)
 
 
@@ -78,13 +78,13 @@ def unrolled(image):
         (jnp.sum, True, SMALL),
         (convolve, False, NOT_SMALL),
         (convolve, True, None),
-        (jax.jit(convolve), True, None),  # a convolution in an inner function
+        (jax.jit(convolve), True, None),  # The convolution is in an inner function.
         (loop(lambda x: x @ x), True, SMALL),
         (
             loop(lambda x: loop(lambda x: x + x)(x) @ x),
             True,
             SMALL,
-        ),  # as if advantages were computed by a scan in a loop over minibatches
+        ),  # like a scan over advantages inside a loop over minibatches
         (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
         (loop(lambda x: x + x), False, {**NOT_SMALL, **ONE_THREAD}),
         (lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, x), True, NOT_SMALL),
@@ -107,7 +107,7 @@ def test_compiler_options_depend_on_the_operations(monkeypatch, function, differ
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
-def test_function_is_compiled_for_the_default_runtime_for_a_large_batch(monkeypatch):
+def test_function_is_compiled_again_for_the_default_runtime_if_a_batch_is_large(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     seen, real = [], jax.jit
     monkeypatch.setattr(
@@ -123,7 +123,7 @@ def test_function_for_the_older_runtime_refuses_a_large_batch(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)
     small, large = np.ones((1, 256), np.float32), np.ones((256, 256), np.float32)
     function(small)
-    older = function._jitted  # another thread may still call the older function
+    older = function._jitted  # Another thread could still call the older function.
     function(large)
     assert function._jitted is not older
     with pytest.raises(compilation._UnsuitableShapesError):

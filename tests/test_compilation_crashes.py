@@ -1,4 +1,4 @@
-"""Agents act and learn without a crash of the process, for many sizes of layers, observations and batches.
+"""Test that the process does not crash while agents act and learn with many sizes of layers and observations.
 
 Each case runs in a separate process."""
 
@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def act_and_learn(**case: Any) -> None:
-    # If this variable were set, XLA would compile other code than in a user's process.
+    # Remove this variable, because it makes XLA compile code that differs from the code in a user's process.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     command = [sys.executable, "-m", "tests.act_and_learn", json.dumps(case)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280.0)

@@ -1,4 +1,4 @@
-"""The files in deploy/: job scripts for Slurm, Kubernetes and Ray, and the Docker image."""
+"""Tests of the files in deploy/: job scripts for Slurm, Kubernetes and Ray, and the Docker image."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDLESS += ["100", "--log-every", "100", "--eval-episodes", "1", "--quiet"]
 
 
 class Queue:
-    """A simulated job queue. It starts jobs with a job script of deploy/. Their runs are in one folder.
+    """A simulated job queue, which starts jobs with a job script from deploy/. All runs are in one folder.
 
     Args:
         path: the folder of the runs.
@@ -49,11 +49,11 @@ class Queue:
         self._started: list[subprocess.Popen] = []
 
     def replace_rlframe(self, script: str) -> None:
-        """Make the command `rlframe` run this script."""
+        """Make the command `rlframe` run the given shell script."""
         self.add("rlframe", script)
 
     def add(self, name: str, script: str) -> None:
-        """Add a command that the jobs can call."""
+        """Add a fake command, which the jobs can call."""
         path = self._commands / name
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
@@ -71,13 +71,13 @@ class Queue:
         return self._started[-1]
 
     def begins(self, *options: str) -> subprocess.Popen:
-        """Start a job, and wait until its run has written a row."""
+        """Start a job, and wait until its run has written a row to metrics.jsonl."""
         process = self.start(*options)
         wait_until(lambda: self.steps() > 0)
         return process
 
     def steps(self) -> int:
-        """Return the environment steps in the newest row of the run, or 0 if there is no row."""
+        """Return the number of environment steps in the newest row of metrics.jsonl, or 0 if there is no row."""
         metrics = self.run_dir / "metrics.jsonl"
         rows = (
             [line for line in metrics.read_text().splitlines(True) if line.endswith("\n")] if metrics.exists() else []
@@ -85,7 +85,7 @@ class Queue:
         return json.loads(rows[-1])["step"] if rows else 0
 
     def saved(self) -> list[int]:
-        """Return the steps of the existing checkpoints."""
+        """Return the step numbers of the saved checkpoints."""
         return sorted(int(each.name) for each in (self.run_dir / "checkpoints").glob("*") if each.name.isdigit())
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ def job() -> dict:
 @pytest.mark.system
 def test_slurm_run_is_requeued_at_its_time_limit_and_resumes(slurm):
     process = slurm.begins()
-    for _ in range(2):  # the second signal must not end the run without saving
+    for _ in range(2):  # After the second signal, the run must still save.
         os.kill(process.pid, signal.SIGUSR1)
     assert process.wait(120.0) == 128 + signal.SIGTERM
     assert slurm.requeued.read_text() == "requeue 41_7\n"
@@ -138,19 +138,20 @@ def test_slurm_run_is_requeued_at_its_time_limit_and_resumes(slurm):
     again = slurm.start("--stop-at", str(before + 500))
     assert again.wait(240.0) == 0
     assert json.loads((slurm.run_dir / "result.json").read_text())["env_steps"] >= before + 500
-    assert slurm.saved()[-1] > before and slurm.requeued.read_text() == "requeue 41_7\n"  # not requeued twice
+    # The job is requeued only once.
+    assert slurm.saved()[-1] > before and slurm.requeued.read_text() == "requeue 41_7\n"
 
 
 @pytest.mark.system
 def test_run_cancelled_by_slurm_saves_and_is_not_requeued(slurm):
     process = slurm.begins()
-    os.killpg(process.pid, signal.SIGTERM)  # `scancel` sends SIGTERM to all processes of a job
+    os.killpg(process.pid, signal.SIGTERM)  # as `scancel` does, send SIGTERM to all processes of the job
     assert process.wait(120.0) == 128 + signal.SIGTERM
     assert slurm.saved()[-1] > 0 and not slurm.requeued.exists()
 
 
 @pytest.mark.parametrize("code, requeued", [(0, False), (1, True), (2, False)])
-def test_slurm_script_requeues_the_job_unless_the_run_is_done_or_has_wrong_options(slurm, code, requeued):
+def test_slurm_script_requeues_the_job_only_after_exit_code_1(slurm, code, requeued):
     slurm.replace_rlframe(f"trap 'exit {code}' TERM; touch $RUNS/began; while :; do sleep 0.05; done")
     process = slurm.start()
     wait_until((slurm.run_dir.parent / "began").exists)
@@ -172,7 +173,7 @@ def test_slurm_script_starts_and_stops_ray_for_several_nodes(slurm):
     assert given[:4] == ["train", "--engine", "ray", "--ray-address"] and given[5 : 5 + len(ENDLESS)] == ENDLESS
     ip, port = given[4].split(":")
     assert f"--node-ip-address={ip} --port={port} " in head and f"--address={given[4]} " in others
-    assert head.endswith(" 64") and others.endswith(" 64")  # length of the token, in hexadecimal digits
+    assert head.endswith(" 64") and others.endswith(" 64")  # The token has 64 hexadecimal digits.
     assert (runs / "srun").read_text().startswith("--nodes=2 --ntasks-per-node=1 --cpus-per-task=2 --exclude=node-1 ")
     for pid in (runs / "rays").read_text().split():
         assert not pathlib.Path(f"/proc/{pid}").exists()
@@ -184,7 +185,8 @@ def test_slurm_run_on_several_nodes_trains_and_stops_ray(slurm):
     slurm.has_nodes(2)
     slurm.add("ray", f'exec "{sys.executable}" -m ray.scripts.scripts "$@"')
     slurm.replace_rlframe(f'echo "$5" > "$RUNS/address"; exec "{sys.executable}" -m rlframe "$@"')
-    with tempfile.TemporaryDirectory(prefix="ray-") as files:  # a socket's path is at most 107 bytes long
+    # a short path, because a socket's path has at most 107 bytes
+    with tempfile.TemporaryDirectory(prefix="ray-") as files:
         slurm.env["RAY_TMPDIR"] = files
         process = slurm.start("--topology", "distributed", "--num-actors", "2", "--stop-at", "500")
         assert process.wait(400.0) == 0
@@ -222,9 +224,9 @@ def test_kubernetes_job_is_valid():
     claim, found = documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/job.yaml").read_text()))
     for document in documents:
         parsed = getattr(kubernetes.client, f"V1{document['kind']}").from_dict(document)
-        assert client.sanitize_for_serialization(parsed) == document  # no unknown fields
+        assert client.sanitize_for_serialization(parsed) == document  # The client has dropped no unknown field.
     spec, pod = found["spec"], found["spec"]["template"]["spec"]
-    # Requirements of the API server for indexed Jobs.
+    # Kubernetes requires these values for indexed Jobs.
     assert spec["completionMode"] == "Indexed" and spec["maxFailedIndexes"] <= spec["completions"]
     assert pod["restartPolicy"] == "Never" and spec["podReplacementPolicy"] == "Failed"
     (container,) = pod["containers"]
@@ -242,7 +244,7 @@ def test_runtime_environment_file_is_accepted_by_ray():
     from ray.runtime_env import RuntimeEnv
 
     given = yaml.safe_load((DEPLOY / "ray/runtime-env.yaml").read_text())
-    assert RuntimeEnv(**given).env_vars() == given["env_vars"]  # checks types and names
+    assert RuntimeEnv(**given).env_vars() == given["env_vars"]  # RuntimeEnv checks the types and names.
 
 
 def test_ray_job_is_valid_for_kuberay():
@@ -259,13 +261,13 @@ def test_ray_job_is_valid_for_kuberay():
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         template = group["template"]
         parsed = kubernetes.client.V1PodTemplateSpec.from_dict(template)
-        assert client.sanitize_for_serialization(parsed) == template  # no unknown fields
+        assert client.sanitize_for_serialization(parsed) == template  # The client has dropped no unknown field.
         (volume,) = template["spec"]["volumes"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         (container,) = template["spec"]["containers"]
         runs = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RUNS"]
         assert [mount["mountPath"] for mount in container["volumeMounts"]] == [runs]
-    # The Ray version must equal the version in the image. All options must exist in `rlframe train`.
+    # The Ray version must be the version in the Docker image. `rlframe train` must have all options of the command.
     for name in ("py310", "modern"):
         assert f"ray=={cluster['rayVersion']}" in (ROOT / f"constraints/{name}.txt").read_text().split()
     shell, script, _, seed, *options = spec["entrypoint"].split()
@@ -278,7 +280,7 @@ def test_ray_job_is_valid_for_kuberay():
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """Parse options that have one value each. Check that the inventory contains these options."""
+    """Parse options, each with one value. Check that inventory.txt contains these options."""
     found = dict(zip(arguments[::2], arguments[1::2], strict=True))
     known = (ROOT / "tests/inventory.txt").read_text()
     assert [option for option in found if option not in known] == []

@@ -1,4 +1,4 @@
-"""Tests of the checks of numbers in a config, and of pickled errors."""
+"""Test the functions that check numbers in a config, and test that errors can be pickled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.trajectories.service.validation import InvalidGroupError
 
 @dataclasses.dataclass
 class Config:
-    """A config with one number."""
+    """A config with one field, which must be a number."""
 
     steps: float | None = 1
 

@@ -1,4 +1,4 @@
-"""The example scripts, run as a reader runs them. Each agent learns, and no process keeps running after the script."""
+"""Run the example scripts as a reader does. Check that each agent learns and that no process continues afterwards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.ports import free_port
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# The maximum return in CartPole is 500, and the return of random actions is about 22. All tested seeds of these presets
-# end near 500. If the return drops again, as for IMPALA without its Adam epsilon (168.9), it ends below this limit.
+# The maximum return in CartPole is 500, and random actions get about 22. With all tested seeds, these presets end near
+# 500. A run whose return drops at the end, such as IMPALA without its Adam epsilon (168.9), ends below this limit.
 LEARNED = 400.0
 
 
@@ -38,7 +38,7 @@ def launchpad() -> None:
 
 
 def run(*command: str, returncode: int = 0, cwd: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
-    # Long training needs XLA's optimizations, as in a reader's process.
+    # Long training needs XLA's optimizations, which other tests turn off.
     env = {name: value for name, value in os.environ.items() if name != "JAX_DISABLE_MOST_OPTIMIZATIONS"}
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280.0)
     assert done.returncode == returncode, done.stdout + done.stderr
@@ -58,7 +58,7 @@ def test_callback_stops_a_solved_run_in_every_topology(tmp_path: pathlib.Path, t
     done = run(str(ROOT / "examples/stop_when_solved.py"), topology, cwd=tmp_path)
     assert re.findall(r"^stopped by (\w+) after", done.stdout, re.MULTILINE) == ["callback"]
     assert "first action: True" in done.stdout
-    # With several processes, the learner continues during an evaluation, so the final return may be lower.
+    # With several processes, the learner continues during an evaluation, so the final return can be lower.
     final = float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0])
     assert final >= (475.0 if topology == "single_process" else 100.0)
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
@@ -70,7 +70,7 @@ def test_callback_stops_a_solved_run_in_every_topology(tmp_path: pathlib.Path, t
 def test_custom_replay_store_passes_its_checks_and_an_agent_learns():
     done = run("examples/custom_replay_store.py")
     assert "ListReplay passed all checks" in done.stdout
-    # an untrained agent has a return of 22
+    # An untrained agent would have a return of about 22.
     assert float(re.findall(r"^return ([\d.]+) over 20 episodes$", done.stdout, re.MULTILINE)[0]) >= 100
 
 
@@ -80,7 +80,7 @@ def test_agent_in_one_file_learns(tmp_path: pathlib.Path):
     command = re.findall(r"^rlframe (train .*)$", page, re.MULTILINE)[0].split()
     run("-m", "rlframe", *command, "--eval-every", "25000", "--quiet", "--run-dir", str(tmp_path / "run"))
     rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    # Take the best return, because a policy gradient agent may get worse after it has solved the task.
+    # Use the best return, because a policy gradient agent can get worse after it has solved the task.
     assert max(row["return_mean"] for row in rows if "return_mean" in row) >= LEARNED
 
 
@@ -91,7 +91,7 @@ def test_plain_launchpad_program_learns_and_stops_cleanly(page: str):
     done = run(f"examples/{page}.py")
     returns = [float(value) for value in re.findall(r"return +([\d.]+) after", done.stdout + done.stderr)]
     assert returns[-1] >= LEARNED, done.stdout + done.stderr
-    assert "Killing" not in done.stdout + done.stderr  # Launchpad prints this if a node does not stop
+    assert "Killing" not in done.stdout + done.stderr  # Launchpad prints "Killing" if a node does not stop.
 
 
 @pytest.mark.system
@@ -118,7 +118,7 @@ def test_custom_commander_sets_exploration_and_environment_difficulty():
     assert len({task for _, task, _, _ in told}) == len(told) == 6
     assert "learner/0 is assigned learn/1, attempt 0 with learning_rate 0.001." in done.stdout
     returns = re.findall(r"^return ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert float(returns[0]) >= 60.0, done.stdout + done.stderr  # an untrained agent has a return of 20
+    assert float(returns[0]) >= 60.0, done.stdout + done.stderr  # An untrained agent would have a return of about 20.
 
 
 @pytest.mark.system
@@ -142,7 +142,7 @@ def test_language_model_learns_with_separately_started_services(tmp_path: pathli
     service, learner, policy = (free_port() for _ in range(3))
     page = (llm / "learner.py").read_text()
     own = {"localhost:8000": f"localhost:{service}", "7000": str(learner), "runs/by-hand": str(folder), "500": "100"}
-    for there, here in own.items():  # use the ports and the folder of this test, and fewer updates
+    for there, here in own.items():  # Replace ports, folder and number of updates by values for this test.
         assert page.count(there) >= 1
         page = page.replace(there, here)
     (tmp_path / "learner.py").write_text(page)
@@ -175,8 +175,8 @@ def test_language_model_learns_with_separately_started_services(tmp_path: pathli
         row["reward"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "reward" in row
     ]
     assert len(rewards) == 100
-    # Noise: 0.05 between single updates, 0.01 between means of 20. In 200 updates, the reward increases by 0.12 to 0.31
-    # (docs/results.md).
+    # The reward's noise is 0.05 for single updates, and 0.01 for means of 20 updates. In 200 updates, the reward
+    # increases by 0.12 to 0.31 (docs/results.md).
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.03, rewards
 
 

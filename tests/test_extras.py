@@ -1,4 +1,4 @@
-"""Errors for missing and broken optional packages. Each optional import belongs to one of our extras."""
+"""Tests of the errors for missing and broken optional packages. Test that each optional import belongs to an extra."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PACKAGE = pathlib.Path(rlframe.__file__).parent
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Return a function that writes a package `rlframe_broken`, which belongs to an extra `fake`.
+    """Return a function that writes the package `rlframe_broken`, the only package of the extra `fake`.
 
-    The argument of the function is the text of `__init__.py`, or None for a folder without this file.
+    The argument of the function is the text of `__init__.py`. None means a folder without this file.
     """
     monkeypatch.setitem(extras.MODULES, "fake", ("rlframe_broken", "rlframe_absent"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -144,14 +144,14 @@ def test_every_import_belongs_to_the_core_or_an_extra():
         *hiding.visible(()),
         *(name for names in extras.MODULES.values() for name in names),
     }
-    known |= {"rlframe", "ale_py"}  # `--video` has a separate error for a missing ale_py
-    known.add("gym_notices")  # needed by the old gym, which EnvPool needs on Python 3.10
+    known |= {"rlframe", "ale_py"}  # The option `--video` has its own error if ale_py is missing.
+    known.add("gym_notices")  # On Python 3.10, EnvPool needs the old gym, which needs this package.
     unknown = {(name, str(path)) for path in PACKAGE.rglob("*.py") for name in imported(path) - known}
     assert unknown == set()
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """Return the top-level modules that a file imports anywhere."""
+    """Return the top-level modules that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

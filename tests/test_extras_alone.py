@@ -1,4 +1,4 @@
-"""With only the core or one extra installed, each command, topology and replay works or names the missing extra."""
+"""Test commands with only the core or one extra installed: each command works, or names the missing extra."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def expected(call: Call, installed: set[str]) -> str | None:
 
 
 def installed_with(*names: str) -> set[str]:
-    """Return all extras that are complete if these extras are installed. Extras may have packages in common."""
+    """Return the extras whose packages are all installed if the given extras are installed. Some share packages."""
     there = hiding.visible(names)
     return {extra for extra, modules in extras.MODULES.items() if there.issuperset(modules)}
 
@@ -179,17 +179,17 @@ def made(calls: dict[str, list[Call]], folder) -> dict[str, list[tuple[int, str]
 def test_every_topology_and_replay_has_a_test_case():
     tried = {call.by for call in TOPOLOGIES}
     for topology, replay in itertools.product(registry.TOPOLOGIES["steps"], ("auto", *registry.REPLAYS)):
-        if topology == "single_process":  # this topology is part of the core
+        if topology == "single_process":  # This topology needs no extra.
             continue
         try:
             make_experiment(topology=topology, replay=replay)
-        except UsageError:  # the topology does not support this replay
+        except UsageError:  # The topology does not support this replay service.
             continue
         assert f"--topology {topology}{' --replay reverb' if replay == 'reverb' else ''}" in tried
 
 
 @pytest.mark.system
-def test_core_runs_its_own_commands_and_names_the_missing_extras_of_other_commands(tmp_path):
+def test_core_runs_commands_without_extras_and_names_the_missing_extras_of_other_commands(tmp_path):
     calls = [*CORE, *REFUSED]
     results = made({"": calls}, tmp_path)[""]
     for call, (code, said) in zip(calls, results):
@@ -198,7 +198,7 @@ def test_core_runs_its_own_commands_and_names_the_missing_extras_of_other_comman
             assert (call.line, code) == (call.line, 0), said
         else:
             assert (call.line, code, said) == (call.line, 2, f"rlframe: {sentence}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN"]  # refused commands created no files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["RUN"]  # The refused commands have created no files.
 
 
 @pytest.mark.system
@@ -269,7 +269,7 @@ def trained(tmp_path_factory):
 
 
 def run_for_real(line: str, folder, *names: str) -> None:
-    """Run a command with only the core and these extras. The command must succeed."""
+    """Run a command with only the core and the given extras installed. Check that the command succeeds."""
     done = subprocess.run(
         [sys.executable, "-m", "rlframe", *line.split()],
         env={**hiding.environment(*names), "WANDB_MODE": "offline"},
@@ -281,7 +281,7 @@ def run_for_real(line: str, folder, *names: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# Commands that must work if exactly the extras in README's table are installed.
+# Commands that must work if only the extras that README.md names for them are installed.
 WORKS = [
     *(call for call in TOPOLOGIES if "--replay reverb" not in call.line or "heavy_env" in call.line),
     training("--topology light_env --engine threads"),

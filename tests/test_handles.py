@@ -1,4 +1,4 @@
-"""Calls through handles with each transport: which peer is called, retries, deadlines and errors."""
+"""Tests of calls through handles with each transport: choice of the peer, retries, deadlines and errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.extras import needs
 from tests.in_process import InProcess
 from tests.waiting import wait_until
 
-NUMBERS = itertools.count()  # each address gets another number
+NUMBERS = itertools.count()  # source of numbers for distinct addresses
 
 
 class Node:
-    """A node that counts its calls. It raises UnavailableError in the first `refuses` calls."""
+    """A node that counts its calls. The first `refuses` calls raise UnavailableError."""
 
     def __init__(self, name: str = "node", refuses: int = 0) -> None:
         self._name, self._refuses, self._calls = name, refuses, 0
@@ -106,7 +106,7 @@ class BySockets(ByQueues):
 
 @pytest.fixture(params=[ByCourier, ByQueues, BySockets])
 def by(request) -> Iterator[Any]:
-    """Return the transport of the calls."""
+    """Return a transport for the calls. Tests run once for each transport."""
     if request.param is ByCourier:
         needs("launchpad")
     made = request.param()
@@ -199,7 +199,7 @@ def test_restarted_peer_is_called_at_the_same_address(by, asynchronous):
     done = threading.Event()
 
     def come_back() -> None:
-        done.wait(0.5)  # seconds of downtime of the peer
+        done.wait(0.5)  # The peer is down for 0.5 s.
         with by.serving(Node("second"), address):
             done.wait(60.0)
 
@@ -242,7 +242,9 @@ def test_other_peers_are_called_only_if_the_preferred_peer_is_dead(by):
     addresses = [by.address() for _ in range(3)]
     clients = [by.client(address) for address in addresses]
     with by.serving(Node("0"), addresses[0]):
-        remote = resolve(clients, "inferencer", first=5)  # 5 % 3 is the index of the last address
+        remote = resolve(
+            clients, "inferencer", first=5
+        )  # The preferred address is the last of the three, because 5 % 3 is 2.
         with by.serving(Node("2"), addresses[2]):
             assert remote.name() == "2"
         assert remote.name() == "0"
@@ -257,10 +259,10 @@ def test_list_with_handles_of_two_transports_is_refused():
         resolve(peers, "inferencer")
 
 
-def test_poller_does_not_wait_and_returns_each_answer_once(by):
+def test_poller_returns_without_a_wait_and_returns_each_answer_once(by):
     address = by.address()
     poll = Poller(resolve(by.client(address), "learner"), "name")
-    assert poll() is None  # no server is running
+    assert poll() is None  # No server is running.
     with by.serving(Node("here"), address):
         deadline = time.monotonic() + 60.0
         while (answer := poll()) is None and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ PUBLIC = (
 
 
 def modules_after(statement: str) -> tuple[set[str], float]:
-    """Run `statement` in a new process. Return the imported top-level modules and the processor seconds."""
+    """Run `statement` in a new process. Return the names of the imported top-level modules and the processor time."""
     program = (
         f"import time; start = time.process_time(); {statement}; seconds = time.process_time() - start\n"
         "import sys; print(seconds, *{name.partition('.')[0] for name in sys.modules})"

@@ -1,4 +1,4 @@
-"""The public interface equals `inventory.txt`: commands and flags, endpoints, names, and the files of a run.
+"""Test that `inventory.txt` lists the public interface: commands, flags, endpoints, names, and the files of a run.
 
 The diff of `inventory.txt` shows which parts of the interface a change adds or removes. To update `inventory.txt`, run
 `python -m tests.test_inventory`.
@@ -24,7 +24,7 @@ from rlframe import errors
 from rlframe.cli import main
 from tests.extras import needs
 
-Inventory = dict[str, list[str]]  # name of a section -> lines
+Inventory = dict[str, list[str]]  # name of a section -> lines of the section
 
 WRITTEN = pathlib.Path(__file__).with_name("inventory.txt")
 PACKAGE = pathlib.Path(__file__).parent.parent / "rlframe"
@@ -43,7 +43,7 @@ COMMANDS = (
     "stop",
     "bench",
 )
-# Modules that users import from. All other modules are internal.
+# Modules from which users import names. All other modules are internal.
 MODULES = (
     "rlframe",
     "rlframe.actors",
@@ -69,7 +69,7 @@ TINY += " --network mlp --network.hidden 8 --seed 5 --quiet --json"
 
 
 def commands() -> Inventory:
-    """Return the commands with their flags. Flags have their choices."""
+    """Return each command with its flags, and with the choices of each flag."""
     scripts = metadata.entry_points(group="console_scripts")
     found = {
         "programs": [each.name for each in scripts if each.value.startswith("rlframe.")],
@@ -78,11 +78,11 @@ def commands() -> Inventory:
     }
     by_flag: dict[str, list[str]] = collections.defaultdict(list)
     for agent in agents():
-        shown_flags: dict[str, None] = {}  # a dict serves as an ordered set of flags
+        shown_flags: dict[str, None] = {}  # a dict, because the keys are an ordered set
         for topology in topologies(agent):
             shown_flags |= dict.fromkeys(flags(shown("train", "--agent", agent, "--topology", topology, "--help")))
         for flag in shown_flags:
-            if not flag.startswith("--network."):  # flags of the network in the agent's preset
+            if not flag.startswith("--network."):  # skip flags that exist only for the network of the preset
                 by_flag[flag].append(agent)
     for flag, of in by_flag.items():
         found.setdefault(f"rlframe train --agent {'|'.join(of)}", []).append(flag)
@@ -101,7 +101,7 @@ def commands() -> Inventory:
 
 
 def of_environments() -> list[str]:
-    """Return the commands and flags of a language model's environment."""
+    """Return the commands and flags of programs that run an environment for a language model."""
     from rlframe.language import BaseEnv
 
     with mock.patch.object(sys, "argv", ["my_env.py", "--help"]), printed() as said, contextlib.suppress(SystemExit):
@@ -144,7 +144,7 @@ def names() -> Inventory:
 
 
 def run_directory(path: pathlib.Path) -> Inventory:
-    """Return the files of a run with one process and of a run with several. Return the keys of the results and rows."""
+    """Return the files of two runs, with one process and with several, and the keys in their results and rows."""
     one, several = path / "one", path / "several"
     result = json.loads(shown("train", *TINY.split(), "--run-dir", str(one)).splitlines()[-1])
     shown("train", *TINY.split(), "--run-dir", str(several), "--topology", "heavy_env", "--engine", "threads")
@@ -211,13 +211,13 @@ def paths(openapi: dict) -> Iterable[str]:
 
 
 def operators() -> list[str]:
-    """Return the operator classes, from their source code. Importing them would take seconds and require extras."""
+    """Return the names of the operator classes. Read the source code, because an import would require extras."""
     texts = [path.read_text() for path in PACKAGE.glob("coordinator/operators/*.py")]
     return sorted(name for text in texts for name in re.findall(r"^class (\w+Operator)\b", text, re.MULTILINE))
 
 
 def files(directory: pathlib.Path) -> list[str]:
-    """Return the paths in a directory and in its folders. Replace numbers in the paths by N."""
+    """Return the paths in a directory and in its subdirectories. Replace each number in a path by N."""
     found = set()
     for path in [*directory.glob("*"), *directory.glob("*/*")]:
         name = re.sub(r"(events.out.tfevents).*", r"\1", str(path.relative_to(directory)))
@@ -229,7 +229,7 @@ def files(directory: pathlib.Path) -> list[str]:
 
 
 def written(group: str) -> Inventory:
-    """Return the sections of one group in `inventory.txt`."""
+    """Return the sections that `inventory.txt` contains for one group."""
     sections: Inventory = {}
     lines: list[str] = []
     for line in WRITTEN.read_text().splitlines():
@@ -249,7 +249,7 @@ def to_text(group: str, found: Inventory) -> str:
 
 
 def check(group: str, found: Inventory) -> None:
-    """Fail if a line of the inventory is missing or new. The error contains these lines."""
+    """Compare a group of the inventory with `inventory.txt`. Fail if they differ. Show the differences."""
     before, now = (
         {f"{name}: {line}" for name, lines in inventory.items() for line in lines}
         for inventory in (written(group), found)

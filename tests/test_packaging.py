@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def test_every_code_folder_is_an_installed_package():
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "rlframe").rglob("*.py")}
-    installed = find_packages(str(ROOT), include=["rlframe", "rlframe.*"])  # the same call as in setup.py
+    installed = find_packages(str(ROOT), include=["rlframe", "rlframe.*"])  # setup.py contains the same call
     assert {".".join(folder.parts) for folder in folders} == set(installed)
 
 

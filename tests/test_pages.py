@@ -1,4 +1,4 @@
-"""The code on the tutorial pages in docs/ runs from top to bottom in an empty folder, and the agents learn."""
+"""Run the code on the tutorial pages in docs/ from top to bottom in an empty folder. Check that the agents learn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(command: list[str], folder: pathlib.Path) -> str:
 
 
 def evaluated(run_dir: pathlib.Path) -> float:
-    """Return the mean return of a run's last evaluation."""
+    """Return the mean episode return in the last evaluation of a run."""
     assert (run_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row["return_mean"] for row in rows if "return_mean" in row][-1]
@@ -59,7 +59,7 @@ def test_code_of_the_python_page_trains_and_acts(tmp_path):
 @pytest.mark.system
 def test_agent_learns_the_environment_of_the_custom_environment_page(tmp_path):
     follow("own-environment.md", tmp_path)
-    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # random actions: a mean return of 1 / 7
+    assert evaluated(tmp_path / "runs" / "catch") > 0.8  # Random actions would have a mean return of 1 / 7.
     rows = [json.loads(line) for line in (tmp_path / "runs" / "catch" / "metrics.jsonl").read_text().splitlines()]
     assert any("env/caught" in row for row in rows)
     assert (tmp_path / "curves.png").exists()

@@ -1,4 +1,4 @@
-"""Runs with paths that are not valid UTF-8, also if Python's encoding of paths is ASCII."""
+"""Test runs with paths that are not valid UTF-8, and with ASCII as Python's encoding of paths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Env(gymnasium.Env):
     def render(self):
         return np.zeros((32, 32, 3), np.uint8)
 """
-# The script is in the same directory as the environment, because JAX writes source paths into compiled code.
+# This script is in the environment's directory, so that JAX writes a path that is not UTF-8 into compiled code.
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     command("status", run)
     assert rlframe.load(run).act(np.zeros(2, np.float32)) in (0, 1)
 """
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # Python's encoding of paths is ASCII
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}  # makes ASCII Python's encoding of paths
 PPO = ["--agent", "ppo", "--num-envs", "2", "--unroll-length", "16", "--num-minibatches", "2", "--eval-episodes", "1"]
 DQN = ["--agent", "dqn", "--num-envs", "2", "--min-replay-size", "32", "--batch-size", "8", "--eval-episodes", "1"]
 
@@ -81,7 +81,7 @@ def check_runs(tmp_path, options, variables):
     assert "Traceback" not in said and "UnicodeEncodeError" not in said
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
     assert [result["return_mean"] for result in results] == [15.0] * 2
-    # Python's escapes of these bytes depend on its encoding of paths.
+    # Python's encoding of paths determines how Python escapes these bytes.
     assert results[1]["run_dir"].encode(errors="surrogateescape") == os.fsencode(directory) + b"/run\xfd"
     run_dir = directory / os.fsdecode(b"run\xfd")
     assert {"config.json", "checkpoints", "metrics.jsonl", "learning_curve.png"} <= set(os.listdir(run_dir))
@@ -113,7 +113,7 @@ def test_ray_refuses_a_non_utf_8_directory(tmp_path):
     needs("ray")
     (directory := pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff"))).mkdir()
     command = [sys.executable, "-m", "rlframe", "train", "--env", "CartPole-v1", "--topology", "heavy_env"]
-    env = {**os.environ, "HOME": str(tmp_path)}  # Ray stores its token there
+    env = {**os.environ, "HOME": str(tmp_path)}  # Ray stores its token in HOME.
     done = subprocess.run([*command, "--engine", "ray"], cwd=directory, env=env, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert "Ray supports only directories with a UTF-8 path: got" in done.stderr and "Traceback" not in done.stderr

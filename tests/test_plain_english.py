@@ -1,4 +1,4 @@
-"""The lint for plain English finds the patterns in each kind of text."""
+"""Test that the lint for plain English finds its patterns in each kind of text."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_lint_checks_each_kind_of_text():
         ("message", "fbx.make_prioritised_flat_buffer in two places", None),
     ],
 )
-def test_each_pattern_is_found_only_in_the_kinds_of_text_that_it_applies_to(kind, text, words):
+def test_lint_finds_hard_texts_and_accepts_plain_texts(kind, text, words):
     assert problem(kind, text) == words
 
 

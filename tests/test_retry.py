@@ -1,4 +1,4 @@
-"""Exponential backoff between retries."""
+"""Tests of the exponential backoff between retries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_last_pause_ends_at_the_deadline(monkeypatch):
     assert waited == [1.0, 2.0, 4.0, 3.0]
 
 
-def test_backoff_is_empty_after_the_deadline():
+def test_backoff_yields_no_pause_after_the_deadline():
     assert list(retry.backoff(0.1, 1.0, 5.0, since=time.monotonic() - 6.0)) == []
 
 

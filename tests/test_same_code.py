@@ -24,7 +24,7 @@ def rectangle_area(w, h):
 
 @pytest.fixture
 def change(tmp_path, monkeypatch):
-    """Commit a file with one source, change the file to the other source, and return the differences."""
+    """Return a function that commits a file, changes its content, and returns the differences."""
     monkeypatch.chdir(tmp_path)
 
     def differences_of(old, new):
@@ -51,5 +51,5 @@ def test_changed_operator_is_reported(change):
     ]
 
 
-def test_value_that_is_missing_from_a_message_is_reported(change):
+def test_value_that_a_new_message_omits_is_reported(change):
     assert len(change(OLD, SAME.replace("{h}", "negative"))) == 2

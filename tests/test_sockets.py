@@ -1,4 +1,4 @@
-"""Calls over Unix sockets: permissions, messages, timeouts, and cleanup."""
+"""Tests of calls over Unix sockets: permissions, messages, timeouts, and cleanup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOBODY = 65534  # user id of `nobody`, a user on all systems
+NOBODY = 65534  # id of the user `nobody`, which exists on all systems
 
 TRANSPORT = SocketTransport()
 
@@ -40,7 +40,7 @@ def server():
 
 
 def as_nobody(code: str) -> list[str]:
-    """Return a command that runs this code as another user."""
+    """Return a command that runs Python code as the user `nobody`."""
     return [
         sys.executable,
         "-c",
@@ -49,7 +49,7 @@ def as_nobody(code: str) -> list[str]:
 
 
 def run_as_nobody(code: str, *arguments: str) -> str:
-    """Run code as another user. Return its output."""
+    """Run Python code as the user `nobody`. Return its output."""
     return subprocess.run([*as_nobody(code), *arguments], capture_output=True, text=True).stdout
 
 
@@ -85,7 +85,7 @@ print(len(connection.recv(1000)), "bytes", flush=True)
 
 
 def request(method: str, *args: object) -> str:
-    """Return the bytes of a call, in hexadecimal."""
+    """Return the message for a call, as a hexadecimal string."""
     left, right = socket.socketpair()
     with left, right:
         messages.send(left, messages.pack((method, args, {})))
@@ -99,7 +99,7 @@ def test_another_user_cannot_enter_the_socket_directory(server):
 
 
 class Loud:
-    """An object that appends an item to `unpickled` when it is unpickled."""
+    """A class whose objects append an item to the list `unpickled` when they are unpickled."""
 
     def __reduce__(self):
         return unpickled.append, ("somebody",)
@@ -147,7 +147,7 @@ def test_large_arrays_are_sent_without_pickling_their_data():
     assert small == "small"
     np.testing.assert_array_equal(received["params"], large["params"])
     np.testing.assert_array_equal(received["rows"], large["rows"])
-    received["params"][0] = 7.0  # the received array is writable
+    received["params"][0] = 7.0  # raises if the received array is read-only
 
 
 def test_object_of_a_user_file_is_sent_by_value(server, tmp_path):
@@ -155,7 +155,7 @@ def test_object_of_a_user_file_is_sent_by_value(server, tmp_path):
     path.write_text("class Own:\n    def __init__(self, value):\n        self.value = value\n")
     own = load_object(f"{path}:Own", "thing")
     assert TRANSPORT.connect(server.address).call("echo", own(5)).value == 5
-    # A process that has not loaded the file can also receive the object.
+    # A process can receive the object even if it has not loaded the user's file.
     reader = """
 import sys
 from rlframe.transport.sockets import SocketTransport
@@ -197,7 +197,7 @@ def test_client_reaches_a_replaced_server_at_once():
     assert not os.path.exists(directory.path)
 
 
-def test_socket_paths_are_short_with_a_long_temporary_directory(monkeypatch, tmp_path):
+def test_socket_paths_are_short_even_if_the_temporary_directory_has_a_long_path(monkeypatch, tmp_path):
     long = tmp_path / ("x" * 150)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))

@@ -1,4 +1,4 @@
-"""The command line with closed standard streams and an ASCII locale."""
+"""Tests of the command line with closed standard streams and with an ASCII locale."""
 
 from __future__ import annotations
 
@@ -27,5 +27,7 @@ def test_command_works_with_closed_streams(closed, tmp_path):
 
 
 def test_run_works_with_closed_streams_in_ascii_locale(tmp_path):
-    assert shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0  # the output contains "±"
+    assert (
+        shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0
+    )  # The command prints "±", which is not ASCII.
     assert (tmp_path / "run" / "result.json").exists()

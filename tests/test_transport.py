@@ -1,4 +1,4 @@
-"""Servers and clients of all transports: errors, addresses, and concurrent calls."""
+"""Tests of the servers and clients of all transports: errors, addresses, and concurrent calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add(left: int, right: int = 1) -> int:
 METHODS = {each.__name__: each for each in (add, misuse, refuse, fail)}
 
 
-def test_transport_keeps_the_types_of_rlframe_errors_and_the_tracebacks_of_others(transport):
+def test_transport_keeps_the_types_of_rlframe_errors_and_the_tracebacks_of_other_errors(transport):
     server = transport.serve(METHODS)
     client = transport.connect(server.address)
     assert client.call("add", 1, right=3) == 4
@@ -78,7 +78,7 @@ def test_address_is_reachable_only_while_a_node_serves(transport):
         client.call("add", 1)
     with pytest.raises(UnavailableError):
         client.submit("add", 1).result()
-    if pathlib.Path(address).is_absolute():  # the server has already removed the directory
+    if pathlib.Path(address).is_absolute():  # The stopped server has removed its directory, so create it again.
         pathlib.Path(address).parent.mkdir(mode=0o700)
     again = transport.serve(METHODS, address)
     assert again.address == address and transport.is_reachable(address)

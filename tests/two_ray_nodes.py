@@ -1,5 +1,6 @@
-"""The transport of the ray engine without Ray. Servers are on one simulated Ray node, clients on another. A relay
-connects the nodes.
+"""Simulate two Ray nodes, without Ray, to test the transport of the ray engine.
+
+The servers are on one node, and the clients are on the other node. A relay connects the nodes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wait for other threads and processes."""
+"""Functions that wait for other threads and processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 T = TypeVar("T")
 
-LIMIT = 120.0  # seconds: long enough for a busy machine. Only tests that fail wait this long
+LIMIT = 120.0  # maximum seconds of a wait, long enough for a busy machine; only a failing test reaches it
 
 
 def wait_until(
@@ -36,5 +36,5 @@ def is_process_alive(process: psutil.Process) -> bool:
     """Return True if a process is running. A zombie process counts as ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # the process ended between the two calls
+    except psutil.NoSuchProcess:  # The process has ended between the two calls.
         return False

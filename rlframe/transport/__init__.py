@@ -19,5 +19,5 @@ from rlframe.transport.base import CALL_TIMEOUT, Client, Future, MappedFuture, S
 
 __all__ = ["CALL_TIMEOUT", "DEFAULT", "Client", "Future", "MappedFuture", "Server", "Transport"]
 
-# The transport for nodes of Launchpad programs, and for addresses that users give.
+# The transport for nodes of Launchpad programs and for addresses that users pass as text.
 DEFAULT: Transport = courier.CourierTransport()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-CALL_TIMEOUT = 5.0  # seconds after which a call without an answer fails; a stop waits at most this long
+CALL_TIMEOUT = 5.0  # seconds after which a call without an answer fails; also the longest wait of a stop
 
 
 class Future(Protocol):
@@ -23,7 +23,7 @@ class Future(Protocol):
 
 
 class Client(Protocol):
-    """A connection to one node. Any thread may use the client, which may be created before the node's server starts.
+    """A connection to one node. Any thread may use it. A client can be created before the node's server starts.
 
     If there is no answer, the node may still have executed the call. Callers retry such calls, so methods must be safe
     to repeat.
@@ -81,7 +81,7 @@ class Transport(Protocol):
         """Raise UsageError if a required package is missing.
 
         Args:
-            by: the user's option that needs the package, for the error message.
+            by: the option that needs the package, for the error message.
         """
 
 

@@ -36,7 +36,7 @@ class CourierTransport:
         return CourierClient(_courier().Client(address, call_timeout=CALL_TIMEOUT, wait_for_ready=False))
 
     def is_reachable(self, address: str) -> bool:
-        """Return True if the port is open. Reconnecting with gRPC instead would wait longer and longer."""
+        """Return True if the port is open. A reconnect with gRPC would wait longer after each failure."""
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
@@ -45,7 +45,7 @@ class CourierTransport:
         return True
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> CourierServer:
-        """See `Transport`. Port 0 means a free port."""
+        """See `Transport`. Port 0 selects a free port."""
         return CourierServer(methods, address or "localhost:0")
 
     def check(self, by: str) -> None:
@@ -70,7 +70,7 @@ class CourierClient:
             _dropped[id(self._pending)] = self._client, self._pending
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """See `Client`. This method uses no future, since small calls with a future take four times as long."""
+        """See `Client`. Use no future, because a future makes small calls four times slower."""
         try:
             return getattr(self._client, method)(*args, **kwargs)
         except Exception as error:
@@ -102,13 +102,13 @@ class CourierServer:
 
 
 def address_of(target: Any) -> str | None:
-    """Return the address of a `courier.Client`, such as a Launchpad handle in a node. None for other objects."""
+    """Return the address of a `courier.Client` (a Launchpad handle in a node). Return None for other objects."""
     # Check the type, because a `courier.Client` appears to have every attribute.
     return target.address if extras.is_instance(target, "courier.python.client", "Client") else None
 
 
 def _courier() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # works only before TensorFlow's libraries are loaded
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # has no effect after TensorFlow's libraries are loaded
     with extras.explain_import_error("A call to another process", "launchpad"):
         import courier
     return courier
@@ -122,10 +122,10 @@ def _release_dropped_clients() -> None:
 
 @contextlib.contextmanager
 def _free_port() -> Iterator[int]:
-    """Yield a free port. The port is reserved until the `with` block ends, and the server must bind it in the block."""
+    """Yield a free port, which is reserved until the `with` block ends. The server must bind the port in the block."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server may then bind the same port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lets the server bind the same port
         if family == socket.AF_INET6:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.bind(("", 0))
@@ -141,7 +141,7 @@ def _result(future: _Raw) -> Any:
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Raise an error of `Client` for an error of Courier. Raise local errors, such as pickling errors, unchanged."""
+    """Convert an error from Courier to an error that `Client` documents, and raise it. Re-raise local errors."""
     if isinstance(error, concurrent.futures.TimeoutError):
         raise UnavailableError(f"no answer within {CALL_TIMEOUT:g} s") from None
     code = getattr(getattr(error, "code", None), "name", None)
@@ -150,9 +150,8 @@ def _raise(error: Exception) -> NoReturn:
     text = str(error)
     if code in _UNAVAILABLE_CODES:
         raise UnavailableError(text) from None
-    if (
-        code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text
-    ):  # a KeyError that the method raised has this code too
+    # Courier also uses this code for a KeyError in the method.
+    if code == "NOT_FOUND" and "\nTraceback (most recent call last)" not in text:
         raise NoMethodError(text) from None
     raised = _raised(text)
     if raised is None:
@@ -161,7 +160,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _raised(text: str) -> RlframeError | None:
-    """Return the error of this package at the end of a remote traceback. None if the traceback ends differently."""
+    """Return the error if a remote traceback ends with a class from rlframe.errors. Otherwise return None."""
     _, _, last = text.rstrip().rpartition("\nrlframe.errors.")
     name, _, message = last.partition(": ")
     error = getattr(errors, name, None)

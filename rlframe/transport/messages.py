@@ -1,7 +1,7 @@
-"""Messages on a stream socket. A message is a pickle, followed by the large arrays, which are not pickled.
+"""Send and receive objects over a stream socket. A message is a pickle, followed by the large arrays.
 
-A message contains the number of its parts, the parts' lengths, the pickle, and each array of at least `_OUT_OF_BAND`
-bytes. Such an array is copied only into and out of the kernel.
+A message contains the number of its parts, their lengths, the pickle, and each array of at least `_OUT_OF_BAND` bytes.
+These large arrays are not pickled. They are copied only into and out of the kernel.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-_OUT_OF_BAND = 1 << 14  # bytes of an array; smaller arrays are sent faster inside the pickle
-_READ_AHEAD = 1 << 16  # bytes of the first read; most messages are shorter
-_MAX_PARTS = 512  # most parts in one system call; the kernel's limit is 1,024
+_OUT_OF_BAND = 1 << 14  # minimum bytes of an array outside the pickle; smaller arrays are sent faster inside it
+_READ_AHEAD = 1 << 16  # maximum bytes of the first read; most messages are shorter
+_MAX_PARTS = 512  # maximum number of parts in one system call; the kernel's limit is 1,024
 
-Parts = list[np.ndarray]  # uint8 arrays: the pickle, and the large arrays
+Parts = list[np.ndarray]  # parts of a message, as uint8 arrays: the pickle, then the large arrays
 
 
 def pack(content: Any) -> Parts:
@@ -72,10 +72,11 @@ def receive(connection: socket.socket) -> Parts:
     got = _fill(connection, ahead, got, begin)
     lengths = struct.unpack_from(f"<{count}Q", ahead, 8)
     end = begin + lengths[0]
-    if count == 1 and end <= len(ahead):  # the common case: the whole message fits
+    # the common case: a message without large arrays that fits into the first read
+    if count == 1 and end <= len(ahead):
         _fill(connection, ahead, got, end)
         return [np.frombuffer(ahead, np.uint8)[begin:end]]
-    # Each part gets its own uninitialized memory. Copy the part's bytes that were read ahead, then read the rest.
+    # Allocate memory for each part. Copy the bytes that the first read has received, then receive the other bytes.
     arrived, parts = np.frombuffer(ahead, np.uint8)[begin:got], []
     for length in lengths:
         part = np.empty(length, np.uint8)
@@ -102,7 +103,7 @@ def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], a
 
 
 def _fill(connection: socket.socket, into: bytearray | memoryview, got: int, least: int) -> int:
-    """Read until `into` has at least `least` bytes, `got` of which were read before. Return how many bytes it has."""
+    """Receive until the buffer `into`, which has `got` bytes, has `least` bytes or more. Return its number of bytes."""
     view = memoryview(into)
     while got < least:
         count = connection.recv_into(view[got:])

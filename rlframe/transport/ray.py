@@ -31,16 +31,17 @@ from rlframe.transport.sockets import (
     unpack_answer,
 )
 
-SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # environment variable of a node's process: "DIRECTORY:RELAY"
+SOCKETS_VARIABLE = "RLFRAME_RAY_STATION"  # environment variable of each node, with the value "DIRECTORY:RELAY"
 
 _SOCKETS = SocketTransport()
-_VERSION_METHODS = ("get_packed", "wait_for_version")  # methods of a `PackedSource`, or of elastic's `ParamStore`
+# methods of `PackedSource` and of `ParamStore` in the elastic topology
+_VERSION_METHODS = ("get_packed", "wait_for_version")
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class RaySockets:
-    """The sockets of a program on one Ray node, and the relay that a process on this Ray node uses.
+    """The sockets of a program's nodes on one Ray node, and the relay that a process on this Ray node uses.
 
     Attributes:
         directory: directory that contains the sockets of all nodes on this Ray node. Only this user can enter it.
@@ -65,10 +66,10 @@ class RaySockets:
         return {SOCKETS_VARIABLE: f"{self.directory}:{self.relay}"}
 
     def open(self, *paths: str) -> Callable[[], None]:
-        """Create the directory, unless it exists.
+        """Create the directory if it does not exist.
 
         Args:
-            *paths: paths of sockets, which are removed when this process ends, even if it is killed.
+            *paths: paths of sockets to remove when this process ends, even after SIGKILL.
 
         Returns:
             A function that removes the sockets now. If no sockets remain, it removes the directory too.
@@ -84,7 +85,7 @@ _current: RaySockets | None = None
 
 
 def use_sockets(ray_sockets: RaySockets | None) -> None:
-    """Set the sockets that this process uses. Nodes instead read them from the environment (SOCKETS_VARIABLE)."""
+    """Set the sockets that this process uses. In a node, the environment variable SOCKETS_VARIABLE sets them."""
     global _current
     _current = ray_sockets
     _client.cache_clear()
@@ -122,7 +123,7 @@ class RayTransport:
             return _SOCKETS.is_reachable(path)
         try:
             return bool(call_relay("reaches", address))
-        except Exception:  # the relay has ended, and this node will end soon
+        except Exception:  # The relay has exited, so this node will also be stopped soon.
             return False
 
     def serve(self, methods: Mapping[str, Callable[..., Any]], address: str | None = None) -> SocketServer:
@@ -135,7 +136,7 @@ class RayTransport:
 
 
 class _RayClient:
-    """See `Client`. Each call looks up the node again, because the node may restart on another Ray node."""
+    """See `Client`. Each call looks up the node again, because a node can restart on another Ray node."""
 
     def __init__(self, address: str) -> None:
         self._address, self._path = address, current_sockets().socket(address)

@@ -29,15 +29,15 @@ from rlframe.errors import NoMethodError, RemoteError, RlframeError, Unavailable
 from rlframe.transport import messages
 from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
-_BACKLOG = 1024  # most connections that wait to be accepted
-_SEND_TIMEOUT = 60  # seconds in which a client must read an answer
-_ACCEPT_PAUSE = 0.1  # seconds before the next `accept` if the server has too many open files
-_MAX_IDLE = 16  # most idle connections that a client keeps for later calls
-_MAX_PARENT_LENGTH = 50  # most bytes of the parent directory's path; a socket's complete path may have 107 bytes
+_BACKLOG = 1024  # maximum number of connections that wait until the server accepts them
+_SEND_TIMEOUT = 60  # maximum seconds until a client has read an answer
+_ACCEPT_PAUSE = 0.1  # seconds before the next `accept` after a failure due to too many open files
+_MAX_IDLE = 16  # maximum number of idle connections that a client keeps for later calls
+_MAX_PARENT_LENGTH = 50  # maximum bytes of the parent directory's path; the path of a socket has at most 107
 
-# A shell script that waits for the end of this process, even by SIGKILL, and then removes the sockets. To wait, the
-# script reads a pipe from this process. If it reads a line, it exits without removing anything. The script runs as a
-# background process without a parent, because Ray kills the children of its actors.
+# A shell script that waits until this process ends, even after SIGKILL, and then removes the sockets. To wait, it
+# reads from a pipe of this process. If it reads a line, it exits and removes nothing. The script runs in the background
+# and has no parent process, because Ray kills the children of its actors.
 _REMOVE_AT_END = """exec 3<&0
 { read _ <&3 || { rm -rf -- "$@"; rmdir -- "$0"; }; } &"""
 
@@ -102,7 +102,7 @@ class SocketClient:
                 connection.close()
                 if is_new or isinstance(error, TimeoutError):
                     raise _unavailable(error) from None
-                continue  # the server has restarted since the last use of this connection
+                continue  # The connection is closed, because the server has restarted since the last call.
             return SocketFuture(connection, self._idle)
 
     def _connect(self) -> socket.socket:
@@ -118,7 +118,7 @@ class SocketFuture:
     Args:
         connection: connection of the call. None if the call was not sent.
         idle: list to which the connection is added after the answer.
-        error: the reason why the call was not sent. None if the call was sent.
+        error: the error that prevented the sending of the call. None if the call was sent.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class SocketFuture:
     ) -> None:
         self._connection, self._idle = connection, idle
         self._deadline = time.monotonic() + CALL_TIMEOUT
-        self._lock = threading.Lock()  # held by the thread that reads the answer
+        self._lock = threading.Lock()  # locked by the thread that reads the answer
         self._parts: messages.Parts = []
         self._error = error
 
@@ -139,7 +139,7 @@ class SocketFuture:
             poll = select.poll()
             poll.register(connection, select.POLLIN)
             return bool(poll.poll(0))
-        except (OSError, ValueError):  # another thread has read the answer
+        except (OSError, ValueError):  # another thread has already read the answer
             return True
 
     def result(self) -> messages.Parts:
@@ -167,7 +167,7 @@ class SocketFuture:
 
 
 class SocketServer:
-    """See `rlframe.transport.Server`. Each connection has its own thread, and at most one call at a time.
+    """See `rlframe.transport.Server`. Each connection has a thread, which executes one call at a time.
 
     Args:
         methods: the methods, by name.
@@ -185,7 +185,7 @@ class SocketServer:
         self._connections: set[socket.socket] = set()
         self._stopped = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Rename the socket once it listens. Renaming also replaces the socket of a killed predecessor.
+        # Create the socket under another name. The rename, after `listen`, also replaces the socket of a killed server.
         unready = f"{path}.{os.getpid()}"
         self._listener.bind(unready)
         self._listener.listen(_BACKLOG)
@@ -209,7 +209,7 @@ class SocketServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                if not self._stopped:  # there are too many open files, so wait until some are closed
+                if not self._stopped:  # The process has too many open files. Wait until it has closed some.
                     time.sleep(_ACCEPT_PAUSE)
                 continue
             self._connections.add(connection)
@@ -242,7 +242,7 @@ class SocketServer:
 
 
 def _open_connection(address: str, timeout: float) -> socket.socket:
-    """Return a connection. Raise OSError if no server listens; UnavailableError if another user owns the server."""
+    """Return a connection. Raise OSError if no server listens, and UnavailableError if it belongs to another user."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout)
@@ -256,7 +256,8 @@ def _open_connection(address: str, timeout: float) -> socket.socket:
 
 def _check_user(connection: socket.socket) -> None:
     """Raise UnavailableError if the peer process belongs to another user."""
-    if not hasattr(socket, "SO_PEERCRED"):  # not Linux: only the directory's mode protects the sockets
+    # On other systems than Linux, only the mode of the directory protects the sockets.
+    if not hasattr(socket, "SO_PEERCRED"):
         return
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, uid, _ = struct.unpack("3i", raw)
@@ -271,9 +272,9 @@ def _unavailable(error: Exception) -> UnavailableError:
 
 
 def _error_parts(error: Exception) -> tuple[str, str, str]:
-    """Return (class name in `rlframe.errors`, message, traceback) of an error, for the answer."""
+    """Return an error as (name of a class in `rlframe.errors`, message, traceback), to be sent as the answer."""
     names = [each.__name__ for each in type(error).__mro__ if each.__module__ == errors.__name__]
-    is_ours = names and not isinstance(error, RemoteError)  # a RemoteError came from another node
+    is_ours = names and not isinstance(error, RemoteError)  # A RemoteError was raised in another node.
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
@@ -306,7 +307,7 @@ class SocketDirectory:
         self._finalizer = weakref.finalize(self, remove_at_exit(self.path, self.path))
 
     def close(self) -> None:
-        """Remove the directory and its contents. May be called again."""
+        """Remove the directory and its contents. A second call does nothing."""
         self._finalizer()
 
 
@@ -328,9 +329,9 @@ def remove_at_exit(directory: str, *paths: str) -> Callable[[], None]:
 
     def remove() -> None:
         subprocess.run(["rm", "-rf", "--", *paths])
-        with contextlib.suppress(OSError):  # the directory does not exist, or other processes have files in it
+        with contextlib.suppress(OSError):  # The directory does not exist, or it contains files of other processes.
             os.rmdir(directory)
-        with contextlib.suppress(BrokenPipeError):  # the script was killed
+        with contextlib.suppress(BrokenPipeError):  # The shell script was killed.
             os.write(alive, b"\n")
         os.close(alive)
 

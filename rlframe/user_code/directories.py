@@ -1,6 +1,6 @@
-"""Modules in the directories of a user's files. All modules of a directory are loaded and removed together.
+"""Load the modules that a user's file imports from its own directory. Reload all modules of a directory together.
 
-Directories may contain modules of the same name, and each file must import the modules of its directory. For
+Two directories can have modules of the same name, and each file must import the module in its own directory. For
 example, `a/agent.py` and `b/env.py` both contain `import helpers`. `loading("a", ...)` puts `a` at the front of
 `sys.path` and records `a/helpers.py` in the `_Directory` of `a`. `loading("b", ...)` removes this module from
 `sys.modules`, so that `b/env.py` imports `b/helpers.py`. If a file of a directory has changed, `forget_changed` removes
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
 
-INSTALLED = {"site-packages", "dist-packages"}  # names of folders with installed modules
+INSTALLED = {"site-packages", "dist-packages"}  # names of directories with installed packages
 _STDLIB = {os.path.dirname(os.__file__), os.path.dirname(os.path.realpath(os.__file__))}
 
 
@@ -28,11 +28,12 @@ class _Directory:
 
     script_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by the running script
     loaded_modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)  # imported by loaded files
-    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)  # file -> content that was loaded
-    script_changed: bool = False  # whether a file of `script_modules` has changed
+    # path of a file -> content at the time of loading
+    contents: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    script_changed: bool = False  # True if a file of `script_modules` has changed since its import
 
 
-_directories: dict[str, _Directory] = {}  # path of a directory without symbolic links -> modules of the directory
+_directories: dict[str, _Directory] = {}  # path of a directory, with symbolic links resolved -> its modules
 
 
 def find_directory(top: str, search_directory: str | None) -> str | None:
@@ -40,8 +41,8 @@ def find_directory(top: str, search_directory: str | None) -> str | None:
 
     Args:
         top: Name of the module, without dots.
-        search_directory: Directory that contains a module of this name. A module that the script has imported takes
-            precedence.
+        search_directory: Directory that contains a module of this name. It is ignored if the script has imported
+            such a module.
     """
     module = sys.modules.get(top)
     if search_directory is not None and (module is None or _is_loaded(module)):
@@ -55,7 +56,7 @@ def find_directory(top: str, search_directory: str | None) -> str | None:
 
 
 def is_current(path: str, name: str) -> bool:
-    """Return True if a directory's module is loaded and is the module that an import would return."""
+    """Return True if `import name` would return the loaded module of this directory, in its current version."""
     directory, module = _directories.get(path, _Directory()), sys.modules.get(name)
     is_own = not directory.script_changed and _is_in(directory.script_modules, name, module)
     return is_own or _is_in(directory.loaded_modules, name, module)
@@ -64,7 +65,7 @@ def is_current(path: str, name: str) -> bool:
 def import_path() -> list[str]:
     """Return the `sys.path` for a child process, so that the child finds the modules that this process has imported.
 
-    In an interactive session, the working directory is in `sys.path` as "". It may have changed since an import.
+    In an interactive session, `sys.path` contains the working directory as "", and its path can change after an import.
     """
     path = [entry or os.getcwd() for entry in sys.path]
     if "" in sys.path:
@@ -80,13 +81,13 @@ def loading(
     """Load a file or module together with the modules that it imports from its directory.
 
     Args:
-        path: Directory, without symbolic links.
+        path: Directory of the file or module, with symbolic links resolved.
         name: Name of the module.
-        search_directory: Directory for the front of `sys.path`. None does not change `sys.path`.
-        restore_shadowed: Whether to restore modules of other directories with the same names afterwards.
+        search_directory: Directory to insert at the front of `sys.path`, or None.
+        restore_shadowed: Afterwards, put modules of the same names from other directories back into `sys.modules`.
 
     Yields:
-        A dict of path to content, for the files that are loaded.
+        A dict from the path of each loaded file to its content.
     """
     before = _user_modules()
     directory = _directories.setdefault(path, _Directory())
@@ -106,10 +107,11 @@ def loading(
     for each in removed.keys() & directory.loaded_modules.keys():
         _add_module(each, directory.loaded_modules[each])
     if search_directory is not None and name.partition(".")[0] not in sys.modules:
+        # `python file.py` also puts the file's directory at the front.
         sys.path[:] = [
             search_directory,
             *(entry for entry in sys.path if entry != search_directory),
-        ]  # put the directory at the front, as `python file.py` does
+        ]
     try:
         yield directory.contents
     finally:
@@ -150,7 +152,7 @@ def _forget(path: str) -> None:
     for module in (*late.values(), *directory.loaded_modules.values(), *directory.script_modules.values()):
         if (cached := getattr(module, "__cached__", None)) is not None:
             with contextlib.suppress(OSError):
-                os.unlink(cached)  # Python uses old bytecode if the file changed within the same second
+                os.unlink(cached)  # Python would use old bytecode if the file has changed within one second.
     own = {_real_path(module.__file__ or "") for module in directory.script_modules.values()}
     directory.script_changed |= any(_content(file) != directory.contents.get(file) for file in own)
     directory.contents = {} if directory.script_changed else {file: directory.contents[file] for file in own}
@@ -158,7 +160,7 @@ def _forget(path: str) -> None:
 
 
 def _is_late_import(name: str, module: ModuleType, file: str, path: str) -> bool:
-    """Return True if the module was imported by loaded code after it was loaded, for example in a function."""
+    """Return True if loaded code imported the module later, for example in a function, and not while it was loaded."""
     if not _is_under(file, path) or _is_loaded(module) or _is_in(_directories[path].script_modules, name, module):
         return False
     of_script = list(vars(sys.modules["__main__"]).values())
@@ -185,14 +187,13 @@ def _is_shadowed(name: str, file: str, path: str) -> bool:
 
 
 def _user_modules() -> dict[str, tuple[ModuleType, str]]:
-    """Return the modules that the user may have written: a dict of name to (module, file)."""
+    """Return the imported modules that are neither installed nor in the standard library: name -> (module, file)."""
     found = {}
     for name, module in list(sys.modules.items()):
-        if not issubclass(
-            type(module), ModuleType
-        ):  # `isinstance` accepts objects that fake `__class__`, such as cffi's
+        # `isinstance` would accept cffi's objects, which fake `__class__`.
+        if not issubclass(type(module), ModuleType):
             continue
-        file = object.__getattribute__(module, "__dict__").get("__file__")  # getattr may import lazy modules
+        file = object.__getattribute__(module, "__dict__").get("__file__")  # getattr can import a lazy module
         if isinstance(file, str) and _is_user_module(name, file):
             found[name] = (module, _real_path(file))
     return found
@@ -209,7 +210,7 @@ def _is_under(file: str, path: str) -> bool:
 
 
 def _real_path(file: str) -> str:
-    """Return the file's path with a directory without symbolic links. The file itself may be a symbolic link."""
+    """Return the file's path. Resolve symbolic links in its directory, but not a symbolic link to the file itself."""
     directory, name = os.path.split(os.path.abspath(file))
     return os.path.join(os.path.realpath(directory), name)
 

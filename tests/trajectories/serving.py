@@ -1,4 +1,4 @@
-"""The real service in a separate process, for tests that kill and restart it."""
+"""Start the real trajectory service in a separate process, for tests that kill and restart the service."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEADLINE = 60.0  # seconds for the service to start or end, on a busy machine
+DEADLINE = 60.0  # maximum seconds in which the service starts or ends, even on a busy machine
 
 
 class ServiceProcess:
-    """`rlframe serve trajectories`, with its files in `folder`.
+    """A process that runs `rlframe serve trajectories`. Its files are in `folder`.
 
     Attributes:
         url: Address without a trailing slash. A restart keeps it.
@@ -33,7 +33,7 @@ class ServiceProcess:
         self._folder = folder
         self._arguments = arguments if "--store" in arguments else (*arguments, "--store", f"sqlite:{folder}/queue.db")
         self._port = "0"
-        self.log = folder / "service.log"  # stderr of the process
+        self.log = folder / "service.log"  # file with the process's stderr
         self.process: subprocess.Popen[str] | None = None
         self.start()
 
@@ -77,7 +77,7 @@ class ServiceProcess:
         return code
 
     def _lines(self, count: int) -> str:
-        """Return the first lines of output. When the service prints them, it already listens."""
+        """Return the first lines of the output. The service listens before it prints them."""
         assert self.process is not None and self.process.stdout is not None
         end = time.monotonic() + DEADLINE
         printed = ""
@@ -95,7 +95,7 @@ class ServiceProcess:
 
 @contextlib.contextmanager
 def running_service(tmp_path: pathlib.Path, *arguments: str) -> Iterator[ServiceProcess]:
-    """Run a service during the `with` block. It uses SQLite under `tmp_path`, unless `arguments` contain --store."""
+    """Run a service during the `with` block. By default, its store is an SQLite file under `tmp_path`."""
     service = ServiceProcess(tmp_path, *arguments)
     try:
         yield service
@@ -104,7 +104,7 @@ def running_service(tmp_path: pathlib.Path, *arguments: str) -> Iterator[Service
 
 
 def outer_address() -> str:
-    """Return an address of this machine that is not loopback. No packet is sent."""
+    """Return this machine's IP address on the network, not the loopback address. Send no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -117,7 +117,7 @@ def outer_address() -> str:
 def under_uvicorn(
     folder: pathlib.Path, *arguments: str, app: Sequence[str] = ("rlframe.trajectories.server:app",), **settings: str
 ) -> Iterator[tuple[int, str]]:
-    """Serve the application with uvicorn. When uvicorn is ready, yield (port, the text in stderr so far)."""
+    """Serve the application with uvicorn. When uvicorn is ready, yield its port and the text on stderr until then."""
     variables = {f"RLFRAME_TRAJECTORIES_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(
         [

@@ -1,4 +1,4 @@
-"""Two service processes on one Redis, with four environments and two trainers. One process is killed."""
+"""Test two service processes that share a Redis server, with four environments and two trainers. Kill one process."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_no_group_is_lost_or_duplicated_when_one_of_two_processes_is_killed(tmp_
             numbers = [number for batch in work.batches.values() for number in batch]
             assert sorted(numbers) == [1000 * i + number for i in range(4) for number in range(GROUPS)]
             assert sorted(work.steps.values()) == list(range(len(work.batches)))
-            assert set(work.by) == {0, 1}  # each trainer got batches
+            assert set(work.by) == {0, 1}  # Each trainer has received batches.
             for service in (one, other):
                 with TrajectoryClient(service.url) as client:
                     end = time.monotonic() + DEADLINE
-                    while client.status().leased and time.monotonic() < end:  # until this process knows the last `ack`
+                    while client.status().leased and time.monotonic() < end:  # wait for the last `ack`
                         time.sleep(0.02)
                     status = client.status()
                     assert (status.queue_size, status.leased, status.current_step) == (0, 0, len(work.batches))
@@ -52,7 +52,7 @@ def test_no_group_is_lost_or_duplicated_when_one_of_two_processes_is_killed(tmp_
 
 
 class Work:
-    """Environments and trainers. Even numbers use the first service process, and odd numbers the second process."""
+    """Four environments and two trainers. Those with even numbers use the first service process, odd the second."""
 
     def __init__(self, urls: list[str]) -> None:
         self._urls = urls
@@ -67,7 +67,7 @@ class Work:
         return TrajectoryClient(self._urls[i % 2], timeout=DEADLINE, consumer=f"{i}")
 
     def register(self) -> None:
-        for i in (0, 1):  # every rank of a trainer registers
+        for i in (0, 1):  # The two trainers are ranks of one trainer, so both register.
             with self.client(i) as client:
                 client.register(batch_size=4, max_token_len=16, num_steps=1000)
 

@@ -1,4 +1,4 @@
-"""Modules that user files import from their own directory, and their reload after a change."""
+"""Test that user files import modules from their own directory, and that changed modules are reloaded."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("kind", LATE)
-def test_late_imports_are_reloaded_after_a_change(kind, tmp_path):
+def test_modules_imported_in_functions_are_reloaded_after_a_change(kind, tmp_path):
     for value in (1, 22, 3):
         write(tmp_path, env=LATE[kind], beside=f"VALUE = {value}\n")
         forget_changed()
@@ -155,7 +155,7 @@ def test_subdirectory_has_its_own_modules(tmp_path):
     assert load(tmp_path) == 2 and load(tmp_path / "below") == 1 and sys.modules["beside"] is before
 
 
-def test_later_imports_of_a_notebook_are_not_replaced(tmp_path, monkeypatch):
+def test_modules_that_a_notebook_imports_later_are_not_replaced(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(tmp_path, env="VALUE = 1\n", agent_beside="class Agent: ...\n")
     assert load(tmp_path) == 1

@@ -1,4 +1,4 @@
-"""User files are reloaded between runs after a change, and found after a change of the working directory."""
+"""Test that changed user files are reloaded between runs, and found after a change of the working directory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_changed_files_are_reloaded_between_runs(what, tmp_path):
     path.write_text("VALUE = 1\n")
     assert load_object(f"{path}:VALUE", what) == 1
     path.write_text("VALUE = 2\n")
-    assert load_object(f"{path}:VALUE", what) == 1  # a file is not reloaded before `forget_changed`
+    assert load_object(f"{path}:VALUE", what) == 1  # Only `forget_changed` makes later calls load the changed file.
     with keep_files():
         forget_changed()
         assert load_object(f"{path}:VALUE", what) == 1

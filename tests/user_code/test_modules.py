@@ -1,4 +1,4 @@
-"""User modules (`module:Id`) are reloaded after a change, and found from every directory and process."""
+"""Test that changed user modules (`module:Id`) are reloaded, and found from every directory and process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_resumed_run_finds_its_module_from_another_directory(tmp_path):
     run_dir = run("moved_module:Own-v0", run_dir=tmp_path / "run").run_dir
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["modules"] == {"moved_module": str(tmp_path / "here")}
-    write(tmp_path / "there", "moved_module", 7, 1)  # another module with the same name
+    write(tmp_path / "there", "moved_module", 7, 1)  # a module that has the same name in another directory
     os.chdir(tmp_path / "there")
     assert rlframe.train(run_dir=run_dir, resume=True, steps=128, quiet=True).return_mean == 2.0
     os.chdir(tmp_path / "there")
@@ -76,9 +76,8 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     run_dir = run("gone_module:Own-v0", run_dir=tmp_path / "run").run_dir
     (tmp_path / "here").rename(tmp_path / "renamed")
     os.chdir(tmp_path)
-    (tmp_path / "renamed" / "gone_module.py").write_text(
-        "VALUE = 1\n"
-    )  # `forget_changed` then removes the loaded version
+    # After this change, `forget_changed` removes the loaded version.
+    (tmp_path / "renamed" / "gone_module.py").write_text("VALUE = 1\n")
     code = "import rlframe, sys; rlframe.train(run_dir=sys.argv[1], resume=True, steps=128, quiet=True)"
     root = str(pathlib.Path(__file__).parents[2])
     forget_changed()
@@ -86,7 +85,11 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     saved = config.read_text()
     for name in ("gone_module:Own-v0", "gymnasium:gone_module:Own-v0", "gone_module:Env"):
         config.write_text(saved.replace("gone_module:Own-v0", name))
-        assert rlframe.load(run_dir).act(np.zeros(2, np.float32)) in (0, 1)  # a policy acts without the environment
+        # A loaded policy can act although its environment is missing.
+        assert rlframe.load(run_dir).act(np.zeros(2, np.float32)) in (
+            0,
+            1,
+        )
     config.write_text(saved)
     with pytest.raises(UsageError, match="^There is no module 'gone_module' for 'gone_module:Own-v0'"):
         rlframe.evaluate(run_dir)
@@ -133,7 +136,7 @@ def test_resumed_run_refuses_another_environment_with_the_same_id(tmp_path, caps
 @pytest.mark.parametrize(
     ("saved", "now", "is_other"),
     [
-        ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv)", False),  # both are the same environment
+        ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv)", False),  # Both texts name the same environment.
         ("EnvPool", "Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", True),
         ("Gymnasium (gymnasium.envs:CartPoleEnv, as your code has registered it)", "EnvPool", True),
         ("Gymnasium (__main__:Maze)", "Gymnasium (my_script:Maze)", False),
@@ -141,7 +144,7 @@ def test_resumed_run_refuses_another_environment_with_the_same_id(tmp_path, caps
         ("Gymnasium (a:Maze)", None, True),
     ],
 )
-def test_backends_are_compared_if_the_user_registered_either(saved, now, is_other):
+def test_resume_compares_creators_of_environment_only_if_user_code_registered_it(saved, now, is_other):
     assert is_different_backend(saved, now) == is_other
 
 
@@ -205,5 +208,5 @@ def test_nodes_find_a_module_after_a_change_of_directory(tmp_path):
 
 @pytest.mark.system
 @pytest.mark.parametrize("program", WITH_ELASTIC)
-def test_programs_use_changed_modules_files_and_ids(program, tmp_path):
+def test_programs_use_newest_versions_of_modules_files_and_environment_ids(program, tmp_path):
     assert returns_of(program, tmp_path) == [6.0, 8.0, 10.0, 12.0, 8.0]

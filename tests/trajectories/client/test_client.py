@@ -1,4 +1,4 @@
-"""The clients with the real service: no group or batch is lost or duplicated, even if messages are lost."""
+"""Tests of the clients against the real service. No group or batch is lost or duplicated, even if messages are lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def client(service, run):
 
 
 def numbered(number: int, size: int = 2, **fields) -> Group:
-    """Return a group with the number as its scores."""
+    """Return a group in which every score is the number."""
     return Group([[number, 1]] * size, [[-100, 1]] * size, [float(number)] * size, **fields)
 
 
@@ -49,14 +49,14 @@ def numbers_of(groups) -> list[int]:
 
 
 def served(client: TrajectoryClient) -> list[int]:
-    """Return the numbers of all queued groups, as a trainer receives them."""
+    """Take all batches as a trainer does, and return the numbers of their groups in the received order."""
     numbers = []
     while (batch := client.batch()) is not None:
         numbers += numbers_of(batch.groups)
     return numbers
 
 
-# The result of each call.
+# Tests of what each call returns.
 
 
 def test_trainer_and_environment_register(client):
@@ -83,7 +83,7 @@ def test_trainer_and_environment_register(client):
         client.env_status(7)
 
 
-def test_run_key_continues_run_of_resumed_trainer(client):
+def test_resumed_trainer_continues_its_run_with_same_run_key(client):
     registered = client.register(**SETTINGS, run_key="one", mix="weight")
     assert client.batch() is None
     assert client.post(a_group()).status == "received"
@@ -206,7 +206,7 @@ def test_environment_sends_nothing_while_too_many_groups_wait(client):
     assert client.wait_until_wanted(env_id, 3).queue_size == 3
 
 
-def test_groups_that_would_become_stale_wait_for_trainer(client, monkeypatch):
+def test_client_delays_groups_that_would_become_stale_in_queue(client, monkeypatch):
     monkeypatch.setattr(base_client, "_MIN_ATTEMPT", DEADLINE)
     client.register(**SETTINGS, max_staleness=1)
     client.batch(policy_version=5)
@@ -216,7 +216,7 @@ def test_groups_that_would_become_stale_wait_for_trainer(client, monkeypatch):
         client.post(numbered(1, policy_version=3))
     with pytest.raises(StaleGroupError, match="2 policy versions old"):
         client.post([numbered(1, policy_version=3)] * 2)
-    # Some groups are accepted at once and the rest later. No group is added twice.
+    # The service accepts two groups at once and the other two after retries. No group is added twice.
     groups = [numbered(number, policy_version=5) for number in range(4)]
     with pytest.raises(UnavailableError, match="2 of 4 groups were not accepted within 0.1 s"):
         client.post(groups, key="four", timeout=0.1)
@@ -232,7 +232,7 @@ def test_groups_that_would_become_stale_wait_for_trainer(client, monkeypatch):
     assert (sorted(numbers), posted[0].groups) == ([0, 1, 2, 3], 4)
 
 
-# Errors that are not retried.
+# Tests of errors that the client does not retry.
 
 
 def test_refused_request_is_not_retried(client, service, run):
@@ -307,7 +307,7 @@ def test_close_ends_waiting_calls(service, run):
             client.status()
 
 
-def test_token_is_required_and_full_service_accepts_groups_again_later(tmp_path, monkeypatch):
+def test_service_requires_token_and_accepts_groups_again_after_it_was_full(tmp_path, monkeypatch):
     monkeypatch.setattr(base_client, "_MIN_ATTEMPT", DEADLINE)
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--token-file", str(tmp_path / "token"), "--max-queue-mb", "1", "--store", "memory")
@@ -330,7 +330,7 @@ def test_token_is_required_and_full_service_accepts_groups_again_later(tmp_path,
             assert sizes == [50_000] * 3
 
 
-# Retries.
+# Tests of retries.
 
 
 @pytest.mark.parametrize("fault", ["refuse", "drop", "busy"])
@@ -374,7 +374,7 @@ def test_environment_is_registered_once_despite_faults(service, client, run):
     assert client.register_env(**ENV).env_id == 1
 
 
-def test_client_waits_for_retry_after(service, run, monkeypatch):
+def test_client_waits_as_retry_after_header_requests(service, run, monkeypatch):
     monkeypatch.setattr(base_client, "_MIN_ATTEMPT", DEADLINE)
     with (
         flaky_proxy(service.url, retry_after="0.7") as proxy,
@@ -385,7 +385,7 @@ def test_client_waits_for_retry_after(service, run, monkeypatch):
         client.status()
         assert time.monotonic() - began >= 0.7
         proxy.faults.extend(["busy"])
-        with pytest.raises(UnavailableError, match="1 attempts"):  # The requested pause would exceed the deadline.
+        with pytest.raises(UnavailableError, match="1 attempts"):  # The service requests a pause of 0.7 s.
             client.status(timeout=0.5)
 
 
@@ -415,7 +415,7 @@ def test_recursive_group_is_refused_before_sending():
 
 
 @pytest.mark.system
-def test_groups_are_added_once_although_service_is_killed(tmp_path):
+def test_each_group_is_added_once_although_service_is_killed(tmp_path):
     with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)
         quarter = threading.Barrier(4)
@@ -437,7 +437,7 @@ def test_groups_are_added_once_although_service_is_killed(tmp_path):
         assert sorted(served(client)) == list(range(60))
 
 
-# The asyncio client.
+# Tests of the asyncio client.
 
 
 def test_async_client_retries(service, client, run):

@@ -1,4 +1,4 @@
-"""Warnings about group fields that rlframe ignores, but that change training in other trainers."""
+"""Tests of the warnings about group fields that rlframe ignores but other trainers use."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_null_override_becomes_empty_dict():
     ]
 
 
-def test_item_of_batch_may_contain_arrays():
+def test_group_can_be_made_from_batch_item_with_arrays():
     tokens = np.array([[1, 2], [3, 4]])
     item = {"tokens": tokens, "masks": np.where(tokens == 1, -100, tokens), "scores": np.array([True, False])}
     found = Group.from_item({**item, "advantages": np.ones((2, 2)), "inference_logprobs": []})

@@ -1,4 +1,4 @@
-"""Groups are padded to rectangular arrays."""
+"""Tests of `pad`, which turns groups with sequences of different lengths into rectangular arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUCKETS = [4, 8]
 
 
 def test_arrays_are_padded_and_masked():
-    one = a_group()  # The tokens are [1, 2, 3] and [4, 5]. The first token of each sequence has no loss.
+    one = a_group()  # The tokens are [1, 2, 3] and [4, 5]. The mask excludes the first token of each sequence.
     two = Group([[7]], [[7]], [2.0])
     batch, cut = pad([one, two], BUCKETS)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 0], [4, 5, 0, 0], [7, 0, 0, 0]])
@@ -32,7 +32,7 @@ def test_arrays_are_padded_and_masked():
     assert batch.advantages.dtype == np.float32
 
 
-def test_given_advantages_and_logprobs_are_used_at_trained_tokens():
+def test_sent_advantages_and_logprobs_are_used_only_at_trained_tokens():
     group = a_group(
         advantages=[[9, 0.5, 0.25], [9, -2]],
         inference_logprobs=[[1, -0.5, -1.5], [1, -0.125]],
@@ -50,18 +50,18 @@ def test_override_sets_advantage_of_its_sequence_to_zero():
     sent = [[9, 0.5, 0.25], [9, -2]]
     for flag in (True, 1):
         plain = a_group(overrides=[{}, {"set_advantage_to_zero": flag}])
-        given = a_group(overrides=[{"set_advantage_to_zero": flag}], advantages=sent)  # fewer overrides than sequences
+        given = a_group(overrides=[{"set_advantage_to_zero": flag}], advantages=sent)  # 1 override for 2 sequences
         batch, _ = pad([plain, given], BUCKETS)
         np.testing.assert_allclose(batch.advantages[:2], [[0, 0.1, 0.1, 0], [0, 0, 0, 0]])
         np.testing.assert_allclose(batch.advantages[2:], [[0, 0, 0, 0], [0, -2, 0, 0]])
         np.testing.assert_array_equal(batch.has_advantages, [False, True, True, True])
-        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # other scores are normalized with these
+        np.testing.assert_allclose(batch.scores, [0.1, -1] * 2)  # The override leaves the scores unchanged.
     batch, _ = pad([a_group(overrides=[{"set_advantage_to_zero": False}, {}, {}])], BUCKETS)
     assert not batch.has_advantages.any()
 
 
 def test_temperature_comes_from_override_then_generation_params_then_group():
-    """As in atroposlib's trainer, temperatures of 0 or less count as 1."""
+    """Temperatures of 0 or less count as 1, as in atroposlib's trainer."""
     every = {"overrides": [{"temperature": 0.5}, {}], "generation_params": {"temperature": 0.7}}
     groups = [
         a_group(**every, group_overrides={"temperature": 0.9}),
@@ -91,7 +91,7 @@ def test_advantages_of_wrong_length_are_ignored():
     assert one.to_dict(binary=True)["advantages"] == [[9, 0.5, 0.25], []]
 
 
-def test_field_missing_in_some_groups_is_none_and_logged(caplog):
+def test_field_is_none_and_logged_if_some_groups_lack_it(caplog):
     having = a_group(ref_logprobs=[[1, -0.25, -1], [1, -0.5]])
     with caplog.at_level(logging.WARNING):
         batch, _ = pad([having, a_group(env_id=5)], BUCKETS)
@@ -115,7 +115,7 @@ def test_batch_has_length_of_smallest_sufficient_bucket(longest, length):
     assert batch.tokens.shape == (1, length)
 
 
-def test_bucket_lengths_are_few_and_close():
+def test_each_bucket_length_is_at_most_1_5_times_the_previous():
     assert bucket_lengths(16) == [16]
     assert bucket_lengths(64) == [64]
     assert bucket_lengths(200) == [64, 96, 128, 192, 200]

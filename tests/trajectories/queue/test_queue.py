@@ -1,4 +1,4 @@
-"""Tests of each rule of the queue with a small example."""
+"""Tests of the queue. Each test shows one rule with a small example."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_batch_is_exactly_full_and_oldest_first():
 def test_oldest_unit_that_does_not_fit_waits_for_later_batch():
     queue = started()
     a, b = join(queue, 3).env_id, join(queue, 4).env_id
-    send(queue, 3, env_id=a)  # With group 0, the remaining 5 sequences cannot be filled with groups of 4.
+    send(queue, 3, env_id=a)  # After this group of 3, groups of 4 cannot fill the remaining 5 sequences.
     send(queue, 4, 4, env_id=b)
     assert batch_of(queue) == [1, 2]
     assert batch_of(queue) is None
@@ -37,7 +37,7 @@ def test_oldest_unit_that_does_not_fit_waits_for_later_batch():
     assert batch_of(queue) == [0, 3]
 
 
-def test_unbatchable_groups_are_set_aside_until_matching_size_can_come():
+def test_groups_that_fit_into_no_batch_are_set_aside_until_new_environment_has_matching_size():
     queue = started()
     send(queue, 5, 5, 4, 4)
     assert batch_of(queue) == [2, 3]
@@ -53,7 +53,7 @@ def test_unbatchable_groups_are_set_aside_until_matching_size_can_come():
     assert batch_of(queue) == [0, 4]
 
 
-def test_groups_before_registration_are_kept_and_too_large_ones_set_aside():
+def test_queue_keeps_groups_sent_before_registration_and_sets_too_large_groups_aside():
     queue = Queue()
     assert send(queue, 4, 9, 4) == [0, 1, 2]
     assert queue.take(0.0) is None
@@ -148,7 +148,7 @@ def test_batch_waits_for_minimum_share_only_while_environment_is_live():
     assert batch_of(queue, now=10.0) is None
     assert not queue.may_take(10.0)
     assert any(w.env_id == b and "minimum share of 4" in w.why for w in queue.report(10.0).waiting)
-    queue.heartbeat(b, 9.0)  # 9.0 is from a clock that is behind. The queue's time stays at 10.0.
+    queue.heartbeat(b, 9.0)  # An earlier time, as from a slow clock. The queue's time stays at 10.0.
     assert batch_of(queue, now=20.0) is None
     assert queue.due(20.1)
     assert queue.may_take(20.1)
@@ -160,15 +160,15 @@ def test_batch_waits_for_minimum_share_only_while_environment_is_live():
     assert not queue.heartbeat(7, 21.0)
 
 
-def test_minimum_shares_beyond_batch_size_are_scaled_down():
+def test_minimum_shares_are_scaled_down_if_their_sum_exceeds_batch_size():
     queue = started(batch_size=12)
     ids = [join(queue, 2, minimum=minimum).env_id for minimum in (1.0, 0.5)]
     for env_id in ids:
         send(queue, *[2] * 6, env_id=env_id)
-    assert batch_of(queue) == [0, 1, 2, 3, 6, 7]  # shares of 12 and 6 are scaled to 8 and 4
+    assert batch_of(queue) == [0, 1, 2, 3, 6, 7]  # The shares of 12 and 6 sequences are scaled to 8 and 4.
 
 
-def test_minimum_shares_round_up_to_whole_units_if_batch_stays_exact():
+def test_minimum_share_is_rounded_up_to_whole_groups_if_batch_can_still_be_filled():
     queue = started(batch_size=8)
     a, b = join(queue, 3, minimum=0.25).env_id, join(queue, 5).env_id
     send(queue, 5, env_id=b)
@@ -181,18 +181,18 @@ def test_minimum_shares_round_up_to_whole_units_if_batch_stays_exact():
     assert batch_of(queue) == [1, 2]  # After a group of 3, groups of 3 and 4 cannot fill the remaining 5 sequences.
 
 
-def test_batch_waits_for_rest_of_minimum_share_if_no_other_unit_fits():
+def test_batch_waits_for_rest_of_minimum_share_if_no_other_group_fits():
     queue = started(batch_size=8)
     a, b = join(queue, 4, minimum=0.5).env_id, join(queue, 8).env_id
     send(queue, 8, env_id=b)
     send(queue, 4, env_id=a)
-    assert batch_of(queue) is None  # a second group of 4 can complete the batch
+    assert batch_of(queue) is None  # A second group of 4 could complete the batch, but has not arrived.
     send(queue, 4, env_id=a)
     assert batch_of(queue) == [1, 2]
 
 
 def test_other_environments_fill_rest_of_minimum_share():
-    """As with atroposlib's server, a batch waits only for environments that have no queued group."""
+    """A batch waits only for environments that have no queued group, as in atroposlib's server."""
     queue = started(batch_size=16)
     a, b = join(queue, 4, minimum=0.75).env_id, join(queue, 4).env_id
     send(queue, 4, 4, 4, 4, 4, env_id=b)
@@ -219,7 +219,7 @@ def test_reasons_for_waiting_are_reported():
     assert queue.status().waiting_for == []
 
 
-def test_failed_attempt_to_form_batch_keeps_order():
+def test_failed_attempt_to_form_batch_keeps_order_of_groups():
     queue = started()
     a, b = join(queue, 2, minimum=0.5).env_id, join(queue, 4, minimum=0.5).env_id
     send(queue, *[2] * 5, env_id=a)
@@ -228,18 +228,18 @@ def test_failed_attempt_to_form_batch_keeps_order():
     assert batch_of(queue) == [0, 1, 5]
 
 
-# Shares in proportion to weights.
+# Tests of batches in which each environment's share is proportional to its weight.
 
 
 def served(queue, batches):
-    """Take this number of full batches. Return the number of sequences from each environment."""
+    """Take the given number of full batches. Return the number of sequences from each environment."""
     before = [env.served_sequences for env in queue.report(0.0).envs]
     for _ in range(batches):
         assert queue.take(0.0).sequences == queue.epoch.registration.batch_size
     return [env.served_sequences - then for env, then in zip(queue.report(0.0).envs, before)]
 
 
-def test_batches_contain_environments_in_proportion_to_weights():
+def test_share_of_each_environment_is_proportional_to_its_weight():
     for mix, expected in (("arrival", [10, 10]), ("weight", [2, 18])):
         queue = started(batch_size=10, mix=mix)
         light, heavy = join(queue, 1, weight=1.0).env_id, join(queue, 1, weight=9.0).env_id
@@ -270,7 +270,7 @@ def test_idle_environment_does_not_get_larger_share_later():
     assert served(queue, 5) == [2, 38]
     send(queue, *[2] * 100, env_id=heavy)
     assert served(queue, 4) == [24, 8]
-    send(queue, *[2] * 100)  # an unregistered sender has a weight of 0.01
+    send(queue, *[2] * 100)  # Groups without an environment have a weight of 0.01.
     assert sum(served(queue, 8)) == 64 - 2
 
 
@@ -306,7 +306,7 @@ def test_environments_wait_for_trainer_and_get_numbered_names():
     assert join(queue, name="math", resume="lost", token="e").wandb_name == "math_2"
 
 
-def test_env_status_rounds_queued_sequences_up_to_largest_size():
+def test_env_status_rounds_queued_sequences_up_to_multiple_of_largest_group():
     queue = started(batch_size=32)
     a = join(queue, 4, length=100, weight=3.0, minimum=0.25).env_id
     b = join(queue, 8, length=100, weight=1.0, minimum=0.25).env_id
@@ -315,11 +315,11 @@ def test_env_status_rounds_queued_sequences_up_to_largest_size():
     send(queue, 8, 8, 8, env_id=b)
     send(queue, 2, env_id=c)
     status = queue.env_status(a)
-    # Sequences: 12 of `a`; 24 of `b`, minus 8 reserved; 2 of `c`, rounded up to 8. `a` has groups of 4.
+    # 12 sequences of `a`; 24 of `b`, of which 8 are reserved; 2 of `c`, rounded up to 8. A group of `a` has 4.
     assert status.queue_size == (12 + 16 + 8) // 4
     assert (status.self_queue_size, status.max_group_size, status.current_step) == (3, 8, 0)
     assert (status.env_weight, status.unallocated_fraction) == (0.75, 0.5)
-    # Sequences: 24 of `b`; 12 of `a`, rounded up to 16, minus 8 reserved; 2 of `c`, rounded up to 8.
+    # 24 sequences of `b`; 12 of `a`, rounded up to 16, of which 8 are reserved; 2 of `c`, rounded up to 8.
     assert queue.env_status(b).queue_size == (24 + 8 + 8) // 8
     assert queue.env_status(c).env_weight == 0.01
     assert queue.env_status(c).queue_size == (2 + 8 + 16) // 2
@@ -330,11 +330,11 @@ def test_env_status_rounds_queued_sequences_up_to_largest_size():
     assert queue.env_status(9) is None
 
 
-def test_unbatchable_groups_do_not_pause_other_environments():
+def test_groups_that_fit_into_no_batch_do_not_pause_other_environments():
     queue = started()
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 100, env_id=five)
-    assert queue.env_status(three).queue_size == 0  # the batch waits for this environment
+    assert queue.env_status(three).queue_size == 0  # The next batch waits for a group of this environment.
     assert queue.env_status(five).queue_size == 100
     send(queue, 3, env_id=three)
     assert queue.env_status(three).queue_size == (3 + 500) // 3
@@ -353,11 +353,11 @@ def test_paused_environments_wait_and_do_not_quit():
     queue = started(num_steps=100, starting_step=90)
     queue.pause()
     status = queue.env_status(join(queue, 4).env_id)
-    # atroposlib's client stops if current_step plus the queued batches exceed the number of steps, here 100.
+    # atroposlib's client stops if current_step plus the number of queued batches exceeds num_steps, here 100.
     assert status.current_step + status.queue_size * 4 // 8 == 100
 
 
-def test_report_is_limited_to_latest_heartbeats():
+def test_limited_report_has_environments_with_latest_heartbeats():
     queue = started(lapse_after=10.0)
     for now in range(6):
         join(queue, now=float(now))
@@ -391,7 +391,7 @@ def test_same_registration_is_confirmed_and_different_registration_resets_run():
     assert batch_of(queue) == [3]
 
 
-def test_groups_after_reset_are_kept_for_next_registration():
+def test_groups_sent_after_reset_are_kept_for_next_registration():
     queue = started()
     send(queue, 4)
     queue.reset(0.0)
@@ -430,10 +430,10 @@ def test_invalid_registration_changes_nothing():
     assert queue.get_state() == before
 
 
-# Idempotency and leases.
+# Tests of idempotency keys and leases.
 
 
-def test_repeated_idempotency_key_gets_first_answer():
+def test_request_with_repeated_idempotency_key_gets_answer_of_first_request():
     queue = started()
     env_id = join(queue, 8).env_id
     first = add(queue, 3, 0, 100, env_id, None, "key", 0.0)
@@ -462,7 +462,7 @@ def test_only_latest_idempotency_keys_are_kept(monkeypatch):
         assert add(restored, 1, 0, 1, None, None, key, 0.0).duplicate == known
 
 
-def test_expired_batch_is_redelivered_before_new_ones_with_same_step():
+def test_batch_with_expired_lease_is_redelivered_with_same_step_before_new_batches():
     queue = started()
     send(queue, 4, 4, 4, 4)
     first = queue.take(0.0, lease_seconds=10.0, consumer="a")
@@ -474,7 +474,7 @@ def test_expired_batch_is_redelivered_before_new_ones_with_same_step():
     assert list(queue.epoch.leases.returned) == [first.batch_id]
     again = queue.take(11.0, lease_seconds=10.0, consumer="b")
     assert (again.batch_id, again.group_ids, again.step, again.delivery) == (0, (0, 1), 0, 2)
-    assert not queue.nack(0, consumer="a")  # Client `a` is no longer the owner.
+    assert not queue.nack(0, consumer="a")  # Client `a` no longer owns the batch.
     assert queue.nack(0, consumer="b")
     assert queue.ack(0)  # A late acknowledgment is accepted.
     assert queue.epoch.released == [0, 1]
@@ -494,7 +494,7 @@ def test_renewed_lease_ends_later():
     assert queue.take(12.0, 5.0, consumer="b") is None
     queue.expire(15.0)
     assert list(queue.epoch.leases.returned) == [0]
-    assert not queue.renew(0, 10.0, 15.0, consumer="a")  # the batch has no owner now
+    assert not queue.renew(0, 10.0, 15.0, consumer="a")  # The lease has expired, so the batch has no owner.
     for now in range(1000):
         queue.take(20.0 + now, 5.0) if now == 0 else queue.renew(0, 5.0, 20.0 + now)
     assert len(queue.get_state()["epoch"]["leases"][0]) == 1
@@ -506,19 +506,20 @@ def test_same_request_gets_same_batch():
     send(queue, 8, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
     assert queue.take(0.0, consumer="a", request="1") == first
-    assert queue.epoch.released == []  # A third request "1" would get the batch again.
+    assert queue.epoch.released == []  # The queue keeps the batch for further retries of request "1".
     leased = queue.take(0.0, 5.0, consumer="a", request="2")
     assert queue.epoch.released == [0]
     assert leased.group_ids == (1,)
     assert queue.take(1.0, 5.0, consumer="a", request="2") == leased
-    back = queue.take(6.0, 5.0, consumer="a", request="2")  # the lease has ended, but no other consumer took the batch
+    # The lease has ended, but no other consumer has taken the batch.
+    back = queue.take(6.0, 5.0, consumer="a", request="2")
     assert (back.batch_id, back.delivery, back.lease_until) == (1, 2, 11.0)
     queue.nack(1)
     assert queue.take(6.0, 5.0, consumer="b", request="1").batch_id == 1
     assert queue.take(6.0, 5.0, consumer="a", request="2").batch_id == 2
 
 
-def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
+def test_batch_without_lease_is_kept_one_hour_for_retries_of_its_request():
     queue = started()
     send(queue, 8, 8, 8)
     first = queue.take(0.0, consumer="a", request="1")
@@ -530,7 +531,7 @@ def test_batch_without_lease_is_kept_for_its_request_for_an_hour():
     for one in (queue, restored):
         assert one.due(3600.0)
         one.expire(3600.0)
-        assert not one.epoch.leases.returned  # no batch was returned, because no lease ended
+        assert not one.epoch.leases.returned  # No batch goes back to the queue, because no lease ended.
         assert one.epoch.released == [0]
         assert (one.report(3600.0).batches_kept, one.status().stored_bytes) == (0, 200)
         assert not one.due(3600.0)
@@ -566,13 +567,13 @@ def test_group_that_would_become_stale_is_refused_and_environment_waits():
     )  # The group is one version old, and one batch is queued before it.
     assert (refused.status, refused.too_large) == ("refused", False)
     assert "2 policy versions old; the trainer accepts at most 1" in refused.reason
-    assert send(queue, 8, env_id=env_id) == [1]  # a group without a version is not refused
+    assert send(queue, 8, env_id=env_id) == [1]  # The queue accepts a group without a policy version.
     assert queue.env_status(env_id).hold
     queue.take(0.0)
     assert not queue.env_status(env_id).hold
 
 
-def test_group_that_batch_waits_for_is_not_refused_as_stale():
+def test_group_is_not_refused_as_stale_if_next_batch_needs_it():
     queue = started(max_staleness=0)
     queue.set_policy_version(1)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
@@ -591,7 +592,7 @@ def test_group_that_batch_waits_for_is_not_refused_as_stale():
     assert batch_of(queue) == [2, 3]
 
 
-def test_environment_that_batch_waits_for_is_not_paused():
+def test_environment_is_not_paused_if_next_batch_needs_its_groups():
     queue = started(max_staleness=0)
     five, three = join(queue, 5).env_id, join(queue, 3).env_id
     send(queue, *[5] * 10, env_id=five)
@@ -604,7 +605,7 @@ def test_environment_that_batch_waits_for_is_not_paused():
     assert not queue.env_status(four).hold
 
 
-def test_stale_groups_are_dropped_only_with_discard():
+def test_stale_groups_are_dropped_only_if_option_stale_is_discard():
     for stale, expected in (("keep", [0, 1]), ("discard", [3, 4])):
         queue = started(max_staleness=1, stale=stale)
         send(queue, 4, 4, 4, version=1)
@@ -617,7 +618,7 @@ def test_stale_groups_are_dropped_only_with_discard():
     assert queue.status().stored_bytes == 0
 
 
-def test_fresh_group_in_unit_with_stale_group_is_kept():
+def test_fresh_group_is_kept_if_other_group_of_its_unit_is_stale():
     queue = started(max_staleness=1, stale="discard")
     env_id = join(queue, 4).env_id
     send(queue, 3, env_id=env_id, version=1)
@@ -630,7 +631,7 @@ def test_fresh_group_in_unit_with_stale_group_is_kept():
     assert batch_of(queue) == [2, 1, 3]
 
 
-# Saving the state, and the amount of work.
+# Tests of the saved state and of the amount of work.
 
 
 def test_restored_queue_gives_same_answers():
@@ -658,7 +659,7 @@ def test_apply_refuses_methods_that_are_not_commands():
 
 
 def steps_of(function) -> int:
-    """Return the number of bytecodes that a call executes. It measures the work without a clock."""
+    """Return the number of bytecode instructions that the function executes. The number does not depend on timing."""
     steps = 0
 
     def trace(frame, event, _):
@@ -668,7 +669,7 @@ def steps_of(function) -> int:
         return trace
 
     before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 requires one frame with this flag when the tracer is set
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if one frame already has this flag.
     sys.settrace(trace)
     try:
         function()

@@ -1,4 +1,4 @@
-"""Random command sequences for the queue. No group is lost or served twice, order is kept, and batches are full."""
+"""Test the queue with random commands. No group is lost or served twice, the order is kept, and batches are full."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids_in(unit):
 
 
 class Twin:
-    """A simple model of the queue's state. It has every unit in a list, and tries every subset of units."""
+    """A simple, slow model of the queue for checks. To find a batch, it tries every subset of units."""
 
     def __init__(self, queue):
         epoch = copied(queue.get_state())["epoch"]
@@ -50,7 +50,7 @@ class Twin:
         return [group_id for units in self.unit_queues.values() for unit in units for group_id in ids_in(unit)]
 
     def needed_group_ids(self):
-        """Return the ids of all groups whose payload may still be requested."""
+        """Return the ids of all groups whose payloads a consumer can still request."""
         buffered = [group[0] for groups in self.buffers.values() for group in groups]
         batches = [group_id for batch in self.out + self.returned + self.answered for group_id in batch["group_ids"]]
         return sorted(self.queued() + buffered + batches)
@@ -59,7 +59,7 @@ class Twin:
         return [size for (_, size), units in self.unit_queues.items() for _ in units]
 
     def oldest_first(self, batch_size):
-        """Return the groups of the next batch, or None. Minimum shares are ignored."""
+        """Return the ids of the groups in the next batch, or None. The method ignores minimum shares."""
         unit_queues = {key: list(units) for key, units in self.unit_queues.items()}
         taken, left = [], batch_size
         while left:
@@ -88,13 +88,13 @@ class RandomCommands(RuleBasedStateMachine):
         self.log = []
         self.now = 0.0
         self.tokens = 0
-        self.sizes = {}  # size of every group that was accepted in this epoch
+        self.sizes = {}  # group id -> number of sequences, for every accepted group
         self.forgotten = set()
-        self.whole = set()  # ids of the groups that are units alone
-        self.last_served = {}  # (env_id, size) -> id of the last group in `whole` that was served
-        self.delivered = {}  # batch_id -> groups of the batch
-        self.given = {}  # consumer -> (last request, its batch, its time)
-        self.accepted = {}  # idempotency key -> time when it was used
+        self.whole = set()  # ids of the groups that are large enough without other groups
+        self.last_served = {}  # (env_id, size) -> id of the group in `whole` that was served last
+        self.delivered = {}  # batch_id -> ids of the groups in the batch
+        self.given = {}  # consumer -> (id of the last request, received batch, time of the request)
+        self.accepted = {}  # idempotency key -> time at which a group with the key was accepted
         self.registration = {
             **SETTINGS,
             "batch_size": batch_size,
@@ -171,7 +171,7 @@ class RandomCommands(RuleBasedStateMachine):
         consumer=st.sampled_from([None, "a"]),
     )
     def work(self, groups, lease, consumer):
-        """Send groups and take all batches, as in normal operation."""
+        """Send groups and take up to four batches, as in normal operation."""
         for size, env_id, version in groups:
             self.add(size, env_id, version, None, 1)
         for number in range(4):
@@ -226,7 +226,8 @@ class RandomCommands(RuleBasedStateMachine):
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
         again = again and self.now < given[2] + ANSWER_TTL
         came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
-        if consumer is not None and (not again or came_back):  # the request is new, even without a batch
+        # The queue records a new request even if it got no batch.
+        if consumer is not None and (not again or came_back):
             self.given[consumer] = (request, batch, self.now)
         if again:
             assert (batch.batch_id, batch.group_ids) == (given[1].batch_id, given[1].group_ids)
@@ -244,7 +245,7 @@ class RandomCommands(RuleBasedStateMachine):
             assert groups == batch.group_ids
 
     def known(self, before, batch):
-        """Return whether the queue still has the batch, and no other consumer has got it."""
+        """Return True if the queue still has the batch and has not delivered it to another consumer."""
         kept_batches = before.answered if batch.lease_until is None else before.out + before.returned
         return any(kept["batch_id"] == batch.batch_id for kept in kept_batches) and not self.taken_over(batch)
 
@@ -269,7 +270,7 @@ class RandomCommands(RuleBasedStateMachine):
         assert self.queue.status().current_step == len(self.delivered) + 1
 
     def nothing_fits(self):
-        """Check that no batch was possible, or that the next batch waits for a minimum share."""
+        """Check that the queued groups cannot fill a batch, or that the next batch waits for a minimum share."""
         after = Twin(self.queue)
         assert not self.queue.may_take(self.now)
         if self.batch_size in sums_of(after.sizes()):
@@ -371,7 +372,7 @@ class RandomCommands(RuleBasedStateMachine):
                 assert status.self_queue_size == own // env["largest_group"]
 
     def teardown(self):
-        """Check that a second process with the same log gives the same answers and ends in the same state."""
+        """Check that a second queue gives the same answers to the same commands and ends in the same state."""
         if not hasattr(self, "queue"):
             return
         replica = Queue()

@@ -1,4 +1,4 @@
-"""Exact filling of batches, compared with a brute-force search."""
+"""Tests of the functions that choose units for exactly full batches. Some tests compare with a brute-force search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ counts_of_sizes = st.dictionaries(st.integers(1, 9), st.integers(0, 4), max_size
 
 
 def fillings(target, counts):
-    """Yield every way to fill the target, as {size: number of units}."""
+    """Yield each selection of units whose sizes sum to the target, as {size: number of units}."""
     sizes = list(counts)
     for chosen in product(*(range(counts[size] + 1) for size in sizes)):
         if sum(size * n for size, n in zip(sizes, chosen)) == target:
@@ -39,12 +39,12 @@ def test_removed_unit_is_not_used_for_filling():
     assert not can_fill(8, {3: 1, 5: 1}, spent=5)
 
 
-def test_usable_sizes_occur_in_a_filling():
+def test_usable_sizes_are_sizes_in_any_full_batch():
     assert usable_sizes(8, {3: 1, 5: 1, 7: 9}) == {3, 5}
     assert usable_sizes(8, {16: 3}) == set()
 
 
-def test_oldest_size_is_chosen_if_rest_can_be_filled():
+def test_size_of_oldest_unit_is_chosen_if_other_units_can_fill_the_rest():
     age = {3: 1, 4: 2, 5: 3}.__getitem__
     assert oldest_fitting_size(8, {3: 1, 4: 2}, age) == 4  # After a unit of 3, the remaining 5 cannot be filled.
     assert oldest_fitting_size(8, {3: 1, 4: 2, 5: 1}, age) == 3
@@ -76,17 +76,17 @@ def group(i, sequences):
     return QueuedGroup(i, sequences, 1, None, 0.0)
 
 
-def test_undersized_groups_complete_unit_oldest_first():
+def test_unit_uses_oldest_undersized_groups_first():
     undersized = UndersizedGroups()
     assert [undersized.add(group(i, size), 8) for i, size in enumerate([3, 3, 1])] == [None] * 3
-    unit = undersized.add(group(3, 4), 8)  # the unit has groups of 3, 1 and 4
+    unit = undersized.add(group(3, 4), 8)  # The new unit has three groups, of 3, 1 and 4 sequences.
     assert [part.id for part in unit.groups] == [0, 2, 3]
     assert (unit.id, unit.sequences, len(undersized), undersized.sequences) == (3, 8, 1, 3)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(2, 12), st.lists(st.integers(1, 11), max_size=25))
-def test_no_subset_of_undersized_groups_sums_to_unit_size(unit_size, sizes):
+def test_sizes_of_remaining_undersized_groups_never_sum_to_unit_size(unit_size, sizes):
     undersized = UndersizedGroups()
     inside = {}
     for i, size in enumerate(min(size, unit_size - 1) for size in sizes):

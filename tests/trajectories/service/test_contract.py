@@ -1,6 +1,6 @@
-"""Tests of the contract of atroposlib's server, and of cases in which atroposlib's server fails.
+"""Check that the service answers like atroposlib's server, and that it works in cases in which that server fails.
 
-They use the real command and SQLite.
+The tests start the real command, with a SQLite store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def api(client):
 
 @pytest.fixture(params=["default", "named"])
 def either(client, request):
-    """Return the default run after a reset, and a run with a name."""
+    """Return a client for an empty run: once for the default run, and once for a named run."""
     if request.param == "named":
         return Api(client, fresh_name())
     assert client.get("/reset_data").status_code == 200
@@ -39,17 +39,17 @@ def either(client, request):
 
 
 def error_path(answer):
-    """Return the path in an answer with status 422."""
+    """Check that an answer has status 422. Return the path of the invalid field."""
     assert answer.status_code == 422, answer.text
     detail = answer.json()["detail"]
     assert all(set(one) == {"loc", "msg", "type"} for one in detail)
     return detail[0]["loc"]
 
 
-# Before registration
+# Tests of requests before registration
 
 
-def test_root_answers_with_message(client):
+def test_request_to_root_path_returns_message(client):
     assert "message" in client.get("/").json()
 
 
@@ -72,7 +72,7 @@ def test_latest_example_has_empty_lists_at_first(api):
     assert all(value == [] for value in example.values())
 
 
-# Registration
+# Tests of registration
 
 
 def test_register_returns_128_bit_uuid(either):
@@ -108,7 +108,7 @@ def test_environments_wait_for_first_batch_request(either):
     assert either.join(desired_name="other")["wandb_name"] == "other_0"
 
 
-def test_disconnect_env_answers_success_or_failure(api):
+def test_disconnect_env_returns_failure_for_unknown_environment(api):
     api.started().join()
     assert api.post("/disconnect-env", {"env_id": 0}).json() == {"status": "success"}
     failure = api.post("/disconnect-env", {"env_id": 7})
@@ -131,7 +131,7 @@ def test_register_env_error_names_invalid_field(api, fields):
     assert error_path(api.started().post("/register-env", {**ENV, **fields})) == ["body", *fields]
 
 
-# Groups and batches
+# Tests of groups and batches
 
 
 def test_group_is_served_with_all_keys(either):
@@ -190,7 +190,7 @@ def test_list_of_groups_is_accepted(either):
     assert either.post("/scored_data_list", []).json() == {"status": "received", "groups_processed": 0}
 
 
-def test_latest_example_is_latest_group_even_after_delivery(api):
+def test_latest_example_returns_newest_group_even_after_its_delivery(api):
     api.started()
     api.send(1, 2)
     assert api.get("/latest_example").json()["tokens"][0] == [2]
@@ -225,7 +225,7 @@ def test_status_env_of_unknown_environment_is_refused(api):
     assert error_path(api.get("/status-env", content=b'{"env_id": "x"}')) == ["body", "env_id"]
 
 
-def test_reset_answers_plain_text_and_deletes_everything(either):
+def test_reset_returns_plain_text_and_deletes_everything(either):
     either.started().join()
     either.send(1, 2, 3)
     answer = either.get("/reset_data")
@@ -248,7 +248,8 @@ def test_gzip_requests_and_answers_are_supported(api):
     long = [[1] * 2000] * 2
     api.send(2, tokens=long, masks=long)
     plain = api.get("/status", headers={"Accept-Encoding": "gzip"})
-    assert "content-encoding" not in plain.headers  # not compressed, because it is shorter than 1,000 bytes
+    # The answer is not compressed, because it is shorter than 1,000 bytes.
+    assert "content-encoding" not in plain.headers
     with api.client.stream("GET", api.prefix + "/batch", headers={"Accept-Encoding": "gzip"}) as answer:
         assert answer.headers["content-encoding"] == "gzip"
         raw = b"".join(answer.iter_raw())
@@ -256,7 +257,7 @@ def test_gzip_requests_and_answers_are_supported(api):
     assert len(raw) < 2000
 
 
-# Cases in which atroposlib's server fails
+# Tests of cases in which atroposlib's server fails
 
 
 def test_batches_are_delivered_one_at_a_time_oldest_first(api):
@@ -280,17 +281,16 @@ def test_same_registration_is_confirmed_and_different_registration_resets_run(ap
     first = api.register()
     api.started().join()
     api.send(1)
-    assert api.register() == first  # every rank of a trainer registers
+    assert api.register() == first  # as a second rank of the same trainer does
     assert api.get("/status").json()["queue_size"] == 1
     assert api.register(batch_size=8) != first
     status = api.get("/status").json()
     assert (status["queue_size"], status["epoch"]) == (0, 1)
 
 
-def test_unbatchable_group_is_set_aside_and_others_are_served(api):
-    api.post(
-        "/scored_data", group(5, mark=9)
-    )  # The registered batch size is smaller than this group, which was sent before.
+def test_group_that_fits_into_no_batch_is_set_aside_and_other_groups_are_served(api):
+    # This group of 5 sequences is sent before the trainer registers with a batch size of 4.
+    api.post("/scored_data", group(5, mark=9))
     api.send(1, 2)
     api.register()
     assert api.marks() == [1, 2]
@@ -329,7 +329,7 @@ def test_invalid_group_is_refused_with_path_to_field(api, fields, where):
 
 @pytest.mark.parametrize("advantages", [[[0.5, 0.5], [0.5, 0.5]], [[0.5]], [[], [1.0, 2.0]], [[1.0]] * 3])
 def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
-    """As with atroposlib's server."""
+    """The service follows atroposlib's server."""
     api.started(batch_size=2)
     assert api.post("/scored_data", group(advantages=advantages)).json() == {"status": "received"}
     assert api.get("/batch").json()["batch"][0]["advantages"] == advantages
@@ -338,7 +338,7 @@ def test_advantages_may_have_any_length_but_must_be_finite(api, advantages):
 
 
 def test_boolean_scores_become_one_and_zero(api):
-    """atroposlib's server also accepts booleans, and sends numbers to trainers."""
+    """Scores can be booleans, as in atroposlib's server. Trainers receive numbers."""
     api.started(batch_size=2)
     sent = group(scores=[True, False], images=[True])
     for packed in (False, True):

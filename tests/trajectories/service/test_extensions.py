@@ -1,4 +1,4 @@
-"""Tests of the optional extensions of the contract of atroposlib's server, with the real command and SQLite."""
+"""Tests of the service's optional features that atroposlib's server lacks, with the real command and SQLite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def api(client):
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """Run a service with low limits and a token, but without resets."""
+    """Run a service that has low limits, requires a token, and refuses resets."""
     folder = tmp_path_factory.mktemp("narrow")
     (folder / "token").write_text("secret\n")
     arguments = ("--max-body-mb", "1", "--max-queue-mb", "2", "--no-reset", "--token-file", "token")
@@ -45,7 +45,7 @@ def narrow(tmp_path_factory):
             yield client
 
 
-# Repeated requests
+# Tests of repeated requests
 
 
 def test_group_with_repeated_key_is_added_once(api):
@@ -85,7 +85,7 @@ def test_same_key_or_resume_token_gives_same_environment(api):
     assert api.join(resume_token="of nobody")["env_id"] == 2
 
 
-# Leases
+# Tests of leases
 
 
 def test_leased_batch_is_acknowledged(api):
@@ -133,7 +133,7 @@ def test_same_request_gets_same_batch(api):
     assert api.marks(consumer="a", request="2") == [3, 4]
 
 
-# Waiting
+# Tests of requests that wait for a batch
 
 
 def test_waiting_request_is_answered_when_batch_is_ready(api):
@@ -155,7 +155,7 @@ def test_disconnected_waiting_request_takes_no_batch(api):
     assert api.marks(wait=30) == [1, 2]
 
 
-# Pauses, versions, heartbeats
+# Tests of pauses, policy versions and heartbeats
 
 
 def test_pause_makes_every_environment_wait(api):
@@ -169,7 +169,7 @@ def test_pause_makes_every_environment_wait(api):
     assert (status["hold"], status["queue_size"]) == (False, 0)
 
 
-def test_early_and_stale_groups_are_refused(client):
+def test_stale_groups_and_groups_that_would_become_stale_are_refused(client):
     api = Api(client, fresh_name()).started(max_staleness=0)
     assert api.post("/policy-version", {"policy_version": 5}).json() == {"status": "success", "policy_version": 5}
     api.send(1, 2, policy_version=5)
@@ -203,7 +203,7 @@ def test_minimum_share_depends_on_heartbeats(client):
     assert api.marks() is None
     assert any("minimum share" in why for why in api.get("/status").json()["waiting_for"])
     end = time.monotonic() + 3.5
-    while time.monotonic() < end:  # a status request counts as a heartbeat
+    while time.monotonic() < end:  # A status request of an environment counts as its heartbeat.
         api.get("/status-env", params={"env_id": 0})
         time.sleep(0.05)
         assert api.marks() is None
@@ -229,7 +229,7 @@ def test_report_has_counters(api):
     assert (env["added_groups"], env["served_groups"], env["queued_groups"]) == (3, 2, 1)
 
 
-# Formats
+# Tests of formats
 
 
 def binary(mark=1, **fields):
@@ -257,7 +257,7 @@ def test_binary_groups_are_served_unchanged_or_as_lists(api):
     assert msgspec.msgpack.decode(answer.content)["tokens"] == [[4], [4, 4]]
 
 
-def test_small_requests_may_be_messagepack(api):
+def test_requests_without_groups_can_be_messagepack(api):
     body = msgspec.msgpack.encode({"policy_version": 3})
     assert api.post("/policy-version", content=body, headers=MSGPACK).json()["policy_version"] == 3
     assert api.post("/policy-version", content=b"\xc1", headers=MSGPACK).status_code == 400
@@ -273,7 +273,7 @@ def test_compressed_bodies_are_accepted(api, encoding, encode):
     assert api.post("/scored_data", content=body, headers={"Content-Encoding": "br"}).status_code == 415
 
 
-# Limits
+# Tests of limits
 
 
 @pytest.mark.parametrize("encoding, encode", [("zstd", zstandard.compress), ("gzip", gzip.compress)])
@@ -286,7 +286,7 @@ def test_decompression_bomb_is_refused(narrow, encoding, encode):
 
 def test_large_body_is_refused(narrow):
     assert narrow.post("/scored_data", content=bytes((1 << 20) + 1)).status_code == 413
-    for megabytes in (2, 15):  # a client may send much data before it reads the answer
+    for megabytes in (2, 15):  # A client can send much data before it reads the answer.
         chunks = (bytes(1 << 16) for _ in range(16 * megabytes))
         answer = narrow.post("/scored_data", content=chunks)
         assert (answer.status_code, "at most 1 MB" in answer.json()["detail"]) == (413, True)
@@ -323,6 +323,6 @@ def test_requests_without_token_are_refused(narrow, token, path):
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
 
 
-def test_other_origins_get_no_cors_headers(client):
+def test_pages_of_other_origins_get_no_cors_headers(client):
     answer = client.get("/status", headers={"Origin": "http://elsewhere"})
     assert not [name for name in answer.headers if name.startswith("access-control")]

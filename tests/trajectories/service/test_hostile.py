@@ -1,4 +1,4 @@
-"""Hostile requests are refused without much time or memory, and the service works as before."""
+"""Tests of hostile requests. The service refuses them with little time and memory, and still works afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.trajectories.serving import ServiceProcess, running_service
 from tests.waiting import wait_until
 
 DEADLINE = 60.0  # maximum seconds for any answer on a busy machine
-MAX_ANSWER = 10_000  # maximum bytes of an answer: no answer repeats a long request
+MAX_ANSWER = 10_000  # maximum bytes of an answer, because an answer must not repeat a long request
 JSON, MSGPACK = "application/json", "application/msgpack"
 
 GROUP = {"tokens": [[1, 2], [3, 4, 5]], "masks": [[-100, 2], [-100, 4, 5]], "scores": [0.5, -0.5]}
@@ -38,7 +38,7 @@ PACKED = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> Iterator[ServiceProcess]:
-    """Run a service with a trainer, an environment, and a limit of 64 MB of groups."""
+    """Run a service with a registered trainer and environment. The service stores at most 64 MB of groups."""
     with running_service(tmp_path_factory.mktemp("service"), "--max-queue-mb", "64") as running:
         assert send(running, "POST", "/register", SETTINGS)[0] == 200
         assert send(running, "GET", "/batch")[0] == 200
@@ -52,12 +52,12 @@ def connect(service: ServiceProcess) -> socket.socket:
 
 
 def send(service: ServiceProcess, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-    """Return the status and the answer. A body that is not bytes is sent as JSON, including NaN."""
+    """Send a request. Return the status and the answer. If the body is not bytes, send it as JSON (NaN is allowed)."""
     connection = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=DEADLINE)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
-        # The service may answer and disconnect before it has received the body.
+        # The service can answer and disconnect before it has received the whole body.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, data, {"Content-Type": JSON, **named})
         with connection.getresponse() as answer:
@@ -67,7 +67,7 @@ def send(service: ServiceProcess, method: str, path: str, body: Any = None, **he
 
 
 def assert_well(service: ServiceProcess) -> None:
-    """Check that the process is the same, and that it accepts and serves groups."""
+    """Check that the service process still runs, and that it accepts and serves groups."""
     assert service.process is not None and service.process.poll() is None
     for _ in range(SETTINGS["batch_size"] // 2):
         assert send(service, "POST", "/scored_data", GROUP) == (200, b'{"status":"received"}')
@@ -76,12 +76,12 @@ def assert_well(service: ServiceProcess) -> None:
 
 
 def group_with(**fields: Any) -> dict[str, Any]:
-    """Return the valid group with these fields replaced."""
+    """Return the valid group `GROUP` with the given fields replaced."""
     return {**GROUP, **fields}
 
 
 def nested(levels: int) -> bytes:
-    """Return a group whose `images` are nested this deep."""
+    """Return a group as JSON. Its field `images` is a list with the given number of nested levels."""
     return json.dumps(GROUP).encode()[:-1] + b',"images":' + b"[" * levels + b"]" * levels + b"}"
 
 
@@ -125,7 +125,7 @@ GROUPS: dict[str, Any] = {
     "token that is text": group_with(tokens=[[1, 2], [3, 4, "5"]]),
     "token that is null": group_with(tokens=[[1, 2], [3, 4, None]]),
     "tokens that are text": group_with(tokens="12345"),
-    "scores that are objects": group_with(scores=[{}, {}]),
+    "scores that are JSON objects": group_with(scores=[{}, {}]),
     "messages without content": group_with(messages=[[{"role": "user"}], []]),
     "messages that are text": group_with(messages="hello"),
     "policy_version that is too large": group_with(policy_version=2**53 + 1),
@@ -261,7 +261,12 @@ def test_invalid_request_is_refused(service, name):
 
 def test_run_name_cannot_be_a_path(service):
     for name in ("..", "%2e%2e", "..%2f..%2fetc", "a/b"):
-        assert send(service, "GET", f"/runs/{name}/status")[0] in (200, 404, 422)  # 200 for a valid name of a run
+        # 200: the server takes the path as a valid run name
+        assert send(service, "GET", f"/runs/{name}/status")[0] in (
+            200,
+            404,
+            422,
+        )
     assert send(service, "GET", "/runs/..%2f..%2fetc%2fpasswd/status")[0] == 404
 
 
@@ -306,7 +311,7 @@ RAW: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_invalid_http_is_refused_or_disconnected(service, name):
+def test_service_answers_invalid_http_with_error_or_disconnects(service, name):
     with connect(service) as connection:
         connection.sendall(RAW[name])
         with contextlib.suppress(ConnectionResetError):
@@ -329,7 +334,7 @@ def peak(service: ServiceProcess) -> int:
 
 
 def chunked(service: ServiceProcess, megabytes: int) -> bytes:
-    """Send a body without a length. Return the first bytes of the answer."""
+    """Send a body in chunks, without a Content-Length header. Return the first bytes of the answer."""
     with connect(service) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -342,7 +347,7 @@ def chunked(service: ServiceProcess, megabytes: int) -> bytes:
 
 @pytest.mark.system
 def test_large_bodies_and_bombs_are_refused_without_memory_growth(service):
-    """All requests are repeated in rounds. Memory must not grow after the first round."""
+    """The test sends all requests four times. Memory must not grow after the first time."""
     large = json.dumps(GROUP).encode() + b" " * 100_000_000
     gzip_bomb = gzip.compress(bytes(500_000_000), 6)
     zstd_bomb = zstandard.ZstdCompressor(level=1).compress(bytes(500_000_000))
@@ -367,7 +372,7 @@ def test_large_bodies_and_bombs_are_refused_without_memory_growth(service):
 
 
 def test_full_queue_refuses_groups_until_batches_are_taken(service):
-    """Above 64 MB, the answer is 503 with Retry-After."""
+    """If the queue has 64 MB, the service answers with status 503 and a Retry-After header."""
     group = json.dumps({"tokens": [[7] * 500_000], "masks": [[7] * 500_000], "scores": [1.0]}).encode()
     statuses = []
     while not statuses or (statuses[-1] == 200 and len(statuses) < 64):
@@ -388,7 +393,7 @@ def test_full_queue_refuses_groups_until_batches_are_taken(service):
 
 @contextlib.contextmanager
 def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[socket.socket]]:
-    """Open `count` connections, and send `first` on each of them."""
+    """Open `count` connections, and send the bytes `first` over each connection."""
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(count):
@@ -400,7 +405,7 @@ def opened(service: ServiceProcess, count: int, first: bytes) -> Iterator[list[s
 
 
 def status_line(connection: socket.socket) -> bytes:
-    """Return the first 12 bytes of the answer, or no bytes if the service disconnected."""
+    """Return the first 12 bytes of the answer, or b"" if the service disconnected."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(12)
     return b""
@@ -411,7 +416,8 @@ def check_many_connections(service: ServiceProcess, count: int) -> None:
     with opened(service, count, b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n") as connections:
         answers = [status_line(connection) for connection in connections]
     assert set(answers) == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
-    wait_until(lambda: send(service, "GET", "/status")[0] == 200)  # the service must detect the closed connections
+    # wait until the service has detected the closed connections
+    wait_until(lambda: send(service, "GET", "/status")[0] == 200)
     assert resident(service) - before < 200 << 20
 
 
@@ -436,18 +442,19 @@ def test_ten_thousand_connections_are_answered(tmp_path):
 SLOW_HEAD = POST + b"Content-Length: 1000000\r\n\r\n{"
 
 
-def test_slow_senders_do_not_block_others(service):
+def test_slow_clients_do_not_block_other_clients(service):
     with opened(service, 200, SLOW_HEAD) as connections:
         for _ in range(3):
             assert_well(service)
             for connection in connections:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a slow machine may time out
+                # On a slow machine, the service has already closed the connection.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     connection.sendall(b" ")
     assert_well(service)
 
 
 @pytest.mark.system
-def test_incomplete_request_is_disconnected(service):
+def test_service_disconnects_clients_with_incomplete_requests(service):
     """Some clients send nothing, some stop in the middle of the body, and some send one byte at a time."""
     end = time.monotonic() + 120.0
     with (

@@ -1,4 +1,4 @@
-"""Acknowledged groups are served exactly once, even if the service is killed repeatedly while 4 clients use it."""
+"""Check that each acknowledged group is served exactly once, although SIGKILL ends the service several times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.trajectories.queues import SETTINGS
 from tests.trajectories.serving import ServiceProcess, running_service
 
 CLIENTS = 4
-GROUP_SIZE = 4  # sequences per batch: two groups fill a batch
+GROUP_SIZE = 4  # sequences in a group; two groups fill a batch
 DEADLINE = 120.0  # maximum seconds for any operation on a busy machine
 LEASE = 1.0
-ONCE, LEASED = "default", "leased"  # two runs: the consumer of ONCE uses request keys, that of LEASED uses leases
+ONCE, LEASED = "default", "leased"  # names of two runs; batches of ONCE have no lease, and batches of LEASED have one
 
 
 def group_of(client: int, number: int) -> dict[str, Any]:
-    """Return a group whose tokens and scores identify client and number."""
+    """Return a group whose tokens and scores contain the client's number and the group's number."""
     length = 3 + random.Random(1000 * client + number).randrange(60)
     tokens = [[client, number, *range(sequence, sequence + length)] for sequence in range(GROUP_SIZE)]
     masks = [[-100, *sequence[1:]] for sequence in tokens]
@@ -32,21 +32,21 @@ def group_of(client: int, number: int) -> dict[str, Any]:
 
 
 def key_of(item: dict[str, Any]) -> tuple[int, int]:
-    """Check that a served group is unchanged. Return its (client, number)."""
+    """Check that a served group is unchanged. Return (the client's number, the group's number)."""
     client, number = item["tokens"][0][:2]
     assert {name: value for name, value in item.items() if value is not None} == group_of(client, number)
     return client, number
 
 
 class Connection:
-    """A connection to a service that is restarted. Requests wait while the service is down."""
+    """A client connection. If the service is being restarted, a request first waits until the service runs again."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._http: http.client.HTTPConnection | None = None
 
     def once(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        """Return the status and the answer. Raises `OSError` or `HTTPException` if the answer does not come."""
+        """Send a request once. Return the status and the answer, or raise `OSError` or `HTTPException`."""
         assert self._load.up.wait(DEADLINE)
         if self._http is None:
             host, _, port = self._load.service.url.removeprefix("http://").partition(":")
@@ -77,7 +77,7 @@ class Connection:
 
 
 class Load:
-    """Four client threads that post to both runs, one consumer thread for each run, and the answers that they got."""
+    """Four client threads that post groups to both runs, and a consumer thread for each run. Stores their answers."""
 
     def __init__(self, service: ServiceProcess) -> None:
         self.service = service
@@ -86,9 +86,9 @@ class Load:
         self.sent: dict[str, set[tuple[int, int]]] = {ONCE: set(), LEASED: set()}
         self.acknowledged: dict[str, set[tuple[int, int]]] = {ONCE: set(), LEASED: set()}
         self.envs: dict[tuple[str, int], dict[str, Any]] = {}
-        self.batches: list[dict[str, Any]] = []  # answers from the run ONCE
-        self.deliveries: list[dict[str, Any]] = []  # answers from the run LEASED
-        self.acked: list[int] = []  # ids of acknowledged batches
+        self.batches: list[dict[str, Any]] = []  # received batches of the run ONCE
+        self.deliveries: list[dict[str, Any]] = []  # received batches of the run LEASED, with redeliveries
+        self.acked: list[int] = []  # ids of the batches that the consumer acknowledged
         self._progress = threading.Condition()
         self._posting = True
         self._consuming = True
@@ -110,18 +110,18 @@ class Load:
         connection.close()
 
     def check_envs(self) -> None:
-        """Check that environments keep their id and name, and that the step equals the number of batches."""
+        """Check that each environment keeps its id and name, and that the step equals the number of served batches."""
         connection = Connection(self)
         for (run, client), fields in self.envs.items():
             answer = connection.until_answered("POST", f"/runs/{run}/register-env", fields)
             assert (answer["env_id"], answer["wandb_name"]) == (client, f"env_{client}")
         seen = len(self.batches)
         step = connection.until_answered("GET", "/status")["current_step"]
-        assert seen <= step <= len(self.batches) + 1  # The consumer may not have got the last batch yet.
+        assert seen <= step <= len(self.batches) + 1  # Perhaps the consumer has not yet received the last batch.
         connection.close()
 
     def wait_for(self, more: int) -> None:
-        """Wait until this many more groups have been acknowledged."""
+        """Wait until the service has acknowledged `more` additional groups."""
         with self._progress:
             goal = self._count() + more
             assert self._progress.wait_for(lambda: self._count() >= goal or self._errors, DEADLINE)
@@ -139,11 +139,11 @@ class Load:
             thread.start()
 
     def finish(self) -> None:
-        """Stop the posts, then stop the consumers when nothing is left."""
+        """Stop the clients. Stop the consumers after they have received all groups."""
         self._posting = False
         self._join(self._posters)
         connection = Connection(self)
-        for run in (ONCE, LEASED):  # A single remaining group needs a second group to fill a batch.
+        for run in (ONCE, LEASED):  # An odd number of groups needs one more group to fill the last batch.
             status = connection.until_answered("GET", f"/runs/{run}/status")
             if status["queue_size"] % 2:
                 self._send(connection, run, 0, 1_000_000, keyed=True)
@@ -152,7 +152,7 @@ class Load:
         self._join(self._consumers)
 
     def stop(self) -> None:
-        """Stop all threads, even after an error."""
+        """Stop all threads. Tests also call this method after an error."""
         self._posting = self._consuming = False
         self.up.set()
         for thread in self._posters + self._consumers:
@@ -180,10 +180,10 @@ class Load:
     def _count(self) -> int:
         return sum(map(len, self.acknowledged.values()))
 
-    # Client threads
+    # The following methods run in client and consumer threads.
 
     def _post(self, client: int) -> None:
-        """Post groups to both runs. Two of the clients use keys, and retry requests whose answer was lost."""
+        """Post groups to both runs. Clients 0 and 2 use idempotency keys, and repeat requests that got no answer."""
         connection = Connection(self)
         for number in itertools.count():
             if not self._posting:
@@ -208,7 +208,7 @@ class Load:
             self._progress.notify_all()
 
     def _take(self) -> None:
-        """Request each batch with a new key, until it arrives."""
+        """Receive the batches of the run ONCE. All attempts to get a batch have the same `request` parameter."""
         connection = Connection(self)
         for number in itertools.count():
             consuming = self._consuming
@@ -223,7 +223,7 @@ class Load:
             self.batches.append(answer)
 
     def _lease(self) -> None:
-        """Lease batches. Some of them are not acknowledged, so they are redelivered."""
+        """Lease the batches of the run LEASED. Some are not acknowledged, so the service redelivers them."""
         connection, forgetful = Connection(self), random.Random(0)
         while True:
             consuming = self._consuming
@@ -244,7 +244,7 @@ class Load:
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 status, answer = connection.once("POST", f"/runs/{LEASED}/batch/{batch_id}/ack")
-                # 404 after a retry: the first acknowledgment succeeded, but its answer was lost.
+                # A repeated acknowledgment gets 404 if the first acknowledgment succeeded but its answer was lost.
                 assert status == 200 or (repeated and status == 404), (status, answer)
                 self.acked.append(batch_id)
                 return
@@ -289,7 +289,7 @@ def kill_under_load(tmp_path, rounds: int, groups: int) -> None:
     for delivery in load.deliveries:
         known = first.setdefault(delivery["batch_id"], delivery)
         assert (known["batch"], known["step"]) == (delivery["batch"], delivery["step"])
-        # If the answer with the first delivery was lost, the list begins with a redelivery.
+        # If the answer with a batch's first delivery was lost, the first recorded delivery is a redelivery.
         assert delivery["redelivered"] or known is delivery
     check_served(load, LEASED, [key_of(item) for batch in first.values() for item in batch["batch"]])
     assert sorted(delivery["step"] for delivery in first.values()) == list(range(len(first)))
@@ -305,5 +305,5 @@ def test_acknowledged_groups_are_served_once_over_three_kills(tmp_path):
 @pytest.mark.system
 @pytest.mark.timeout(1200)
 def test_acknowledged_groups_are_served_once_over_twenty_kills(tmp_path):
-    """The test sends over 20,000 commands, so that the service also takes snapshots."""
+    """The test sends more than 20,000 commands, because the service takes snapshots only after many commands."""
     kill_under_load(tmp_path, rounds=20, groups=1500)

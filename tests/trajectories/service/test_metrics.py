@@ -1,4 +1,4 @@
-"""Metrics of a real service, read with Prometheus's own parser."""
+"""Tests of the metrics of a real service. Prometheus's own parser reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trajectories.serving import running_service
 
 
 class Scraped:
-    """The samples of one scrape."""
+    """The metric samples from one request to /metrics."""
 
     def __init__(self, client: httpx.Client, **headers: str) -> None:
         answer = client.get("/metrics", headers=headers)
@@ -96,10 +96,10 @@ def test_metrics_describe_queue_of_each_run(tmp_path: pathlib.Path) -> None:
     assert scraped.value("process_resident_memory_bytes") > 1 << 20
     other = scraped.of_run("other")
     assert other["groups_received_total"] == 0 and other["paused"] == 0
-    assert "policy_version" not in other  # this run has no policy version
+    assert "policy_version" not in other  # The trainer of this run has set no policy version.
 
 
-def test_requests_are_counted_by_endpoint_and_unknown_paths_together(tmp_path: pathlib.Path) -> None:
+def test_requests_are_counted_per_endpoint_and_all_unknown_paths_have_one_counter(tmp_path: pathlib.Path) -> None:
     with (
         running_service(tmp_path, "--store", "memory") as service,
         httpx.Client(base_url=service.url, timeout=60.0) as client,

@@ -1,4 +1,4 @@
-"""Valid and invalid requests that schemathesis generates from the OpenAPI document: answers match the document."""
+"""Test that answers match the OpenAPI document. schemathesis generates valid and invalid requests from the document."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def service(tmp_path_factory) -> Iterator[ServiceProcess]:
 def _to_msgpack(_, value):
     try:
         return msgspec.msgpack.encode(value)
-    except OverflowError:  # numbers of more than 64 bits
+    except OverflowError:  # The value has an integer of more than 64 bits.
         return b"\xc1"
 
 

@@ -1,4 +1,4 @@
-"""The live page in a real browser, with the real service."""
+"""Tests of the service's live page in a real browser, with a real service."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, tokenizer: pathlib.Path) -> Iterator[ServiceProcess]:
-    """Run a service for most tests. Each test uses its own run."""
+    """Run one service for most tests. Each test uses a different run name."""
     with running_service(
         tmp_path_factory.mktemp("service"), "--store", "memory", "--tokenizer", str(tokenizer)
     ) as service:
@@ -66,7 +66,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
         def open_page(url: str, run: str | None = None, clock: bool = False, **options: Any) -> Page:
             page = new_page(url, **options)
-            if clock:  # the page's time advances only by `run_for`
+            if clock:  # the page's time advances only when the test calls `run_for`
                 page.clock.install()
                 page.clock.pause_at(time.time() + 1)
             page.goto(url + (f"/?run={run}" if run else "/"))
@@ -76,7 +76,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 
 def row_of(page: Page, env: str) -> dict[str, str]:
-    """Return the cells of an environment's row, by column header."""
+    """Return an environment's row of the table as a dict from column header to text."""
     headers = page.locator("thead th").all_text_contents()
     cells = page.locator("#envs tr", has_text=env).locator("th, td").all_text_contents()
     return dict(zip(headers, (cell.strip() for cell in cells)))
@@ -92,7 +92,7 @@ def test_browsers_get_page_and_other_clients_get_json(client: httpx.Client) -> N
 
 
 @pytest.mark.parametrize(("steps", "shown"), [(1500, "of 1,500"), (2**31 - 1, "no last step")])
-def test_last_step_is_shown_if_there_is_one(
+def test_page_shows_last_step_of_run_or_that_run_has_none(
     service: ServiceProcess, client: httpx.Client, open_page: Open, steps: int, shown: str
 ) -> None:
     Api(client, f"steps-{steps}").started(num_steps=steps)
@@ -129,7 +129,7 @@ def test_environments_and_numbers_are_shown(service: ServiceProcess, client: htt
     assert page.locator("#project").text_content() == "project / group"
     assert page.get_by_role("columnheader").count() == 8 and page.get_by_role("rowheader").count() == 4
 
-    # Rates are computed between polls.
+    # The page computes rates from two successive polls.
     expect(page.locator("#envs tr").first.locator("td").nth(1)).to_have_text("0")
     api.send(*range(5), sequences=4, env_id=math)
     expect(page.locator("#envs tr").first.locator("td").nth(2)).to_have_text(re.compile(r"^[1-9]|^0\.\d"))
@@ -169,7 +169,7 @@ def test_masked_tokens_are_gray(service: ServiceProcess, client: httpx.Client, o
     assert masked.evaluate(look)[1] != trained.evaluate(look)[1]
 
 
-def test_open_trajectory_stays_until_following_is_resumed(
+def test_open_trajectory_is_not_replaced_until_user_follows_new_trajectories(
     service: ServiceProcess, client: httpx.Client, open_page: Open
 ) -> None:
     api = Api(client, "reading")
@@ -218,7 +218,7 @@ def test_polling_stops_while_tab_is_hidden(service: ServiceProcess, open_page: O
     page.evaluate(show, True)
     before = len(reports)
     page.clock.run_for(60_000)
-    assert len(reports) - before <= 1  # a request may have been running when the tab was hidden
+    assert len(reports) - before <= 1  # One request can already be running when the tab is hidden.
     with page.expect_response("**/report"):
         page.evaluate(show, False)
     with page.expect_response("**/report"):
@@ -252,7 +252,7 @@ def test_page_asks_for_token(tmp_path: pathlib.Path, open_page: Open) -> None:
             if message:
                 expect(page.locator("#asked")).to_contain_text(message)
         expect(page.locator("#tiles")).to_be_visible()
-        page.reload()  # the token is stored for this tab
+        page.reload()  # The page has stored the token for this tab.
         expect(page.locator("#tiles")).to_be_visible()
         assert page.evaluate("[sessionStorage.getItem('token'), localStorage.length]") == ["secret", 0]
 

@@ -1,4 +1,4 @@
-"""Previews of groups for the live page."""
+"""Tests of the previews of groups, which the live page shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(**fields: Any) -> bytes:
 
 @pytest.fixture
 def tokenizer_file(tmp_path: pathlib.Path) -> str:
-    """Write a tokenizer like SentencePiece: words include the preceding space, except at the start of a text."""
+    """Write a tokenizer file. As in SentencePiece, a word's token includes the space before the word."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, unk_token="<s>"))
     made.decoder = tokenizers.decoders.Metaspace()
     made.add_special_tokens(["<s>"])
@@ -47,7 +47,7 @@ def test_tokens_are_split_where_mask_changes() -> None:
     assert (sequence.score, sequence.tokens, sequence.trained_tokens, sequence.left_out) == (0.5, 5, 2, 0)
 
 
-def test_text_keeps_spaces_between_pieces(tokenizer_file: str) -> None:
+def test_decoded_text_keeps_space_at_start_of_each_piece(tokenizer_file: str) -> None:
     decode = load_decode(tokenizer_file)
     shown = preview(stored(tokens=[[3, 0, 1, 2, 1]], masks=[[-100, -100, 1, 2, -100]]), decode)
     pieces = shown.sequences[0].pieces
@@ -94,7 +94,7 @@ def test_message_content_of_any_type_becomes_text() -> None:
     assert shown[1].content == "x" * 20_000 + "… (10,000 more characters)"
 
 
-def test_many_sequences_and_large_groups_are_shortened() -> None:
+def test_preview_leaves_out_sequences_of_large_groups() -> None:
     count = MAX_SEQUENCES + 4
     shown = preview(stored(tokens=[[1]] * count, masks=[[1]] * count, scores=[0.0] * count), None)
     assert (shown.size, len(shown.sequences)) == (count, MAX_SEQUENCES)

@@ -1,4 +1,4 @@
-"""`rlframe serve trajectories` as a process: its output, its exit, and the data that it keeps."""
+"""Tests of the command `rlframe serve trajectories`: its output, its exit status, and the data that survives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE = 60.0
 
 
 def refusal(folder, *arguments):
-    """Return the one-line error with which the command exits."""
+    """Run the command. Check that it exits with a one-line error, and return the error."""
     done = subprocess.run(
         [sys.executable, "-m", "rlframe", "serve", *arguments],
         cwd=folder,
@@ -47,7 +47,7 @@ def test_service_prints_its_address_and_answers_waiting_requests_after_signal(tm
             with socket.create_connection(("127.0.0.1", client.base_url.port), DEADLINE) as waiting:
                 waiting.sendall(b"GET /batch?wait=50 HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 api.send(1)
-                # The service has read the earlier connection before it answers this connection.
+                # When this request is answered, the service has also read the request that waits.
                 httpx.get(f"{service.url}/status", timeout=DEADLINE)
                 assert service.stop(number) == 0
                 assert b'{"batch":null}' in waiting.recv(4096)
@@ -78,7 +78,7 @@ def test_acknowledged_data_survives_kill_9(tmp_path):
 
 
 @pytest.mark.system
-def test_start_reports_stored_runs_and_fresh_resets_them(tmp_path):
+def test_service_prints_stored_runs_at_start_and_option_fresh_resets_them(tmp_path):
     with running_service(tmp_path) as service:
         assert "Found" not in service.printed
         with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
@@ -100,9 +100,9 @@ def test_start_reports_stored_runs_and_fresh_resets_them(tmp_path):
 
 
 @pytest.mark.system
-def test_full_disk_can_be_emptied_by_taking_batches(tmp_path, small_disk):
-    """The file system has 16 MB. Half of it is reserved for commands."""
-    large = [[number] * 50_000 for number in range(2)]  # 400 kB as JSON
+def test_full_disk_accepts_groups_again_after_batches_are_taken(tmp_path, small_disk):
+    """The file system has 16 MB. The store reserves half of the space for commands."""
+    large = [[number] * 50_000 for number in range(2)]  # The group has 400 kB as JSON.
     sent = {"tokens": large, "masks": large, "scores": [0.0, 1.0]}
     with (
         running_service(tmp_path, "--store", f"sqlite:{small_disk.path}/queue.db") as service,
@@ -110,7 +110,7 @@ def test_full_disk_can_be_emptied_by_taking_batches(tmp_path, small_disk):
     ):
         api = Api(client).started(batch_size=2)
         env_id = api.join()["env_id"]
-        for _ in range(2):  # the second time, freed space is reused
+        for _ in range(2):  # The second iteration needs the space that the first iteration freed.
             held, count = [], 0
             while (answer := api.post("/scored_data", sent)).status_code == 200:
                 count += 1
@@ -132,7 +132,7 @@ def test_full_disk_can_be_emptied_by_taking_batches(tmp_path, small_disk):
 
 
 @pytest.mark.system
-def test_two_processes_share_redis_and_fail_when_it_loses_data(tmp_path):
+def test_two_services_share_redis_and_stop_when_redis_loses_data(tmp_path):
     folders = [tmp_path / name for name in ("redis", "one", "other")]
     for folder in folders:
         folder.mkdir()
@@ -203,7 +203,7 @@ def test_invalid_options_are_one_line_errors(tmp_path):
     assert "cannot be read" in refusal(tmp_path, "trajectories", "--token-file", "nothing")
 
 
-def test_beyond_loopback_token_or_no_token_option_is_required(tmp_path):
+def test_service_on_all_interfaces_requires_token_or_option_no_token(tmp_path):
     output = refusal(tmp_path, "trajectories", "--host", "0.0.0.0", "--port", "0")
     assert "--token-file" in output and "--no-token" in output
     arguments = (

@@ -1,4 +1,4 @@
-"""Tests of the service and its log: restarts, several processes with one store, and stores that fail."""
+"""Tests of the service with its log of commands: restarts, several processes with one store, and failing stores."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def add(service, payload, name="run", sequences=4, key=None, policy_versio
 
 
 async def abandoned(store):
-    """Start a service that is never closed, as if killed with SIGKILL."""
+    """Start a service that is never closed, as if SIGKILL had ended it."""
     service = Service(store, max_bytes=1 << 30, snapshot_bytes=200_000)
     service.restore()
     await service.start()
@@ -119,7 +119,8 @@ def test_orphaned_payloads_are_deleted_at_next_start(tmp_path):
         await begin(first)
         for i in range(4):
             await add(first, b"payload %d" % i)
-        first._delete_payloads = lambda positions: None  # as if the service was killed before the deletion
+        # as if SIGKILL had ended the service before it deleted payloads
+        first._delete_payloads = lambda positions: None
         await first.take("run")
         await add(first, b"payload 0", key="k")
         await add(first, b"payload 0", key="k")
@@ -127,14 +128,14 @@ def test_orphaned_payloads_are_deleted_at_next_start(tmp_path):
         first.stop_waiting()
         async with serving(store) as service:
             await asyncio.sleep(0)
-            await add(service, b"last")  # when this is durable, the deletions are too
+            await add(service, b"last")  # The store has deleted the payloads before it confirms this append.
             assert len(store.payload_positions()) == 4
             assert (await service.take("run"))[1] == [b"payload 2", b"payload 3"]
 
     run(test())
 
 
-def test_refused_and_repeated_groups_leave_no_payload():
+def test_payloads_of_refused_and_repeated_groups_are_deleted():
     async def test():
         store = MemoryStore()
         async with serving(store) as service:
@@ -196,7 +197,7 @@ def test_mistyped_run_is_not_created(command, arguments, answer):
 
 
 @pytest.mark.parametrize("ends", ["resume", "reset"])
-def test_command_for_new_run_of_another_process_takes_effect(ends, redis_server):  # noqa: F811
+def test_command_takes_effect_on_run_that_another_process_has_just_created(ends, redis_server):  # noqa: F811
     async def test():
         stores = [open_store(redis_server.url.replace("/0", "/4")) for _ in range(2)]
         read, caught_up = stores[1].read, threading.Event()
@@ -208,15 +209,16 @@ def test_command_for_new_run_of_another_process_takes_effect(ends, redis_server)
             await asyncio.sleep(0)
             caught_up.set()
             assert await answer is None
-            await one.submit(ends, "heartbeat", env_id=0)  # This command comes after `ends` in the log.
+            # The log has this command after the command of the other process.
+            await one.submit(ends, "heartbeat", env_id=0)
             status = one.queue(ends).status()
             assert (status.paused, status.queue_size) == (False, 1 if ends == "resume" else 0)
 
     run(test())
 
 
-def test_long_poll_gets_batch_that_is_ready_just_before_poll_waits(monkeypatch):
-    """The batch is ready after the poll's first attempt, but before the poll starts to wait for a change."""
+def test_waiting_request_gets_batch_that_becomes_ready_just_before_the_wait(monkeypatch):
+    """The batch becomes ready after the request's first attempt, but before the request waits for a change."""
 
     async def test():
         async with serving(MemoryStore()) as service:
@@ -265,7 +267,7 @@ def test_damaged_store_raises_store_error(position):
 
 
 def test_snapshot_may_contain_extreme_policy_versions():
-    """Older logs may contain such versions."""
+    """Logs of older versions of rlframe can contain extreme policy versions."""
 
     async def test():
         store = MemoryStore()
@@ -291,7 +293,7 @@ def test_failed_snapshot_is_logged_and_store_is_closed(caplog):
             await begin(service, starting_step=2**64 - 1)
             for _ in range(2):
                 await add(service, b"")
-            assert await service.take("run")  # now the step is too large for MessagePack
+            assert await service.take("run")  # The next step, 2**64, is too large for MessagePack.
         assert "No snapshot was taken" in caplog.text
         with pytest.raises(UnavailableError, match="closed"):
             store.append(b"")
@@ -299,7 +301,7 @@ def test_failed_snapshot_is_logged_and_store_is_closed(caplog):
     run(test())
 
 
-def test_latest_groups_survive_restart_while_store_has_them(tmp_path):
+def test_latest_groups_are_available_after_restart_if_store_still_has_them(tmp_path):
     async def test():
         store = open_store(f"sqlite:{tmp_path}/queue.db")
         first = await abandoned(store)
@@ -313,13 +315,12 @@ def test_latest_groups_survive_restart_while_store_has_them(tmp_path):
         async with serving(store) as again:
             assert await again.latest_groups("run", 2) == [b"24", b"23"]
             assert await again.latest_groups("elsewhere", 2) == []
-        async with serving(
-            open_store(f"sqlite:{tmp_path}/queue.db")
-        ) as third:  # The groups come from the snapshot that was taken at close.
+        # This service reads the groups from the snapshot that the previous service wrote at its end.
+        async with serving(open_store(f"sqlite:{tmp_path}/queue.db")) as third:
             assert await third.latest_groups("run", 2) == [b"24", b"23"]
             while await third.take("run"):
                 pass
-            assert await third.latest_groups("run", 2) == [b"24"]  # the newest payload stays in memory
+            assert await third.latest_groups("run", 2) == [b"24"]  # The service keeps the newest payload in memory.
 
     run(test())
 
@@ -374,7 +375,7 @@ def test_leases_expire_without_requests():
 
 
 class FailingStore(MemoryStore):
-    """A store whose appends raise `error` at once, or set it in their futures."""
+    """A store in which every append fails with `error`, at once or later through its future."""
 
     error: Exception | None = None
     at_once = False
@@ -419,13 +420,13 @@ def test_batch_with_damaged_group_is_dropped_and_logged(lease_seconds, caplog):
                 await service.take("run", lease_seconds=lease_seconds)
             assert "Batch 0 of run 'run' is dropped" in caplog.text
             assert (await service.take("run", lease_seconds=lease_seconds))[1] == [b"2", b"3"]
-            assert service.queue("run").status().leased == (2 if lease_seconds else 0)  # the second batch
+            assert service.queue("run").status().leased == (2 if lease_seconds else 0)  # the groups of the second batch
 
     run(test())
 
 
 class SilentStore(MemoryStore):
-    """A store like a Redis server that disappears after an append, before the append can be read."""
+    """A store that simulates a Redis server: it stores an append, and then never answers."""
 
     def append(self, record, payload=None):
         super().append(record, payload)
@@ -442,7 +443,7 @@ def test_silent_store_raises_peer_error():
 
 
 class UnreadableStore(MemoryStore):
-    """A store like a Redis server that disappears after it has confirmed an append."""
+    """A store that simulates a Redis server: it confirms an append, and then cannot be read."""
 
     shared = True
     gone = False
@@ -472,7 +473,7 @@ def test_service_closes_although_its_store_is_unreadable(caplog):
     run(test())
 
 
-def test_failed_store_fails_service():
+def test_service_fails_when_its_store_fails():
     async def test():
         store = FailingStore()
         async with serving(store) as service:
@@ -487,7 +488,7 @@ def test_failed_store_fails_service():
     run(test())
 
 
-def test_two_services_on_one_redis_lose_and_duplicate_no_group(redis_server):  # noqa: F811
+def test_no_group_is_lost_or_duplicated_with_two_services_on_one_redis(redis_server):  # noqa: F811
     async def test():
         stores = [open_store(redis_server.url.replace("/0", "/3")) for _ in range(2)]
         async with serving(stores[0], snapshot_bytes=12_000) as one, serving(stores[1]) as other:
@@ -520,7 +521,7 @@ def test_two_services_on_one_redis_lose_and_duplicate_no_group(redis_server):  #
                 await asyncio.sleep(0.01)
             states = [msgspec.msgpack.encode(service.queue("run").get_state()) for service in both]
             assert states[0] == states[1]
-            for service in both:  # when this command is durable, the deletions are too
+            for service in both:  # The store has deleted the payloads before it confirms this command.
                 await service.submit("run", "pause")
             assert stores[0].payload_positions() == []
 

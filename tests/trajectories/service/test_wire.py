@@ -1,4 +1,4 @@
-"""Tests of decoding, checking and storing groups that are not possible over HTTP."""
+"""Tests of functions that decode, check and store groups. These tests are not possible over HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_json_is_stored_as_sent_except_that_missing_keys_are_added():
     assert set(json.loads(parsed.payload)) == ITEM_KEYS
 
 
-def test_numbers_are_stored_as_the_text_that_was_sent():
+def test_numbers_are_stored_with_the_same_digits_as_sent():
     body = b'{"tokens":[[1,2]],"masks":[[1,2]],"scores":[1e-3],"ref_logprobs":[[0.10000, 1]],"policy_version":4}'
     parsed = parse_group(body, packed=False)
     assert parsed.policy_version == 4
@@ -93,7 +93,7 @@ def test_integer_beyond_64_bits_becomes_float(name):
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 2**70])
 @pytest.mark.parametrize("name", ["generation_params", "overrides", "group_overrides", "images", "messages"])
 def test_opaque_fields_with_integers_beyond_64_bits_are_refused(name, number):
-    """MessagePack cannot encode such integers for a consumer."""
+    """The service could not send such integers to a consumer that requests MessagePack."""
     inner = {"role": "user", "content": "", "seed": number}
     value = {"overrides": [inner, {}], "messages": [[inner], []]}.get(name, inner)
     with pytest.raises(InvalidGroupError) as caught:
@@ -107,7 +107,7 @@ def test_opaque_fields_may_contain_64_bit_integers():
     assert item["generation_params"] == {"seeds": [2**64 - 1, -(2**63)]}
 
 
-def test_binary_arrays_beside_token_lists_are_split_by_lengths():
+def test_group_may_have_tokens_as_lists_and_masks_as_binary_array():
     body = encoded(packed(tokens=[[0], [1, 2]]))
     (item,) = msgspec.msgpack.decode(join_packed([parse_group(body, packed=True).payload]))
     assert [row.tolist() for row in Group.from_item(item).masks] == [[0], [1, 2]]
@@ -158,7 +158,7 @@ def test_bytes_that_are_not_a_group_are_refused(body):
 
 @pytest.mark.parametrize("name", ["advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "messages"])
 def test_empty_optional_array_is_accepted(name):
-    """atroposlib's BaseEnv sends [] for missing arrays. The service returns these empty arrays unchanged."""
+    """BaseEnv of atroposlib sends [] for a missing array. The service returns this empty array unchanged."""
     body = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], name: []}).encode()
     assert json.loads(parse_group(body, packed=False).payload)[name] == []
     with pytest.raises(InvalidGroupError):
@@ -167,7 +167,7 @@ def test_empty_optional_array_is_accepted(name):
 
 @pytest.mark.parametrize("absent", [b"null", b"[]"])
 def test_absent_array_does_not_cause_decoding(absent, monkeypatch):
-    """Decoding takes three times as long as checking the text."""
+    """The service only checks the text, because decoding it would take three times as long."""
     monkeypatch.setattr(wire, "_decode_numbers", None)
     body = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], "advantages": ' + absent + b"}"
     assert parse_group(body, packed=False).tokens == 2
@@ -183,7 +183,7 @@ def test_text_that_is_not_utf_8_is_refused():
 
 @pytest.mark.parametrize("numbers, where", [(200_000, ("tokens", 1, 200_000)), (4_000_000, ("tokens",))])
 def test_path_to_nan_is_found_with_little_memory(numbers, where):
-    """In 8 MB of JSON, the path has only the field: a search for the index would block other requests."""
+    """For 8 MB of JSON, the path has no index, because a search for the index would block other requests."""
     body = b'{"scores":[1,2],"masks":[],"tokens":[[1],[' + b"1," * numbers + b"NaN]]}"
     tracemalloc.start()
     try:
@@ -206,7 +206,7 @@ def test_field_with_nan_in_long_list_is_found(number):
     assert (caught.value.loc, caught.value.kind) == ((), "json_invalid")
 
 
-# Finding the lengths of lists without decoding
+# Tests of `text_lengths`, which finds the lengths of lists in JSON text without decoding it
 
 
 numbers = st.one_of(
@@ -238,12 +238,12 @@ def test_text_lengths_match_decoded_lengths(value, separators, indent):
         *("[[1,2],[]]", "[[1,[2,3]]]", "[[1,2147483648]]", "[[1,1.5]]", "[[1,1e5]]", '[["],[",1]]', "null"),
     ],
 )
-def test_text_lengths_is_none_for_uncertain_integers(text):
+def test_text_lengths_returns_none_for_unusual_lists_of_integers(text):
     assert text_lengths(text.encode(), integers=True) is None
 
 
 @pytest.mark.parametrize("text", ["[[1,1e999]]", "[[1,1E-5]]", f"[[1,{'9' * 400}]]", "[[1,null]]", "[[1,{}]]"])
-def test_text_lengths_is_none_for_uncertain_floats(text):
+def test_text_lengths_returns_none_for_unusual_lists_of_floats(text):
     assert text_lengths(text.encode(), integers=False) is None
 
 

@@ -1,4 +1,4 @@
-"""A program that uses a SQLite store until it is killed, and prints the acknowledged operations.
+"""A program that writes to a SQLite store until a test kills it. It prints each operation.
 
 Run as `python -m tests.trajectories.stores.killed_writer PATH ROUND`. Each line is written in one piece, after the
 store has acknowledged the operation. Lines about deletions are written before the deletion.
@@ -19,7 +19,7 @@ THREADS = 4
 
 
 def payload_of(record: bytes) -> bytes:
-    """Return up to 60 kB of bytes that repeat the record, so that wrong bytes are detected."""
+    """Return up to 60 kB of bytes that repeat the record, so that a test can detect wrong bytes."""
     size = random.Random(record).randrange(60_000)
     return (record * (size // len(record) + 1))[:size]
 
@@ -42,7 +42,7 @@ def append(store: Store, name: str) -> None:
 
 
 def take_snapshots(store: Store) -> None:
-    """Take snapshots again and again. The state of a snapshot is the whole log so far."""
+    """Write snapshots in a loop. The state of each snapshot is the list of all records in the log."""
     position, records = 0, []
     if loaded := store.load():
         position, records = loaded[0], json.loads(loaded[1])

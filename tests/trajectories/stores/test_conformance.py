@@ -1,4 +1,4 @@
-"""Tests of the contract of `Store`, which run with all stores."""
+"""Tests that every store (memory, SQLite, Redis) behaves as the class `Store` documents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEADLINE = 60.0
 
 
 class StoreLocation:
-    """The location of a store. The store can be opened repeatedly."""
+    """The URL of a store. A test can open the store several times."""
 
     def __init__(self, url, space):
         self.url = url
-        self.space = space  # a function that returns the used bytes
+        self.space = space  # a function that returns the number of bytes that the store uses
         self.opened = []
 
     def open(self):
@@ -30,7 +30,7 @@ class StoreLocation:
 
 
 DURABLE = ["sqlite", "sqlite without sync", "redis"]
-SURVIVES = pytest.mark.parametrize("location", DURABLE, indirect=True)  # the store in memory is not durable
+SURVIVES = pytest.mark.parametrize("location", DURABLE, indirect=True)  # without the memory store, which loses its data
 
 
 SHARED = pytest.mark.parametrize("location", ["redis"], indirect=True)
@@ -42,7 +42,7 @@ def location(request, tmp_path):
         server = request.getfixturevalue("redis_server")
         with redis.Redis.from_url(server.url) as client:
             client.flushall()
-            # The space counts only the keys, because the server's buffers change in size.
+            # Count only the memory of the keys, because the size of the server's buffers varies.
             location = StoreLocation(
                 server.url, lambda: sum(client.memory_usage(key, samples=0) for key in client.keys("*"))
             )
@@ -78,7 +78,8 @@ def test_positions_follow_order_of_calls_without_gaps(store):
         future.add_done_callback(lambda done: resolved.append(done.result()))
     assert [future.result(DEADLINE) for future in futures] == list(range(1, 301))
     assert store.read(0, 1000) == [(number, b"record %d" % number) for number in range(1, 301)]
-    assert store.append(b"last").result(DEADLINE) == 301  # afterwards, all earlier callbacks have run
+    # After this append, the callbacks of all earlier appends have run.
+    assert store.append(b"last").result(DEADLINE) == 301
     assert sorted(resolved) == list(range(1, 301))
 
 
@@ -121,14 +122,14 @@ def test_payloads_are_found_by_position_of_their_record(store):
 
 
 def wait_for_payload_positions(store, expected):
-    """Wait until the payload positions are as expected, because a deletion may take a moment. Return the positions."""
+    """Wait until the store has the expected payload positions, because deletions take time. Return the positions."""
     end = time.monotonic() + DEADLINE
     while store.payload_positions() != expected and time.monotonic() < end:
         time.sleep(0.01)
     return store.payload_positions()
 
 
-def test_deleted_payloads_are_gone_and_their_records_stay(store):
+def test_deletion_of_payloads_keeps_their_records(store):
     append_all(store, [(b"a", b"12345"), (b"b", b"123"), (b"c", b"1")])
     store.delete_payloads([1, 3, 99])
     store.delete_payloads([1])
@@ -164,11 +165,9 @@ def test_wait_ends_when_record_is_appended(store):
     assert not store.wait(1, 0.0)
 
 
-def test_snapshot_replaces_records_up_to_it(store):
+def test_snapshot_replaces_records_up_to_its_position(store):
     assert store.load() is None
-    for number in range(
-        1, 11
-    ):  # one commit for each record, because a store may keep a commit until its last record is replaced
+    for number in range(1, 11):  # Commit each record alone, because a store can drop only a whole commit.
         append_all(store, [(b"%d" % number, b"payload")])
     state = os.urandom(1_000_000)
     assert store.snapshot(6, state).result(DEADLINE) is None
@@ -176,7 +175,7 @@ def test_snapshot_replaces_records_up_to_it(store):
     assert store.read(6, 2) == [(7, b"7"), (8, b"8")]
     store.snapshot(4, b"older").result(DEADLINE)
     assert store.load() == (6, state)
-    assert store.payload_positions() == list(range(1, 11))  # snapshots delete no payloads
+    assert store.payload_positions() == list(range(1, 11))  # A snapshot deletes no payloads.
     store.snapshot(10, b"all").result(DEADLINE)
     assert store.load() == (10, b"all")
     assert store.read(10, 10) == []

@@ -14,10 +14,10 @@ def test_smallest_sufficient_extent_is_reused():
     assert extents.take(BLOCK + 1) == small
     assert extents.take(3 * BLOCK) == large
     assert extents.take(2 * BLOCK) == large + 3 * BLOCK
-    assert extents.take(1) == extents.end - BLOCK  # nothing is free: the file grows
+    assert extents.take(1) == extents.end - BLOCK  # The file grows, because no extent is free.
 
 
-def test_adjacent_free_extents_merge_and_end_moves_back():
+def test_adjacent_free_extents_are_merged_and_free_extent_at_end_shortens_file():
     extents = ExtentAllocator(0)
     first, second, third, last = (extents.take(BLOCK) for _ in range(4))
     for offset in (first, third, second):

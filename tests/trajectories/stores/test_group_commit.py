@@ -12,13 +12,13 @@ DEADLINE = 60.0
 
 
 class Disk(GroupCommitStore):
-    """A store that records its commits, and writes only when allowed."""
+    """A fake store that records its commits. Each commit waits until the test sets `may_write`."""
 
     def __init__(self):
         self.commits = []
         self.may_write = threading.Event()
         self.writing = threading.Event()
-        self.error = None  # error of all commits that have appends
+        self.error = None  # error that every commit with appends raises
         self.last = 0
         super().__init__("The disk")
 
@@ -54,11 +54,11 @@ def test_appends_during_commit_go_into_next_commit(disk):
     assert disk.commits[1].snapshot == (5, b"five")
 
 
-def test_waiting_appends_are_limited(disk, monkeypatch):
+def test_append_is_refused_if_too_many_bytes_wait(disk, monkeypatch):
     monkeypatch.setattr(group_commit, "MAX_WAITING_BYTES", 1000)
     disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
-    disk.append(b"b", bytes(2000))  # accepted although it is too large, because no other append waits
+    disk.append(b"b", bytes(2000))  # This append is accepted in spite of its size, because no other append waits.
     with pytest.raises(UnavailableError, match="The disk is behind"):
         disk.append(b"c", None)
     disk.may_write.set()
@@ -111,7 +111,7 @@ def test_failed_deletions_are_retried_with_next_append(disk):
     disk.delete_payloads(range(5000))
     with pytest.raises(UnavailableError):
         disk.snapshot(1, b"").result(DEADLINE)
-    assert len(calls) <= 4  # no endless retries
+    assert len(calls) <= 4  # The store does not retry endlessly.
     failing.clear()
     disk.append(b"a", None).result(DEADLINE)
     disk.close()

@@ -31,7 +31,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def forgetful(tmp_path):
-    """Run a server that loses its data when it ends."""
+    """Run a Redis server that does not save its data to disk."""
     with running_redis(tmp_path) as server:
         yield server
 
@@ -92,7 +92,7 @@ def test_two_processes_get_distinct_positions_without_gaps(server, opened):
             process.wait(DEADLINE)
     total = len(positions[0]) + len(positions[1])
     assert sorted(positions[0] + positions[1]) == list(range(1, total + 1))
-    # The processes appended at the same time.
+    # The positions of the two processes are interleaved, so the processes appended at the same time.
     assert min(positions[1]) < max(positions[0]) and min(positions[0]) < max(positions[1])
     log = dict(opened(server.url).read(0, total))
     for name, mine in zip(b"ab", positions):
@@ -133,7 +133,7 @@ def test_acknowledged_records_survive_kill_9_of_server(server, opened):
             end = time.monotonic() + DEADLINE
             while len(acknowledged) < before + 20 and time.monotonic() < end:
                 time.sleep(0.005)
-            time.sleep(delay)  # Kill the server at a random moment.
+            time.sleep(delay)  # so that the kill comes at an arbitrary point of the writing
             server.kill()
             server.start()
     finally:
@@ -142,7 +142,8 @@ def test_acknowledged_records_survive_kill_9_of_server(server, opened):
             thread.join(DEADLINE)
     log = store.read(0, 1_000_000)
     assert len(acknowledged) >= 60
-    assert dict(log) == acknowledged  # every append was acknowledged after retries, and is stored once
+    # The store retried each append until it was acknowledged, and each record is stored once.
+    assert dict(log) == acknowledged
     assert [position for position, _ in log] == list(range(1, len(log) + 1))
     for name in range(4):
         mine = [record for _, record in log if record.startswith(b"%d." % name)]
@@ -151,8 +152,8 @@ def test_acknowledged_records_survive_kill_9_of_server(server, opened):
 
 
 @pytest.mark.parametrize("torn_in", [b"L" * 100, b"lost 2", b"EXEC"])
-def test_commit_torn_by_kill_9_does_not_reappear(tmp_path, opened, torn_in):
-    """Redis leaves the beginning of the commit in its file, and executes this beginning at a later start."""
+def test_commit_that_kill_9_interrupted_does_not_reappear(tmp_path, opened, torn_in):
+    """The file of Redis ends with an incomplete commit. At a later start, Redis would execute the part in the file."""
     with running_redis(tmp_path, appendonly="yes", appendfsync="always") as server:
         store = opened(server.url)
         assert append(store, b"before") == [1]
@@ -164,7 +165,7 @@ def test_commit_torn_by_kill_9_does_not_reappear(tmp_path, opened, torn_in):
         file.write_bytes(content[: content.rfind(torn_in) + 2])
         server.start()
         store = opened(server.url)
-        kept = store.read(0, 10)  # the records of some of the three appends
+        kept = store.read(0, 10)  # "before" and perhaps records of the interrupted commit
         assert kept[0] == (1, b"before") and len(kept) < 4
         assert append(store, b"after") == [len(kept) + 1]
         store.delete_payloads([1])
@@ -179,7 +180,7 @@ def test_commit_torn_by_kill_9_does_not_reappear(tmp_path, opened, torn_in):
 
 
 class Proxy:
-    """A proxy in front of Redis. It drops the answer to the next request that contains `lose`, and disconnects."""
+    """A proxy in front of Redis. If a request contains the bytes `lose`, the proxy drops the answer and disconnects."""
 
     def __init__(self, port):
         self._server_port = port
@@ -200,7 +201,7 @@ class Proxy:
                 self._relays.append(relay)
 
     def _relay(self, client):
-        """Relay one connection. Each request is followed by its answer. A request may arrive in several pieces."""
+        """Relay one connection. The client sends the next request only after it has received the answer."""
         server = socket.create_connection(("127.0.0.1", self._server_port))
         losing = False
 
@@ -217,7 +218,7 @@ class Proxy:
         thread.start()
         with contextlib.suppress(OSError):
             while data := server.recv(1 << 20):
-                if losing:  # the server has executed the request
+                if losing:  # drop the answer: the server has executed the request
                     self.lost += 1
                     break
                 client.sendall(data)
@@ -268,7 +269,7 @@ def test_silent_server_raises_peer_error_by_deadline(server, opened):
         os.kill(server.process.pid, 18)  # SIGCONT
     assert append(store, b"next")[0] in (2, 3)
     records = [record for _, record in store.read(0, 10)]
-    # The abandoned append is stored first, or not at all.
+    # The server stores the abandoned append before the next append, or does not store it.
     assert records in ([b"first", b"next"], [b"first", b"given up", b"next"])
 
 
@@ -314,9 +315,9 @@ def test_lost_records_are_detected_after_new_appends(forgetful, opened):
         store.read(2, 10)
 
 
-def test_reader_one_snapshot_behind_continues_and_reader_two_behind_loads_snapshot(server, opened):
+def test_slow_reader_can_continue_after_one_snapshot_but_must_load_state_after_two(server, opened):
     ahead, behind = opened(server.url), opened(server.url)
-    for number in range(1, 10):  # one commit for each record, because only whole commits are dropped
+    for number in range(1, 10):  # Commit each record alone, because a snapshot drops only whole commits.
         append(ahead, b"%d" % number)
     assert len(behind.read(0, 4)) == 4
     ahead.snapshot(6, b"six").result(DEADLINE)
@@ -351,7 +352,7 @@ def test_server_that_evicts_data_is_refused(tmp_path):
         open_store(server.url)
 
 
-def test_other_format_and_foreign_keys_are_refused(server):
+def test_data_in_unknown_format_and_keys_of_other_programs_are_refused(server):
     with redis.Redis.from_url(server.url) as client:
         client.hset("rlframe:trajectories:meta", "format", "7")
         with pytest.raises(StoreError, match="format b'7'"):

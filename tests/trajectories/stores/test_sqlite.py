@@ -45,7 +45,7 @@ def start(*arguments):
 
 
 class WriterOutput:
-    """The output of a `killed_writer` before it was killed."""
+    """The parsed output of a `killed_writer` process until the test killed it."""
 
     def __init__(self, lines):
         words = [line.split() for line in lines]
@@ -74,7 +74,7 @@ def write_and_kill(url, round_, delay, once_it_appends):
 
 
 @pytest.mark.parametrize("option", ["", pytest.param("?sync=off", marks=pytest.mark.system)])
-def test_acknowledged_records_survive_kill_9_once_and_in_order(path, opened, option):
+def test_acknowledged_records_are_stored_once_and_in_order_after_kill_9(path, opened, option):
     acknowledged, deleted, before = {}, set(), 0
     for round_ in range(5):
         delay = random.uniform(0.02, 0.6)
@@ -82,20 +82,20 @@ def test_acknowledged_records_survive_kill_9_once_and_in_order(path, opened, opt
         acknowledged.update(output.appended)
         deleted |= output.deleted
         store = opened(option)
-        # The whole log is the snapshot's state and the records after the snapshot.
+        # The snapshot's state and the records after the snapshot are together the whole log.
         snapshot, state = store.load() or (0, b"[]")
         log = dict(enumerate((record.encode() for record in json.loads(state)), start=1))
         assert snapshot >= output.snapshot and len(log) == snapshot
         log.update(store.read(snapshot, 1_000_000))
         assert sorted(log) == list(range(1, len(log) + 1))
         assert {position: log.get(position) for position in acknowledged} == acknowledged
-        # Each thread has at most one append that was not acknowledged.
+        # The kill can leave one append of each thread without an acknowledgment.
         for thread in range(THREADS):
             prefix = b"%d.%d." % (round_, thread)
             written = [record for position, record in log.items() if position > before and record.startswith(prefix)]
             assert written == [prefix + b"%d" % number for number in range(len(written))]
             assert len(written) <= sum(record.startswith(prefix) for record in output.appended.values()) + 1
-        assert len(log) - before <= len(output.appended) + THREADS  # at most one more record of each thread
+        assert len(log) - before <= len(output.appended) + THREADS  # each thread has at most one unacknowledged record
         before = len(log)
         held = store.payload_positions()
         assert set(log) - deleted <= set(held)
@@ -134,7 +134,7 @@ def test_second_owner_is_refused_until_first_is_dead(path, opened):
     assert store.read(0, 10) == [(1, b"a")]
     with pytest.raises(StoreError, match=f"this process .{os.getpid()}."):
         opened()
-    assert store.append(b"b").result(DEADLINE) == 2  # the refused owner changed nothing
+    assert store.append(b"b").result(DEADLINE) == 2  # The refused process has changed nothing.
 
 
 LIMITED = """
@@ -170,7 +170,7 @@ def test_payload_file_shrinks_when_much_of_the_file_is_free(path, opened):
     payloads = pathlib.Path(f"{path}-payloads")
     assert payloads.stat().st_size > 100_000_000
     store.delete_payloads(positions)
-    store.append(b"after").result(DEADLINE)  # the file shrinks with the next commit at the latest
+    store.append(b"after").result(DEADLINE)  # The store shortens the file not later than with this commit.
     assert payloads.stat().st_size < 1_000_000
 
 
@@ -187,7 +187,7 @@ def test_replaced_records_are_deleted_in_several_commits(path, opened):
     assert store.read(last - 1, 1) == [(last, b"11999")]
 
 
-def test_damaged_payload_is_none(path, opened, caplog):
+def test_store_returns_none_for_damaged_payload(path, opened, caplog):
     store = opened()
     for number in range(3):
         store.append(b"record", bytes([number]) * 10_000).result(DEADLINE)
@@ -212,7 +212,7 @@ def test_damaged_snapshot_raises_store_error(path, opened):
         opened().load()
 
 
-def test_other_file_is_refused(path, opened):
+def test_file_that_is_not_rlframe_store_is_refused(path, opened):
     path.write_bytes(b"something else, and long enough" * 1000)
     with pytest.raises(StoreError, match="not a SQLite database"):
         opened()
@@ -222,10 +222,10 @@ def test_other_file_is_refused(path, opened):
     database.close()
     with pytest.raises(StoreError, match="the database of another program"):
         opened()
-    assert os.listdir(path.parent) == [path.name]  # the payload file was deleted
+    assert os.listdir(path.parent) == [path.name]  # The refused store has deleted its new payload file.
 
 
-def test_other_format_is_refused(path, opened):
+def test_store_with_unknown_format_is_refused(path, opened):
     opened().close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 7")
@@ -262,7 +262,7 @@ def test_unwritable_path_is_refused(tmp_path):
 def test_store_refuses_appends_after_disk_failure(path, opened):
     store = opened()
     store.append(b"a").result(DEADLINE)
-    os.close(store._file._fd)  # makes later writes fail
+    os.close(store._file._fd)  # Later writes fail, because the file is closed.
     with pytest.raises(StoreError, match=r"failed, and accepts nothing more: .*Bad file descriptor"):
         store.append(b"b", b"payload").result(DEADLINE)
     with pytest.raises(StoreError, match="failed"):
