@@ -241,7 +241,7 @@ def test_sweep_ends_with_an_error_if_its_first_trial_fails(sweep, tmp_path):
     vary = ["--vary", "normalize-observations=True,false", "--vary", "learning-rate=1,1e-3"]
     code, said, err = sweep(*vary, "--run-dir", str(folder))
     assert code == 1 and said is None
-    assert "Trial 0 failed, and no trial has succeeded before: seed 1 ended with exit code 1; see " in err
+    assert "Trial 0 failed, and no earlier trial succeeded: seed 1 ended with exit code 1; see " in err
     assert err.endswith("rlframe: The loss was not finite.\n") and not (folder / "trial-1").exists()
     code, said, err = sweep("--resume", "--run-dir", str(folder))
     assert code == 0 and [row["trial"] for row in said["trials"]] == [1, 3, 0, 2]

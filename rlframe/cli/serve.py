@@ -14,10 +14,10 @@ from rlframe.errors import UsageError, suggest
 from rlframe.http.config import ServiceConfig
 from rlframe.trajectories.config import Settings
 
-# Service -> its description in the help.
+# maps each service to the description that the help shows
 SERVICES = {
-    "trajectories": "groups of sequences from environments, in batches for trainers",
-    "policy": "a language model behind the OpenAI API, with the latest weights of its learner",
+    "trajectories": "collect groups of sequences from environments, and return them to trainers in batches",
+    "policy": "answer requests to the OpenAI API with a language model that follows the weights of a learner",
 }
 _TRAJECTORIES = (
     "Serve trajectories: environments send groups of sequences over HTTP, and trainers pull batches of them. "
@@ -33,11 +33,11 @@ _POLICY = (
 
 @dataclasses.dataclass(frozen=True)
 class ServiceOptions(CommandOptions, ServiceConfig):
-    """Options of both services."""
+    """Options that all services have."""
 
     # allow requests from other machines without a token: anybody who can reach the service has full access
     no_token: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    # host name that clients use for the service, in addition to localhost and IP addresses; only without a token
+    # host name of the service in clients' URLs; localhost and IP addresses always work; only needed without a token
     allowed_hosts: Annotated[tuple[str, ...], tyro.conf.arg(name="allowed-host"), tyro.conf.UseAppendAction] = ()
 
 

@@ -25,7 +25,7 @@ from rlframe.metrics.terminal import console, table
 PROG = "rlframe status"
 DESCRIPTION = "Show the state, progress and processes of a run."
 _OVER = ("CLOSED", "FAILED")
-_STATES = {  # texts for users
+_STATES = {  # maps each state of a run to the text that users see
     "INIT": "starting",
     "CONNECTING": "starting",
     "WAITING": "starting (waiting for a learner)",
@@ -38,7 +38,7 @@ _STATES = {  # texts for users
 }
 ReadStatus = Callable[[], dict[str, Any]]
 
-_AWAY = 60.0  # seconds that --watch waits for an HTTP service that does not answer
+_AWAY = 60.0  # seconds that --watch keeps trying to reach an HTTP service
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _status_reader(options: StatusOptions, run_dir: str, opened: contextlib.ExitStack) -> ReadStatus:
-    """Return a function that reads the status of the run in a directory, from its coordinator or from its files."""
+    """Return a function that reads a run's status: from the coordinator if it can be reached, else from files."""
     from rlframe.programs.run_dir.lock import holder_of
 
     directory = pathlib.Path(run_dir)

@@ -3,9 +3,10 @@
 `rlframe sweep --vary learning-rate=1e-4..1e-2:log --vary num-envs=8,16 --trials 20 --agent dqn`, step by step:
 
 1. `train_options.py: read_arguments` returns the experiment that all trials share, and the `SweepOptions`.
-2. `with_defaults` fills in defaults, or with `--resume` the saved options of the sweep.
-3. `read_varied_options` parses each `--vary` to a `VariedOption`: `VariedOption("num-envs", ("8", "16"))`. To raise
-   errors before any run, it also creates an experiment with the first value of each option, then with the second, ...
+2. `with_defaults` fills in the defaults. With `--resume`, it fills in the saved options of the sweep.
+3. `read_varied_options` parses each `--vary` to a `VariedOption`: `VariedOption("num-envs", ("8", "16"))`. To find
+   invalid values before any run, it also creates an experiment with the first value of each option, then with the
+   second value of each option, and so on.
 4. Each trial chooses values, such as `{"learning-rate": "0.0003", "num-envs": "8"}`. `experiment_with` creates its
    experiment.
 """
@@ -47,37 +48,39 @@ _MALFORMED_RANGE = re.compile(rf"(?:{_NUMBER})?\.\.(?:{_NUMBER})?(?::\w*)?|{_NUM
 
 @dataclasses.dataclass(frozen=True)
 class SweepOptions(TrainOptions):
-    """Options of `rlframe sweep`, except those of the experiment."""
+    """Options of `rlframe sweep`, without the options of the experiment."""
 
     seeds: Union[str, None] = None  # seeds of each trial, such as 1-3 or 1,2,7; None means only the seed of --seed
     at_once: int = 1  # number of runs at a time
     resume: bool = False  # continue the sweep in --run-dir; only --trials, --sampler and --at-once may change
     take_over: bool = False  # with --resume: end the process that runs the sweep in --run-dir, and continue it here
-    # an option of `rlframe train` and its values; repeat --vary for more options. num-epochs=1..8: a range;
+    # an option of `rlframe train` and its values; repeat --vary to add options. num-epochs=1..8: a range;
     # learning-rate=1e-4..1e-2:log: a range with log-uniform sampling; gae-lambda=0.9,0.95,0.98: a list;
     # "network.hidden=64,64 64": a list for an option of several words (with --network mlp)
     vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUES")] = ()
-    trials: Union[int, None] = None  # total number of trials; None means all combinations, if no option has a range
-    # how to choose values. tpe: near good trials, after ten random ones; random: at random; grid: all combinations;
+    trials: Union[int, None] = (
+        None  # total number of trials; None means all combinations, which needs lists instead of ranges
+    )
+    # how to choose values. tpe: ten random trials, then near good trials; random: at random; grid: all combinations;
     # auto: grid without --trials, otherwise tpe
     sampler: Literal["auto", "tpe", "random", "grid"] = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
 class VariedOption:
-    """An option and its values, as text for the command line."""
+    """An option that varies between trials, and its values, as text for the command line."""
 
     name: str  # such as `learning-rate`, without leading dashes
     values: tuple[str, ...]  # the list of values, or the lowest and highest value of a range
     is_range: bool = False
     log: bool = False  # log-uniform sampling
-    whole: bool = False  # whether the range contains only integers; see `with_range_type`
+    whole: bool = False  # whether the range contains only integers; set by `with_range_type`
 
     def with_range_type(self, experiment: Experiment) -> VariedOption:
-        """Return a copy whose range has only integers if the option is an int in `experiment`.
+        """Return a copy. If the option is an int in `experiment`, the copy's range contains only integers.
 
         Raises:
-            UsageError: the option has a range but is not a number, or is a switch with values other than True, False.
+            UsageError: the option has a range but is not a number, or it is a switch with a value that is not a bool.
         """
         value = option_value(experiment, self.name)
         if isinstance(value, bool) and not {text.lower() for text in self.values} <= {"true", "false"}:
@@ -89,7 +92,7 @@ class VariedOption:
         return dataclasses.replace(self, whole=isinstance(value, int))
 
     def suggest(self, trial: Any) -> str:
-        """Return the option's value in an Optuna trial. The first call for a trial chooses the value."""
+        """Return the option's value in an Optuna trial. The first call in a trial chooses the value."""
         if not self.is_range:
             return trial.suggest_categorical(self.name, self.values)
         suggest, number = (trial.suggest_int, int) if self.whole else (trial.suggest_float, float)
@@ -107,7 +110,7 @@ def parse_varied_option(text: str) -> VariedOption:
     """Parse `learning-rate=1e-4..1e-2:log`, `num-epochs=1..8` or `gae-lambda=0.9,0.95`.
 
     Raises:
-        UsageError: the text has another format, or the first number of a range is not below the second.
+        UsageError: the text has a different format, or the first number of a range is not below the second.
     """
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("_", "-")
@@ -127,7 +130,7 @@ def with_defaults(experiment: Experiment, options: SweepOptions, directory: RunD
     """Return the options with defaults filled in. A resumed sweep keeps its saved options.
 
     Raises:
-        UsageError: the directory contains no sweep, or a sweep with other options.
+        UsageError: with `--resume`, if the directory contains no sweep or a sweep with different options.
     """
     if not options.resume:
         return dataclasses.replace(options, seeds=options.seeds or str(experiment.seed))
@@ -174,7 +177,7 @@ def read_varied_options(arguments: list[str], experiment: Experiment, options: S
 
 
 def experiment_with(arguments: list[str], options: dict[str, str]) -> Experiment:
-    """Append these options to the arguments of the command line. Parse all arguments to an experiment."""
+    """Append options to the arguments of the command line. Return the experiment that the result describes."""
     changed = [argument for name, value in options.items() for argument in _as_arguments(name, value)]
     return read_arguments([*arguments, *changed], SweepOptions, PROG, DESCRIPTION)[0]
 

@@ -1,9 +1,9 @@
 """The options of `rlframe train`: options of the session, the experiment, the agent's config and the network's config.
 
-A few options determine the other options. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
+A few options determine which other options exist. `--agent dqn --head categorical --head.num-atoms 21`, step by step:
 
 1. `EarlyOptions.read` finds `--agent`, `--env`, `--network`, `--head` and a few others in the raw arguments.
-2. `_defaults` returns an experiment with these names and with the values of the preset for it.
+2. `_defaults` returns an experiment with this agent, environment, network and head, and with the values of its preset.
 3. `_tyro_defaults` creates a dataclass for tyro. Its fields are the groups of options: the experiment, the session, the
    agent's config (here with a categorical `head`) and the network's config. `_flat_options_class` joins the options of
    the experiment and of all topologies, so `--num-actors` exists for every topology.
@@ -49,15 +49,15 @@ DESCRIPTION = (
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(CommandOptions, SessionOptions):
-    """Options of a session, and options that only the command line has."""
+    """Options of a session, plus options that exist only on the command line."""
 
-    # Seeds such as 1-5 or 1,2,7: one run each, in RUN_DIR/seed-N.
+    # Seeds such as 1-5 or 1,2,7. Each seed is one run, in RUN_DIR/seed-N.
     seeds: Union[str, None] = option(None, multi_run="command")
     at_once: int = option(1, multi_run="command")  # With --seeds: number of runs at a time.
     json: bool = option(False, multi_run="command")  # Print the result as one JSON object in the last line.
 
 
-# The groups of `--help`, and the options in each, in this order. "*" stands for all other options: those of the agent.
+# The groups of options in `--help`, in order. "*" stands for all options that no group lists: the agent's options.
 HELP_GROUPS = {
     "Run": (
         *("steps", "seed", "seeds", "at_once", "preset", "config", "run_dir", "resume", "resume_from", "take_over"),
@@ -93,7 +93,7 @@ class TopologyOption:
 
 @dataclasses.dataclass(frozen=True)
 class EarlyOptions:
-    """The options that determine the other options. They are read before the arguments are parsed."""
+    """The options that determine which other options exist. They are read before the arguments are parsed."""
 
     agent: Union[str, None]
     env: Union[str, None]
@@ -122,14 +122,14 @@ def read_arguments(
     prog: str = PROG,
     description: str = DESCRIPTION,
 ) -> tuple[Experiment, TrainOptions, Preset | None]:
-    """Parse the command line to an experiment, the options of a session, and the preset in use, if any.
+    """Parse the command line. Return an experiment, the options of a session, and the preset (None without a preset).
 
-    The agent and the network determine which options exist. The preset determines the defaults. So these few options
-    are read first.
+    The agent and the network determine which options exist. The preset determines the defaults. So `--agent`,
+    `--network` and `--preset` are read first.
 
     Args:
         arguments: arguments after the name of the command.
-        options_cls: class of the options that do not belong to the experiment.
+        options_cls: class of the options that are not part of the experiment.
         prog, description: name and description of the command, as for `parse`.
     """
     here = pathlib.Path.cwd()  # user code, which runs later, may change the working directory
@@ -155,7 +155,7 @@ def read_arguments(
 def _format_help(
     defaults: Experiment, early: EarlyOptions, fields: Sequence[OptionField], prog: str, description: str, width: int
 ) -> str:
-    """Return the help of the options that the topology uses, in groups.
+    """Return the text for `--help`: in groups, the options that the topology uses.
 
     Options whose comment starts with "Internal:" are not shown, because the program sets them.
     """
@@ -175,10 +175,10 @@ def _field_name(field: OptionField) -> str:
 
 
 def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
-    """Return the defaults of the command line, from a saved experiment or from the given agent and environment.
+    """Return the default experiment of the command line, from a saved run or from the given agent and environment.
 
-    The given network and the given choices in the agent's config (such as a head) are applied, because they have
-    options too.
+    It contains the given network and the given choices in the agent's config (such as a head), because a network or a
+    head has options with defaults, too.
     """
     defaults, preset = base_experiment(early.agent, early.env, early.session, early.network)
     choosers = [name for name, hint in hints_of(type(defaults.agent_config)).items() if choices_of(hint)]
@@ -189,10 +189,10 @@ def _defaults(early: EarlyOptions) -> tuple[Experiment, Preset | None]:
 
 
 def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict[str, Any]:
-    """Return the experiment's options that the arguments contain, by name, for `change_options`. Leave out the agent.
+    """Return {name: value} of the experiment's options that the user gave, except `--agent`. For `change_options`.
 
-    Options that are given with their default value are returned too: `--num-actors 2` requires two actors, even if
-    there are too few environments.
+    An option is also returned if the user gave its default value: `--num-actors 2` requires two actors, even if there
+    are too few environments.
     """
     before, now = _options_of_experiment(tyro_defaults), _options_of_experiment(parsed)
     given = {name: value for name, value in now.items() if value != before[name] or name in early.texts}
@@ -201,12 +201,12 @@ def _given_options(tyro_defaults: Any, parsed: Any, early: EarlyOptions) -> dict
 
 
 def _options_of_experiment(options: Any) -> dict[str, Any]:
-    """Return the values of all options by name, except the session's options."""
+    """Return {name: value} of all options, except the session's options."""
     return all_option_values(vars(options.experiment), options.agent_config, getattr(options, "network_config", None))
 
 
 def _where_is(agent: str, option: str) -> str:
-    """Call `describe_option_owner` for an option in the format of the command line: `--x-y`."""
+    """Call `describe_option_owner` for an option that is written as on the command line: `--x-y`."""
     return describe_option_owner(agent, option.removeprefix("--").replace("-", "_").removeprefix("no_"), "--{} {}")
 
 

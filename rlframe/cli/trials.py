@@ -4,7 +4,7 @@ With `--vary learning-rate=1e-4..1e-2:log --trials 2 --seeds 1-2`, `multi_run.py
 
     next_run()              # `Study.begin` chooses the learning rate of trial 0. Returns its run with seed 1
     next_run()              # returns the run with seed 2
-    ended(first), ended(second)     # after the second run, `Study.complete` records both returns: trial 0 is done
+    ended(first), ended(second)     # after the second run, `Study.complete` records the two returns: trial 0 is done
     next_run()              # begins trial 1
     ...
     next_run()              # None: no trials are left
@@ -64,14 +64,14 @@ class Study:
         self._unfinished = self.trials("RUNNING")
 
     def trials(self, state: str) -> list[Any]:
-        """Return Optuna's trials in a state: RUNNING, WAITING, COMPLETE or FAIL."""
+        """Return all trials in the given state, which is RUNNING, WAITING, COMPLETE or FAIL."""
         return [trial for trial in self._study.trials if trial.state.name == state]
 
     def begin(self) -> Any:
-        """Return an unfinished trial of a killed sweep, or else a new trial. Return None if no trials are left."""
+        """Return an Optuna trial: first each unfinished trial of a killed sweep, then new trials, at the end None."""
         count = len(self._study.trials)
-        # Create a sampler for each trial, and seed it with the number of trials. Then a resumed sweep continues the
-        # sequence of an uninterrupted sweep. With one sampler, it would draw the first values again.
+        # Each trial has its own sampler, seeded with the number of earlier trials. So a resumed sweep draws the same
+        # values as an uninterrupted sweep. A single sampler would draw the first values again after a restart.
         seed = int(np.random.SeedSequence([self._seed, count]).generate_state(1)[0])
         samplers = self._optuna.samplers
         is_random = self._options.sampler == "random"
@@ -93,7 +93,7 @@ class Study:
         trial.set_user_attr("failed", why)
         self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
         if not self.trials("COMPLETE"):
-            raise RlframeError(f"Trial {trial.number} failed, and no trial has succeeded before: {why}")
+            raise RlframeError(f"Trial {trial.number} failed, and no earlier trial succeeded: {why}")
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ class _Trial:
 
 
 class Trials:
-    """The runs of all trials of a sweep. Computes the value of each trial from the returns of its runs.
+    """The runs of a sweep's trials. The value of a trial is computed from the returns of its runs.
 
     Args:
         study: chooses the values of each trial.
@@ -133,7 +133,7 @@ class Trials:
         self._in_progress: list[_Trial] = []
 
     def next_run(self) -> SeedRun | None:
-        """Return the next run of a trial in progress or of a new trial. Return None if no runs are left."""
+        """Return the next run to start, from a trial in progress or from a new trial. None if no runs are left."""
         while True:
             for trial in self._in_progress:
                 if trial.waiting:

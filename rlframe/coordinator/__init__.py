@@ -6,14 +6,14 @@ The objects, by process:
 
 - The coordinator's process. `Coordinator` runs a loop: it collects events (a worker replied, the operator listed its
   workers, time passed), passes them to the state machine in `core`, writes the journal, and carries out the effects.
-  Three helpers carry out effects: `WorkerCalls` calls workers, `OperatorThread` requests workers, `ReplayThread` draws
-  batches and pins versions. A `Commander` chooses the tasks and decides when the job is over; `TrainOne` is the
-  default. `Scaling` chooses the number of collectors.
+  Three helpers carry out effects: `WorkerCalls` calls workers, `OperatorThread` sets the number of workers, and
+  `ReplayThread` draws batches and pins versions. A `Commander` chooses the tasks and decides when the job is over. The
+  default is `TrainOne`. `Scaling` chooses the number of collectors.
 - The launcher's process. An operator (`operators`) keeps the requested number of workers running. The `ParamStore`
   holds the newest parameters. Both survive the death of a coordinator; the next coordinator reads the journal.
 - Worker processes (`workers`). A `LearnerWorker` learns, a `CollectorWorker` collects, an `EvaluatorWorker` evaluates.
   Each replies to calls at once, and does its work in a separate thread (`TaskWorker`).
-- The control (`control`). An HTTP service through which people see the status, and scale, pause or stop the job.
+- The control API (`control`). An HTTP service that shows the status of the job, and can scale, pause or stop the job.
 
 Terms. A job is one session of `rlframe train`. It consists of tasks, and each task has a kind. A worker has a role, and
 works on tasks of one kind:
@@ -21,7 +21,7 @@ works on tasks of one kind:
     role         kind of task    works with                   command-line options
     learner      `learn`         a `Learner`
     collector    `collect`       an `Actor`                   `--num-actors`, `--min-actors`, `--max-actors`
-    evaluator    `evaluate`      an `Evaluator`, no buffer    `--eval-every`, `--eval-episodes`
+    evaluator    `evaluate`      an `Evaluator`               `--eval-every`, `--eval-episodes`
 
 An incarnation is one process of a worker; an attempt is one try at a task. Both are counted from 0. An event is an
 input of the core (a worker replied); an effect is an output of the core (call a worker). A note is a log line for
@@ -30,9 +30,9 @@ people. The journal keeps the notes; `Coordinator.events` and `/events` return t
 `messages.py` defines the messages between coordinator and workers. `states.py` defines the states of jobs, tasks and
 workers. Steps and parameters never pass through the coordinator.
 
-One round: the core emits `Send("collector/0", "get_data")`. `WorkerCalls` calls the worker, which collects for 0.1 s
-and replies with `Collected`. The core receives the event `Replied`, counts the steps, and emits the next `Send`. The
-docstring of `rlframe.coordinator.core` has a longer example.
+Example of one call: the core emits `Send("collector/0", "get_data")`. `WorkerCalls` calls the worker, which collects
+steps for 0.1 s and replies with `Collected`. The core receives the event `Replied`, counts the steps, and emits the
+next `Send`. The docstring of `rlframe.coordinator.core` has a longer example.
 """
 
 from __future__ import annotations

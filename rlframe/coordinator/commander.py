@@ -26,7 +26,7 @@ class Commander(Protocol):
     """Chooses the workers' tasks. The coordinator calls it after each reply of a worker, and for each idle worker."""
 
     def task(self, role: Role, index: int, view: View) -> StartTask | None:
-        """Return the task of worker `index` of a role, or None if the worker gets no task. Not called for evaluators.
+        """Return the task for worker number `index` of a role, or None for no task. Not called for evaluators.
 
         If the task differs from the worker's current task, the worker closes the current task and starts the new one.
         A start is slow, so change tasks rarely. A learner saves a checkpoint when it closes a task, and continues from
@@ -34,13 +34,13 @@ class Commander(Protocol):
         """
 
     def evaluation(self, view: View) -> str | None:
-        """Return the policy whose newest version must be evaluated now, or None if no evaluation is due."""
+        """Return the id of the policy to evaluate now, or None if no evaluation is due."""
 
     def stop(self, view: View) -> StopReason | None:
-        """Return the reason to end the job, or None to continue. Not called again once a reason was returned."""
+        """Return the reason to end the job, or None to continue. After the first reason, this is not called again."""
 
     def final_policy(self) -> str:
-        """Return the policy to evaluate at the end of the job."""
+        """Return the id of the policy to evaluate at the end of the job."""
 
 
 @dataclasses.dataclass(frozen=True)

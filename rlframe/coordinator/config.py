@@ -17,16 +17,16 @@ class Limits:
     ping_every: float = 3.0
     suspect_after: float = 9.0  # silence after which a worker is SUSPECT
     lost_after: float = 17.0  # silence after which a worker is LOST
-    lost_after_starting: float = 60.0  # the same while a task starts, because compilation may block replies
+    lost_after_starting: float = 60.0  # `lost_after` while a task starts, because compilation can block replies
     starting_deadline: float = 300.0  # time for a worker to appear and to reply to its first ping
-    progress_deadline: float = 120.0  # time for a save before an evaluation, and before failed draws end the job
+    progress_deadline: float = 120.0  # time to save before an evaluation; time of failed draws that ends the job
     close_deadline: float = 60.0  # time to close all tasks at the job's end, including the last checkpoint
     evaluation_deadline: float = 1800.0  # time for the last evaluation
-    healthy_after: float = 60.0  # time of successful work that resets a task's failure count
-    max_failures: int = 3  # maximum consecutive failures of a task, and of a worker's starts
-    retry_after: float = 0.2  # delay before a call without a reply is repeated
-    grant: int = 32  # maximum number of batches in one call of a learner
-    slice: float = 0.1  # collecting time of one call of a collector
+    healthy_after: float = 60.0  # if a task has run for this time, its failure count is reset
+    max_failures: int = 3  # maximum number of consecutive failures of a task, or of consecutive failed worker starts
+    retry_after: float = 0.2  # delay before a call is repeated that got no reply
+    grant: int = 32  # maximum number of batches that the learner trains on in one call
+    slice: float = 0.1  # time that a collector collects in one call
     row_every: int = 1000  # environment steps between two rows of the metrics
 
     def __post_init__(self) -> None:
@@ -44,16 +44,16 @@ class CoordinatorConfig:
     """Configuration of a coordinator and its job."""
 
     path: str  # directory of the journal
-    job_id: str = ""  # id of the job; the journal of another job is not continued
-    counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # counts of earlier sessions of the run
+    job_id: str = ""  # id of the job; a journal with another id is not continued
+    counts_before: ActorCounts = dataclasses.field(default_factory=ActorCounts)  # totals of the run's earlier sessions
     min_collectors: int = 1
     max_collectors: int = 8
     collectors: int = 0  # number of collectors at the start; 0 means `min_collectors`
-    cores: int | None = None  # upper bound of automatic scaling; None means this machine's number of cores
-    mean_staleness: float | None = None  # maximum in versions before scaling removes collectors
-    stop_within: float = 6.0  # seconds for tasks to close when the program ends
+    cores: int | None = None  # maximum number of collectors for automatic scaling; None means this machine's cores
+    mean_staleness: float | None = None  # mean staleness in versions above which scaling removes collectors
+    stop_within: float = 6.0  # seconds that tasks have to close when the program ends
     evaluates: bool = True  # evaluate the last version at the end of the job
-    run_info: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir and until, for the status
+    run_info: dict[str, Any] = dataclasses.field(default_factory=dict)  # agent, env, run_dir and until; status shows it
     limits: Limits = dataclasses.field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class CoordinatorConfig:
             )
 
     def check_count(self, role: str, n: Any) -> None:
-        """Raise `UsageError` if the role does not exist, or if `n` is out of its bounds."""
+        """Raise `UsageError` if the role does not exist, or if the role cannot have `n` workers."""
         if role not in ROLES:
             raise UsageError(f"There is no role {role!r}; the roles are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
         least, most = (self.min_collectors, self.max_collectors) if role == "collector" else (1, 1)
@@ -82,10 +82,10 @@ class JobRecorder(Protocol):
     """A writer of a run's metrics. The coordinator's thread calls it."""
 
     def begin(self, counts: ActorCounts) -> None:
-        """Start a new or resumed job at these counts. Drop the rows of later steps."""
+        """Start or resume a job at these counts. Drop the metrics rows of later steps."""
 
     def write(self, env_steps: int, row: dict[str, Any], counts: ActorCounts) -> None:
-        """Write a row and the counts of the collectors."""
+        """Write a row of metrics and the collectors' counts."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the result: the job's status, `failed`, `reason`, and the evaluation (or None)."""

@@ -1,4 +1,4 @@
-"""Two small environments derived from atroposlib's BaseEnv. The Python with atroposlib runs them in `serve` mode.
+"""Two small environments derived from atroposlib's BaseEnv. A Python with atroposlib runs this file in `serve` mode.
 
 A question is two digits. The score of an answer is 1 if the answer is the sum of the digits.
 """
@@ -14,7 +14,7 @@ from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 
 class Sums(BaseEnv):
-    """An environment that collects single trajectories. BaseEnv groups the trajectories, as by default."""
+    """An environment that collects single trajectories. The default code of BaseEnv groups the trajectories."""
 
     name = "sums"
 
@@ -69,7 +69,7 @@ class PairsOfSums(Sums):
 
 
 def resolve(name, address):
-    """Make Python resolve a host name to an address, as it would in a container's network."""
+    """Make Python resolve a host name to the given address, as the DNS of a container network would."""
     ask = socket.getaddrinfo
     socket.getaddrinfo = lambda host, *how, **more: ask(address if host == name else host, *how, **more)
 

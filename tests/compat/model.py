@@ -1,4 +1,4 @@
-"""A simulated model for environments: an OpenAI-compatible endpoint that answers with digits, and a tokenizer."""
+"""A fake model for environments: an OpenAI-compatible endpoint that answers with digits, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def completions() -> Iterator[str]:
 
 
 def write_tokenizer(folder: pathlib.Path) -> pathlib.Path:
-    """Write files from which `AutoTokenizer` loads a tokenizer. Its tokens are the numbers up to 18 and a few words."""
+    """Write a tokenizer that `AutoTokenizer` can load. Its tokens are the numbers up to 18 and a few words."""
     folder.mkdir()
     words = ["<unk>", "<eos>", "user", "assistant", "+", *map(str, range(19))]
     vocabulary = {word: number for number, word in enumerate(words)}

@@ -1,6 +1,7 @@
-"""Send the events of queues to atroposlib's server. Read the queues as JSON from stdin, and print the answers.
+"""Replay lists of events on atroposlib's server. Read the lists as JSON from stdin, and print the server's answers.
 
-The Python with atroposlib runs this program. A queue is {"batch_size", "events"}, made in `test_random_queues.py`.
+A Python with atroposlib runs this program. `test_random_queues.py` creates the input: a list of queues. Each queue is a
+dict with the keys "batch_size" and "events".
 """
 
 import asyncio

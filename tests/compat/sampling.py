@@ -1,6 +1,6 @@
-"""Sample with atroposlib's server classes. The Python with atroposlib runs this program, which prints a JSON object.
+"""Sample completions with atroposlib's server classes, and print them as a JSON object.
 
-Arguments: type of the server, URL of the server, folder of the tokenizer.
+A Python with atroposlib runs this program. Its arguments are the type and URL of the server and the tokenizer's folder.
 """
 
 import asyncio

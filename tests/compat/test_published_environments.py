@@ -1,4 +1,4 @@
-"""Environments on atroposlib's unchanged BaseEnv, in `serve` mode, send groups to our service.
+"""Test that environments with atroposlib's unchanged BaseEnv, in `serve` mode, can send groups to our service.
 
 `make test-compat` installs the Python environment for these tests: `atroposlib` 0.4.0 and its dependencies.
 """
@@ -33,11 +33,11 @@ KEYS = {
 
 
 class Trainer:
-    """A trainer with the requests of existing trainers: it registers, then polls `/batch` until the batch is not null.
+    """A client that sends the requests of a real trainer: it registers, then polls `/batch` until it receives a batch.
 
     Args:
         url: URL of the service.
-        host: Value of the `Host` header. None means the host of the URL.
+        host: Value of the `Host` header. None means the host in the URL.
     """
 
     def __init__(self, url: str, host: str | None = None) -> None:
@@ -61,7 +61,7 @@ class Trainer:
         """Return the next batch. Check that the batch is exactly full, and that its items have all keys."""
         end = time.monotonic() + DEADLINE
         while (batch := self._poll()) is None:
-            assert time.monotonic() < end, "no batch came"
+            assert time.monotonic() < end, "no batch arrived in time"
             time.sleep(0.02)
         return batch
 
@@ -69,7 +69,7 @@ class Trainer:
         """Yield batches while the process of the environment runs."""
         end = time.monotonic() + DEADLINE
         while environment.process.poll() is None:
-            assert time.monotonic() < end, "the environment does not end"
+            assert time.monotonic() < end, "the environment's process did not exit in time"
             if (batch := self._poll()) is not None:
                 yield batch
             time.sleep(0.02)
@@ -94,7 +94,7 @@ class Trainer:
 
 
 class Environment:
-    """The process of an environment, with the log of this process."""
+    """A process that runs an environment and writes a log."""
 
     def __init__(
         self, name: str, folder: pathlib.Path, url: str, model: str, variables: dict[str, str], **options: Any
@@ -121,7 +121,7 @@ class Environment:
 
     @property
     def looks(self) -> list[int]:
-        """The `queue_size` in each answer to /status-env."""
+        """The `queue_size` in each response of /status-env that the environment has logged."""
         return [int(size) for size in re.findall(r"Status dict: .*'queue_size': (\d+)", self.log)]
 
     def wait_until(self, true: Callable[[], Any]) -> None:
@@ -139,16 +139,16 @@ class Environment:
 
 @pytest.fixture
 def service(request, tmp_path) -> Iterator[ServiceProcess]:
-    """Run a service. Tests can parametrize its command-line arguments."""
+    """Run a service. A test can set the service's command-line arguments with `parametrize`."""
     if not PYTHON.exists():
-        pytest.fail(f"There is no {PYTHON}: `make test-compat` builds it, or RLFRAME_COMPAT_PYTHON names another.")
+        pytest.fail(f"There is no {PYTHON}: run `make test-compat`, or set RLFRAME_COMPAT_PYTHON to another Python.")
     with running_service(tmp_path, *getattr(request, "param", ())) as running:
         yield running
 
 
 @pytest.fixture
 def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
-    """Return a function that starts environments. Kill the environments after the test."""
+    """Return a function that starts an environment. Kill all started environments after the test."""
     write_tokenizer(tmp_path / "tokenizer")
     started: list[Environment] = []
 
@@ -164,7 +164,7 @@ def environment(tmp_path, service) -> Iterator[Callable[..., Environment]]:
 
 
 def check_tokens(item: dict[str, Any]) -> None:
-    """Check that the question is masked and the answer is not."""
+    """Check that the question's tokens are masked and that the answer's tokens are unmasked."""
     for tokens, mask in zip(item["tokens"], item["masks"]):
         assert len(tokens) == len(mask) == 8
         assert mask == [-100] * 6 + tokens[6:]
@@ -184,7 +184,7 @@ def test_environment_sends_groups_and_pauses_and_continues(service, environment)
             assert [message["role"] for message in item["messages"][0]] == ["user", "assistant"]
             assert item["advantages"] == [] and item["distill_token_ids"] is None
 
-    # The trainer stops pulling. The environment sends three batches (`max_batches_offpolicy`), and no more.
+    # The trainer stops pulling. The environment sends three batches (`max_batches_offpolicy`), then it waits.
     limit = 3 * BATCH_SIZE // 4
     sums.wait_until(lambda: sums.looks[-1] >= limit)
     full = trainer.queued
@@ -214,10 +214,7 @@ def test_environment_sends_groups_and_pauses_and_continues(service, environment)
 
 
 def test_two_environments_with_different_group_sizes_share_batches(service, environment):
-    """One environment has a minimum share of a quarter of each batch, and sends pairs in lists.
-
-    Both environments end after their last step.
-    """
+    """The first environment sends pairs of groups. At least a quarter of each batch must come from it."""
     trainer = Trainer(service.url)
     trainer.register()
     options = {"total_steps": 20, "ensure_scores_are_not_same": False}
@@ -236,8 +233,8 @@ def test_two_environments_with_different_group_sizes_share_batches(service, envi
             assert len(item["overrides"]) == 2 and len(item["group_overrides"]["question"]) == 2
         of_sums += sum(item["env_id"] == 1 for item in batch)
     assert of_sums > 0
-    # BaseEnv ends without a /disconnect-env. Batches wait for its minimum share until another client
-    # disconnects it, or for two minutes.
+    # The first environment has ended without calling /disconnect-env. The queue still reserves its share of each
+    # batch for two minutes, unless another client disconnects the environment.
     assert trainer.ask("POST", "/disconnect-env", {"env_id": 0}) == {"status": "success"}
     for _ in trainer.pull_while(sums):
         pass
@@ -248,7 +245,7 @@ def test_two_environments_with_different_group_sizes_share_batches(service, envi
 
 @pytest.mark.parametrize("service", [("--host", "0.0.0.0", "--no-token")], indirect=True)
 def test_environment_on_another_machine_finds_the_service_by_its_container_name(service, environment):
-    """The environment and the trainer send no token. The trainer begins with GET /reset_data, as some trainers do."""
+    """The environment and the trainer send no token. The trainer starts with GET /reset_data, like some trainers."""
     name, port = "rollout-server", service.url.rpartition(":")[2]
     assert "every client that reaches this service, from any machine" in service.log.read_text()
     trainer = Trainer(f"http://{outer_address()}:{port}", host=f"{name}:{port}")

@@ -1,4 +1,4 @@
-"""The unchanged server classes of the package atroposlib, and its `managed_server`, against `/generate`."""
+"""Test that the unchanged server classes of atroposlib and its `managed_server` can use our endpoint `/generate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compat
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang"])
-def test_managed_server_of_atroposlib_receives_the_tokens_of_the_model(server_type, tmp_path):
+def test_managed_server_of_atroposlib_returns_the_tokens_of_the_model(server_type, tmp_path):
     ByteTokenizer().save(tmp_path / "tokenizer")
     script = pathlib.Path(__file__).with_name("sampling.py")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -1,4 +1,6 @@
-"""Compare atroposlib's server and our queue on 300 random sequences of requests. docs/differences.md lists differences.
+"""Send 300 random sequences of requests to atroposlib's server and to our queue, and compare the answers.
+
+docs/differences.md lists the known differences.
 
 `make test-compat` installs atroposlib.
 """
@@ -24,7 +26,7 @@ PER_KIND = 75
 
 
 def random_queue(kind: str, seed: int) -> dict[str, Any]:
-    """Return registrations, groups and requests for batches in random order. Groups are numbered: `mark`."""
+    """Return a random sequence of registrations, groups and batch requests. `mark` is the number of a group."""
     source = random.Random(f"{kind} {seed}")
     size = source.choice([1, 2, 3, 4])
     batch_size = source.choice([4, 8, 12, 16])
@@ -51,7 +53,7 @@ def random_queue(kind: str, seed: int) -> dict[str, Any]:
 
 
 def shares(source: random.Random, kind: str, size: int, batch_size: int) -> float | None:
-    """Return a random minimum share of a batch. Three such shares, rounded up to whole groups, fit into a batch."""
+    """Return a random minimum share of a batch, so small that three environments with this share fit into a batch."""
     fitting = [
         minimum for minimum in (0.1, 0.25, 0.3) if -(-int(batch_size * minimum) // size) * size * 3 <= batch_size
     ]
@@ -59,7 +61,7 @@ def shares(source: random.Random, kind: str, size: int, batch_size: int) -> floa
 
 
 def play(queue: dict[str, Any]) -> list[Any]:
-    """Send the events of a queue to our `Queue`. Return its answers, in the format of `published_queues.play`."""
+    """Send the events to our `Queue`. Return its answers in the format of `published_queues.play`."""
     ours = Queue()
     ours.register({**SETTINGS, "batch_size": queue["batch_size"]}, "uuid", 0.0)
     ours.note_trainer()
@@ -90,9 +92,9 @@ PLAYED = {
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
-    """Return the queues of each kind, each with the answers of atroposlib's server."""
+    """Return kind -> list of (event sequence, answers of atroposlib's server)."""
     if not PYTHON.exists():
-        pytest.skip("make test-compat builds the environment that has atroposlib")
+        pytest.skip("atroposlib is not installed: `make test-compat` installs it")
     queues = [random_queue(kind, seed) for kind in KINDS for seed in range(PER_KIND)]
     command = [str(PYTHON), str(ROOT / "tests/compat/published_queues.py")]
     done = subprocess.run(command, input=json.dumps(queues), capture_output=True, text=True, timeout=120)
@@ -102,7 +104,7 @@ def published() -> dict[str, list[tuple[dict[str, Any], list[Any]]]]:
 
 
 def in_any_order(answer: Any) -> Any:
-    """Sort the groups in each batch of the answer to a "drain", because only our queue keeps the order of groups."""
+    """Sort the groups in each batch of a "drain" answer. atroposlib's server does not keep the order of groups."""
     return (
         [[sorted(batch) for batch in answer[0]], *answer[1:]]
         if isinstance(answer, list) and len(answer) == 3
@@ -111,8 +113,8 @@ def in_any_order(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["one size", "minimum shares"])
-def test_groups_of_one_size_are_batched_as_by_the_server_of_atroposlib(published, kind):
-    """The batches, the order of the batches, the steps, and the answers to groups are equal."""
+def test_groups_of_one_size_form_the_same_batches_on_the_server_of_atroposlib(published, kind):
+    """The queue and the server return equal batches in equal order, equal steps, and equal answers to each group."""
     formed = 0
     for queue, theirs in published[kind]:
         ours = play(queue)
@@ -121,8 +123,10 @@ def test_groups_of_one_size_are_batched_as_by_the_server_of_atroposlib(published
     assert formed > 100
 
 
-def test_undersized_groups_wait_as_in_the_server_of_atroposlib(published):
-    """Small groups are joined to a full group. atroposlib's server separates them again later. Our queue does not."""
+def test_undersized_groups_wait_in_a_buffer_like_on_the_server_of_atroposlib(published):
+    """Small groups wait until they fill a whole group. Later, atroposlib's server splits such a group; our queue keeps
+    it whole.
+    """
     buffered = 0
     for queue, theirs in published["undersized groups"]:
         ours = play(queue)
@@ -136,9 +140,9 @@ def test_undersized_groups_wait_as_in_the_server_of_atroposlib(published):
     assert buffered > 500
 
 
-def test_groups_of_mixed_sizes_fill_a_batch_at_least_as_early_and_stay_in_order(published):
-    """atroposlib's server joins groups to packs of the largest group size. Our batch is made of the oldest groups that
-    fill it exactly.
+def test_batches_of_mixed_group_sizes_are_ready_no_later_than_on_the_server_of_atroposlib(published):
+    """The groups of each environment stay in order. Our queue fills a batch with the oldest groups that fit exactly.
+    atroposlib's server first packs the groups into units of the largest group size.
     """
     earlier = 0
     for queue, theirs in published["mixed sizes"]:

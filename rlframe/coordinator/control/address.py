@@ -37,14 +37,15 @@ def control_file(run_dir: str | os.PathLike) -> pathlib.Path:
 
 
 def final_status_file(run_dir: str | os.PathLike) -> pathlib.Path:
-    """Return the path of a job's final status. The coordinator writes this file when the job is over."""
+    """Return the path of the file with a job's final status. The coordinator writes this file when the job is over."""
     return pathlib.Path(run_dir) / "coordinator" / "status.json"
 
 
 def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
     """Return the final status of a run that is over.
 
-    Return None if the file is missing or damaged, or if `control.json` is newer, because the run may have been resumed.
+    Return None if the file is missing or damaged. Also return None if `control.json` is newer: the run may have been
+    resumed.
     """
     try:
         status = json.loads(final_status_file(run_dir).read_text())
@@ -59,7 +60,7 @@ def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def make_token_file(run_dir: str | os.PathLike) -> str:
-    """Return the path of the run's token file. If it is missing, create it with a new token for this user only."""
+    """Return the path of the run's token file. If it is missing, create it with a new token. Only this user can read it."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
         write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)
@@ -76,7 +77,7 @@ def write_control(run_dir: str | os.PathLike, url: str, token_file: str | None) 
 
 
 def remove_control(run_dir: str | os.PathLike) -> None:
-    """Remove `control.json` if this process wrote it. Another program may use the port next."""
+    """Remove `control.json` if this process wrote it, because another program may use the port later."""
     with contextlib.suppress(UsageError):
         if read_control(run_dir).pid == os.getpid():
             control_file(run_dir).unlink(missing_ok=True)

@@ -23,12 +23,12 @@ from rlframe.http.bodies import answer
 from rlframe.http.config import check_access_is_restricted, read_token
 from rlframe.http.serving import ServerThread
 
-PAGE = pathlib.Path(__file__).with_name("page.html")  # reads /status and /events/stream
+PAGE = pathlib.Path(__file__).with_name("page.html")  # this web page reads /status and /events/stream
 _MAX_BODY = 1 << 20
 _MAX_CONNECTIONS = 256
-_CALL_DEADLINE = 2.0  # seconds for retries of a remote call; short, because `CoordinatorCalls` has deadlines too
+_CALL_DEADLINE = 2.0  # seconds for retries of a remote call; short, because `CoordinatorCalls` adds its own deadline
 _WITHOUT_TOKEN = ("/healthz",)
-_RETRY_AFTER = 1  # seconds; sent in the header of a 503 response
+_RETRY_AFTER = 1  # seconds in the header Retry-After of a 503 response
 _TYPES = {
     400: "bad_request",
     401: "unauthorized",
@@ -74,12 +74,12 @@ def serve_control(
         target: A Coordinator, or a handle to one. The coordinator may restart during the block.
         host: Address to listen on.
         port: Port to listen on; 0 chooses a free port.
-        token_file: File with the token that requests must carry. None means no token; then only a loopback address
-            is allowed.
+        token_file: File with the token that requests must send. None means no token; then `host` must be a loopback
+            address.
         kind: The kind of the target.
 
     Raises:
-        UsageError: The server cannot listen on this address, or the token file is unreadable or required.
+        UsageError: The server cannot listen on this address, or the token file is unreadable or missing.
     """
     check_access_is_restricted(host, token_file, "steer and stop the run")
     stop = threading.Event()
@@ -103,7 +103,7 @@ def make_app(
     Args:
         target: An object with the methods `status`, `events` and the commands of `kind`. They may block. If one raises
             `PeerError` or `UnavailableError`, the response is 503.
-        token: The token that requests must carry, except for the static page and /healthz. None means no token.
+        token: The token that requests must send, except for the static page and /healthz. None means no token.
         kind: The kind of the target.
     """
     calls = CoordinatorCalls(target)
@@ -161,7 +161,7 @@ def _refused(error: RlframeError) -> Response:
 
 
 def _invalid(error: RequestValidationError) -> Response:
-    """Return the response for an invalid request. Leave out the request's content, which may be long."""
+    """Return the response to an invalid request, without the request's content, which may be long."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return _refusal("The body is not valid JSON.", 422)

@@ -1,4 +1,4 @@
-"""Calls to a coordinator, each in a thread and with a deadline, and the event log of the coordinator."""
+"""Call a coordinator from an event loop, in threads and with deadlines, and read its event log."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 from rlframe.errors import PeerError, RlframeError, UnavailableError
 from rlframe.http.bodies import encoded
 
-STATUS_MAX_AGE = 0.2  # seconds for which a cached status is served
+STATUS_MAX_AGE = 0.2  # maximum age of a cached status, in seconds
 STATUS_DEADLINE = 3.0  # seconds for a call of `status`
 DEADLINE = 10.0  # seconds for any other call
 MAX_CALLS = 32  # maximum number of concurrent calls
 KEPT = 10_000  # number of events to keep for slow streams; a coordinator keeps fewer
-FIRST = 300  # number of past events in a stream whose reader sends no last event number
-HEARTBEAT = 5.0  # seconds without an event before a stream sends a comment
+FIRST = 300  # number of past events at the start of a stream if its reader does not name a first event
+HEARTBEAT = 5.0  # seconds without an event after which a stream sends a comment line to keep the connection open
 _POLL = 1.0  # seconds that one call of `events` waits for a new event
 _EVENTS_DEADLINE = 8.0  # seconds for a call of `events`: longer than one attempt of a remote call
-_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator replied too early or is unreachable
+_RETRY_AFTER = 0.5  # seconds before the next call if the coordinator is unreachable or replied at once without events
 
 
 class CoordinatorCalls:
-    """The methods of a coordinator, for an event loop.
+    """Calls the methods of a coordinator from an event loop.
 
     Args:
         target: An object with the coordinator's methods, which may block. A call that never returns occupies a daemon
@@ -46,15 +46,15 @@ class CoordinatorCalls:
 
         Raises:
             PeerError: The call did not end within `deadline` seconds. It may still succeed later.
-            UnavailableError: Too many calls are in progress, so this call was not made; or the target raised another
-                error.
+            UnavailableError: Too many calls are in progress, so this call was not made. Also raised if the target
+                raised an error that is not an `RlframeError`.
         """
         if not self._free.acquire(blocking=False):
             raise UnavailableError(
                 f"{MAX_CALLS} calls already wait for the coordinator: it is slow or cannot be reached. Try again."
             )
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # the call continues if its caller is cancelled
+        future.set_running_or_notify_cancel()  # if the awaiting task is cancelled, the call in the thread continues
 
         def call() -> None:
             try:
@@ -96,7 +96,7 @@ class CoordinatorCalls:
 
 
 class EventLog:
-    """The newest events of a coordinator, oldest first, and the streams that wait for more."""
+    """The newest events of a coordinator, oldest first, and the event streams that send them."""
 
     def __init__(self, calls: CoordinatorCalls) -> None:
         self._calls = calls
@@ -129,10 +129,10 @@ class EventLog:
         return self._events[-1]["number"] if self._events else 0
 
     async def stream(self, since: int | None) -> AsyncIterator[bytes]:
-        """Return a stream of server-sent events after the number `since`; None starts with the last `FIRST` events.
+        """Return a stream of server-sent events after number `since`; None means the last `FIRST` events.
 
         Raises:
-            PeerError: The coordinator has not sent its events yet. Raised before the stream starts.
+            PeerError: The coordinator has not sent any events so far. Raised before the stream starts.
         """
         try:
             await asyncio.wait_for(self._has_followed.wait(), _EVENTS_DEADLINE)

@@ -14,7 +14,7 @@ from rlframe.errors import ConflictError, FieldError, PeerError, RemoteError, Un
 from rlframe.http.config import read_token
 from rlframe.shutdown import Closeable
 
-_TIMEOUT = 15.0  # seconds for a response: longer than any deadline of the service
+_TIMEOUT = 15.0  # seconds to wait for a response; longer than all deadlines of the service
 _SILENCE = 15.0  # seconds without data before an event stream fails: three heartbeats
 
 
@@ -59,11 +59,11 @@ class ControlClient(Closeable):
         return self._get("/status")
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
-        """Return up to 1,000 events after the number `since`, oldest first. Do not wait for new ones."""
+        """Return up to 1,000 events whose numbers are above `since`, oldest first. Do not wait for new events."""
         return self._get("/events", since=since)["events"]
 
     def follow(self, since: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yield events after the number `since` until the service ends; None starts with the most recent events."""
+        """Yield events after event number `since`, until the service ends. None starts with the most recent events."""
         query = {} if since is None else {"since": since}
         timeout = httpx.Timeout(_TIMEOUT, read=_SILENCE)
         try:
@@ -98,7 +98,7 @@ class ControlClient(Closeable):
         return self._post("/evaluate")
 
     def checkpoint(self) -> Any:
-        """Save a checkpoint of the learner with its next update."""
+        """Save a checkpoint of the learner at its next update."""
         return self._post("/checkpoint")
 
     def restore(self) -> Any:

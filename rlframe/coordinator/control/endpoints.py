@@ -1,4 +1,4 @@
-"""Endpoints of the control API, each of which calls the coordinator once, and the job's metrics for Prometheus."""
+"""The endpoints of the control API and of the Prometheus metrics. Each endpoint calls the coordinator once."""
 
 from __future__ import annotations
 
