@@ -40,23 +40,23 @@ from rlframe.stop_conditions import StopReason
 _log = logging.getLogger(__name__)
 
 _TICK = 0.05  # seconds between two ticks
-_JOURNAL_EVERY = 0.1  # seconds between two writes of the journal, unless a note must be written
-_JSON_SCALARS = (str, int, float, bool, type(None))  # types of the note fields that the journal keeps
+_JOURNAL_EVERY = 0.1  # seconds between two writes of the journal; a note is written at once
+_JSON_SCALARS = (str, int, float, bool, type(None))  # the journal keeps only note fields of these types
 _HANDLING = Phase("handling events", 300.0)
 _JOURNAL_WITHIN = 1.0  # maximum seconds that a request waits for the journal
 _CLOSE_WITHIN = 14.0  # additional seconds that `close` waits for the operator
 
 
 class _JournaledMarker(threading.Event):
-    """A marker in the event queue. The loop sets the marker when all earlier events are in the journal."""
+    """A marker in the event queue. The loop sets it when the journal contains all events that were queued before it."""
 
 
 class Coordinator:
-    """The coordinator of an elastic job, which continues while workers start, leave, hang and die.
+    """The coordinator of an elastic job. The job continues while workers start, stop, hang and die.
 
     Only metadata passes through the coordinator. Experience goes through the replay buffer, and parameters go through
-    the param store. `run()` starts the job, or continues the job in the journal, and returns at its end. Any thread may
-    call the other methods.
+    the param store. `run()` starts the job, or continues the job in the journal, and returns at its end. All other
+    methods can be called from any thread.
 
     The life of a job, in order:
 
@@ -76,7 +76,7 @@ class Coordinator:
         replay: The replay buffer of the collectors and the learner, or a handle to it.
         param_store: The `ParamStore` of the learners, or a handle to it.
         cfg: The configuration.
-        recorder: Writes the metrics and the result. None writes none.
+        recorder: Writes the metrics and the result. None means that they are not written.
 
     Raises:
         CheckpointError: The journal cannot be read or written.
@@ -95,7 +95,7 @@ class Coordinator:
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
         newest = self._journal.state
         saved = newest if newest is not None and newest["job_id"] == cfg.job_id else None
-        newest_before = -1  # newest version of an earlier job whose journal is in the same directory
+        newest_before = -1  # newest params version of an earlier job in the same directory
         if newest is not None and saved is None:
             newest_before = max(newest["accounts"]["params_version"], newest["min_version"])
         self._clock = SuspendAwareClock()
@@ -110,7 +110,7 @@ class Coordinator:
             min_version=newest_before,
             saved=saved,
         )
-        # A job can be over without a result: its coordinator was killed before it wrote the result.
+        # The job can be over without a result, if its coordinator was killed before it wrote the result.
         self._result_is_missing = saved is not None and not saved["result_is_written"]
         self._lock = threading.RLock()  # protects the job and the journal
         self._note_added = threading.Condition(self._lock)
@@ -141,7 +141,7 @@ class Coordinator:
     # --- the job
 
     def submit(self) -> None:
-        """Start the job, or continue the job in the journal, in a thread. See also `run`, which waits for the end.
+        """Start a thread that runs a new job or continues the job in the journal. `run` also waits for the job's end.
 
         Raises:
             UsageError: The job in the journal is over. A new job needs another directory.
@@ -158,7 +158,7 @@ class Coordinator:
             self._thread.start()
 
     def run(self) -> None:
-        """Run the job to its end. If the coordinator is a node of a program, the end of the program cancels the job.
+        """Run the job until it ends. If the coordinator is a node of a program, the job is canceled when the program ends.
 
         Raises:
             JobFailedError: The job failed.
@@ -166,7 +166,7 @@ class Coordinator:
         end = ev.EndRequested(StopReason("interrupt", "the program was stopped"), within=self._cfg.stop_within)
         with handles.stop_with_program(lambda: self._request(end)):
             if not is_over(self._job.state):
-                # Imported objects never become garbage. Without `freeze`, each full collection takes up to 0.1 s.
+                # `freeze` makes the garbage collector skip the imported modules. Else a full collection takes up to 0.1 s.
                 gc.collect()
                 gc.freeze()
                 self.submit()
@@ -183,7 +183,7 @@ class Coordinator:
         """Wait up to `timeout` seconds (at most 1) for the job's end. Return True if the job is over.
 
         Raises:
-            Exception: The coordinator's loop failed. The job is not over, but it no longer runs.
+            Exception: The coordinator's loop failed. The job has stopped, but it can be continued.
         """
         is_set = self._over.wait(min(timeout, 1.0))
         if self._failure is not None:
@@ -191,7 +191,7 @@ class Coordinator:
         return is_set or is_over(self._job.state)
 
     def close(self) -> None:
-        """End the job if it still runs, and end the workers, in bounded time. Repeated calls change nothing."""
+        """End the job if it still runs, and end the workers. This takes a bounded time. Repeated calls change nothing."""
         if self._thread is not None and not self._over.is_set():
             self._request(ev.EndRequested(StopReason("interrupt", "it was closed"), within=self._cfg.stop_within))
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
@@ -211,11 +211,11 @@ class Coordinator:
         self._request(ev.EndRequested(StopReason("interrupt", reason or "it was cancelled")))
 
     def end(self, by: str, evaluate: bool = True) -> None:
-        """End the job early, on behalf of a callback. Repeated calls change nothing.
+        """End the job early because a callback requested it. Repeated calls change nothing.
 
         Args:
             by: Name of the reason, for `Result.stopped_by`.
-            evaluate: Evaluate the last version, as after a regular end.
+            evaluate: Whether to evaluate the last version, as in a job that was not ended early.
         """
         text = "a callback stopped it" if evaluate else "a callback raised"
         self._request(ev.EndRequested(StopReason(by, text), evaluate))
@@ -247,7 +247,7 @@ class Coordinator:
         self._request_change(ev.EvaluationRequested())
 
     def checkpoint(self) -> None:
-        """Save the learner with its next update. Save the replay buffer now if this process samples from it."""
+        """Save the learner at its next update. If this process samples from the replay buffer, save the buffer now."""
         self._request_change(ev.CheckpointRequested())
 
     def restore(self) -> None:
@@ -255,7 +255,7 @@ class Coordinator:
         self._request_change(ev.RestoreRequested())
 
     def _request_change(self, event: Any) -> None:
-        """Make a request. Raise if the job has not started, is ending or is over: such a job would drop the event."""
+        """Make a request that changes the job. Raise if the job has not started, is ending or is over."""
         if self._thread is None:
             raise UsageError("The job has not been submitted, so it cannot be changed.")
         if is_over(self._job.state):
@@ -289,8 +289,8 @@ class Coordinator:
     def events(self, since: int = 0, timeout: float = 0.0) -> list[dict[str, Any]]:
         """Return the notes after the number `since`.
 
-        A note has the keys number, time (Unix time in seconds), kind and text, and may have more. Numbers rise, even
-        across restarts. If there is no newer note, wait for one for up to `timeout` seconds (at most 1).
+        A note has the keys number, time (Unix time in seconds), kind and text, and can have other keys. Numbers rise,
+        even across restarts. If there is no newer note, wait up to `timeout` seconds (at most 1) for a note.
         """
         with self._note_added:
             notes = self._journal.notes
@@ -322,7 +322,7 @@ class Coordinator:
                 self._note_added.notify_all()
 
     def _next_events(self) -> list[Any]:
-        """Return the events since the last call, after a short wait. Send the delayed calls that are due."""
+        """Wait for a short time, and return the events since the last call. Send each delayed call whose time has come."""
         self._clock.tick()
         wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []
@@ -350,7 +350,7 @@ class Coordinator:
             self._carry_out[type(effect)](effect)
 
     def _write_journal(self, effects: list[Any]) -> None:
-        """Write the journal before the effects are carried out, so that the journal contains them."""
+        """Write the state to the journal. Called before the effects are carried out, so that a restart repeats them."""
         notes, now = [effect for effect in effects if isinstance(effect, ev.Note)], time.monotonic()
         for note in notes:
             fields = {name: value for name, value in note.fields.items() if isinstance(value, _JSON_SCALARS)}
@@ -380,7 +380,7 @@ class Coordinator:
         self._write_result(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
     def _write_result(self, over: ev.Over) -> None:
-        """Write the result. All workers have stopped."""
+        """Write the result of the job, after all workers have stopped."""
         self._replay.close()
         with self._lock:
             self._journaled_accounts = self._job.accounts.to_json()

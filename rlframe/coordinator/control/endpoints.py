@@ -74,7 +74,7 @@ _DESCRIPTIONS = {
     422: "A field is invalid; `error.field` names it.",
     503: "The coordinator does not respond. Try again after Retry-After seconds.",
 }
-REFUSED = _described(400, 401, 403, 408, 413, 415)  # refusals before an endpoint receives the request
+REFUSED = _described(400, 401, 403, 408, 413, 415)  # responses to requests that never reach an endpoint
 READS = _described(503)
 WRITES = _described(409, 422, 503)
 
@@ -124,7 +124,7 @@ def reading_router(calls: CoordinatorCalls, log: EventLog) -> APIRouter:
     return router
 
 
-# Commands without arguments: path -> (method of the coordinator, description).
+# Commands without arguments, as path -> (method of the coordinator, description).
 _PLAIN_COMMANDS = {
     "/pause": ("pause", "Pause the learner and the collectors."),
     "/resume": ("unpause", "End a pause."),
@@ -135,7 +135,7 @@ _PLAIN_COMMANDS = {
 
 
 def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRouter:
-    """Return the endpoints that change the job. `commands`: names of the target's methods to offer."""
+    """Return the endpoints that change the job. `commands` lists the methods of the target that get an endpoint."""
     router = APIRouter(tags=["commands"])
 
     async def call(method: str, *args: Any) -> Response:
@@ -189,9 +189,9 @@ def _check_limits(status: dict[str, Any], body: Scale) -> None:
         )
 
 
-# --- for Prometheus
+# --- metrics for Prometheus
 
-# Name, help and the key in `status["job"]`.
+# (name of the metric, its help text, its key in `status["job"]`)
 _COUNTERS = (
     ("env_steps", "Environment steps of the job.", "env_steps"),
     ("learner_steps", "Updates of the learner.", "learner_steps"),
@@ -201,13 +201,17 @@ _COUNTERS = (
 )
 _GAUGES = (
     ("env_steps_until", "Environment steps at which the job ends.", "until"),
-    ("env_steps_per_second", "Environment steps per second of all collectors, recently.", "env_steps_per_second"),
-    ("updates_per_second", "Updates per second of the learner, recently.", "updates_per_second"),
-    ("params_version", "Version that the learner published last.", "params_version"),
+    (
+        "env_steps_per_second",
+        "Environment steps per second of all collectors, over the last 5 s.",
+        "env_steps_per_second",
+    ),
+    ("updates_per_second", "Updates per second of the learner, over the last 5 s.", "updates_per_second"),
+    ("params_version", "Newest version that the learner has published.", "params_version"),
     ("staleness_versions", "Mean age, in versions, of the data in a batch.", "staleness"),
     ("return_mean", "Newest mean return in training.", "return_mean"),
     ("eval_return", "Mean return of the newest evaluation.", "eval_return"),
-    ("evaluated_version", "Version of the newest evaluation.", "evaluated_version"),
+    ("evaluated_version", "Policy version that the newest evaluation used.", "evaluated_version"),
 )
 
 
@@ -221,7 +225,7 @@ async def read_families(calls: CoordinatorCalls, prefix: str) -> Iterator[Metric
 
 
 def families(prefix: str, status: dict[str, Any] | None) -> Iterator[Metric]:
-    """Yield the metrics of a status. A status of None means that the coordinator does not respond."""
+    """Yield the metrics that a status contains. None means that the coordinator does not respond."""
     yield GaugeMetricFamily(prefix + "up", "1 if the coordinator responds.", status is not None)
     if status is None:
         return

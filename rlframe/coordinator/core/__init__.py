@@ -4,24 +4,24 @@ The machine is deterministic: the same events at the same times give the same ef
 now)` handles one event (`events.py` defines all events and effects):
 
 1. The event's handler changes the job. `job.emit` adds an effect; `job.queue_call` adds a worker whose next call must
-   be chosen. There are two tables of handlers: `machine._HANDLERS` by type of event, and `answers._HANDLERS` by type of
-   a worker's reply.
-2. If the job's ending is due, it starts. If it has started, it advances.
-3. `next_calls.call_next` chooses the next call of each queued worker. A call is an effect too.
-4. The job's state is derived, and the effects are returned. The coordinator carries them out.
+   be chosen. There are two tables of handlers: `machine._HANDLERS` has a handler for each type of event, and
+   `answers._HANDLERS` has a handler for each type of reply.
+2. If the job must end, its ending starts. An ending that has started takes its next step.
+3. `next_calls.call_next` chooses the next call to each queued worker. A call is also an effect.
+4. The job's new state is computed, and the effects are returned. The coordinator carries out the effects.
 
 All state is in a `TrainingJob` (`job.py`). Its workers and tasks are defined in `records.py`, and its counters in
 `accounts.py`. The functions that change a job:
 
 - `machine.py`: the job's state, its ending, and the requests of people;
-- `worker_tracking.py`: workers appear, reply to pings, and leave; its docstring lists how a worker ends;
-- `next_calls.py`: the next call of each worker;
-- `answers.py`: the replies of workers;
-- `tasks.py`: tasks end or are retried; its docstring lists how;
+- `worker_tracking.py`: workers appear, reply to pings, and leave. Its docstring lists the ways in which a worker ends.
+- `next_calls.py`: the next call to each worker.
+- `answers.py`: the replies of workers.
+- `tasks.py`: tasks end or are retried. Its docstring lists the ways in which a task ends.
 - `evaluations.py`: the version of each evaluation.
 
-Example: a collector joins, gets a task, and dies; the next incarnation gets the same task. A learner already runs.
-After each of these functions, `next_calls.call_next` adds the worker's next call.
+Example: while a learner runs, a collector joins, gets a task, and dies. Its next incarnation gets the same task. After
+each function in the table, `next_calls.call_next` adds the next call to the worker.
 
     event                                         function                            effects
     OperatorAnswered: collector/0, incarnation 0  worker_tracking.update_from_list    Connect(collector/0), Send(ping)
@@ -36,11 +36,11 @@ After each of these functions, `next_calls.call_next` adds the worker's next cal
                                                                                       collect/2, attempt 1
     Replied(get_data) of incarnation 0, late      answers.on_replied                  none
 
-How the task of a running worker changes: after each reply, `TrainingJob.must_close` calls the commander again. If the
-commander returns another task, the worker's next call is `close_task`. Then the worker is idle and gets the new task.
+A running worker can get another task: after each reply, `TrainingJob.must_close` calls the commander. If the commander
+returns another task, the next call to the worker is `close_task`. Then the worker is idle and gets the new task.
 
-A reply `NotReady` changes nothing: the same call is repeated. A worker that replies to no ping for `Limits.lost_after`
-is lost. Each event that people should see adds a `Note` to the effects.
+After the reply `NotReady`, the same call is repeated. A worker is lost if it replies to no ping for
+`Limits.lost_after` seconds. Each event that people should see adds a `Note` to the effects.
 
 The states in the example (`rlframe.coordinator.states` has all transitions):
 

@@ -18,13 +18,13 @@ class Accounts(ActorCounts):
 
     Attributes:
         learner_steps: Updates in the newest parameters. Falls when a restarted learner continues from its checkpoint.
-        granted: Batches that were granted to learners, or drawn for them.
-        learned: Granted batches that learners learned from.
+        granted: Batches that were granted to learners, or drawn for learners.
+        learned: Granted batches on which learners trained.
         dropped: Granted batches that learners dropped.
         lost: Granted batches that were lost with a learner or a coordinator.
-        learns: Number of replies of learners to a grant.
+        learns: Number of learners' replies to grants.
         evaluated_at: Environment steps at the start of the newest evaluation.
-        discarded: Unfinished fragments that were lost with a collector, one for each of its environments.
+        discarded: Unfinished fragments that were lost with a collector. A collector has one per environment.
     """
 
     learner_steps: int = 0
@@ -41,8 +41,10 @@ class Accounts(ActorCounts):
     restarts: int = 0  # number of replaced workers
     coordinator_restarts: int = 0
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
-    returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each row
-    evaluations: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return, version]
+    returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each metrics row
+    evaluations: list[list[float]] = dataclasses.field(
+        default_factory=list
+    )  # [env_steps, mean return, version] of each evaluation
 
     def learn(self, reply: Learned) -> None:
         """Count the batches in a learner's reply to a grant."""
@@ -53,19 +55,19 @@ class Accounts(ActorCounts):
         self.logs = dict(reply.logs) or self.logs
 
     def reach(self, learner_steps: int, params_version: int) -> None:
-        """Record the progress of a learner."""
+        """Record the number of updates and the newest version of a learner."""
         self.learner_steps = int(learner_steps)
         self.params_version = max(self.params_version, int(params_version))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keyword arguments that recreate the object, for the journal."""
+        """Return the keyword arguments that recreate this object, as the journal stores them."""
         saved = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         copies = {name: value.copy() for name, value in saved.items() if isinstance(value, (dict, list))}
         return {**saved, **copies}  # shallow copies suffice, because nested values are never changed in place
 
 
 class Rates:
-    """Rates per second of several counts, over the last few seconds.
+    """Computes the rates of several counts, per second, over the last few seconds.
 
     Args:
         size: Number of counts.

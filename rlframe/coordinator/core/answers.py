@@ -39,7 +39,7 @@ _DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the repla
 
 
 def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
-    """Repeat an unanswered call with the same number. Pings are repeated by `worker_tracking.check_all` instead."""
+    """Repeat an unanswered call with the same number. `worker_tracking.check_all` repeats pings."""
     worker = job.roster.get(event.worker_id, event.incarnation)
     if worker is None:
         return
@@ -57,7 +57,7 @@ def on_replied(job: TrainingJob, event: ev.Replied) -> None:
     elif event.header is None:
         worker_tracking.on_ping_reply(job, worker, event.reply)
     elif worker.call is None or worker.call.header != event.header:
-        job.accounts.stale += 1  # not a sign of life: the reply may be old
+        job.accounts.stale += 1  # does not prove that the worker is alive, because the reply may be old
     elif isinstance(event.reply, CallRefused) and event.reply.is_misdirected:
         worker_tracking.mark_lost(job, worker, worker_tracking.REPLACED)
     else:
@@ -120,7 +120,7 @@ def _on_started(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Start
         accounts.reach(reply.info.get("learner_steps", accounts.learner_steps), reply.info.get("params_version", -1))
         job.learner.wait_for(None, job.now)
         job.learner.has_started = True
-        job.queue_call(*job.roster)  # collectors wait until a learner has started: the buffer exists then
+        job.queue_call(*job.roster)  # collectors wait for the learner's start, because the learner creates the buffer
 
 
 def _on_closed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Closed) -> None:
@@ -134,14 +134,14 @@ def _on_closed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Closed
     # An evaluation without a result was closed early.
     is_done = task.kind != "evaluate" or task.has_result
     tasks.finish(job, task, TaskState.SUCCEEDED if is_done else TaskState.CANCELLED)
-    # Leave out the Actor's rank and incarnation, which are not those of the worker.
+    # Leave out the Actor's rank and incarnation, because they differ from the worker's index and incarnation.
     fields = {name: value for name, value in reply.result.items() if name not in ("rank", "incarnation")}
     job.note("closed", f"{worker.worker_id} has closed {task.task_id}.", worker_id=worker.worker_id, **fields)
     worker_tracking.make_idle(job, worker)
 
 
 def _on_failed(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Failed) -> None:
-    """Record an exception, and retry the task on this worker or another."""
+    """Record an exception of a worker, and retry its task on any worker."""
     why = f"{reply.error}: {reply.message}"
     job.note("failed", f"{worker.worker_id}: {why}", worker_id=worker.worker_id, traceback=reply.traceback)
     tasks.retry(job, task, why, counts=True, is_permanent=reply.is_permanent)
@@ -163,7 +163,7 @@ def _on_collected(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Col
 
 
 def _record_waiting(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None:
-    """Record the duration of a collector's call. Count it as waiting time if the collector waits."""
+    """Record the duration of a call to a collector. If the collector waits, also add it to the waiting time."""
     seconds, worker.progress.is_waiting = max(job.now - worker.called_at, 0.0), waits
     job.collectors.seconds += seconds
     job.collectors.seconds_waited += seconds * waits
@@ -173,7 +173,7 @@ def _record_waiting(job: TrainingJob, worker: WorkerRecord, waits: bool) -> None
 
 
 def _on_demand(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Demand) -> None:
-    """Draw or grant the number of batches that the learner can accept."""
+    """Draw or grant as many batches as the learner requested, up to `Limits.grant`."""
     count = min(reply.batches, job.limits.grant)
     if count <= 0 or job.must_close(worker, task) or job.requests.paused:
         task.retry_at = job.now + _DEMAND_AGAIN_AFTER
@@ -185,7 +185,7 @@ def _on_demand(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Demand
 
 
 def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """Send the drawn batches to their learner. Count them as lost if the learner cannot be called any more."""
+    """Send the drawn batches to their learner. Count them as lost if the learner can no longer be called."""
     task = job.tasks.get(event.header.task_id)
     worker = job.roster.get(event.header.worker_id, event.header.incarnation)
     is_awaited = task is not None and task.drawing == event.header
@@ -207,7 +207,7 @@ def on_batches_drawn(job: TrainingJob, event: ev.BatchesDrawn) -> None:
 
 
 def _check_replay(job: TrainingJob, event: ev.BatchesDrawn) -> None:
-    """End the job if each draw from the replay buffer has failed for `Limits.progress_deadline` seconds."""
+    """End the job if all draws from the replay buffer have failed for `Limits.progress_deadline` seconds."""
     deadline = job.limits.progress_deadline
     if not event.why:
         job.learner.draws_fail_since = None
@@ -238,7 +238,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
     reported = len(reply.updates) + reply.dropped
     if task.batches:
         job.emit(ev.FinishBatches(task.batches, reply.updates, reply.params_version))
-        accounts.dropped += task.granted - reported  # a dropped batch is not drawn again
+        accounts.dropped += task.granted - reported  # the learner neither reported these batches nor gets them again
     else:
         accounts.granted -= task.granted - reported
     task.granted, task.batches = 0, ()
@@ -248,7 +248,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
 
 
 def _on_evaluated(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Evaluated) -> None:
-    """Record the result of an evaluation. A result for a different version counts as a failure."""
+    """Record the result of an evaluation. If the evaluator used the wrong version, record a failure."""
     version, wanted = reply.params_version, task.start.options["params_version"]
     if version != wanted:
         _on_failed(job, worker, task, Failed("Mismatch", f"it evaluated version {version}, not {wanted}"))

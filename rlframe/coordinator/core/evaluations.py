@@ -1,7 +1,7 @@
 """Choose the version of each evaluation: the learner saves, and the saved version is pinned until the evaluation ends.
 
 So each evaluated policy is in a checkpoint before the result of the evaluation is written. Between the save and the
-pin, the learner is not called, so the learner publishes no other version.
+pin, the learner is not called, so that it publishes no newer version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def evaluate(job: TrainingJob, policy_id: str) -> Task:
 
 
 def choose_version(job: TrainingJob, task: Task) -> None:
-    """Queue a save of the policy's learner. Without a learner, or at the end of a job, pin the newest version."""
+    """Request a save from the policy's learner. Without a learner, or at a job's end, pin the newest version at once."""
     learners = [each for each in job.tasks.open("learn") if each.start.policy_id == task.start.policy_id]
     if job.ending is None and learners:
         task.save_deadline = job.now + job.limits.progress_deadline
@@ -44,7 +44,7 @@ def needs_save(job: TrainingJob, learn: Task) -> bool:
 
 
 def blocks_learner(job: TrainingJob, learn: Task) -> bool:
-    """Return True while an evaluation has no pinned version. Until then the learner must not publish a version."""
+    """Return True while an evaluation has no pinned version. In this time, the learner must not publish a version."""
     return bool(_without_version(job, learn.start.policy_id))
 
 
@@ -56,7 +56,7 @@ def pin_saved_version(job: TrainingJob, policy_id: str) -> None:
 
 
 def end_overdue_saves(job: TrainingJob) -> None:
-    """Evaluate the newest version without a save if the learner, dead or slow, has exceeded the deadline."""
+    """If the learner has not saved before the deadline, evaluate the newest version without a checkpoint."""
     for task in job.tasks.open("evaluate"):
         if task.save_deadline is not None and job.now > task.save_deadline:
             text = f"no learner saved {task.start.policy_id} within {job.limits.progress_deadline:g} s"
@@ -70,7 +70,7 @@ def _pin(job: TrainingJob, task: Task) -> None:
 
 
 def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
-    """Set the version of an evaluation to the pinned version. Queue the evaluators and learners."""
+    """Set the version of an evaluation to the pinned version. Then choose the next calls to evaluators and learners."""
     task = job.tasks.get(event.task_id)
     if task is None or task.is_over:
         if event.params_version >= 0:
@@ -84,7 +84,7 @@ def on_pinned(job: TrainingJob, event: ev.Pinned) -> None:
 
 
 def unpin(job: TrainingJob, task: Task) -> None:
-    """End the pin of an evaluation that has ended."""
+    """Unpin the version of an evaluation that has ended."""
     if task.kind == "evaluate" and has_version(task):
         job.emit(ev.Unpin(task.start.policy_id, task.start.options["params_version"]))
 
@@ -102,6 +102,6 @@ def note_failure(job: TrainingJob, why: str) -> None:
 
 
 def _without_version(job: TrainingJob, policy_id: str) -> list[Task]:
-    """Return the open evaluations of a policy that have no pinned version yet."""
+    """Return the policy's open evaluations that still have no pinned version."""
     tasks = [task for task in job.tasks.open("evaluate") if task.start.policy_id == policy_id]
     return [task for task in tasks if not has_version(task)]

@@ -25,12 +25,12 @@ class _WorkerKeyed:
 
 @dataclasses.dataclass(frozen=True)
 class Submitted:
-    """The job starts, or continues where the journal ends."""
+    """The job starts. A job that is restored from the journal continues."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OperatorAnswered:
-    """The operator can be reached, and lists these live workers."""
+    """The operator answered with a list of its live workers."""
 
     workers: tuple[WorkerInfo, ...]
 
@@ -40,7 +40,7 @@ class OperatorFailed:
     """The operator cannot be reached."""
 
     why: str
-    is_permanent: bool = False  # a retry would fail in the same way
+    is_permanent: bool = False  # True if a retry would fail in the same way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Unanswered(_WorkerKeyed):
 
 @dataclasses.dataclass(frozen=True)
 class BatchesDrawn:
-    """The result of `DrawBatches`. There are no batches if the buffer has too little data or raised an exception."""
+    """The result of `DrawBatches`. It has no batches if the buffer contained too little data or raised an exception."""
 
     header: Header
     batches: tuple[BatchMeta, ...]
-    why: str = ""  # the buffer's exception, if it raised
+    why: str = ""  # text of the buffer's exception, if any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Pinned:
 
     task_id: str
     policy_id: str
-    params_version: int  # -1 if the policy has no version yet, or if the param store raised
+    params_version: int  # -1 if the policy has no published version, or if the param store raised an exception
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class EndRequested:
 
     reason: StopReason
     evaluates: bool = False  # if True, evaluate the last version
-    within: float | None = None  # seconds for tasks to close; None means `Limits.close_deadline`
+    within: float | None = None  # seconds that tasks have to close; None means `Limits.close_deadline`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RestoreRequested:
 class WorkersEnded:
     """The operator has ended all workers. This is the last event of a job."""
 
-    why: str = ""  # reason that some workers could not be ended
+    why: str = ""  # if some workers could not be ended: the reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Disconnect(_WorkerKeyed):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleRole:
-    """Request a total number of workers of a role from the operator."""
+    """Tell the operator how many workers a role must have in total."""
 
     role: Role
     count: int
@@ -165,17 +165,17 @@ class ScaleRole:
 
 @dataclasses.dataclass(frozen=True)
 class Replace(_WorkerKeyed):
-    """Request the replacement of a lost worker from the operator."""
+    """Request that the operator replaces a lost worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Release(_WorkerKeyed):
-    """Request the end of a worker, without a replacement, from the operator."""
+    """Request that the operator ends a worker without a replacement."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndWorkers:
-    """Request the end of all workers from the operator. `WorkersEnded` follows."""
+    """Request that the operator ends all workers. `WorkersEnded` follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +188,12 @@ class DrawBatches:
 
 @dataclasses.dataclass(frozen=True)
 class FinishBatches:
-    """Release drawn batches in the replay buffer, and set the priorities of the learned ones.
+    """Release drawn batches in the replay buffer, and set the priorities of the batches on which the learner trained.
 
     Attributes:
-        batches: Batches that the learner has finished, or that were lost with it.
-        updates: Keys and new priorities of the learned batches.
-        params_version: Version after these updates; -1 without updates.
+        batches: Batches to release: the learner has finished them, or they were lost together with the learner.
+        updates: Keys and new priorities of the batches on which the learner trained.
+        params_version: Version after these updates; -1 if `updates` is empty.
     """
 
     batches: tuple[BatchMeta, ...]
@@ -216,7 +216,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True)
 class Unpin:
-    """End the pin of an evaluation."""
+    """Unpin the version of an evaluation."""
 
     policy_id: str
     params_version: int
@@ -224,7 +224,7 @@ class Unpin:
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """A line for the log that people read."""
+    """A line in the log for people."""
 
     kind: str
     text: str

@@ -1,6 +1,6 @@
-"""The state of a job, which the functions of this package read and change. It does no I/O and reads no clock.
+"""The state of a job. The functions of this package read and change it. It does no I/O and reads no clock.
 
-`TrainingJob` holds all state. Its docstring lists the modules that write each attribute. This file also defines the
+`TrainingJob` holds all state. Its docstring lists which modules write which attribute. This file also defines the
 classes of some attributes: `Requests`, `OperatorLink`, `LearnerActivity`, `CollectorActivity` and `JobEnding`.
 """
 
@@ -19,22 +19,22 @@ from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point
 from rlframe.stop_conditions import StopReason
 
-_CALLS_PER_START = 2**32  # number of call numbers that each start of a coordinator may use
+_CALLS_PER_START = 2**32  # each start of a coordinator gets a range of this many call numbers
 
 
 @dataclasses.dataclass
 class JobEnding:
-    """The ending of a job: its reason, its current step, and the last evaluation. The first reason is kept."""
+    """The ending of a job: its reason, its current step, and the last evaluation. Later reasons are ignored."""
 
     reason: StopReason
     failed: bool
-    evaluates: bool  # evaluate the last version
-    since: float  # start time of `step`
-    close_within: float  # seconds for tasks to close
+    evaluates: bool  # if True, evaluate the last version
+    since: float  # time at which `step` started
+    close_within: float  # seconds that tasks have to close
     step: EndingStep = EndingStep.COLLECTORS
     evaluation: dict[str, Any] | None = None  # result of the last evaluation
     task_id: str | None = None  # task of the last evaluation
-    evaluation_error: str | None = None  # reason that the last evaluation failed
+    evaluation_error: str | None = None  # if the last evaluation failed: the reason
 
     def add_problem(self, problem: str) -> None:
         """Add a problem to the reason of the ending."""
