@@ -187,7 +187,7 @@ def flags(text: str) -> list[str]:
     for option in re.findall(r"^  (--.*(?:\n {20,}.*)*)", text, re.MULTILINE):
         words = " ".join(option.split())
         name, value = re.match(r"(--[^\s,]+),? ?(\S*)", words).groups()
-        listed = re.search(r"(?::| NAME) (\w+(?:, \w+)+)\.(?: \[\S+\])?$", words)
+        listed = re.search(r"(?:One of| NAME) (\w+(?:, \w+)+)\.(?: \[\S+\])?$", words)
         choices = listed[1].split(", ") if listed else [each for each in value.split("|") if each.islower()]
         names = [name.replace("[no-]", ""), name.replace("[no-]", "no-")] if "[no-]" in name else [name]
         found.append(", ".join(names) + (f" {{{','.join(choices)}}}" if len(choices) > 1 else ""))

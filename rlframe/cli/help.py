@@ -95,12 +95,20 @@ class OptionField:
         return [str(value) for value in typing.get_args(literal)] if literal is not None else []
 
     def description(self) -> str:
-        """The option's text in the help: the comment, the choices if their list is long, and the default."""
-        text, choices = self.text, self.choices()
+        """The option's text in the help: its comment as a sentence, a long list of choices, and its default."""
+        text, choices = _as_sentence(self.text), self.choices()
         if choices and "|".join(choices) not in self.invocation():
-            text = f"{text.rstrip('.')}: {', '.join(choices)}." if text else f"{', '.join(choices)}."
+            text = f"{text.rstrip('.')}. One of {', '.join(choices)}.".removeprefix(". ")
         default = _shown(self.default)
         return f"{text} [{default}]".strip() if default else text
+
+
+def _as_sentence(text: str) -> str:
+    """Capitalize the first word and add a period. Do not capitalize a value or a symbol, such as `float32` or `l_0`."""
+    word, _, rest = text.partition(" ")
+    if rest and word.isalpha():
+        text = f"{word[0].upper()}{word[1:]} {rest}"
+    return text if text.endswith(".") or not rest else f"{text}."
 
 
 def _shown(default: Any) -> str:

@@ -50,19 +50,17 @@ _MALFORMED_RANGE = re.compile(rf"(?:{_NUMBER})?\.\.(?:{_NUMBER})?(?::\w*)?|{_NUM
 class SweepOptions(TrainOptions):
     """Options of `rlframe sweep`, without the options of the experiment."""
 
-    seeds: Union[str, None] = None  # seeds of each trial, such as 1-3 or 1,2,7; None means only the seed of --seed
-    at_once: int = 1  # number of runs at a time
-    resume: bool = False  # continue the sweep in --run-dir; only --trials, --sampler and --at-once may change
-    take_over: bool = False  # with --resume: end the process that runs the sweep in --run-dir, and continue it here
-    # an option of `rlframe train` and its values; repeat --vary to add options. num-epochs=1..8: a range;
+    seeds: Union[str, None] = None  # Seeds of each trial, such as 1-3 or 1,2,7. None means only the seed of --seed.
+    at_once: int = 1  # Number of runs at a time.
+    resume: bool = False  # Continue the sweep in --run-dir. Only --trials, --sampler and --at-once may change.
+    take_over: bool = False  # With --resume: end the process that runs the sweep in --run-dir, and continue it here.
+    # An option of `rlframe train` and its values. Repeat --vary to add options. num-epochs=1..8: a range;
     # learning-rate=1e-4..1e-2:log: a range with log-uniform sampling; gae-lambda=0.9,0.95,0.98: a list;
-    # "network.hidden=64,64 64": a list for an option of several words (with --network mlp)
+    # "network.hidden=64,64 64": a list for an option of several words (with --network mlp).
     vary: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=VALUES")] = ()
-    trials: Union[int, None] = (
-        None  # total number of trials; None means all combinations, which needs lists instead of ranges
-    )
-    # how to choose values. tpe: ten random trials, then near good trials; random: at random; grid: all combinations;
-    # auto: grid without --trials, otherwise tpe
+    trials: Union[int, None] = None  # Total number of trials. None means all combinations, which needs lists.
+    # Method that chooses the values. tpe: ten random trials, then values near good trials; random: at random; grid:
+    # all combinations; auto: grid without --trials, otherwise tpe.
     sampler: Literal["auto", "tpe", "random", "grid"] = "auto"
 
 

@@ -76,6 +76,7 @@ HELP_GROUPS = {
     "Elastic and cluster": (
         *("operator", "min_actors", "max_actors", "mean_staleness", "ray_address", "accelerators"),
     ),
+    "Sweep": ("vary", "trials", "sampler"),
     "Logging": (
         *("log_every", "wandb", "trackio", "project", "http", "http_host", "token_file", "quiet", "profile"),
         *("profile_trace", "json", "traceback"),
@@ -88,7 +89,7 @@ HELP_GROUPS = {
 class TopologyOption:
     """The option `--topology`. This class is the last base class, so that `--topology` comes first in the help."""
 
-    topology: str = ""  # Processes of the run
+    topology: str = ""  # Processes of the run. All but single_process start actor processes (--num-actors).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +166,11 @@ def _format_help(
     every = {name for cls in topologies.values() for name in field_names(cls)}
     unused = every - used if used is not None else set()
     shown = [each for each in fields if _field_name(each) not in unused and not each.text.startswith("Internal:")]
-    others = ", ".join(name for name in topologies if name != chosen)
-    last = f"More options with another --topology: {others}." if unused else ""
+    other = next((name for name in topologies if name != chosen), chosen)
+    last = (
+        f"For the options of another topology, name it before --help: `{prog} --topology {other} --help`. "
+        "This also works with --agent, --env and --network."
+    )
     return format_help(shown, prog, description, width, HELP_GROUPS, last)
 
 

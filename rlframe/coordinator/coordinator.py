@@ -158,7 +158,7 @@ class Coordinator:
             self._thread.start()
 
     def run(self) -> None:
-        """Run the job until it ends. If the coordinator is a node of a program, the job is canceled when the program ends.
+        """Run the job until it ends. In a node of a program, the end of the program cancels the job.
 
         Raises:
             JobFailedError: The job failed.
@@ -166,7 +166,7 @@ class Coordinator:
         end = ev.EndRequested(StopReason("interrupt", "the program was stopped"), within=self._cfg.stop_within)
         with handles.stop_with_program(lambda: self._request(end)):
             if not is_over(self._job.state):
-                # `freeze` makes the garbage collector skip the imported modules. Else a full collection takes up to 0.1 s.
+                # The garbage collector skips frozen objects. With the imported modules, a collection takes up to 0.1 s.
                 gc.collect()
                 gc.freeze()
                 self.submit()
@@ -191,7 +191,7 @@ class Coordinator:
         return is_set or is_over(self._job.state)
 
     def close(self) -> None:
-        """End the job if it still runs, and end the workers. This takes a bounded time. Repeated calls change nothing."""
+        """End the job if it still runs, and end the workers, in a bounded time. Repeated calls change nothing."""
         if self._thread is not None and not self._over.is_set():
             self._request(ev.EndRequested(StopReason("interrupt", "it was closed"), within=self._cfg.stop_within))
             self._over.wait(self._cfg.stop_within + _CLOSE_WITHIN)
@@ -322,7 +322,7 @@ class Coordinator:
                 self._note_added.notify_all()
 
     def _next_events(self) -> list[Any]:
-        """Wait for a short time, and return the events since the last call. Send each delayed call whose time has come."""
+        """Send the delayed calls that are due. Wait for a short time, and return the events since the last call."""
         self._clock.tick()
         wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []

@@ -60,7 +60,7 @@ def read_final_status(run_dir: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def make_token_file(run_dir: str | os.PathLike) -> str:
-    """Return the path of the run's token file. If it is missing, create it with a new token. Only this user can read it."""
+    """Return the path of the run's token file. Create the file if it is missing. Only this user can read it."""
     path = pathlib.Path(run_dir) / "token"
     if not path.exists():
         write_atomically(path, secrets.token_urlsafe(24), "\n", parents=True, mode=0o600)

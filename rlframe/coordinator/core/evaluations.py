@@ -27,7 +27,7 @@ def evaluate(job: TrainingJob, policy_id: str) -> Task:
 
 
 def choose_version(job: TrainingJob, task: Task) -> None:
-    """Request a save from the policy's learner. Without a learner, or at a job's end, pin the newest version at once."""
+    """Ask the policy's learner to save. Without a learner, or at the end of the job, pin the newest version at once."""
     learners = [each for each in job.tasks.open("learn") if each.start.policy_id == task.start.policy_id]
     if job.ending is None and learners:
         task.save_deadline = job.now + job.limits.progress_deadline
