@@ -1,4 +1,4 @@
-"""Compare the code of two commits and ignore its text and names: `python -m tests.same_code OLD [NEW] [PATH...]`.
+"""Compare the code of two commits and ignore its text and names: `python -m tests.same_code OLD [NEW] [--paths PATH...]`.
 
 Strings, docstrings, names and imports are removed from the syntax trees. If functions or classes still differ, print
 one line for each of them. The default for NEW is the working tree.
@@ -110,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new", nargs="?")
-    parser.add_argument("paths", nargs="*", default=list(ROOTS))
+    parser.add_argument("--paths", nargs="+", default=list(ROOTS))
     arguments = parser.parse_args()
     found = differences(arguments.old, arguments.new, arguments.paths)
     print("\n".join(found) or "The code is the same.")

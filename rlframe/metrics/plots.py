@@ -170,7 +170,8 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
     styles = [{"color": color, "linestyle": dash} for dash in _DASHES for color in _COLORS]
     drawn = [draw(axis, group, styles[i % len(styles)], len(groups) == 1) for i, group in enumerate(groups)]
     if not any(drawn):
-        axis.text(0.5, 0.5, "no episode has ended yet", transform=axis.transAxes, ha="center", color=_FAINT)
+        text = "no episode has ended yet" if by_steps else "no evaluation yet"
+        axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", color=_FAINT)
         return
     if target is not None:
         axis.axhline(target, color=_FAINT, linewidth=1.2, linestyle="--", zorder=1, label=f"target: {target:g}")

@@ -93,7 +93,7 @@ def test_suspended_node_is_killed_and_uses_up_a_restart():
         assert re.search(r"\[actor/1\] hung: no heartbeat for \d+ s, and was killed: restart 1 of 1 in", program.output)
         assert program.failure is not None
         assert re.match(
-            r"The node actor/1 hung: no heartbeat for \d+ s, and was killed \(and 1 times before\)",
+            r"The node actor/1 hung: no heartbeat for \d+ s, and was killed \(and 1 time before\)",
             str(program.failure),
         )
 
@@ -120,7 +120,7 @@ def test_program_fails_if_a_node_hangs_after_each_restart():
     hangs = BEATS + "with Phase('computing', 3.5): time.sleep(600)"
     with Program(node("learner", hangs, max_restarts=1), hang_timeout=30.0, healthy=3.0) as program:
         program.wait_for_end()
-    assert re.match(r"The node learner hung: in phase computing for .* \(and 1 times before\)", str(program.failure))
+    assert re.match(r"The node learner hung: in phase computing for .* \(and 1 time before\)", str(program.failure))
 
 
 def test_phase_may_take_longer_than_the_hang_timeout():

@@ -178,7 +178,7 @@ class Failing(IMPALA):
     with RunningProgram(tmp_path / "run", *arguments, "--quiet") as program:
         code, result = program.finish()
     assert code == 1 and result is None
-    assert "The node learner failed with exit code 1 (and 1 times before)" in program.errors()
+    assert "The node learner failed with exit code 1 (and 1 time before)" in program.errors()
     assert "ValueError: the update failed" in program.errors().split("rlframe: The node learner")[1]
 
 

@@ -124,7 +124,8 @@ class ProgramSupervisor(Supervisor):
         self.count_death(slot, running)
         reason, restarts = running.exit_reason(), slot.rules.max_restarts
         if running.code == EXIT_PERMANENT or slot.deaths > restarts:
-            times = f" (and {slot.deaths - 1} times before)" if slot.deaths > 1 else ""
+            before = slot.deaths - 1
+            times = f" (and {before} time{'s' * (before > 1)} before)" if before else ""
             self._failure = f"The node {slot.name} {reason}{times}.{running.last_output()}"
             self._end_nodes()
         else:

@@ -19,12 +19,12 @@ CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
 CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
 NOT_NORMALIZED = "without its normalization of observations and rewards"
 
-# SB3's batch_size is a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
 ZOO_VALUE = settings(
     "OpenAI Baselines, ppo2, which halves the squared error, like rlframe; the zoo's 0.5 is for the full squared error",
     agent__value_cost=0.5,
 )
 
+# The zoo's batch_size is the size of a minibatch: num_minibatches = num_envs * unroll_length / batch_size.
 CARTPOLE = Preset(
     name="ppo/cartpole",
     envs=("CartPole-v[01]",),

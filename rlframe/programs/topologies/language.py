@@ -164,7 +164,8 @@ def _with_ports(session: Session) -> Session:
                 listener = opened.enter_context(socket.create_server((HOST, getattr(config, name))))
             except OSError as error:
                 raise UsageError(
-                    f"Cannot listen at port {getattr(config, name)} of {HOST}: {error.strerror}."
+                    f"Cannot listen at {name}={getattr(config, name)} of {HOST}: {error.strerror}. Choose another "
+                    "port, or 0 for any free port."
                 ) from error
             found[name] = listener.getsockname()[1]
     return dataclasses.replace(session, experiment=session.experiment.with_topology_options(**found))
