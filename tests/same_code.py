@@ -1,4 +1,4 @@
-"""Compare the code of two commits and ignore its text and names: `python -m tests.same_code OLD [NEW] [--paths PATH...]`.
+"""Compare the code of two commits without its text and names: `python -m tests.same_code OLD [NEW] [--paths PATH...]`.
 
 Strings, docstrings, names and imports are removed from the syntax trees. If functions or classes still differ, print
 one line for each of them. The default for NEW is the working tree.
