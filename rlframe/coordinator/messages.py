@@ -17,7 +17,7 @@ from rlframe.errors import UsageError, suggest
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
-WaitsFor = Literal["data", "params"]  # "data": a learner waits for batches, or a collector for room
+WaitsFor = Literal["data", "params"]  # "data": batches for a learner, or free space for a collector
 TaskPhase = Literal["idle", "starting", "running", "closing"]  # "idle" means that the worker has no task
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
@@ -38,8 +38,8 @@ class WorkerInfo:
 
     role: Role
     index: int
-    incarnation: int  # number of the incarnation, counted from 0 for each index; never falls
-    address: str | None = None  # address for the operator's transport; None until the worker serves
+    incarnation: int  # number of the incarnation, counted from 0 for each index; it never decreases
+    address: str | None = None  # for the operator's transport; None until the worker accepts calls
     host: str = ""
     pid: int | None = None  # process id on that host; None if unknown
     is_live: bool = True  # True if the worker starts or runs, and was not released
