@@ -120,7 +120,7 @@ class Roster:
 
 @dataclasses.dataclass
 class Task(Stateful):
-    """A piece of work that one worker does at a time. Each time a worker starts it, a new attempt begins."""
+    """A piece of work for at most one worker at a time. Each time a worker starts it, a new attempt begins."""
 
     task_id: str
     start: StartTask

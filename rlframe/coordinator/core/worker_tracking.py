@@ -223,7 +223,7 @@ def disconnect_all(job: TrainingJob) -> None:
 
 
 def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
-    """Mark a worker as lost, and retry its task. Unless it was about to leave, request a replacement with its index."""
+    """Mark a worker as lost, and retry its task. If it is still needed, request a replacement with the same index."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
     job.emit(ev.Disconnect(*worker.key))
