@@ -13,12 +13,12 @@ from rlframe.interprocess.files import write_atomically
 
 _log = logging.getLogger(__name__)
 
-_COMPACT_AT = 4 * 2**20  # bytes
+_COMPACT_AT = 4 * 2**20  # file size in bytes above which the file is rewritten in a shorter form
 _KEPT_NOTES = 1000
 
 
 class Journal:
-    """A file of lines: states of the job, and the log of notes. The newest state is valid.
+    """A file in which each line is a state of the job or a note of the log. Only the newest state counts.
 
     Each line is written at once. If the writer is killed, only the last line can be incomplete; it is dropped. The file
     is not synced after each line, so it survives the death of its writer, but not a power failure. If the disk is full,
@@ -78,17 +78,19 @@ class Journal:
             self._is_behind = False
         except OSError as error:
             if not self._is_behind:
-                _log.warning("%s The job continues, and the next line tries again.", self._unwritable(error))
+                _log.warning(
+                    "%s The job continues. The journal tries again with its next line.", self._unwritable(error)
+                )
             self._is_behind = True
 
     def _write_line(self, line: bytes) -> None:
         self._size += len(line)
-        while line:  # a nearly full disk may write only the start of the line
+        while line:  # if the disk is nearly full, `write` can stop within the line
             line = line[self._file.write(line) :]
 
     def _read(self) -> None:
         lines = self._path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], 1):  # ignore the text after the last line end
+        for number, line in enumerate(lines[:-1], 1):  # text after the last newline is an incomplete line
             try:
                 record = json.loads(line)
                 self.state = record.get("state", self.state)

@@ -17,7 +17,7 @@ from rlframe.errors import UsageError, suggest
 
 Role = Literal["learner", "collector", "evaluator"]
 Kind = Literal["learn", "collect", "evaluate"]
-WaitsFor = Literal["data", "params"]  # "data": a learner waits for batches, or a collector for room
+WaitsFor = Literal["data", "params"]  # "data": batches for a learner, or free space for a collector
 TaskPhase = Literal["idle", "starting", "running", "closing"]  # "idle" means that the worker has no task
 
 ROLES: tuple[Role, ...] = ("learner", "collector", "evaluator")
@@ -38,8 +38,8 @@ class WorkerInfo:
 
     role: Role
     index: int
-    incarnation: int  # number of the incarnation, counted from 0 for each index; never falls
-    address: str | None = None  # address for the operator's transport; None until the worker serves
+    incarnation: int  # number of the incarnation, counted from 0 for each index; it never decreases
+    address: str | None = None  # for the operator's transport; None until the worker accepts calls
     host: str = ""
     pid: int | None = None  # process id on that host; None if unknown
     is_live: bool = True  # True if the worker starts or runs, and was not released
@@ -63,13 +63,13 @@ def worker_id_of(role: str, index: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The task, attempt, worker and number of a call. A worker refuses calls for older attempts."""
+    """Identifies a call by its task, attempt, worker and number. A worker refuses calls for older attempts."""
 
     task_id: str
     attempt: int  # number of the attempt at the task, counted from 0
     worker_id: str  # role and index, such as "collector/1"
     incarnation: int  # incarnation of the worker, counted from 0
-    seq: int  # number of the call; rises with each new call to a worker, and stays the same for a repeated call
+    seq: int  # number of the call; each new call to a worker has a greater number, a repeated call has the same number
 
 
 # --- requests
@@ -85,11 +85,11 @@ class StartTask:
         options: Set by the coordinator, not by a commander. An evaluation has `params_version`, the version to
             evaluate. A learner has `min_version` (it publishes only higher versions) and `epoch` (the start time of the
             task, the first part of the param store's `Attempt`).
-        overrides: Values that replace the worker's configuration during this task: JSON values by name, by section. A
-            learner has the sections `policy` (fields of the agent's config, the policy's hyperparameters) and `learner`
-            (fields of the `LearnerConfig`). A collector has the sections `env` (options of the environment) and
-            `collector` (numbers among its actor's parameters, such as DQN's `epsilon`). See
-            `rlframe.coordinator.workers.overrides`.
+        overrides: Values that replace parts of the worker's configuration during this task, as
+            `{section: {name: JSON value}}`. A learner has the sections `policy` (hyperparameters, which are fields of
+            the agent's config) and `learner` (fields of the `LearnerConfig`). A collector has the sections `env`
+            (options of the environment) and `collector` (numeric parameters of its actor, such as DQN's `epsilon`).
+            See `rlframe.coordinator.workers.overrides`.
 
     Raises:
         UsageError: A task of this kind has no such section, or a value cannot be written as JSON.
@@ -104,9 +104,10 @@ class StartTask:
         takes = OVERRIDES[self.kind]
         for name, values in self.overrides.items():
             if name not in takes:
-                allowed = f"only {' and '.join(takes)}" if takes else "none at all"
+                allowed = f"overrides for {' and '.join(takes)}" if takes else "no overrides at all"
                 raise UsageError(
-                    f"A task to {self.kind} has no overrides {name!r}, {allowed}: got {values!r}.{suggest(name, takes)}"
+                    f"A task to {self.kind} accepts no overrides for {name!r}. It accepts {allowed}. "
+                    f"Got {values!r}.{suggest(name, takes)}"
                 )
             if not isinstance(values, dict):
                 raise UsageError(f"The overrides {name!r} of a task must be a dict of values by name, got {values!r}.")
@@ -130,20 +131,20 @@ class BatchMeta:
 
 @dataclasses.dataclass(frozen=True)
 class Learn:
-    """A request to learn, either from given batches or from a number of batches that the learner draws (a grant)."""
+    """A request to learn. It contains batches, or it lets the learner draw a number of batches (called a grant)."""
 
-    count: int  # maximum number of updates; 0 only saves
-    batches: tuple[BatchMeta, ...] | None = None  # the `count` given batches; None means a grant
-    seconds: float = 0.25  # time after which the learner starts no further update of a grant
+    count: int  # maximum number of updates; 0 means to save only
+    batches: tuple[BatchMeta, ...] | None = None  # `count` batches to learn from; None if the request is a grant
+    seconds: float = 0.25  # only for a grant: after this time, the learner starts no further update
     save: bool = False  # also write a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class GetData:
-    """A request to collect, or to evaluate. A collector steps its environments and then reports."""
+    """A request to an evaluator to evaluate, or to a collector to step its environments and report its counters."""
 
     steps: int = 0  # stop after this many environment steps; 0 means no limit of steps
-    seconds: float = 0.25  # maximum collecting time; an evaluation ignores both fields
+    seconds: float = 0.25  # maximum time to collect; an evaluation ignores `steps` and `seconds`
 
 
 # --- replies
@@ -151,37 +152,37 @@ class GetData:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReply:
-    """A reply of a worker."""
+    """Base class of all replies from a worker."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NotReady(WorkerReply):
     """The call is still in progress. The coordinator repeats it with the same number."""
 
-    waits_for: WaitsFor | None = None  # None means that the worker is busy, not waiting
+    waits_for: WaitsFor | None = None  # what the worker waits for; None if it is busy
 
 
 @dataclasses.dataclass(frozen=True)
 class CallRefused(WorkerReply):
-    """The call has the wrong attempt, incarnation or call number, and changed nothing."""
+    """The worker refused the call and changed nothing, because the attempt, incarnation or call number is wrong."""
 
     why: str = ""
-    is_misdirected: bool = False  # the call is for another worker or incarnation
+    is_misdirected: bool = False  # True if the call is for another worker or incarnation
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed(WorkerReply):
-    """The call raised."""
+    """The call raised an exception."""
 
     error: str  # type of the exception
     message: str
     traceback: str = ""
-    is_permanent: bool = False  # a retry would fail in the same way
+    is_permanent: bool = False  # True if a retry would fail in the same way
 
 
 @dataclasses.dataclass(frozen=True)
 class Alive(WorkerReply):
-    """The reply to `ping`."""
+    """The reply to `ping`: which worker replies, and the task that it has."""
 
     worker_id: str
     incarnation: int
@@ -227,7 +228,7 @@ class Learned(WorkerReply):
     params_version: int  # newest version in the param store
     learner_steps: int  # updates since the start of the run
     updates: tuple[Update, ...]
-    dropped: int = 0  # granted batches that were too old, or no longer in the buffer
+    dropped: int = 0  # number of granted batches that were too old, or no longer in the buffer
     logs: dict[str, float] = dataclasses.field(default_factory=dict)  # logs of the last update
 
 
@@ -235,9 +236,9 @@ class Learned(WorkerReply):
 class Collected(WorkerReply):
     """The counters of a collector, and the number of steps of this call."""
 
-    stats: dict[str, Any]  # `Actor.stats()`: counters since the start of the task, rank and incarnation
+    stats: dict[str, Any]  # result of `Actor.stats()`: counters since the start of the task, rank, incarnation
     params_version: int  # version of the parameters that chose the last actions
-    waits: bool = False  # the collector waits for newer parameters, or for room in the buffer
+    waits: bool = False  # True if the collector waits for newer parameters, or for free space in the buffer
     length: int = 0  # number of environment steps in this call
 
 
@@ -246,13 +247,13 @@ class Evaluated(WorkerReply):
     """The result of an evaluation of one version."""
 
     params_version: int
-    values: dict[str, float]  # return_mean, return_std, length_mean, episodes
+    values: dict[str, float]  # with the keys return_mean, return_std, length_mean and episodes
 
 
 @dataclasses.dataclass(frozen=True)
 class Closed(WorkerReply):
     """The task has ended."""
 
-    # A learner returns learner_steps, params_version and checkpoint. A collector returns its last stats and
-    # env_steps_per_second.
+    # The result of a learner has the keys learner_steps, params_version and checkpoint. The result of a collector has
+    # its last stats and env_steps_per_second.
     result: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The coordinator's thread for the operator, which requests workers and lists them."""
+"""The thread in which the coordinator calls the operator, to request workers and to list them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlframe.retry import backoff
 _log = logging.getLogger(__name__)
 
 _BACKOFF = 0.25, 5.0  # shortest and longest pause in seconds between two attempts to reach the operator
-_PATIENCE = 5.0  # seconds for workers to end after the operator's grace period
-_JOIN = 10.0  # seconds for the thread to end; any call to an operator is shorter
+_PATIENCE = 5.0  # seconds to wait for the end of all workers, in addition to the operator's grace period
+_JOIN = 10.0  # seconds to wait for the end of the thread; each call to an operator takes less time
 
 
 class OperatorThread:
-    """A thread that carries out the operator's effects, and lists its workers a few times per second.
+    """A thread that carries out effects by calls to the operator, and lists the workers a few times per second.
 
     While the operator cannot be reached, effects stay in the queue and are retried with backoff.
 
@@ -42,12 +42,12 @@ class OperatorThread:
         self._problems: dict[str, str] = {}
         self._outage = ""
         self._has_answered = False
-        self._stops_workers = False  # end the workers at the end of the thread
+        self._stops_workers = False  # True if the thread must end all workers before it ends
         self._wake, self._ends, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlframe operator", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. It lists workers of an earlier coordinator too."""
+        """Start the thread. It also lists workers that an earlier coordinator has started."""
         self._thread.start()
 
     def put(self, effect: Any) -> None:
@@ -70,7 +70,7 @@ class OperatorThread:
             self._operator.close()
 
     def problems(self) -> dict[str, str]:
-        """Return the current problems by worker_id, each as a sentence. The key "" is for a problem of the operator."""
+        """Return the current problems as `{worker_id: sentence}`. The key "" stands for the operator itself."""
         outage = {"": self._outage} if self._outage else {}
         return {**outage, **self._problems}
 
@@ -94,7 +94,10 @@ class OperatorThread:
             self._put_event(ev.WorkersEnded(why))
 
     def _fail(self, error: Exception) -> None:
-        """Report an error. A `UsageError` is permanent, and so is any error before the first reply except an outage."""
+        """Report an error. A `UsageError` is permanent.
+
+        Before the operator's first reply, every error that is not an outage is permanent too.
+        """
         is_outage = isinstance(error, (OperatorError, PeerError, OSError))
         if not is_outage:
             _log.error("The operator raised an unexpected error.", exc_info=error)
@@ -113,7 +116,7 @@ class OperatorThread:
         return [worker for worker in seen if worker.is_live]
 
     def _stop_all(self) -> str:
-        """End all workers. Return the reason if that fails, else an empty string."""
+        """End all workers. Return an empty string, or the reason why some workers did not end."""
         why = ""
         for pause in backoff(0.02, self._operator.every, self._operator.grace + _PATIENCE):
             try:

@@ -45,7 +45,7 @@ class StoredParams(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """The attempt of a learner that puts versions of a policy. A greater attempt fences off smaller ones."""
+    """Identifies an attempt of a learner to train a policy. After a greater attempt, smaller attempts are refused."""
 
     epoch: int  # start time of the task in Unix milliseconds; each task counts its attempts from 0
     number: int  # number of the attempt at the task
@@ -71,22 +71,23 @@ class ParamStore:
 
     Args:
         kept: Number of versions to keep for each policy, in addition to the pinned versions.
-        at_end: Seconds that `run` waits for `finish` after the end of the program, for the learner's last version.
+        at_end: Seconds that `run` continues after the end of the program, so that the learner can put its last
+            version. A call of `finish` ends `run` earlier.
     """
 
     def __init__(self, kept: int = 4, at_end: float = 0.0) -> None:
         if kept < 1:
-            raise UsageError(f"A ParamStore keeps at least one version, got kept={kept}.")
+            raise UsageError(f"A ParamStore must keep at least one version, got kept={kept}.")
         self._kept, self._at_end = kept, at_end
         self._changed = threading.Condition()
         self._policies: dict[str, _Policy] = collections.defaultdict(_Policy)
-        # `stop` and the end of the program start the last `at_end` seconds of `run`; `finish` ends `run` at once;
-        # `close` ends all calls that wait.
+        # `_is_stopping` starts the last `at_end` seconds of `run`. `_finished` ends `run` at once. `_closed` ends all
+        # calls that wait.
         self._is_stopping, self._finished, self._closed = threading.Event(), threading.Event(), threading.Event()
         self._server: Server | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a handle. The first call starts the server of the handles."""
+        """Pickle as a handle. At the first time, start the server that all handles call."""
         transport = SocketTransport()
         with self._changed:
             if self._server is None:
@@ -106,7 +107,7 @@ class ParamStore:
             self._policies[policy_id].attempt = attempt
 
     def check_not_fenced(self, policy_id: str, attempt: Attempt | None) -> None:
-        """Raise `FencedError` if a newer attempt has opened the policy. Called before a learner writes a checkpoint."""
+        """Raise `FencedError` if a newer attempt has opened the policy. Learners check this before each checkpoint."""
         with self._changed:
             _check_attempt(policy_id, attempt, self._policies[policy_id].attempt)
 
@@ -131,8 +132,8 @@ class ParamStore:
         Raises:
             FencedError: A newer attempt has opened the policy.
             StoppedError: The store was closed.
-            UsageError: The version is not above the newest, the tree differs from that of earlier versions, or the
-                hyperparameters are not JSON values.
+            UsageError: The version is not above the newest version, the tree differs from the trees of earlier
+                versions, or the hyperparameters are not JSON values.
         """
         if version < 0:
             raise UsageError(f"Versions of a policy start at 0, got {version} for {policy_id!r}.")
@@ -162,14 +163,14 @@ class ParamStore:
                 policy.publication.publish(version, packed)
             policy.versions[version] = StoredParams(version, packed, hparams)
             policy.put_by = attempt
-            policy.attempt = attempt or policy.attempt  # a restarted store no longer has the attempt
+            policy.attempt = attempt or policy.attempt  # a restarted store has lost its attempt
             self._drop_old(policy)
             self._changed.notify_all()
 
     # --- for collectors and evaluators
 
     def get(self, policy_id: str, min_version: int = -1, *, version: int | None = None) -> StoredParams | None:
-        """Return the newest version, or `version` if given. Return None if it is missing or below `min_version`."""
+        """Return `version`, by default the newest. Return None if that version is missing or below `min_version`."""
         with self._changed:
             versions = self._policies[policy_id].versions
             wanted = max(versions, default=-1) if version is None else version
@@ -204,7 +205,10 @@ class ParamStore:
     # --- for evaluations of one version
 
     def pin(self, policy_id: str) -> int:
-        """Pin the newest version, and return its number (-1 if no version exists). A third pin removes the first."""
+        """Pin the newest version. Return its number, or -1 if no version exists.
+
+        A policy has at most two pinned versions. A third pin removes the oldest pin.
+        """
         with self._changed:
             policy = self._policies[policy_id]
             newest = max(policy.versions, default=-1)
@@ -214,7 +218,7 @@ class ParamStore:
             return newest
 
     def unpin(self, policy_id: str, version: int) -> None:
-        """End a pin. Do nothing if the version is not pinned."""
+        """Unpin a version, so that it can be dropped. Do nothing if the version is not pinned."""
         with self._changed:
             policy = self._policies[policy_id]
             policy.pinned = [pinned for pinned in policy.pinned if pinned != version]
@@ -237,13 +241,13 @@ class ParamStore:
     # --- methods of a program's node
 
     def run(self) -> None:
-        """Serve until `finish`, or until `at_end` seconds after the end of the program."""
+        """Wait until `finish` is called, or until `at_end` seconds have passed after `stop` or the program's end."""
         with stop_with_program(self._is_stopping.set):
             self._is_stopping.wait()
             self._finished.wait(self._at_end)
 
     def stop(self) -> None:
-        """End `run` as the end of the program does. Any thread may call this method."""
+        """End `run` after at most `at_end` seconds, as at the end of the program. Any thread can call this method."""
         self._is_stopping.set()
 
     def finish(self) -> None:
@@ -252,7 +256,7 @@ class ParamStore:
         self._is_stopping.set()
 
     def close(self) -> None:
-        """Accept no more versions, and end all waits. Repeated calls change nothing."""
+        """Stop the server, refuse new versions, and end all calls that wait. Repeated calls change nothing."""
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
@@ -265,7 +269,10 @@ class ParamStore:
 
 
 def _check_attempt(policy_id: str, attempt: Attempt | None, opened: Attempt | None) -> None:
-    """Raise `FencedError` if `attempt` is older than the attempt that opened the policy. None is the oldest attempt."""
+    """Raise `FencedError` if `attempt` is older than `opened`, the attempt that opened the policy.
+
+    If `attempt` is None, it counts as older than every attempt.
+    """
     if opened is None or (attempt is not None and attempt >= opened):
         return
     whose = f"attempt {opened.number} of epoch {opened.epoch}"
@@ -292,7 +299,7 @@ def _difference(expected: Tree, came: Tree) -> str:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(expected)
     others, given = jax.tree.flatten(came)
     if given != treedef:
-        return f"The new parameters have another tree than earlier versions: got {given}, expected {treedef}."
+        return f"The tree of the new parameters differs from earlier versions: got {given}, expected {treedef}."
     path, leaf, other = next((path, leaf, other) for (path, leaf), other in zip(leaves, others) if leaf != other)
     return (
         f"The new parameters{jax.tree_util.keystr(path)} are {other.dtype}{list(other.shape)}; those of earlier "

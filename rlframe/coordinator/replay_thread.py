@@ -1,4 +1,7 @@
-"""The coordinator's thread for the replay buffer and the param store. It handles keys and versions, but no data."""
+"""The thread in which the coordinator calls the replay buffer and the param store.
+
+It handles only keys of items and version numbers, never data or parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ from rlframe.replay.replay_files import ReplayFiles
 _log = logging.getLogger(__name__)
 
 _WAIT = 0.2  # seconds that a draw waits for enough data
-_STATS_EVERY = 0.5  # seconds
+_STATS_EVERY = 0.5  # seconds between two reads of the replay buffer's counters
 _SAVE_EVERY = 30.0  # seconds between two saves of a small replay buffer
-_JOIN_TIMEOUT = 60.0  # seconds for the last save
+_JOIN_TIMEOUT = 60.0  # seconds to wait for the last save and the end of the thread
 
 
 class ReplayThread:
-    """A thread that draws keys for learners, finishes drawn batches, and pins versions for evaluations.
+    """A thread that draws the keys of batches for learners, releases used batches, and pins versions for evaluations.
 
     Args:
-        replay: The replay buffer. If it cannot fetch by key, only its counters are read.
+        replay: The replay buffer. If it cannot return items by key, this thread only reads its counters.
         param_store: A `ParamStore`, or a handle to one.
         put_event: Function that receives `BatchesDrawn` and `Pinned`.
-        directory: Directory of the saved replay buffer, if this process samples from it.
+        directory: Directory for saves of the replay buffer. Unused if another process draws from the buffer.
 
     Attributes:
         stats: Recent counters of the replay buffer.
@@ -66,7 +69,9 @@ class ReplayThread:
         self._thread = threading.Thread(target=self._run, name="rlframe keys", daemon=True)
 
     def start(self) -> None:
-        """Restore a new buffer completely, but only the priorities of an existing buffer. Start the thread.
+        """Restore the saved replay buffer, then start the thread.
+
+        If the buffer still has its items, only their priorities are restored.
 
         Raises:
             CheckpointError: The saved buffer is damaged.
@@ -80,7 +85,7 @@ class ReplayThread:
         self._effects.put(effect)
 
     def close(self) -> None:
-        """Carry out the queued effects, read the counters a last time, and end the thread."""
+        """Carry out the queued effects, read the counters a last time, save the buffer if due, and end the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_TIMEOUT)
@@ -106,7 +111,11 @@ class ReplayThread:
         try:
             action()
         except Exception as error:  # keep the thread alive, because the job waits for events from it
-            _log.warning("Replay thread of the coordinator: %s", error, exc_info=not isinstance(error, RlframeError))
+            _log.warning(
+                "The coordinator's replay thread could not carry out an action: %s",
+                error,
+                exc_info=not isinstance(error, RlframeError),
+            )
 
     def _read_stats(self) -> None:
         if time.monotonic() < self._stats_read_at + _STATS_EVERY or not hasattr(self._replay, "stats"):
@@ -114,7 +123,7 @@ class ReplayThread:
         self._stats_read_at = time.monotonic()
         try:
             self.stats = {"kind": self._kind, **self._replay.stats()}
-        except Exception as error:  # the server may be restarting; the next round tries again
+        except Exception as error:  # the server may be restarting; try again later
             _log.info("Cannot read the counters of the replay buffer: %s", error)
 
     def _save_if_due(self, *, final: bool = False) -> None:

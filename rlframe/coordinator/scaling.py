@@ -14,10 +14,11 @@ class Load:
 
     Attributes:
         collectors: Number of collectors.
-        seconds: Length of the window.
+        seconds: Length of the window in seconds.
         learner_waiting_seconds: Seconds that the learner waited for data.
         env_steps: Environment steps of all collectors.
-        waiting_share: Share of the collectors' time that they waited for newer parameters or for room in the buffer.
+        waiting_share: Share of the collectors' total time, from 0 to 1, in which they waited for newer parameters or
+            for free space in the buffer.
         staleness: Mean age, in versions, of the data in a batch; None if the learner has not learned yet.
     """
 
@@ -37,17 +38,18 @@ class Scaling:
     - Remove a collector if the data is older than `mean_staleness`, or if collectors waited for more than `IDLE` of
       their time and the learner waited for less than `STARVED`.
     - Skip one window after a change, because a new collector compiles first.
-    - Remove an added collector if it did not help: the steps did not increase and the learner waits as long. Then
-      pause. Each pause is twice as long as the last. On busy cores, or with a slow game, more collectors do not help.
+    - Remove a new collector if it did not help: the steps per second did not increase, and the learner did not wait
+      less. Then pause. Each pause is twice as long as the previous pause. On busy cores, or with a slow game, more
+      collectors do not help.
 
     Args:
-        least, most: Bounds of the number of collectors.
-        cores: Number of the machine's cores, a second upper bound.
-        mean_staleness: Bound of the mean staleness, in versions; None means no bound.
+        least, most: Minimum and maximum number of collectors.
+        cores: Number of the machine's cores. There are never more collectors than cores, but at least `least`.
+        mean_staleness: Maximum of the mean staleness, in versions; None means no maximum.
     """
 
     STARVED, IDLE = 0.2, 0.5
-    _FIRST_PAUSE = 4  # number of windows
+    _FIRST_PAUSE = 4  # length of the first pause, as a number of windows
     _WINDOW_SECONDS = 5.0
 
     def __init__(self, least: int, most: int, cores: int, mean_staleness: float | None = None) -> None:
@@ -59,9 +61,10 @@ class Scaling:
         self._window: tuple[float, float, int, float, float] | None = None  # counters at the start of the window
 
     def wanted(self, job: TrainingJob, now: float) -> int | None:
-        """Return the new number of collectors, or None to keep the number. It changes only at the end of a window.
+        """Return the new number of collectors, or None to keep the current number.
 
-        The number does not change if a person chose it, while the job does not run, or while collectors start.
+        The number changes only at the end of a window. It never changes if a person chose it, while the job does not
+        run, or while collectors start.
         """
         steps = job.accounts.env_steps
         here = (
@@ -120,10 +123,10 @@ class Scaling:
 
 
 def _is_better(load: Load, before: Load) -> bool:
-    """Return True if the added collector helped: the learner waits less, or there are more environment steps.
+    """Return True if the added collector helped: the learner waits 10 % less, or the steps per second rose by 10 %.
 
-    The waiting time alone is not enough: with two slow collectors, a learner waits nearly as long as with one, but it
-    learns twice as much.
+    The waiting time alone is not enough: with two slow collectors, a learner waits nearly as long as with one
+    collector, but it learns twice as much.
     """
     seconds, seconds_before = max(load.seconds, 1e-9), max(before.seconds, 1e-9)
     waits_less = load.learner_waiting_seconds / seconds <= 0.9 * before.learner_waiting_seconds / seconds_before

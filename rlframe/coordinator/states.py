@@ -9,7 +9,7 @@ from rlframe.errors import RlframeError
 
 
 class TransitionError(RlframeError):
-    """A transition that is not allowed. The cause is a bug in this package, never in a worker."""
+    """An error for a state transition that is not allowed. It shows a bug in this package, never in a worker."""
 
 
 class _State(enum.Enum):

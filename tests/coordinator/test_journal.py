@@ -136,7 +136,8 @@ def test_journal_survives_a_full_disk_and_writes_everything_later(path: pathlib.
         assert Journal(killed).state == (states[-1] if states else None)
         warned = process.communicate("\n", timeout=60.0)[1]
     told = (
-        f"Cannot write {path}: File too large. Free some disk space. The job continues, and the next line tries again."
+        f"Cannot write {path}: File too large. Free some disk space. The job continues. "
+        "The journal tries again with its next line."
     )
     assert set(warned.splitlines()) == {told, f"{path} can be written again and is complete."}
     journal = Journal(path)

@@ -37,22 +37,22 @@ class JobEnding:
     evaluation_error: str | None = None  # if the last evaluation failed: the reason
 
     def add_problem(self, problem: str) -> None:
-        """Add a problem to the reason of the ending."""
+        """Append a problem to the text that explains why the job ends."""
         self.reason = self.reason._replace(text=f"{self.reason.text}; but {problem}")
 
     @property
     def needs_learner(self) -> bool:
-        """True if a learner must still save. Until then, a lost learner is replaced."""
+        """True if a learner must still save a checkpoint. While this is true, a lost learner is replaced."""
         return self.step in (EndingStep.COLLECTORS, EndingStep.LEARNER) and not self.failed
 
     def replaces(self, role: Role) -> bool:
-        """Return True if a lost worker of this role is replaced."""
+        """Return True if a worker of this role must be replaced when it is lost during the ending."""
         if role == "evaluator":
             return self.step is not EndingStep.WORKERS
         return role == "learner" and self.needs_learner
 
     def closes(self, task: Task) -> bool:
-        """Return True if the current step closes this task."""
+        """Return True if the current step of the ending closes this task."""
         if task.kind == "collect":
             return True
         if task.kind == "learn":
@@ -60,19 +60,19 @@ class JobEnding:
         return task.task_id != self.task_id
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state for the journal. The next coordinator restarts the deadlines."""
+        """Return the fields to write to the journal, without times: a restarted coordinator starts new deadlines."""
         names = ("reason", "failed", "evaluates", "evaluation", "task_id", "evaluation_error")
         return {**{name: getattr(self, name) for name in names}, "step": self.step.value}
 
 
 @dataclasses.dataclass
 class Requests:
-    """The current requests of people and of the automatic scaling."""
+    """The current requests from people and from automatic scaling."""
 
     wanted: dict[Role, int]  # number of workers of each role
-    count_is_manual: bool = False  # a person chose the number of collectors
-    paused: bool = False  # collecting and learning are paused
-    save_next_update: bool = False  # the learner must save a checkpoint with its next update
+    count_is_manual: bool = False  # True if a person chose the number of collectors
+    paused: bool = False  # True while collecting and learning are paused
+    save_next_update: bool = False  # True if the learner must save a checkpoint with its next update
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class OperatorLink:
     """The connection of this coordinator to the operator."""
 
     has_answered: bool = False
-    problem: str = ""  # reason that the operator cannot be reached
+    problem: str = ""  # why the operator cannot be reached; empty if it can be reached
 
     @property
     def is_away(self) -> bool:
@@ -92,8 +92,8 @@ class LearnerActivity:
     """The state and the waiting time of the learner.
 
     Attributes:
-        has_started: True once any learner has started. Collectors start after that, because the buffer exists then.
-        waits_for: "data", "learner" (no learner runs), or None while the learner learns.
+        has_started: True once any learner has started. Collectors must wait for this, because no buffer exists before.
+        waits_for: "data" if the learner waits for data, "learner" if no learner runs, or None while the learner learns.
         draws_fail_since: Time since which every draw from the replay buffer has failed; None if the last draw worked.
     """
 
@@ -115,7 +115,7 @@ class LearnerActivity:
 
 @dataclasses.dataclass
 class CollectorActivity:
-    """Total times of all collectors."""
+    """Total time that all collectors have spent in their calls, and how much of it they waited."""
 
     seconds: float = 0.0  # total duration of all calls in seconds
     seconds_waited: float = 0.0  # part of `seconds` spent waiting for newer parameters or buffer space
@@ -129,9 +129,9 @@ class TrainingJob:
         limits: The deadlines.
         wanted: Number of workers of each role.
         by_key: True if the coordinator draws batches for the learner. Otherwise the learner draws them.
-        now: Current time in seconds. It rises across restarts.
-        evaluates: Evaluate the last version at the end.
-        counts_before: Counts of earlier sessions of the run.
+        now: Current time in seconds. It is never lower after a restart of the coordinator.
+        evaluates: True to evaluate the last version when the job ends.
+        counts_before: Counters from earlier sessions of the run.
         min_version: Newest version of the previous job. Learners publish only higher versions.
         saved: Result of `to_json` from an earlier coordinator of the same job.
 
@@ -175,8 +175,8 @@ class TrainingJob:
         self.rows = Rows(counts.env_steps, self.accounts.total(), self.accounts.total_logged(), now)
         self.effects: list[Any] = []
         self.workers_to_call: list[WorkerRecord] = []
-        self._starts = saved["starts"] + 1 if saved is not None else 0  # number of earlier starts of a coordinator
-        # Number of the last call. All calls of earlier coordinators have lower numbers.
+        self._starts = saved["starts"] + 1 if saved is not None else 0  # number of earlier coordinators of this job
+        # Number of the last call. It is greater than all call numbers that earlier coordinators have used.
         self._seq = self._starts * _CALLS_PER_START
         if saved is not None:
             self._restore(saved)
@@ -207,7 +207,7 @@ class TrainingJob:
         self.rows = Rows(step, total, logged, self.now)
         self.accounts = Accounts(**saved["accounts"])
         self.tasks.count = saved["task_count"]
-        for role, index, incarnation in saved["workers"]:  # the operator's list shows later which workers have ended
+        for role, index, incarnation in saved["workers"]:  # the operator's list will show which of them have ended
             self.roster.add(WorkerInfo(role, index, incarnation), self.now).has_answered = True
         for each in saved["tasks"]:
             task = Task.from_json(each)
@@ -236,7 +236,7 @@ class TrainingJob:
 
     @property
     def reason(self) -> str:
-        """Reason of the ending; empty before the ending."""
+        """Why the job ends; empty until the ending starts."""
         return self.ending.reason.text if self.ending is not None else ""
 
     # --- effects
@@ -250,29 +250,29 @@ class TrainingJob:
         self.emit(ev.Note(kind, text, fields))
 
     def request_workers(self, role: Role, count: int) -> None:
-        """Request a number of workers of a role."""
-        self.requests.wanted = {**self.requests.wanted, role: count}  # a new dict: the journal may use the old dict
+        """Set the wanted number of workers of a role, and request that number from the operator."""
+        self.requests.wanted = {**self.requests.wanted, role: count}  # new dict: the journal may still read the old one
         if self.operator.has_answered:
             self.emit(ev.ScaleRole(role, count))
 
     def queue_call(self, *workers: WorkerRecord) -> None:
-        """Queue workers whose next call must be chosen at the end of the event."""
+        """Queue workers. `machine.advance` chooses their next calls after it has handled the event."""
         self.workers_to_call += workers
 
     def header(self, worker: WorkerRecord, task: Task) -> Header:
-        """Return the header of the next call. The number of the call is above all earlier numbers."""
+        """Return the header of a new call. Its number is greater than the numbers of all earlier calls."""
         self._seq += 1
         return Header(task.task_id, task.attempt, worker.worker_id, worker.incarnation, self._seq)
 
     def call(self, worker: WorkerRecord, task: Task, method: str, *args: Any) -> None:
-        """Call a worker."""
+        """Send a new call to a worker, as part of its task."""
         worker.call = ev.Send(*worker.key, method, self.header(worker, task), args)
         worker.called_at = self.now
         self.emit(worker.call)
 
     def call_again(self, worker: WorkerRecord, call: ev.Send, delay: float) -> None:
         """Repeat a call with the same number, after `delay` seconds."""
-        if self.now >= worker.called_at:  # otherwise the repeated call is already scheduled
+        if self.now >= worker.called_at:  # if `called_at` is in the future, a repeat is already scheduled
             worker.called_at = self.now + delay
             self.emit(dataclasses.replace(call, delay=delay))
 
@@ -300,7 +300,8 @@ class TrainingJob:
     def must_close(self, worker: WorkerRecord, task: Task) -> bool:
         """Return True if the worker must close the task.
 
-        The reasons: the worker is leaving, the job's ending closes the task, or the commander returns another task.
+        It must if the worker is leaving, if the job's ending closes the task, or if the commander now returns a
+        different task.
         """
         if self.ending is not None:
             return worker.is_leaving or self.ending.closes(task)
@@ -312,7 +313,7 @@ class TrainingJob:
         return now is not None and (now.policy_id, now.overrides) == (then.policy_id, then.overrides)
 
     def begin_ending(self, reason: StopReason, evaluates: bool = False, *, failed: bool = False) -> None:
-        """Start the ending. Do nothing if it has already started."""
+        """Start to end the job. Do nothing if the ending has already started."""
         if self.ending is None:
             self.ending = JobEnding(reason, failed, evaluates, self.now, self.limits.close_deadline)
             self.become(JobState.DRAINING)
@@ -320,7 +321,7 @@ class TrainingJob:
             self.queue_call(*self.roster)
 
     def fail(self, reason: str) -> None:
-        """Start the ending of a failed job. An ending that has already started becomes a failure."""
+        """Let the job fail: start its ending as a failure, or mark an ending that has already started as a failure."""
         self.begin_ending(StopReason("error", reason), failed=True)
         if self.ending is not None and not self.ending.failed:
             self.ending.failed = True

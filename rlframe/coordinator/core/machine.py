@@ -60,7 +60,8 @@ def _derive_state(job: TrainingJob) -> None:
     elif any(task.state is TaskState.RUNNING for task in job.tasks.open("learn")):
         job.become(JobState.RUNNING)
     elif job.learner.has_started:
-        if job.state is JobState.WAITING:  # after a restart of the coordinator
+        # WAITING cannot become DEGRADED directly. This happens after a restart of the coordinator.
+        if job.state is JobState.WAITING:
             job.become(JobState.RUNNING)
         job.become(JobState.DEGRADED)
     elif job.state is JobState.PAUSED:
@@ -71,7 +72,7 @@ def _derive_state(job: TrainingJob) -> None:
 
 
 def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
-    """Start each step of the ending whose earlier steps are done."""
+    """Start the next step of the ending when the current step is done. Repeat this until a step is not done."""
     if job.state is JobState.CONNECTING:  # the coordinator was restarted during the ending
         job.become(JobState.DRAINING)
         _begin_step(job, ending)
@@ -86,10 +87,10 @@ def _advance_ending(job: TrainingJob, ending: JobEnding) -> None:
 
 
 def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
-    """Start a step of the ending. In the first two steps, `next_calls` closes the tasks."""
+    """Start a step of the ending. In the steps COLLECTORS and LEARNER, `next_calls` closes the tasks."""
     is_evaluated = ending.evaluates and not ending.failed and job.accounts.params_version >= 0
     if ending.step is EndingStep.EVALUATION:
-        job.write_row()  # before the evaluation, so that the rates exclude the evaluation's time
+        job.write_row()  # write it now, so that its rates exclude the time of the evaluation
         if is_evaluated and job.tasks.get(ending.task_id) is None:
             ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
     elif ending.step is EndingStep.WORKERS:
@@ -167,17 +168,17 @@ def _on_submitted(job: TrainingJob, event: ev.Submitted) -> None:
 
 
 def _resume_evaluations(job: TrainingJob) -> None:
-    """Continue the evaluations of an earlier coordinator."""
+    """Continue the evaluations that an earlier coordinator has not finished."""
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             tasks.finish(job, task, TaskState.SUCCEEDED)
-        elif not evaluations.has_version(task):  # a version may be pinned, but is not in the journal
+        elif not evaluations.has_version(task):  # the journal may lack a version that was pinned
             evaluations.choose_version(job, task)
 
 
 def _on_operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
     if job.ending is not None and job.ending.step is EndingStep.WORKERS:
-        return  # ignore the list: its workers are being ended
+        return  # ignore the list of workers, because all workers are being ended
     if job.operator.is_away:
         if job.operator.problem:
             job.note("operator", "The operator answers again.")
@@ -244,7 +245,7 @@ def _on_evaluation_requested(job: TrainingJob, event: ev.EvaluationRequested) ->
 def _on_checkpoint_requested(job: TrainingJob, event: ev.CheckpointRequested) -> None:
     job.requests.save_next_update = True
     job.emit(ev.SaveReplay())
-    job.note("checkpoint", "The learner saves with its next update.")
+    job.note("checkpoint", "The learner will save a checkpoint with its next update.")
 
 
 def _on_restore_requested(job: TrainingJob, event: ev.RestoreRequested) -> None:

@@ -12,7 +12,7 @@ from rlframe.coordinator.states import TaskState, WorkerState
 
 
 def call_next(job: TrainingJob, worker: WorkerRecord) -> None:
-    """Make a worker's next call, unless a call is pending or there is nothing to do."""
+    """Send a worker its next call. Do nothing if a call is already pending or the worker has nothing to do."""
     if worker.call is not None or not worker.can_be_called:
         return
     task = job.tasks.get(worker.task_id)
@@ -60,7 +60,7 @@ def _must_wait(job: TrainingJob, task: Task) -> bool:
 def _close_task(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
     if not worker.is_leaving:
         worker.become(WorkerState.CLOSING)
-    # The learner of the next task continues from the checkpoint of this task.
+    # A learner saves a checkpoint when it closes its task, because the next learner continues from it.
     job.call(worker, task, "close_task", job.ending is not None or task.kind == "learn")
 
 
@@ -73,7 +73,8 @@ def _assign(job: TrainingJob, worker: WorkerRecord) -> Task | None:
         task.worker_id, task.incarnation = worker.worker_id, worker.incarnation
         worker.task_id = task.task_id
         worker.become(WorkerState.BUSY)
-        # This note makes the coordinator write the journal before the call. So no attempt number is used twice.
+        # The note below makes the coordinator write the journal before it sends the call. So a restarted coordinator
+        # never uses an attempt number again.
         items = [f"{name} {value}" for values in task.start.overrides.values() for name, value in values.items()]
         by = f" with {', '.join(items)}" if items else ""
         job.note("assigned", f"{worker.worker_id} is assigned {task.task_id}, attempt {task.attempt}{by}.")
@@ -107,7 +108,10 @@ def _may_start(job: TrainingJob, worker: WorkerRecord, task: Task) -> bool:
 
 
 def _new_task(job: TrainingJob, worker: WorkerRecord) -> Task | None:
-    """Add and return the commander's task for a worker. Only one learner per policy gets a task."""
+    """Ask the commander for a task, add it and return it. Return None if there is none.
+
+    Each policy has at most one open task for a learner.
+    """
     start = job.commander.task(worker.role, worker.index, job.view)
     if start is None:
         return None
@@ -119,9 +123,9 @@ def _new_task(job: TrainingJob, worker: WorkerRecord) -> Task | None:
 
 
 def _next_epoch(job: TrainingJob) -> int:
-    """Return a learner's epoch above all earlier epochs, including those of earlier sessions with the same param store.
+    """Return a new epoch for a learner, greater than all earlier epochs, even those of earlier sessions.
 
-    A higher epoch fences off earlier learners. See `rlframe.coordinator.param_store.Attempt`.
+    The param store refuses versions from learners with a lower epoch. See `rlframe.coordinator.param_store.Attempt`.
     """
     epochs = [task.start.options.get("epoch", 0) for task in job.tasks if task.kind == "learn"]
     return max([int(job.now * 1000), *(before + 1 for before in epochs)])

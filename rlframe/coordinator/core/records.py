@@ -17,7 +17,7 @@ class Ping:
     """The newest ping to a worker."""
 
     sent_at: float = 0.0
-    is_out: bool = False  # the ping has no reply yet
+    is_out: bool = False  # True until the worker replies to the ping
 
 
 @dataclasses.dataclass
@@ -26,10 +26,10 @@ class CollectorProgress:
 
     num_envs: int = 0
     env_steps: int = 0  # environment steps of this incarnation
-    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # rate of `env_steps`
+    rates: Rates = dataclasses.field(default_factory=lambda: Rates(1))  # recent increase of `env_steps` per second
     counts: dict[str, float] = dataclasses.field(default_factory=dict)  # counters since the start of the current task
     params_version: int | None = None  # version of the parameters that chose the last actions
-    is_waiting: bool = False  # the collector waits for newer parameters, or for room in the buffer
+    is_waiting: bool = False  # True while the collector waits for newer parameters, or for free space in the buffer
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class WorkerRecord(Stateful):
     incarnation: int
     listed_at: float  # time at which the operator first listed the worker
     failed_starts: int = 0  # number of consecutive incarnations that never replied
-    has_answered: bool = False  # the worker has replied to a ping of any coordinator
+    has_answered: bool = False  # True if the worker has replied to a ping of this or an earlier coordinator
     state: WorkerState = WorkerState.REQUESTED
     host: str = ""
     pid: int | None = None
@@ -90,7 +90,10 @@ class Roster:
         return iter(list(self._workers.values()))
 
     def get(self, worker_id: str | None, incarnation: int | None = None) -> WorkerRecord | None:
-        """Return the worker unless it is lost or gone, or has another incarnation. None means any incarnation."""
+        """Return the worker, or None if it is unknown, lost, gone, or has a different incarnation.
+
+        `incarnation=None` matches every incarnation.
+        """
         worker = self._workers.get(worker_id) if worker_id is not None else None
         if worker is None or is_over(worker.state):
             return None
@@ -105,7 +108,7 @@ class Roster:
         return sorted((w for w in self if w.role == role and not is_over(w.state)), key=lambda w: w.index)
 
     def add(self, seen: WorkerInfo, now: float) -> WorkerRecord:
-        """Add a new incarnation of a worker in place of the last incarnation."""
+        """Add a new incarnation of a worker. It replaces the previous incarnation."""
         before = self.newest(seen.worker_id)
         failed_starts = before.failed_starts if before is not None else 0
         worker = WorkerRecord(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
@@ -117,7 +120,7 @@ class Roster:
 
 @dataclasses.dataclass
 class Task(Stateful):
-    """Work for one worker at a time. Each start by a worker is a new attempt."""
+    """A piece of work for at most one worker at a time. Each time a worker starts it, a new attempt begins."""
 
     task_id: str
     start: StartTask
@@ -129,11 +132,11 @@ class Task(Stateful):
     failures: int = 0  # number of consecutive failures
     started_at: float = 0.0
     granted: int = 0  # number of batches in the learner's pending call
-    batches: tuple[BatchMeta, ...] = ()  # keys of these batches, if the coordinator has drawn them
-    drawing: Header | None = None  # header of the pending draw for the learner
-    has_result: bool = False  # the evaluation has its result, and its worker must still close the task
-    save_deadline: float | None = None  # time until which the evaluation waits for the learner's save
-    retry_at: float = 0.0  # time of the next `data_demand` of the learner
+    batches: tuple[BatchMeta, ...] = ()  # keys of the granted batches, if the coordinator has drawn them
+    drawing: Header | None = None  # header of the pending request to draw batches for the learner
+    has_result: bool = False  # True if the evaluation has a result, but its worker must still close the task
+    save_deadline: float | None = None  # deadline for the learner's save that the evaluation waits for
+    retry_at: float = 0.0  # earliest time of the learner's next `data_demand` call
 
     @property
     def kind(self) -> Kind:
@@ -147,7 +150,7 @@ class Task(Stateful):
 
     @property
     def is_live(self) -> bool:
-        """True if a worker has the task."""
+        """True while the task is assigned to a worker, until the task is closed."""
         return self.state in (TaskState.ASSIGNED, TaskState.RUNNING, TaskState.CLOSING)
 
     def to_json(self) -> dict[str, Any]:
@@ -158,7 +161,7 @@ class Task(Stateful):
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Task:
-        """Restore a task. An open task is pending until its worker confirms that it still runs."""
+        """Restore a task. An open task becomes pending until its worker confirms that the task still runs."""
         state = TaskState(saved["state"])
         state = state if is_over(state) or saved["has_result"] else TaskState.PENDING
         return cls(**{**saved, "start": StartTask(**saved["start"]), "state": state})
@@ -187,7 +190,7 @@ class Tasks:
         return task
 
     def put(self, task: Task) -> None:
-        """Add a task. Drop old tasks that are over, except those of learners."""
+        """Add a task. Keep only the newest 50 tasks that are over, but keep all tasks of learners."""
         self._tasks[task.task_id] = task
         self._open.setdefault(task.kind, []).append(task)
         over = [each.task_id for each in self if each.is_over and each.kind != "learn"]

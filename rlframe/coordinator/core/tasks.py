@@ -1,11 +1,11 @@
-"""The ends of tasks: a task is finished, retried or cancelled.
+"""Functions that finish, retry or cancel a task.
 
 function            state after the call                       when
 `finish`            SUCCEEDED, FAILED, CANCELLED               the work is done or given up
 `retry`             PENDING; FAILED after too many failures    the worker failed, was lost, or must restart
-`cancel`            CANCELLED                                  the job ends without the task
+`cancel`            CANCELLED                                  the job ends before the task is done
 
-`worker_tracking.py` handles the workers.
+`worker_tracking.py` has the functions that change the states of workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from rlframe.coordinator.states import TaskState
 
 
 def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
-    """End a task. Unpin an evaluation's version. Pin a version for evaluations that wait for a learner."""
+    """Give a task its final state. Unpin the version that the task evaluated, if any.
+
+    If the task belonged to a learner, pin the version that it saved, for evaluations that wait for this.
+    """
     task.become(state)
     evaluations.unpin(job, task)
     if task.kind == "learn" and job.ending is None:  # the learner has saved, or will never save again
@@ -27,19 +30,21 @@ def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
 
 
 def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, is_permanent: bool = False) -> None:
-    """Retry a task on this worker or another. After too many failures, fail the job, unless it is an evaluation.
+    """Make a task pending, so that a worker retries it. After too many failures, give the task up instead.
+
+    If the task is given up, the job fails too, except if the task is an evaluation.
 
     Args:
         job: The job.
         task: The task.
         why: Reason of the retry.
-        counts: Count the retry as a failure of the task.
-        is_permanent: Fail at once, because a retry would fail in the same way.
+        counts: True to count the retry as a failure of the task.
+        is_permanent: True to give the task up at once, because a retry would fail in the same way.
     """
     lose_grant(job, task)
     if task.kind == "learn":
         job.learner.wait_for("learner", job.now)
-    if task.has_result:  # the evaluation is done, and only the close was missing
+    if task.has_result:  # the evaluation is done; its worker only had to close the task
         finish(job, task, TaskState.SUCCEEDED)
         return
     is_surplus = task.index >= job.requests.wanted["collector"]
@@ -79,7 +84,7 @@ def lose_grant(job: TrainingJob, task: Task) -> None:
 
 
 def return_grant(job: TrainingJob, task: Task) -> None:
-    """Take back a grant that the learner has not used. Batches that were drawn for it count as lost."""
+    """Take back the batches of a call that the learner did not carry out. Batches that were already drawn are lost."""
     if not task.batches:
         job.accounts.granted -= task.granted
         task.granted = 0

@@ -18,15 +18,18 @@ from rlframe.coordinator.core.tasks import retry
 from rlframe.coordinator.messages import ROLES, Alive, Resources, Role, WorkerInfo, WorkerReply
 from rlframe.coordinator.states import TaskState, WorkerState, is_over
 
-_REQUIRED_ROLES: tuple[Role, ...] = ("learner", "collector")  # without these roles there is no progress
-REPLACED = "its process was replaced"  # reason of the loss if another worker has the address or index
+_REQUIRED_ROLES: tuple[Role, ...] = ("learner", "collector")  # the job makes no progress without these roles
+REPLACED = "its process was replaced"  # why a worker is lost if another process now has its address or index
 _CAN_BE_SUSPECT = (WorkerState.IDLE, WorkerState.BUSY, WorkerState.CLOSING)
 
 # --- new workers
 
 
 def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
-    """Apply the operator's list: add new workers, connect to those with an address, mark missing ones as lost."""
+    """Add the workers that are new in the operator's list, and connect to workers that now have an address.
+
+    Mark workers that are missing from the list as lost.
+    """
     for info in listed:
         worker = _current_record(job, info)
         is_same = worker.incarnation == info.incarnation  # if False, the list contains an old incarnation
@@ -56,7 +59,7 @@ def _current_record(job: TrainingJob, info: WorkerInfo) -> WorkerRecord:
 
 
 def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) -> None:
-    """Handle the reply to a call without a task: `ping` or `resources`."""
+    """Handle the reply to `ping` or `resources`, the two calls that do not belong to a task."""
     if isinstance(reply, Alive) and (reply.worker_id, reply.incarnation) != worker.key:
         mark_lost(job, worker, REPLACED)
         return
@@ -104,8 +107,8 @@ def _adopt(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
 def missing_worker_reason(job: TrainingJob) -> str:
     """Return the reason to fail the job because a required role has had no worker for too long; empty if none.
 
-    The deadline is `Limits.starting_deadline`. The time of an operator outage counts only while no learner has
-    ever started.
+    The deadline is `Limits.starting_deadline`. Time during which the operator cannot be reached counts only until the
+    first learner has started.
     """
     deadline = job.limits.starting_deadline
     for role in _REQUIRED_ROLES:
@@ -125,7 +128,10 @@ def missing_worker_reason(job: TrainingJob) -> str:
 
 
 def check_all(job: TrainingJob) -> None:
-    """Check each worker: mark it as lost if it is too silent, ping it if due, and queue its next call."""
+    """Check each worker. If it has been silent for too long, mark it as lost.
+
+    Otherwise, ping it if a ping is due, and queue its next call if no call is pending.
+    """
     for worker in job.roster:
         if is_over(worker.state):
             continue
@@ -141,7 +147,7 @@ def check_all(job: TrainingJob) -> None:
 
 
 def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
-    """Return the reason that the worker is lost, or an empty string. `starts`: the worker's task is starting."""
+    """Return why the worker counts as lost, or an empty string. `starts` is True while the worker starts a task."""
     limits, silent = job.limits, job.now - worker.last_reply_at
     if worker.state in (WorkerState.REQUESTED, WorkerState.CONNECTING):
         waited = job.now - worker.listed_at
@@ -154,7 +160,7 @@ def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
 
 def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
     limits = job.limits
-    # Repeat a ping that has been pending for long: it may have been sent to an earlier process at this address.
+    # Repeat a ping that has had no reply for a while, because an earlier process at this address may have received it.
     every = limits.suspect_after if worker.ping.is_out else limits.ping_every
     if worker.state is not WorkerState.REQUESTED and worker.ping.sent_at + every <= job.now:
         _ping(job, worker)
@@ -181,7 +187,7 @@ def mark_alive(job: TrainingJob, worker: WorkerRecord) -> None:
 
 
 def drain(job: TrainingJob, worker: WorkerRecord) -> None:
-    """Release a worker when its task is closed."""
+    """Let a worker close its task, then release it."""
     worker.become(WorkerState.DRAINING)
     if job.tasks.get(worker.task_id) is None:
         _release(job, worker)
@@ -208,7 +214,7 @@ def _release(job: TrainingJob, worker: WorkerRecord) -> None:
 
 
 def disconnect_all(job: TrainingJob) -> None:
-    """Drop the connections to all workers, the learner's first. The operator ends the workers next."""
+    """Disconnect from all workers, from learners first. The operator ends the workers after that."""
     for worker in sorted(job.roster, key=lambda one: (ROLES.index(one.role), one.index)):
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
@@ -217,7 +223,7 @@ def disconnect_all(job: TrainingJob) -> None:
 
 
 def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
-    """Mark a worker as lost. A replacement gets the same index, and the task is retried."""
+    """Mark a worker as lost, and retry its task. If it is still needed, request a replacement with the same index."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
     job.emit(ev.Disconnect(*worker.key))

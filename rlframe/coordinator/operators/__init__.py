@@ -27,8 +27,9 @@ class OperatorError(RlframeError):
 class Operator(Protocol):
     """A service that keeps workers running: if a worker dies, it starts the next incarnation.
 
-    `rlframe.coordinator.operator_thread` calls the methods. Each may raise `OperatorError`, or `PeerError` if it calls
-    another process; then the caller retries. No call takes longer than a few seconds. Repeated calls change nothing.
+    `rlframe.coordinator.operator_thread` calls the methods. Each method can raise `OperatorError`, or `PeerError` if
+    it calls another process. The caller then retries. Each call ends within a few seconds. Repeated calls change
+    nothing.
 
     Attributes:
         transport: The workers' transport.
@@ -41,24 +42,27 @@ class Operator(Protocol):
     grace: float
 
     def list_workers(self) -> list[WorkerInfo]:
-        """Return all workers: those that run, and dead ones whose next incarnation starts soon."""
+        """Return all workers that run, and the dead workers whose next incarnation will start soon."""
 
     def scale(self, role: Role, n: int) -> None:
-        """Keep `n` workers of this role running. If more workers are running, they continue until `release`.
+        """Keep `n` workers of this role running. Additional workers continue until `release` is called for them.
 
         Raises:
             UsageError: The operator cannot start workers of this role.
         """
 
     def replace(self, key: WorkerKey) -> None:
-        """Kill this incarnation, and start the next incarnation."""
+        """Kill this incarnation of a worker, and start its next incarnation."""
 
     def release(self, key: WorkerKey) -> None:
-        """End this incarnation. It has `grace` seconds to end before it is killed.
+        """End this incarnation of a worker. It has `grace` seconds to end before it is killed.
 
-        If fewer workers than requested remain, the operator starts others.
+        If fewer workers than requested remain, the operator starts new workers.
         To prevent this, call `scale` with the smaller number first.
         """
 
     def close(self) -> None:
-        """Free resources in this process, and end the workers of this process. Repeated calls change nothing."""
+        """Free the operator's resources in this process, and end the workers that this process supervises.
+
+        Repeated calls change nothing.
+        """

@@ -57,7 +57,7 @@ class LocalOperator(SupervisedOperator):
     ) -> None:
         rules = {role: GroupRules(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
         for role, make in makers.items():
-            pickle_node(role, make)  # raises now if a maker cannot be pickled
+            pickle_node(role, make)  # if a maker cannot be pickled, raise now, not at the first start
         self._sockets = SocketDirectory()
         super().__init__(
             {role: functools.partial(self._node, role, make, rules[role]) for role, make in makers.items()},
@@ -75,7 +75,7 @@ class LocalOperator(SupervisedOperator):
 
     def _node(self, role: Role, make: MakeWorker, rules: GroupRules, index: int, incarnation: int) -> StartableProcess:
         name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
-        # Pickle now, not earlier: Launchpad addresses in the maker are resolved when the program runs.
+        # Pickle only now, because Launchpad addresses in the maker cannot be resolved before the program runs.
         pickled = pickle_worker(_TRANSPORT, address, pickle_node(role, make), name, index, incarnation)
         return StartableProcess.of(name, _run_worker, pickled, rules, address)
 

@@ -1,4 +1,4 @@
-"""The operator for Ray, which runs workers next to Ray actors, like the nodes of a program with the engine `ray`."""
+"""The operator for Ray. It runs workers next to Ray actors, in the same way as the engine `ray` runs nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlframe.coordinator.operators.supervised import MakeNode, SupervisedOperato
 from rlframe.engines.logs import NodeLogs
 from rlframe.transport.ray import RayTransport, current_sockets
 
-_ADDRESS = "operator"  # address on the Ray node of the process that creates the operator
+_ADDRESS = "operator"  # address of the operator, on the Ray node where it is created
 
 
 class RayOperator(SupervisedOperator):
@@ -32,7 +32,7 @@ class RayOperator(SupervisedOperator):
         logs: pathlib.Path | None = None,
         hang_timeout: float = 0.0,
     ) -> None:
-        self._remove = current_sockets().open(current_sockets().socket(_ADDRESS))  # removed even after a SIGKILL
+        self._remove = current_sockets().open(current_sockets().socket(_ADDRESS))  # also removed after SIGKILL
         super().__init__(nodes, RayTransport(), _ADDRESS, logs=NodeLogs(logs, output), hang_timeout=hang_timeout)
 
     def close(self) -> None:

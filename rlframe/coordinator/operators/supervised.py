@@ -1,4 +1,4 @@
-"""The base of operators, which uses the supervisor of program nodes (`rlframe.engines.supervision.supervisor`)."""
+"""The base class of operators. It extends the supervisor of nodes (`rlframe.engines.supervision.supervisor`)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ MakeNode = Callable[[int, int], StartableNode]  # function of (index, incarnatio
 
 BACKOFF = Backoff(healthy=30.0)
 _EVERY, _GRACE = 0.1, 7.0
-_CALL_TIMEOUT = 5.0  # seconds for a call through a handle
-_START_WITHIN = 15.0  # seconds before a worker without a process is reported as a problem
+_CALL_TIMEOUT = 5.0  # timeout in seconds of a call through a handle
+_START_WITHIN = 15.0  # seconds until it counts as a problem that a started worker has no process
 
 
 class SupervisedOperator(Supervisor):
     """An operator that supervises the workers in a thread of this process. See `Operator`.
 
-    The workers end with this process at the latest. The operator pickles as a handle. If the launcher creates the
-    operator, a restarted coordinator finds the workers of the earlier coordinator.
+    When this process ends, its workers end too. The operator pickles as a handle. If the launcher creates the
+    operator, a restarted coordinator can continue with the workers of the earlier coordinator.
 
     Args:
         nodes: For each role, a function that makes a worker's node.
         transport: Transport for calls to the workers and to this object.
-        address: Address of this object.
+        address: Address at which this operator accepts calls.
         logs, hang_timeout, backoff: See `Supervisor`.
     """
 
@@ -111,7 +111,7 @@ class SupervisedOperator(Supervisor):
             self.step()
 
     def _adjust_slots(self, role: Role) -> None:
-        """Add or remove slots until there are as many as requested. Never remove a slot with a running worker."""
+        """Add or remove slots until each requested worker has one slot. Keep every slot that has a running worker."""
         slots = [
             slot for slot in self.slots.values() if _role_of(slot) == role and slot.state not in ("ENDING", "ENDED")
         ]
@@ -136,10 +136,10 @@ class SupervisedOperator(Supervisor):
         return self.slots.setdefault(name, Slot(name, functools.partial(self._nodes[role], index)))
 
     def start(self, slot: Slot) -> None:
-        """Start the next incarnation of a worker. If that fails, try again later."""
+        """Start the next incarnation of a worker. If the start fails, try again later."""
         try:
             super().start(slot)
-        except Exception as error:  # for example out of memory; the other workers need this thread
+        except Exception as error:  # keep this thread alive, because all workers need it
             slot.deaths += 1
             slot.problem = f"{slot.name} could not be started: {type(error).__name__}: {error}."
             self.restart_later(slot)
@@ -150,7 +150,7 @@ class SupervisedOperator(Supervisor):
             reason = _exit_reason(running)
             slot.problem = f"{slot.name} {reason}"
             self.node_logs.warn(slot.name, f"(incarnation {slot.incarnation}) {reason}")
-        running.send(signal.SIGKILL)  # kills processes that the worker started and left running
+        running.send(signal.SIGKILL)  # kill the processes that the worker has started and left running
         if state != "ENDING":
             self.count_death(slot, running)
             self.restart_later(slot)
@@ -166,7 +166,7 @@ class SupervisedOperator(Supervisor):
         if running.uptime() > self.backoff.healthy:
             problem = ""
         if running.pid is None and running.uptime() > _START_WITHIN:
-            problem = f"Ray has not started {slot.name} yet: its nodes may have no free CPU."
+            problem = f"Ray has not started {slot.name} yet. Check that a Ray node has a free CPU."
         return dataclasses.replace(
             info,
             address=running.serves_at,
@@ -225,4 +225,4 @@ def _exit_reason(running: RunningNode) -> str:
 
 
 def _wake() -> None:
-    """Wake the supervisor's thread."""
+    """Do nothing. As an event in the queue, this function wakes the supervisor's thread."""

@@ -80,10 +80,18 @@ def collect(**overrides) -> StartTask:
 @pytest.mark.parametrize(
     ("kind", "overrides", "message"),
     [
-        ("learn", {"env": {"length": 4}}, "A task to learn has no overrides 'env', only policy and learner"),
-        ("collect", {"policy": {}}, "A task to collect has no overrides 'policy', only env and collector"),
+        (
+            "learn",
+            {"env": {"length": 4}},
+            "accepts no overrides for 'env'. It accepts overrides for policy and learner",
+        ),
+        ("collect", {"policy": {}}, "accepts no overrides for 'policy'. It accepts overrides for env and collector"),
         ("collect", {"envs": {}}, "Did you mean 'env'"),
-        ("evaluate", {"env": {"length": 4}}, "A task to evaluate has no overrides 'env', none at all"),
+        (
+            "evaluate",
+            {"env": {"length": 4}},
+            "A task to evaluate accepts no overrides for 'env'. It accepts no overrides at all",
+        ),
         (
             "collect",
             {"collector": 0.5},
