@@ -135,7 +135,7 @@ def test_help_of_train_hides_options_that_the_topology_does_not_use(topology, us
     assert {f"--{name}" for name in used} <= {*flags} and not {f"--{name}" for name in unused} & {*flags}
     assert "--steps" in flags and "--learning-rate" in flags and "--total-learner-steps" not in flags
     other = "heavy_env" if topology == "single_process" else "single_process"
-    assert f"`rlframe train --topology {other} --help`" in " ".join(lines[-2:])
+    assert f"`rlframe train --topology {other} --help`" in " ".join(lines[-3:])
 
 
 def test_help_of_train_sorts_groups_by_their_number_of_options(capsys):
