@@ -21,9 +21,9 @@ class UnrollGate:
     """Makes the actor wait before each unroll until its parameters are new enough.
 
     The gate closes after each unroll. The learner uses one unroll per version, so it learns from the next unroll one
-    version later. At that time, the parameters that acted in the unroll may be at most `max_staleness` versions old.
-    Such a version never arrives if a replay server lost the unroll, or if the learner was restarted. Therefore the
-    gate opens after 3 * `spec.lapse_after` seconds, and the next unroll uses the newest parameters.
+    version later. The gate waits for parameters that are at most `max_staleness` versions old at that time.
+    They never arrive if a replay server lost the unroll, or if the learner was restarted. Therefore the gate opens
+    after 3 * `spec.lapse_after` seconds, and the next unroll uses the newest parameters.
 
     Args:
         spec: spec of the replay, with a `max_staleness`.

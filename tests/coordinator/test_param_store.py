@@ -38,7 +38,7 @@ def make() -> Iterator[Make]:
 
 
 def as_elsewhere(store: ParamStore) -> Any:
-    """Return a handle to the store, as in another process."""
+    """Return a copy of the store, as another process would receive it."""
     return pickle.loads(pickle.dumps(store))
 
 

@@ -30,7 +30,8 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState
 from rlframe.metrics.rows import COUNTERS, add_point, evaluation_row
 
-_REPEAT_AFTER = 0.02  # seconds before a call is repeated after `NotReady`; the worker itself waits up to 0.3 s
+# Seconds between the answer `NotReady` and the next call. The worker has waited up to 0.3 s before this answer.
+_REPEAT_AFTER = 0.02
 _DEMAND_AGAIN_AFTER = 0.05  # seconds before the next `data_demand` of a learner that can accept no batch
 _DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the replay buffer raised
 

@@ -229,7 +229,8 @@ class Sampler:
         control[block.EVICTED], control[block.EVICTED_UNSAMPLED] = table.evicted, table.evicted_unsampled
         control[block.DROPPED] = table.dropped
         fence()
-        if changed and self._writers_wait():  # without a change, writers and the sampler would wake each other forever
+        # Wake the writers only after a change. Otherwise, writers and the sampler would wake each other forever.
+        if changed and self._writers_wait():
             self._memory.room.wake()
 
     def _writers_wait(self) -> bool:

@@ -133,7 +133,7 @@ class BaseClient:
 
         Args:
             timeout: Seconds for all attempts and pauses, in addition to the request's `server_wait`. None means the
-                client's timeout. At least one attempt is made, and the last attempt may take at least 2 s.
+                client's timeout. The last attempt always gets at least 2 s, even if it then ends after this time.
 
         Raises:
             UnavailableError: The service was still unavailable at the deadline, or requested a longer pause.

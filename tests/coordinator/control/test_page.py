@@ -102,7 +102,7 @@ def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     page.keyboard.press("ArrowRight")
     expect(page.locator("#pointed")).to_have_text("2,500 steps: 33 (evaluation of version 17)")
     coordinator.returns = [*coordinator.returns, [4000, 80.0]]
-    told = "Returns over environment steps: 4 means in training, the last 80 at 4,000 steps; 1 evaluation."
+    told = "Returns over environment steps: 4 mean returns in training, the last one 80 at 4,000 steps; 1 evaluation."
     expect(page.locator("#plot")).to_have_attribute("aria-label", f"{told} Use the arrow keys to read single points.")
 
 

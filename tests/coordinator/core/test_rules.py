@@ -323,7 +323,7 @@ def test_learner_that_always_hangs_fails_the_job() -> None:
     sim.work_seconds = lambda method, who: 1e9 if method == "learn" else seconds(method, who)  # type: ignore[method-assign]
     for _ in range(2):
         assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
-        sim.run(100.0)  # longer than `healthy_after`
+        sim.run(100.0)  # run for longer than `healthy_after`
         sim.kill(learner(sim))  # as the learner's supervisor would do
         sim.run(1.0)
     assert sim.run(60.0, lambda: sim.is_over)

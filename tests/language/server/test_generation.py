@@ -132,7 +132,7 @@ def test_time_per_token_is_independent_of_the_length_of_the_text(token):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_text_ends_before_a_stop_string_for_every_split(size):
+def test_text_ends_before_a_stop_string_that_is_split_between_parts(size):
     tokens = b"one two STOP three"
     parts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
     out, taken, stopped_by = decode_parts("", parts, stops=["STOP", "four"])
