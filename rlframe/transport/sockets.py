@@ -36,8 +36,8 @@ _MAX_IDLE = 16  # maximum number of idle connections that a client keeps for lat
 _MAX_PARENT_LENGTH = 50  # maximum bytes of the parent directory's path; the path of a socket has at most 107
 
 # A shell script that waits until this process ends, even after SIGKILL, and then removes the sockets. To wait, it
-# reads from a pipe of this process. If it reads a line, it exits without removing them. The script runs in the background
-# and has no parent process, because Ray kills the children of its actors.
+# reads from a pipe of this process. If it reads a line, it exits without removing them. The script runs in the
+# background and has no parent process, because Ray kills the children of its actors.
 _REMOVE_AT_END = """exec 3<&0
 { read _ <&3 || { rm -rf -- "$@"; rmdir -- "$0"; }; } &"""
 
