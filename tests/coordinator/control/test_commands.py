@@ -291,7 +291,7 @@ def test_loopback_url_of_a_run_on_another_host_is_not_called(coordinator, direct
         told = refused(capsys, "pause", str(directory.path))
         assert told.startswith(f"The control API of the run in {directory.path} is at {server.url} on another host")
     assert (coordinator.asked, coordinator.calls) == (0, [])
-    write_control(directory.path, "http://192.0.2.1:8765", None)  # this address may be called from another host
+    write_control(directory.path, "http://192.0.2.1:8765", None)  # another host can reach this address
     assert has_reachable_coordinator(str(directory.path))
 
 

@@ -218,7 +218,7 @@ def test_pause_stops_collecting_and_learning() -> None:
     sim.run(3.0)
     accounts = sim.job.accounts
     before = accounts.env_steps
-    sim.run(200.0)  # longer than `progress_deadline`
+    sim.run(200.0)  # run for longer than `progress_deadline`
     assert (sim.job.state, accounts.env_steps, accounts.restarts) == (JobState.PAUSED, before, 0)
     sim.deliver(ev.PauseRequested(False))
     sim.run(3.0)
