@@ -88,7 +88,9 @@ def test_concurrent_status_requests_share_one_call(coordinator, http, monkeypatc
     for thread in threads:
         thread.join(DEADLINE)
     assert answers == [200] * 20
-    assert coordinator.asked <= 2 + (time.monotonic() - began) / STATUS_MAX_AGE  # without the cache, there would be 20 calls
+    assert (
+        coordinator.asked <= 2 + (time.monotonic() - began) / STATUS_MAX_AGE
+    )  # without the cache, there would be 20 calls
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_epoch_and_attempt_of_learners_rise() -> None:
     assert attempts == sorted(attempts) and attempts[0][0] == attempts[2][0] < attempts[3][0]
 
 
-def test_grant_is_limited() -> None:
+def test_number_of_granted_batches_is_limited() -> None:
     sim = running(1, limits=dataclasses.replace(LIMITS, grant=2))
     sim.run(20.0)
     granted = [send.args[0].count for send in sim.sent if send.method == "learn"]
@@ -280,7 +280,7 @@ def test_successful_start_resets_the_count_of_failed_starts() -> None:
         sim.operator.never_comes.add("collector")
         sim.kill(sim.live("collector")[0])
         lost = sim.job.accounts.restarts
-        # The killed worker, and one failed start.
+        # One failure is the killed worker, and the other is a failed start.
         assert sim.run(30.0, lambda lost=lost: sim.job.accounts.restarts >= lost + 2)
         sim.operator.never_comes.clear()
         assert sim.run(30.0, lambda: at_work(sim) == 1)

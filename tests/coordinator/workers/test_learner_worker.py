@@ -355,7 +355,7 @@ def everything_in(path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # 0.0: it publishes first; 1e9: it saves first
+@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # with 0.0, the learner publishes first; with 1e9, it saves first
 def test_learner_that_wakes_up_after_its_replacement_started_writes_nothing(
     make, store, tmp_path, monkeypatch, publish_every
 ):
