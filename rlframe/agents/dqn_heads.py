@@ -118,7 +118,7 @@ class Categories:
         check_at_least(self, 2, "num_atoms")
         if not -math.inf < self.value_min < self.value_max < math.inf:
             raise UsageError(
-                "Categories.value_min must be below value_max, and both finite, got "
+                "Categories.value_min must be below value_max, and both must be finite, got "
                 f"value_min={self.value_min}, value_max={self.value_max}."
             )
 

@@ -33,7 +33,7 @@ class EnvLog:
         self._names = np.zeros(*shapes[0]) if names is None else names
         self._values = np.zeros(*shapes[1]) if values is None else values
         self._rows: dict[str, int] = {}  # name -> row
-        self._refused: set[str] = set()  # names with a warning; each name gets only one
+        self._refused: set[str] = set()  # names for which a warning was logged, once for each name
         self._lock = threading.Lock()  # necessary if several threads step the group
 
     def add(self, env_id: int, logged: Any) -> None:

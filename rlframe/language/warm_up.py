@@ -36,7 +36,7 @@ def warm_up(
     logger: Any = None,
     log_every: int = 10,
 ) -> Params:
-    """Train for `supervised_steps` updates of the agent's config with the cross-entropy loss.
+    """Train with the cross-entropy loss. `supervised_steps` in the agent's config is the number of updates.
 
     To use the result, save it with `rlframe.language.model.weights.save` in the folder of the tokenizer, and set
     `GRPOConfig.weights` to this folder. GRPO then starts from these parameters, and also uses them as the reference.

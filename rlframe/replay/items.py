@@ -183,7 +183,7 @@ class Transitions(_Items):
         self._span[index] = spans
 
     def _store(self, index: Index, span: Any, step: Step) -> np.ndarray:
-        """Store the contents of the step, except observations. Return the factor for the discounts of open items."""
+        """Store the step without its observations. Return its factor for the discounts of unfinished items."""
         after = step.next_timestep
         discount = after.discount if self._discounts_at_sampling else after.discount * self._gamma
         self._reward[index] = after.reward

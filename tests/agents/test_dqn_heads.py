@@ -85,8 +85,8 @@ def test_error_names_the_array_of_wrong_shape(head):
         (lambda: Quantiles(8, -1.0), "Quantiles.huber_threshold must be above 0, got -1.0"),
         (lambda: Quantiles(8, None), "Quantiles.huber_threshold must be a number above 0, got None"),
         (lambda: Categories(1), "Categories.num_atoms must be at least 2, got 1"),
-        (lambda: Categories(51, 1.0, 1.0), "Categories.value_min must be below value_max, and both finite"),
-        (lambda: Categories(51, value_max=np.inf), "value_min must be below value_max, and both finite"),
+        (lambda: Categories(51, 1.0, 1.0), "Categories.value_min must be below value_max, and both must be finite"),
+        (lambda: Categories(51, value_max=np.inf), "value_min must be below value_max, and both must be finite"),
     ],
 )
 def test_heads_with_invalid_options_are_rejected(make, message):

@@ -1,4 +1,4 @@
-"""Real programs whose nodes are killed, are paused or raise exceptions, and runs that Ctrl-C ends."""
+"""Real programs whose nodes are killed, hang or raise exceptions, and runs that end with Ctrl-C."""
 
 from __future__ import annotations
 

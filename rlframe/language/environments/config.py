@@ -74,7 +74,7 @@ class BaseEnvConfig(StrictModel):
         default=1.0,
         description="share of the model servers, relative to other environments; -1: no limit",
     )
-    batch_size: int = Field(default=-1, description="sequences in a batch, if the service does not set it")
+    batch_size: int = Field(default=-1, description="number of sequences in a batch, unless the service sets it")
     max_batches_offpolicy: int = Field(default=3, ge=1, description="number of queued batches at which to pause")
     tokenizer_name: str = Field(
         default="byte",  # in `atroposlib`, the default is a tokenizer that must be downloaded

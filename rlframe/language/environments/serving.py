@@ -113,7 +113,7 @@ class ServeLoop:
         env.tracker = open_wandb(self._config, wandb.project, wandb.group, env.wandb_prepend)
 
     async def _handle_status(self, status: EnvStatus) -> None:
-        """Update the environment's step. If the step is new, then save, evaluate and log at their intervals."""
+        """Update the environment's step. After a new step, save, evaluate and log if they are due."""
         env, config = self._env, self._config
         env.status_dict = dataclasses.asdict(status)
         if config.inference_weight != -1:

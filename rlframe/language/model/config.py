@@ -53,7 +53,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True  # True: the head is the transposed embedding
-    attention_bias: bool = False  # True: queries, keys, values have biases; so has the output, except in qwen2
+    # Add biases to queries, keys and values, and to the output of attention. In qwen2, the output has no bias.
+    attention_bias: bool = False
     max_position_embeddings: int = 2048  # tokens
     model_type: str = "llama"  # llama, qwen2 or qwen3
     dtype: str = "float32"  # float32 or bfloat16; norms, softmax and logits are always computed in float32
