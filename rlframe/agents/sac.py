@@ -48,7 +48,7 @@ class SACConfig:
         if not -math.inf < self.min_log_std < self.max_log_std < math.inf:
             raise UsageError(
                 f"SACConfig.min_log_std ({self.min_log_std}) must be below max_log_std ({self.max_log_std}), and both "
-                "finite."
+                "must be finite."
             )
         if self.target_entropy is not None and not math.isfinite(self.target_entropy):
             raise UsageError(f"SACConfig.target_entropy must be a finite number or None, got {self.target_entropy}.")

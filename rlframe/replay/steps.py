@@ -115,7 +115,7 @@ class StepStore:
         fragments.leave_lockstep()
         before, after, count = step.timestep, step.next_timestep, len(envs)
         numbers = fragments.open[envs]
-        # This call may overwrite two timesteps for each environment. Count the overwritten timesteps as already evicted.
+        # This call may overwrite two timesteps for each environment. Count those two as already evicted.
         kept = (numbers >= self.timeline.floor_after_allocating(2 * count)) & (
             fragments.types[envs] == before.step_type
         )
