@@ -54,7 +54,7 @@ def test_requests_from_pages_of_other_sites_are_refused(target, headers):
     assert target.state() == before
 
 
-def test_requests_from_programs_and_pages_of_the_service_are_answered(target):
+def test_service_answers_requests_from_programs_and_from_its_own_pages(target):
     own = {"Origin": target.url, "Sec-Fetch-Site": "same-origin"}
     for headers in ({}, own, {"Sec-Fetch-Site": "none"}, {"Host": f"localhost:{target.port}"}):
         for method, path, _ in target.reads:

@@ -47,11 +47,12 @@ def load(folder: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[M
             found[name] = _convert(name, tensor, expected[name], folder)
         elif not _is_superfluous(name, config):
             unexpected.append(name)
-    for names, what in (([name for name in expected if name not in found], "lacks"), (unexpected, "has unexpected")):
+    missing = [name for name in expected if name not in found]
+    for names, what in ((missing, "lack these tensors"), (unexpected, "contain these unexpected tensors")):
         if names:
             raise CheckpointError(
-                f"The model in {folder} {what} tensors for a {config.model_type} of {config.num_hidden_layers} layers "
-                f"as its {CONFIG} describes it: {_listed(names)}."
+                f"{CONFIG} in {folder} describes a {config.model_type} with {config.num_hidden_layers} layers, but the "
+                f"weights {what}: {_listed(names)}."
             )
     return config, jax.tree.unflatten(treedef, [found[name] for name in expected])
 

@@ -4,7 +4,7 @@ Reverb: A Framework For Experience Replay (Cassirer et al. 2021), https://arxiv.
 
 A writer makes items in its process, like the in-process buffer does, and sends each complete item to the server. In a
 uniform or prioritized replay, each row of the server's table is one item, so Reverb's selectors draw items. In a queue,
-a row can be a block of items (`tables(block=)`). With blocks, the server handles whole unrolls `[B, T, ...]`, and a
+a row can be a block of items (`tables(block=)`), such as whole unrolls `[B, T, ...]`. With blocks, the server handles a
 hundred times more steps per second.
 """
 

@@ -294,11 +294,11 @@ class TrajectoryBuffer(BaseReplayBuffer):
             known = (
                 "tokens must not be negative"
                 if self._vocab_size is None
-                else f"the model's are 0 to {self._vocab_size - 1}"
+                else f"the model's tokens are 0 to {self._vocab_size - 1}"
             )
             _log.warning(
-                "A group of environment %s has the token %d, but %s. Such groups are acknowledged without training on "
-                "them. This is logged once; `refused` counts them. Does the environment use the model's tokenizer?",
+                "A group of environment %s has the token %d, but %s. The learner does not train on such groups, and "
+                "`refused` counts them. This is logged once. Does the environment use the model's tokenizer?",
                 *(served.groups[index].env_id, token, known),
             )
         if len(unknown) == len(served.groups):

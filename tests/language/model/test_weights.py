@@ -95,10 +95,10 @@ def test_known_superfluous_tensors_in_files_are_ignored(folder):
 def test_error_names_missing_and_unexpected_tensors_and_wrong_shapes(folder):
     tensor = load_file(folder / "model.safetensors")["model.norm.weight"]
     rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(CheckpointError, match="lacks tensors .* as its config.json describes it: model.norm.weight"):
+    with pytest.raises(CheckpointError, match="but the weights lack these tensors: model.norm.weight"):
         weights.load(folder)
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor, "model.layers.2.extra": tensor}))
-    with pytest.raises(CheckpointError, match="has unexpected tensors .*: model.layers.2.extra"):
+    with pytest.raises(CheckpointError, match="the weights contain these unexpected tensors: model.layers.2.extra"):
         weights.load(folder)
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": tensor[:3]}))
     with pytest.raises(

@@ -101,7 +101,7 @@ def test_group_with_unknown_token_is_refused_and_acknowledged(client, make_buffe
     env = client.register_env(max_token_length=16, desired_name="other", weight=1.0, group_size=2).env_id
     client.post([Group([[8, 1]] * 2, [[8, 1]] * 2, [1.0, 0.0], env_id=env)])  # the batch has no other group
     assert buffer.wait_for_batch(DEADLINE) is None
-    assert f"environment {env} has the token 8, but the model's are 0 to 7" in caplog.text
+    assert f"environment {env} has the token 8, but the model's tokens are 0 to 7" in caplog.text
     client.post([Group([[-5, 1]] * 2, [[-5, 1]] * 2, [1.0, 0.0], env_id=env), numbered(2)])
     assert buffer.wait_for_batch(DEADLINE) is None
     batch = buffer.wait_for_batch(DEADLINE)

@@ -37,7 +37,7 @@ def test_oldest_unit_that_does_not_fit_waits_for_later_batch():
     assert batch_of(queue) == [0, 3]
 
 
-def test_groups_that_fit_into_no_batch_are_set_aside_until_new_environment_has_matching_size():
+def test_unbatchable_groups_are_set_aside_until_an_environment_with_a_fitting_group_size_joins():
     queue = started()
     send(queue, 5, 5, 4, 4)
     assert batch_of(queue) == [2, 3]
