@@ -51,7 +51,7 @@ class DQNConfig:
     exploration_duration_exponent: float | None = None
     # rmsprop: centered, decay 0.95, epsilon 0.01 (for gradients summed over the batch)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
-    learning_rate: float = 2.5e-4
+    learning_rate: float = 2.5e-4  # learning rate at the start; see anneal_learning_rate
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
     anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps

@@ -38,7 +38,7 @@ class IMPALAConfig:
     value_cost: float = 0.5  # weight of the value loss, half the squared error (scalable_agent/experiment.py)
     entropy_cost: float = 0.01
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # "rmsprop" uses no momentum
-    learning_rate: float = 6e-4
+    learning_rate: float = 6e-4  # learning rate at the start; see anneal_learning_rate
     anneal_learning_rate: bool = True  # reduce the rate linearly to 0 over total_learner_steps
     total_learner_steps: int | None = None  # last step of annealing; None disables annealing
     rmsprop_decay: float = 0.99  # scalable_agent/experiment.py

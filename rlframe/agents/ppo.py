@@ -42,7 +42,7 @@ class PPOConfig:
     entropy_cost: float = 0.0
     value_cost: float = 0.5  # Weight of half the squared error. SB3's vf_coef=0.5 is 1.0 here.
     normalize_advantages: bool = True  # Normalize in each minibatch, as in ppo2.
-    learning_rate: float = 3e-4
+    learning_rate: float = 3e-4  # Learning rate at the start. See anneal_learning_rate.
     adam_epsilon: float = 1e-5  # The default of ppo2.
     max_grad_norm: float | None = 0.5  # Clip the global norm of gradients, as in ppo2.
     anneal_learning_rate: bool = False  # Reduce the rate linearly to 0 at --steps.

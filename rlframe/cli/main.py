@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train:run", "train an agent on an environment"),
+    "train": Command("train:run", "train an agent on an environment, or resume a run (--resume)"),
     "sweep": Command("sweep:run", "search for the best values of train's options"),
     "evaluate": Command("finished_runs:evaluate", "play episodes with a trained agent, and optionally record a video"),
     "plot": Command("finished_runs:plot", "draw the learning curves of runs"),
@@ -35,7 +35,7 @@ COMMANDS = {
     "scale": Command("run_control:scale", "set the number of collectors of a run with the elastic topology"),
     "pause": Command("run_control:pause", "pause a run with the elastic topology"),
     "unpause": Command("run_control:unpause", "continue a paused run"),
-    "stop": Command("run_control:stop", "save and end a run"),
+    "stop": Command("run_control:stop", "save and end a run; rlframe train --resume continues it"),
     "bench": Command("finished_runs:bench", "compare the speed of rlframe and other libraries"),
 }
 

@@ -42,8 +42,8 @@ from rlframe.programs.presets import Preset
 PROG = "rlframe train"
 _HIDDEN = {"name", "topology_config"}  # fields without an option: `--topology` sets them
 DESCRIPTION = (
-    "Train an agent on an environment. The defaults below are for the given agent and environment, with their preset. "
-    "Ctrl-C saves everything and exits with 130; --resume continues the run."
+    "Train an agent on an environment. `rlframe agents` and `rlframe envs` list the names. Ctrl-C saves everything and "
+    "exits with 130; --resume continues the run."
 )
 
 
@@ -89,7 +89,10 @@ HELP_GROUPS = {
 class TopologyOption:
     """The option `--topology`. This class is the last base class, so that `--topology` comes first in the help."""
 
-    topology: str = ""  # Processes of the run. All but single_process start actor processes (--num-actors).
+    # Processes of the run. heavy_env: actors that run the network; light_env: actors that call an inference service;
+    # distributed: light_env on several machines; elastic: a number of actors that changes during the run. These four
+    # start actor processes (--num-actors).
+    topology: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +170,8 @@ def _format_help(
     unused = every - used if used is not None else set()
     shown = [each for each in fields if _field_name(each) not in unused and not each.text.startswith("Internal:")]
     other = next((name for name in topologies if name != chosen), chosen)
+    names = f"--agent {defaults.agent}, --env {defaults.env} and --topology {chosen}"
+    description = f"{description} The options and defaults below are for {names}."
     last = (
         f"For the options of another topology, name it before --help: `{prog} --topology {other} --help`. "
         "This also works with --agent, --env and --network."

@@ -122,7 +122,7 @@ class SameOrigin:
             return f"Pages of {origin[:100]!r} may not call this service. Only its own pages may."
         path = scope["path"]
         if site is None:
-            # For an image at an http address other than loopback, browsers send neither Sec-Fetch-Site nor Origin.
+            # Browsers omit Sec-Fetch-Site and Origin if they load an image from an http address other than loopback.
             if path.endswith(self._changing) and headers.get("user-agent", "").startswith("Mozilla/"):
                 return f"A browser may not request {path[:100]}, because the requesting page is unknown. Use a program."
             return ""

@@ -187,7 +187,7 @@ def _is_shadowed(name: str, file: str, path: str) -> bool:
 
 
 def _user_modules() -> dict[str, tuple[ModuleType, str]]:
-    """Return the imported modules that are neither installed nor in the standard library: name -> (module, file)."""
+    """Return the imported modules of the user: name -> (module, file). Leave out installed and standard modules."""
     found = {}
     for name, module in list(sys.modules.items()):
         # `isinstance` would accept cffi's objects, which fake `__class__`.

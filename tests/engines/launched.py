@@ -48,7 +48,7 @@ def client(server: Any, behavior: str) -> None:
         os.kill(server.pid(), 9)
         while True:  # retry until the server has restarted at the same address
             try:
-                print(f"after its restart the server counts {server.futures.add().result(timeout=1.0)}")
+                print(f"the count of the restarted server is {server.futures.add().result(timeout=1.0)}")
                 return
             except Exception:
                 time.sleep(0.1)

@@ -116,7 +116,7 @@ class Client:
             os.kill(killed, 9)
             while self._server.pid() == killed:
                 pass
-            print(f"after its restart the server counts {self._server.add()}")
+            print(f"the count of the restarted server is {self._server.add()}")
 
 
 def main(behavior: str, name: str, ray_address: str | None = None) -> None:

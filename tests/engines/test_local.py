@@ -42,7 +42,7 @@ def test_killed_server_restarts_at_its_address():
     assert (code, output) == (0, "ran: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
     assert len(set(re.findall(r"server (\d+) ", lines))) == 2
-    assert re.search(r"^\[monitor\] after its restart the server counts 1$", lines, re.M)
+    assert re.search(r"^\[monitor\] the count of the restarted server is 1$", lines, re.M)
 
 
 def test_no_process_listens_on_a_port_and_ctrl_c_ends_all_processes():

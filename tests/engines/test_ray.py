@@ -93,7 +93,7 @@ def test_killed_server_restarts_with_the_same_name(start):
     assert (code, output) == (0, "ran: None\n")
     assert "[server] was killed by SIGKILL: restart 1 of 1" in lines
     assert len(set(re.findall(r"server (\d+) ", lines))) == 2
-    assert re.search(r"^\[monitor\] after its restart the server counts 1$", lines, re.M)
+    assert re.search(r"^\[monitor\] the count of the restarted server is 1$", lines, re.M)
 
 
 def test_ctrl_c_ends_all_nodes(start):

@@ -66,7 +66,7 @@ def test_missing_config_raises_a_clear_error(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["steps", "num_envs", "eval_num_envs", "eval_max_episode_length"])
-def test_option_that_counts_something_is_refused_below_one(field):
+def test_value_below_one_is_refused_for_options_that_are_counts(field):
     with pytest.raises(UsageError, match=f"{field} must be at least 1, got 0"):
         make_experiment(**{field: 0})
 

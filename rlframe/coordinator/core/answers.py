@@ -239,7 +239,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
     reported = len(reply.updates) + reply.dropped
     if task.batches:
         job.emit(ev.FinishBatches(task.batches, reply.updates, reply.params_version))
-        accounts.dropped += task.granted - reported  # the learner neither reported these batches nor gets them again
+        accounts.dropped += task.granted - reported  # the learner did not report these batches, and gets them only once
     else:
         accounts.granted -= task.granted - reported
     task.granted, task.batches = 0, ()

@@ -147,7 +147,7 @@ def _top_token_count(requests: Sequence[DecodeRequest]) -> int:
 
 
 def _padded_batch_size(count: int, most: int) -> int:
-    """Return the smallest number among 1, 4, 16, ... that is at least `count`; `most` if this number is larger."""
+    """Return the smallest of 1, 4, 16, ... that is at least `count`. If it exceeds `most`, return `most`."""
     size = 1
     while size < count:
         size *= 4

@@ -181,7 +181,8 @@ class EnvOptions(TopologyConfig):
     """Options of the environments. `makers.make_pool` reads them."""
 
     env_type: EnvType = "auto"  # Environment pool; auto is the fastest
-    num_workers: Union[int, None] = number(None, at_least=1)  # Threads or processes of a pool. None means one per core.
+    # Threads or processes that step the environments, not actors (--num-actors). None means one per core.
+    num_workers: Union[int, None] = number(None, at_least=1)
     async_envs: bool = False  # Act on the environments that answer first; not on-policy.
     wait_num: Union[int, None] = None  # With --async: environments to wait for. None means a third.
     answer_timeout: float = number(600.0, above=0)  # Seconds after which a step counts as hung.

@@ -61,7 +61,7 @@ def env_builder(experiment: Experiment) -> functools.partial[Any]:
 
 
 def check_answer_timeout(experiment: Experiment) -> None:
-    """Raise UsageError if the user set `answer_timeout`, but neither the pool nor the engine uses it."""
+    """Raise UsageError if the user set `answer_timeout`, but the pool and the engine do not use it."""
     config, default = experiment.topology_config, EnvOptions.answer_timeout
     if (
         not isinstance(config, EnvOptions)

@@ -33,8 +33,8 @@ _LATEST = 2**64 - 1  # largest second part of a stream id; it is sorted after al
 _Entry = tuple[int, bytes, bytes]  # (position, record, "writer:number" of the record's commit)
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[bytes]).decode
 # The keys, and the Lua scripts that the Redis server executes atomically. Redis writes the changes of a script to its
-# append-only file as a transaction. If the server is killed during this write, the beginning of the transaction remains
-# in the file after the next start. At the second start, the server executes this beginning with the next transaction.
+# append-only file as a transaction. If the server is killed during this write, an incomplete transaction remains in the
+# file after the restart. At the restart after that, the server executes it together with the following transaction.
 # So the scripts must be correct even if a part of an old script is executed later. They set values and never add to
 # values. A commit is one entry of the stream, which is added at the end of the transaction. If two entries begin at the
 # same position, the later entry counts.
