@@ -134,6 +134,7 @@ def test_help_of_train_hides_options_that_the_topology_does_not_use(topology, us
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
     assert {f"--{name}" for name in used} <= {*flags} and not {f"--{name}" for name in unused} & {*flags}
     assert "--steps" in flags and "--learning-rate" in flags and "--total-learner-steps" not in flags
+    assert f"--agent ppo, --env CartPole-v1 and --topology {topology}." in " ".join(lines[:8])
     other = "heavy_env" if topology == "single_process" else "single_process"
     assert f"`rlframe train --topology {other} --help`" in " ".join(lines[-3:])
 
