@@ -201,6 +201,7 @@ def test_log_follows_new_events_until_the_user_scrolls_up(coordinator, server, o
     page = open_page(server.url)
     events = page.locator("#events")
     expect(events.locator("li")).to_have_count(101)
+    expect(events).to_be_visible()  # the page shows the list after its first status, and then scrolls to the end
     at_end = "(list) => list.scrollHeight - list.scrollTop - list.clientHeight < 24"
     page.wait_for_function(f"() => ({at_end})(document.getElementById('events'))")
     events.evaluate("(list) => { list.scrollTop = 0; }")
