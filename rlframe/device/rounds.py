@@ -1,0 +1,199 @@
+"""Rounds of the topology `fused`: act in JAX environments, then learn, in one jitted call.
+
+    run(carry, limits)                    # one jitted call, with donated buffers
+      while within the limits:
+        _round                            # for PPO, an unroll of each environment and one update
+          act (scan)                      #   Agent.actor_step and BatchedJaxEnv.step
+          replay.update                   #   `rlframe.device.ring`
+          learn                           #   Agent.learner_step
+
+Everything that changes is in the `Carry`. Random numbers depend only on constant keys and on counters in the carry, so
+the results do not depend on how many rounds a call makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlframe.agents.base import Agent
+from rlframe.device.ring import StepRecord
+from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
+from rlframe.learners.update import are_finite
+from rlframe.types import FIRST, LAST, AgentState, Batch, Logs, Params, TimeStep, Tree
+
+
+class Acting(NamedTuple):
+    """The state of the environments and of acting."""
+
+    envs: EnvCarry
+    timestep: TimeStep  # [N, ...], the newest timestep
+    agent_state: AgentState  # [N, ...]
+    calls: jax.Array  # [] uint32: number of calls of `actor_step`; it determines the random numbers of the next call
+    returns: jax.Array  # [N] float32: sum of the rewards of the current episode
+    lengths: jax.Array  # [N] int32: steps of the current episode
+
+
+class Tally(NamedTuple):
+    """Counts and sums of one call. The host adds them to its own counters, which cannot overflow."""
+
+    rounds: jax.Array  # [] int32
+    env_steps: jax.Array  # [] int32
+    updates: jax.Array  # [] int32
+    episodes: jax.Array  # [] int32
+    return_sum: jax.Array  # [] float32, over the episodes that ended
+    length_sum: jax.Array  # [] int32
+    failed_update: jax.Array  # [] int32: number in this call of the first update that is not finite; 0 if all are
+
+
+class Carry(NamedTuple):
+    """Everything that rounds change."""
+
+    params: Params
+    learner_state: Any
+    actor_params: Tree  # what `actor_step` receives; unlike `params`, it is always finite
+    acting: Acting
+    replay: Any
+    logs: Logs  # of the newest update
+    tally: Tally
+
+
+class Limits(NamedTuple):
+    """When a call ends: at the first round boundary at which one of the numbers is reached. All are [] int32."""
+
+    rounds: Any
+    env_steps: Any
+    updates: Any
+
+
+class Rounds:
+    """The pure functions of fused training.
+
+    Args:
+        agent: the agent.
+        envs: the environments.
+        replay: how steps become batches; see `rlframe.device.ring`.
+        num_envs: number of environments.
+        clip_rewards: rewards are clipped to [-clip_rewards, clip_rewards] for learning. None means no clipping.
+        seed: seed of the actions.
+    """
+
+    def __init__(
+        self, agent: Agent, envs: BatchedJaxEnv, replay: Any, num_envs: int, clip_rewards: float | None, seed: int
+    ) -> None:
+        self._agent, self._envs, self._replay, self._num_envs = agent, envs, replay, num_envs
+        self._clip_rewards, self._rng = clip_rewards, jax.random.PRNGKey(seed)
+
+    def init(self, params: Params, learner_state: Any, env_keys: jax.Array) -> Carry:
+        """Return the carry before the first round. All environments are at FIRST."""
+        agent, num_envs = self._agent, self._num_envs
+        spec = self._envs.codec.action_spec
+        no_actions = jnp.zeros((num_envs, *spec.shape), spec.dtype)
+        envs, timestep = self._envs.step(self._envs.init(env_keys), no_actions)
+        state = jax.tree.map(jnp.asarray, agent.initial_state(num_envs))
+        zeros = jnp.zeros(num_envs, jnp.float32)
+        acting = Acting(envs, timestep, state, jnp.zeros((), jnp.uint32), zeros, zeros.astype(jnp.int32))
+        actor_params = agent.actor_params(params, learner_state)
+        record = jax.eval_shape(self._act, actor_params, acting)[1]
+        replay, batch = self._replay.init(record), jax.eval_shape(lambda: self._replay.example(record))
+        logs = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
+        logs = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in logs.items() if name != "priorities"}
+        return Carry(params, learner_state, actor_params, acting, replay, logs, _no_tally())
+
+    def run(self, carry: Carry, limits: Limits) -> Carry:
+        """Make rounds until a limit is reached. `carry.tally` of the result is about these rounds."""
+
+        def goes_on(carry: Carry) -> jax.Array:
+            tally = carry.tally
+            return (
+                (tally.rounds < limits.rounds)
+                & (tally.env_steps < limits.env_steps)
+                & (tally.updates < limits.updates)
+                & (tally.failed_update == 0)
+            )
+
+        def make_round(carry: Carry) -> Carry:
+            return self._round(carry, limits)
+
+        return jax.lax.while_loop(goes_on, make_round, carry._replace(tally=_no_tally()))
+
+    def _round(self, carry: Carry, limits: Limits) -> Carry:
+        acting, tally = carry.acting, carry.tally
+
+        def act(state: tuple[Acting, Tally], _: None) -> tuple[tuple[Acting, Tally], StepRecord]:
+            acting, record, reward = self._act(carry.actor_params, state[0])
+            acting, tally = _count(acting, state[1], record.next_timestep, reward)
+            return (acting, tally), record
+
+        (acting, tally), records = jax.lax.scan(act, (acting, tally), length=self._replay.steps_per_round)
+        carry = carry._replace(acting=acting, tally=tally._replace(rounds=tally.rounds + 1))
+
+        def may_learn(carry: Carry) -> jax.Array:
+            return (carry.tally.updates < limits.updates) & (carry.tally.failed_update == 0)
+
+        replay, carry = self._replay.update(
+            carry.replay, records, carry._replace(replay=()), self._learn, may_learn
+        )
+        return carry._replace(replay=replay)
+
+    def _act(self, actor_params: Tree, acting: Acting) -> tuple[Acting, StepRecord, jax.Array]:
+        """Step all environments once. Return also the rewards before clipping, [N]."""
+        calls, timestep, state = acting.calls + 1, acting.timestep, acting.agent_state
+        rng = jax.random.fold_in(self._rng, calls)
+        output, next_state = self._agent.actor_step(rng, actor_params, timestep, state)
+        envs, following = self._envs.step(acting.envs, output.action)
+        reward = following.reward
+        if self._clip_rewards is not None:
+            following = following._replace(reward=jnp.clip(reward, -self._clip_rewards, self._clip_rewards))
+        record = StepRecord(timestep, output.action, output.extras, state, following)
+        if jax.tree.leaves(next_state):
+            next_state = _reset_at_first(following, next_state, self._agent.initial_state(self._num_envs))
+        return acting._replace(envs=envs, timestep=following, agent_state=next_state, calls=calls), record, reward
+
+    def _learn(self, carry: Carry, batch: Batch) -> tuple[Carry, Any]:
+        """Do one update. Return the carry and the priorities of the batch, None without priorities."""
+        agent, tally = self._agent, carry.tally
+        params, learner_state, logs = agent.learner_step(carry.params, carry.learner_state, batch)
+        logs = dict(logs)
+        priorities = logs.pop("priorities", None)
+        actor_params = agent.actor_params(params, learner_state)
+        is_finite = are_finite((params, actor_params, logs.get("loss", 0.0)))
+        actor_params = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), actor_params, carry.actor_params)
+        updates = tally.updates + 1
+        failed = jnp.where((tally.failed_update == 0) & ~is_finite, updates, tally.failed_update)
+        tally = tally._replace(updates=updates, failed_update=failed)
+        logs = {name: jnp.asarray(value, carry.logs[name].dtype) for name, value in logs.items()}
+        carry = carry._replace(
+            params=params, learner_state=learner_state, actor_params=actor_params, logs=logs, tally=tally
+        )
+        return carry, priorities
+
+
+def _no_tally() -> Tally:
+    zero = jnp.zeros((), jnp.int32)
+    return Tally(zero, zero, zero, zero, zero.astype(jnp.float32), zero, zero)
+
+
+def _count(acting: Acting, tally: Tally, timestep: TimeStep, reward: jax.Array) -> tuple[Acting, Tally]:
+    """Count a step and the episodes that it ended, like `EpisodeStatistics`."""
+    first, last = timestep.step_type == FIRST, timestep.step_type == LAST
+    returns = jnp.where(first, 0.0, acting.returns + reward)
+    lengths = jnp.where(first, 0, acting.lengths + 1)
+    tally = tally._replace(
+        env_steps=tally.env_steps + jnp.count_nonzero(~first).astype(jnp.int32),
+        episodes=tally.episodes + jnp.count_nonzero(last).astype(jnp.int32),
+        return_sum=tally.return_sum + jnp.where(last, returns, 0.0).sum(),
+        length_sum=tally.length_sum + jnp.where(last, lengths, 0).sum(),
+    )
+    return acting._replace(returns=returns, lengths=lengths), tally
+
+
+def _reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
+    first = timestep.step_type == FIRST
+
+    def choose(new: jax.Array, fresh: Any) -> jax.Array:
+        return jnp.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), jnp.asarray(fresh, new.dtype), new)
+
+    return jax.tree.map(choose, state, initial)

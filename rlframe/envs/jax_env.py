@@ -1,0 +1,246 @@
+"""JAX environments: the protocol `JaxEnv`, and `BatchedJaxEnv`, which steps a batch of them with automatic resets.
+
+`BatchedJaxEnv` consists of pure functions. `SyncEnv(type="jax")` jits them as a pool of the host. The topology `fused`
+calls them inside its own jitted loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple, Protocol
+
+import dm_env.specs
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe.envs import spaces
+from rlframe.envs.api_checks import check_not_empty
+from rlframe.envs.codec import Codec
+from rlframe.envs.layout import SpecMismatchError
+from rlframe.envs.wrappers import merge_stack
+from rlframe.errors import UsageError
+from rlframe.types import FIRST, LAST, MID, TimeStep, Tree
+
+_RESETS_AT_ONCE = 16  # a batch of B environments resets B / 16 of them at a time, because resets can be expensive
+
+
+class JaxEnv(Protocol):
+    """One environment as pure functions, which JAX can trace. The state is a tree of arrays of fixed shapes.
+
+    It may also have `render(state)`, which returns an RGB image `[H, W, 3]` uint8 for videos.
+
+    Attributes:
+        observation_space: a gymnasium space, a `dm_env.specs` spec, or a dict or tuple of specs.
+        action_space: a gymnasium space or a `dm_env.specs` spec.
+    """
+
+    observation_space: Any
+    action_space: Any
+
+    def reset(self, rng: jax.Array) -> tuple[Any, Any]:
+        """Start an episode. Return (state, observation)."""
+
+    def step(self, rng: jax.Array, state: Any, action: jax.Array) -> tuple[Any, Any, Any, Any, Any]:
+        """Step once. Return (state, observation, reward, terminated, truncated).
+
+        `terminated` is True if the episode ended, and `truncated` if a time limit cut it off. Do not reset in `step`.
+        """
+
+
+def is_jax_env(env: Any) -> bool:
+    """Return True for a class or object with `reset` and `step(rng, state, action)` that is not a gymnasium.Env."""
+    if not (callable(getattr(env, "step", None)) and callable(getattr(env, "reset", None))):
+        return False
+    names = [name for name in inspect.signature(env.step).parameters if name != "self"]
+    return names[1:3] == ["state", "action"] and not hasattr(env, "metadata")
+
+
+class EnvCarry(NamedTuple):
+    """The state of a batch of environments between two steps."""
+
+    state: Any  # tree of [B, ...]
+    keys: jax.Array  # [B, 2] uint32: a constant key of each environment
+    count: jax.Array  # [] uint32: number of steps since the start; with the keys, it determines all random numbers
+    is_last: jax.Array  # [B] bool: True if the next step resets the environment
+    frames: list[jax.Array]  # for each leaf of the observation, the newest frames [B, frame_stack, ...]
+
+
+class BatchedJaxEnv:
+    """A batch of equal JAX environments, with the data contract of `rlframe.types`.
+
+    The step after LAST ignores the action and resets the environment, so the last observation of an episode is never
+    lost. Only environments whose episode ended are reset.
+
+    Args:
+        env: the environment.
+        action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
+        frame_stack: number of newest observations that are stacked into one observation; see `FrameStack`.
+
+    Raises:
+        UsageError: a space is not supported, or the environment returns values that do not match its spaces.
+    """
+
+    def __init__(self, env: JaxEnv, action_repeat: int = 1, frame_stack: int = 1) -> None:
+        self.env = env
+        self.codec = codec_of(env)
+        self._action_repeat, self._frame_stack = action_repeat, frame_stack
+        self._check_outputs()
+
+    def init(self, keys: jax.Array) -> EnvCarry:
+        """Return a carry in which every environment is about to reset. `keys` is [B, 2] uint32."""
+        num_envs = len(keys)
+        state, observation = jax.eval_shape(jax.vmap(self.env.reset), keys)
+        leaves = self._encode(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), observation))
+        frames = [jnp.repeat(leaf[:, None], self._frame_stack, 1) for leaf in leaves]
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
+        return EnvCarry(state, keys, jnp.zeros((), jnp.uint32), jnp.ones(num_envs, bool), frames)
+
+    def step(self, carry: EnvCarry, actions: jax.Array) -> tuple[EnvCarry, TimeStep]:
+        """Step every environment with its row of `actions` [B, ...], or reset it if its newest timestep is LAST."""
+        count = carry.count + 1
+        keys = jax.vmap(jax.random.fold_in, (0, None))(carry.keys, count)
+        stepped = jax.vmap(self._step_one)(keys, carry.state, self._decode(actions))
+        first, (state, observation, reward, terminated, truncated) = carry.is_last, stepped
+        state, observation = self._reset_where(first, keys, state, observation)
+        is_last = (terminated | truncated) & ~first
+        step_type = jnp.where(first, FIRST, jnp.where(is_last, LAST, MID)).astype(jnp.uint8)
+        discount = jnp.where(terminated & ~first, 0.0, 1.0).astype(jnp.float32)
+        reward = jnp.where(first, 0.0, reward).astype(jnp.float32)
+        frames = [
+            _push(frames, leaf, first) for frames, leaf in zip(carry.frames, self._encode(observation), strict=True)
+        ]
+        leaves = [merge_stack(each) if self._frame_stack > 1 else each[:, 0] for each in frames]
+        timestep = TimeStep(step_type, reward, discount, self.codec.layout.unflatten(leaves))
+        return EnvCarry(state, carry.keys, count, is_last, frames), timestep
+
+    def _step_one(self, key: jax.Array, state: Any, action: jax.Array) -> tuple[Any, ...]:
+        """Step one environment `action_repeat` times, or until its episode ends."""
+        outputs = _as_outputs(self.env.step(key, state, action))
+        if self._action_repeat == 1:
+            return outputs
+
+        def again(number: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            state, _, total, terminated, truncated = outputs
+            new = _as_outputs(self.env.step(jax.random.fold_in(key, number), state, action))
+            new = (*new[:2], total + new[2], *new[3:])
+            return jax.tree.map(lambda old, new: jnp.where(terminated | truncated, old, new), outputs, new)
+
+        return jax.lax.fori_loop(1, self._action_repeat, again, outputs)
+
+    def _reset_where(self, first: jax.Array, keys: jax.Array, state: Any, observation: Any) -> tuple[Any, Any]:
+        """Replace the rows of the environments in `first` by new episodes. Reset a few environments at a time."""
+        num_envs = len(first)
+        rows = -(-num_envs // _RESETS_AT_ONCE)
+        count = jnp.count_nonzero(first)
+
+        def reset_some(loop: Any) -> Any:
+            done, trees = loop
+            ids = jax.lax.dynamic_slice(which, [done], [rows])
+            new = jax.vmap(self.env.reset)(jnp.take(keys, ids, axis=0, mode="clip"))
+            # ids of absent environments are `num_envs`, which is out of bounds, so JAX drops their rows
+            trees = jax.tree.map(lambda old, new: old.at[ids].set(new.astype(old.dtype), mode="drop"), trees, new)
+            return done + rows, trees
+
+        which = jnp.nonzero(first, size=num_envs, fill_value=num_envs)[0]
+        which = jnp.concatenate([which, jnp.full(rows, num_envs, which.dtype)])
+        return jax.lax.while_loop(lambda loop: loop[0] < count, reset_some, (jnp.zeros((), int), (state, observation)))[1]
+
+    def _decode(self, actions: jax.Array) -> jax.Array:
+        """Return the environment's actions for actions of the framework; see `ActionLeaf.decode`."""
+        leaf = self.codec.action
+        actions = actions.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        if np.any(leaf.start):
+            actions = actions + jnp.asarray(leaf.start, actions.dtype)
+        return actions if leaf.bounds is None else jnp.clip(actions, *(jnp.asarray(bound) for bound in leaf.bounds))
+
+    def _encode(self, observation: Any) -> list[jax.Array]:
+        """Return the leaves of observations [B, ...] in the dtypes of the framework."""
+        leaves = zip(self.codec.leaves, self.codec.layout.flatten(observation), strict=True)
+        return [
+            (jnp.asarray(value) - (leaf.start if np.any(leaf.start) else 0)).astype(leaf.spec.dtype)
+            if np.any(leaf.start)
+            else jnp.asarray(value).astype(leaf.spec.dtype)
+            for leaf, value in leaves
+        ]
+
+    def _check_outputs(self) -> None:
+        """Trace one reset and one step, and compare the shapes and dtypes with the spaces."""
+        name, key = type(self.env).__name__, jax.random.PRNGKey(0)
+        spec = self.codec.action_spec
+        action = self._decode(jnp.zeros((1, *spec.shape), spec.dtype))[0]
+        state, observation = _traced(name, "reset", self.env.reset, key)
+        outputs = _traced(name, "step", lambda *args: self.env.step(*args), key, state, action)
+        if not isinstance(outputs, tuple) or len(outputs) != 5:
+            raise UsageError(
+                f"{name}.step must return (state, observation, reward, terminated, truncated), got "
+                f"{len(outputs) if isinstance(outputs, tuple) else type(outputs).__name__} values."
+            )
+        if (was := _describe(state)) != (now := _describe(outputs[0])):
+            raise UsageError(
+                f"{name}.step must return a state with the shapes and dtypes of the state of reset, {was}, got {now}."
+            )
+        for call, received in (("reset", observation), ("step", outputs[1])):
+            self._check_observation(name, call, received)
+        for part, value in zip(("reward", "terminated", "truncated"), outputs[2:], strict=True):
+            if getattr(value, "shape", ()) != ():
+                raise UsageError(f"{name}.step must return one number as {part!r}, got the shape {value.shape}.")
+
+    def _check_observation(self, name: str, call: str, observation: Any) -> None:
+        try:
+            leaves = self.codec.layout.flatten(observation)
+            for leaf, value in zip(self.codec.leaves, leaves, strict=True):
+                value = jax.eval_shape(lambda value=value: jnp.asarray(value)) if np.isscalar(value) else value
+                kinds = "fiub" if leaf.spec.dtype.kind == "f" else "iub"
+                if value.shape != leaf.spec.shape or np.dtype(value.dtype).kind not in kinds:
+                    raise SpecMismatchError(
+                        leaf.spec.name, f"{value.dtype} of shape {value.shape}", f"{leaf.spec.dtype} of shape {leaf.spec.shape}"
+                    )
+        except SpecMismatchError as error:
+            raise UsageError(
+                f"{name}.{call} returned {error.name!r} as {error.received}, but its observation_space requires "
+                f"{error.expected}. Correct the environment or its observation_space."
+            ) from error
+
+
+def codec_of(env: JaxEnv) -> Codec:
+    """Return the codec of a JAX environment. Raise UsageError if a space is not supported."""
+    for part in ("observation_space", "action_space"):
+        if getattr(env, part, None) is None:
+            raise UsageError(f"The JAX environment {type(env).__name__} needs the attribute {part}.")
+    is_spec = isinstance(env.action_space, dm_env.specs.Array)
+    make = spaces.codec_of_specs if is_spec else spaces.codec_of_spaces
+    codec = make(env.observation_space, env.action_space)
+    check_not_empty(codec.observation_spec, "observation")
+    check_not_empty(codec.action_spec, "action")
+    return codec
+
+
+def _as_outputs(outputs: Any) -> tuple[Any, ...]:
+    state, observation, reward, terminated, truncated = outputs
+    return (
+        state,
+        observation,
+        jnp.asarray(reward, jnp.float32),
+        jnp.asarray(terminated, bool),
+        jnp.asarray(truncated, bool),
+    )
+
+
+def _push(frames: jax.Array, leaf: jax.Array, first: jax.Array) -> jax.Array:
+    """Append a leaf [B, ...] to its newest frames [B, count, ...]. At FIRST, repeat the leaf."""
+    if frames.shape[1] == 1:
+        return leaf[:, None]
+    pushed = jnp.concatenate([frames[:, 1:], leaf[:, None]], axis=1)
+    return jnp.where(first.reshape((-1,) + (1,) * leaf.ndim), leaf[:, None], pushed)
+
+
+def _traced(name: str, call: str, function: Any, *args: Any) -> Any:
+    try:
+        return jax.eval_shape(function, *args)
+    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+        raise UsageError(f"{name}.{call} cannot be traced by JAX: {type(error).__name__}: {error}") from error
+
+
+def _describe(tree: Tree) -> str:
+    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree))
