@@ -209,16 +209,7 @@ class _RecurrentConfig:
         return np.zeros((batch_size, self.size), np.float32)
 
     def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
-        """Return (output [B, size], next state) for inputs [B, gates * size]."""
-        state = self._cell(weights, inputs, state)
-        return self._output(state), state
-
-    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
-        """Return the next state for inputs [B, gates * size] and weights [size, gates * size]."""
-        raise NotImplementedError
-
-    def _output(self, state: AgentState) -> jax.Array:
-        """Return [B, size]."""
+        """Return (output [B, size], next state) for inputs [B, gates * size] and weights [size, gates * size]."""
         raise NotImplementedError
 
 
@@ -244,13 +235,11 @@ class LSTMConfig(_RecurrentConfig):
         zeros = np.zeros((batch_size, self.size), np.float32)
         return LSTMState(zeros, zeros)
 
-    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+    def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
         enter, new, forget, out = jnp.split(inputs + state.hidden @ weights, 4, axis=-1)
         cell = jax.nn.sigmoid(forget + 1.0) * state.cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
-        return LSTMState(jax.nn.sigmoid(out) * jnp.tanh(cell), cell)
-
-    def _output(self, state: AgentState) -> jax.Array:
-        return state.hidden
+        hidden = jax.nn.sigmoid(out) * jnp.tanh(cell)
+        return hidden, LSTMState(hidden, cell)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,12 +252,10 @@ class GRUConfig(_RecurrentConfig):
 
     _gates: ClassVar[int] = 3
 
-    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+    def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
         size = self.size
         gates = jax.nn.sigmoid(inputs[:, : 2 * size] + state @ weights[:, : 2 * size])
         reset, update = gates[:, :size], gates[:, size:]
         candidate = jnp.tanh(inputs[:, 2 * size :] + (reset * state) @ weights[:, 2 * size :])
-        return update * state + (1.0 - update) * candidate
-
-    def _output(self, state: AgentState) -> jax.Array:
-        return state
+        state = update * state + (1.0 - update) * candidate
+        return state, state
