@@ -21,11 +21,10 @@ from rlframe.agents.networks import (
     Activation,
     Head,
     NatureCNNConfig,
-    apply_head,
+    apply_heads,
     check_layers,
     dense_layers,
     dueling_heads,
-    dueling_values,
     flatten_observation,
     has_images,
     weight_initializer,
@@ -184,12 +183,7 @@ class _RecurrentConfig:
                 initial = self.initial_state(lead[0])
                 core, state = scan_with_resets(step, inputs.reshape(*lead, -1), is_first, initial, state)
                 core = core.reshape(-1, self.size)
-            outputs = []
-            for i, head in enumerate(parts):
-                outputs.append(apply_head(dense_layers(core, self, f"torso{i}", own), self, head, i))
-            if self.dueling:
-                advantages, value = outputs
-                outputs = [dueling_values(advantages, value, heads[0].num_actions)]
+            outputs = apply_heads(lambda _: core, self, parts, own)
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
         transformed: Any = hk.without_apply_rng(hk.transform(forward))
