@@ -87,28 +87,24 @@ class MultiCategorical:
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
         rngs = jax.random.split(rng, len(self._parts))
-        logits = self._split(params)
-        return jnp.stack([part.sample(rngs[i], logits[i]) for i, part in enumerate(self._parts)], axis=-1)
+        return jnp.stack([part.sample(rng, logits) for rng, (part, logits) in zip(rngs, self._split(params))], axis=-1)
 
     def mode(self, params: jax.Array) -> jax.Array:
-        logits = self._split(params)
-        return jnp.stack([part.mode(logits[i]) for i, part in enumerate(self._parts)], axis=-1)
+        return jnp.stack([part.mode(logits) for part, logits in self._split(params)], axis=-1)
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
-        logits = self._split(params)
-        return jnp.sum(
-            jnp.stack([part.log_prob(logits[i], sample[..., i]) for i, part in enumerate(self._parts)]), axis=0
-        )
+        log_probs = [part.log_prob(logits, sample[..., i]) for i, (part, logits) in enumerate(self._split(params))]
+        return jnp.sum(jnp.stack(log_probs), axis=0)
 
     def entropy(self, params: jax.Array) -> jax.Array:
-        logits = self._split(params)
-        return jnp.sum(jnp.stack([part.entropy(logits[i]) for i, part in enumerate(self._parts)]), axis=0)
+        return jnp.sum(jnp.stack([part.entropy(logits) for part, logits in self._split(params)]), axis=0)
 
     def to_action(self, sample: jax.Array) -> jax.Array:
         return sample
 
-    def _split(self, params: jax.Array) -> list[jax.Array]:
-        return jnp.split(params, self._splits, axis=-1)
+    def _split(self, params: jax.Array) -> list[tuple[Categorical, jax.Array]]:
+        """Return the distribution of each choice and its logits."""
+        return list(zip(self._parts, jnp.split(params, self._splits, axis=-1)))
 
 
 class ActionRange:
