@@ -68,8 +68,7 @@ class SteppedNetwork:
     def step(self, params: Params, observation: Tree, state: AgentState) -> tuple[Any, AgentState]:
         """Return (outputs `[B, ...]`, next state) of one step."""
         if self.is_recurrent:
-            outputs, state = self._network.apply(params, observation, state)
-            return outputs, state
+            return self._network.apply(params, observation, state)
         return self._network.apply(params, observation), state
 
     def unroll(self, params: Params, observation: Tree, step_type: Any, state: AgentState) -> tuple[Any, AgentState]:
