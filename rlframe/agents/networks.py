@@ -133,7 +133,8 @@ class NatureCNNConfig:
             shapes = [leaf.shape for leaf in jax.tree.leaves(observation_spec)]
             raise UsageError(f"The Nature CNN needs an observation with three axes, got {shapes}. Use MLPConfig.")
         for image in images:
-            size = min(_height_width(image.shape))
+            height_width = image.shape[1:] if _channels_first(image.shape) else image.shape[:2]
+            size = min(height_width)
             for kernel, stride in zip(self.kernels, self.strides, strict=True):
                 size = (size - kernel) // stride + 1 if size >= kernel else 0
             if size < 1:
@@ -322,10 +323,6 @@ def _vector(leaf_spec: specs.Array, leaf: jax.Array) -> jax.Array:
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] <= shape[-1]
-
-
-def _height_width(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[1], shape[2]) if _channels_first(shape) else (shape[0], shape[1])
 
 
 def check_layers(cfg: Any) -> None:
