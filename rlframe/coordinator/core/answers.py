@@ -45,7 +45,7 @@ def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
     if worker is None:
         return
     if event.header is None:
-        worker.ping.is_out = worker.ping.is_out and event.method != "ping"
+        worker.awaits_ping_reply = worker.awaits_ping_reply and event.method != "ping"
     elif worker.call is not None and worker.call.header == event.header:
         job.call_again(worker, worker.call, job.limits.retry_after)
 

@@ -13,14 +13,6 @@ from rlframe.coordinator.states import Stateful, TaskState, WorkerState, is_over
 
 
 @dataclasses.dataclass
-class Ping:
-    """The newest ping to a worker."""
-
-    sent_at: float = 0.0
-    is_out: bool = False  # True until the worker replies to the ping
-
-
-@dataclasses.dataclass
 class CollectorProgress:
     """The progress of a collector, according to its replies."""
 
@@ -47,7 +39,8 @@ class WorkerRecord(Stateful):
     host: str = ""
     pid: int | None = None
     last_reply_at: float = 0.0  # time of the worker's last sign of life
-    ping: Ping = dataclasses.field(default_factory=Ping)
+    pinged_at: float = 0.0  # time of the newest ping
+    awaits_ping_reply: bool = False  # True until the worker replies to the newest ping
     task_id: str | None = None
     call: ev.Send | None = None  # the worker's pending call
     called_at: float = 0.0  # time at which the call was or will be sent

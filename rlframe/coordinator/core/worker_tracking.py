@@ -65,7 +65,7 @@ def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) ->
         return
     mark_alive(job, worker)
     if isinstance(reply, Alive):
-        worker.ping.is_out = False
+        worker.awaits_ping_reply = False
         if worker.state is WorkerState.CONNECTING:
             _on_first_reply(job, worker, reply)
         job.queue_call(worker)
@@ -161,8 +161,8 @@ def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
 def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
     limits = job.limits
     # Repeat a ping that has had no reply for a while, because an earlier process at this address may have received it.
-    every = limits.suspect_after if worker.ping.is_out else limits.ping_every
-    if worker.state is not WorkerState.REQUESTED and worker.ping.sent_at + every <= job.now:
+    every = limits.suspect_after if worker.awaits_ping_reply else limits.ping_every
+    if worker.state is not WorkerState.REQUESTED and worker.pinged_at + every <= job.now:
         _ping(job, worker)
     silent = job.now - worker.last_reply_at
     if silent > limits.suspect_after and worker.state in _CAN_BE_SUSPECT and not starts:
@@ -171,7 +171,7 @@ def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
 
 
 def _ping(job: TrainingJob, worker: WorkerRecord) -> None:
-    worker.ping.sent_at, worker.ping.is_out = job.now, True
+    worker.pinged_at, worker.awaits_ping_reply = job.now, True
     job.emit(ev.Send(*worker.key, "ping", None))
 
 
