@@ -104,9 +104,17 @@ class Roster:
         """Add a new incarnation of a worker. It replaces the previous incarnation."""
         before = self.newest(seen.worker_id)
         failed_starts = before.failed_starts if before is not None else 0
-        worker = WorkerRecord(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
-        worker.last_reply_at = now
-        worker.host, worker.pid = seen.host, seen.pid
+        worker = WorkerRecord(
+            worker_id=seen.worker_id,
+            role=seen.role,
+            index=seen.index,
+            incarnation=seen.incarnation,
+            listed_at=now,
+            failed_starts=failed_starts,
+            host=seen.host,
+            pid=seen.pid,
+            last_reply_at=now,
+        )
         self._workers[seen.worker_id] = worker
         return worker
 
