@@ -156,9 +156,12 @@ class Task(Stateful):
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the journal."""
-        start = {name: getattr(self.start, name) for name in ("kind", "policy_id", "options", "overrides")}
         names = ("task_id", "index", "attempt", "worker_id", "incarnation", "failures", "granted", "has_result")
-        return {**{name: getattr(self, name) for name in names}, "state": self.state.value, "start": start}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "state": self.state.value,
+            "start": dataclasses.asdict(self.start),
+        }
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Task:
