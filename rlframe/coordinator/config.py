@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from rlframe.coordinator.messages import ROLES
 from rlframe.errors import FieldError, UsageError, check_above, check_at_least, suggest
@@ -78,8 +78,8 @@ class CoordinatorConfig:
             raise FieldError("n", f"The number of workers of the role {role} must be {bounds}, got {n!r}.")
 
 
-class JobRecorder(Protocol):
-    """A writer of a run's metrics. The coordinator's thread calls it."""
+class JobRecorder:
+    """Base class of the writers of a run's metrics. It writes nothing. The coordinator's thread calls the methods."""
 
     def begin(self, counts: ActorCounts) -> None:
         """Start or resume a job at these counts. Drop the metrics rows of later steps."""
