@@ -41,7 +41,7 @@ _DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the repla
 
 def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
     """Repeat an unanswered call with the same number. `worker_tracking.check_all` repeats pings."""
-    worker = job.roster.get(event.worker_id, event.incarnation)
+    worker = job.roster.get(*event.key)
     if worker is None:
         return
     if event.header is None:
@@ -52,7 +52,7 @@ def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
 
 def on_replied(job: TrainingJob, event: ev.Replied) -> None:
     """Handle a reply to the pending call. Count any other reply as stale."""
-    worker = job.roster.get(event.worker_id, event.incarnation)
+    worker = job.roster.get(*event.key)
     if worker is None:
         job.accounts.stale += 1
     elif event.header is None:

@@ -36,7 +36,7 @@ def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.last_reply_at = job.now
             worker.become(WorkerState.CONNECTING)
-            job.emit(ev.Connect(*worker.key, info.address))
+            job.emit(ev.Connect(worker.key, info.address))
             _ping(job, worker)
     keys = {info.key for info in listed}
     for worker in job.roster:
@@ -76,7 +76,7 @@ def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) ->
 def _on_first_reply(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
-    job.emit(ev.Send(*worker.key, "resources", None))
+    job.emit(ev.Send(worker.key, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) has connected."
     job.note("came", text, worker_id=worker.worker_id)
     task = job.tasks.get(reply.task_id)
@@ -172,7 +172,7 @@ def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
 
 def _ping(job: TrainingJob, worker: WorkerRecord) -> None:
     worker.pinged_at, worker.awaits_ping_reply = job.now, True
-    job.emit(ev.Send(*worker.key, "ping", None))
+    job.emit(ev.Send(worker.key, "ping", None))
 
 
 def mark_alive(job: TrainingJob, worker: WorkerRecord) -> None:
@@ -208,8 +208,8 @@ def make_idle(job: TrainingJob, worker: WorkerRecord) -> None:
 def _release(job: TrainingJob, worker: WorkerRecord) -> None:
     """Release a worker, so that the operator ends it without a replacement."""
     worker.become(WorkerState.GONE)
-    job.emit(ev.Release(*worker.key))
-    job.emit(ev.Disconnect(*worker.key))
+    job.emit(ev.Release(worker.key))
+    job.emit(ev.Disconnect(worker.key))
     job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
 
 
@@ -219,16 +219,16 @@ def disconnect_all(job: TrainingJob) -> None:
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
             worker.task_id = worker.call = None
-            job.emit(ev.Disconnect(*worker.key))
+            job.emit(ev.Disconnect(worker.key))
 
 
 def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
     """Mark a worker as lost, and retry its task. If it is still needed, request a replacement with the same index."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
-    job.emit(ev.Disconnect(*worker.key))
+    job.emit(ev.Disconnect(worker.key))
     job.accounts.restarts += is_replaced
-    job.emit((ev.Replace if is_replaced else ev.Release)(*worker.key))
+    job.emit((ev.Replace if is_replaced else ev.Release)(worker.key))
     job.note(
         "lost",
         f"{worker.worker_id} (incarnation {worker.incarnation}) is lost: {why}.",
