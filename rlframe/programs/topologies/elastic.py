@@ -15,7 +15,7 @@ from typing import Any, Union
 
 from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.config import CoordinatorConfig, Limits
+from rlframe.coordinator.config import CoordinatorConfig, JobRecorder, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators import Operator
 from rlframe.coordinator.operators.ray import RayOperator
@@ -237,7 +237,7 @@ def make_actor(
     return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
 
 
-class _Records:
+class _Records(JobRecorder):
     """A writer for the coordinator's rows. It writes the same files as the other topologies."""
 
     def __init__(self, session: Session, progress: ProgressFile, param_store: Any) -> None:
