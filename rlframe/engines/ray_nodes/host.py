@@ -158,8 +158,7 @@ class NodeHost:
         """Receive the reference to a version of another node's parameters: see `FetchedVersions`."""
         self._relay.versions_of(source, policy).take(version, references)
 
-    def _take(self, name: str, text: str) -> None:
-        del name
+    def _take(self, _: str, text: str) -> None:
         with self._changed:
             self._lines.append(text)
             self._count += 1
