@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -201,10 +202,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of packages that may affect results."""
     found = {"python": platform.python_version()}
     for name in _VERSIONED:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -236,8 +235,6 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `--json` prints."""
+        optional = ("signal", "evaluation", "evaluation_error")  # keys that are left out if the value is None
         values = dataclasses.asdict(self)
-        for name in ("signal", "evaluation", "evaluation_error"):
-            if values[name] is None:
-                del values[name]
-        return values
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
