@@ -11,13 +11,12 @@ import pathlib
 import platform
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.files import stored_id, write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs.experiment import Experiment
@@ -56,10 +55,7 @@ class RunDir:
 
     def key(self) -> str:
         """Return the id of the run, for services that outlive a session. A resumed run has the same id."""
-        path = self.path / "run_key"
-        if not path.exists():
-            write_atomically(path, uuid.uuid4().hex)
-        return path.read_text()
+        return stored_id(self.path / "run_key")
 
     def open_logs(self, resume_at: int | None) -> Logger:
         """Open the metrics files, and remove the rows after the step `resume_at`.
