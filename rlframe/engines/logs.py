@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from rlframe.interprocess.environment import environment_variable
+from rlframe.interprocess.processes import environment_variable
 from rlframe.streams import root_handler
 
 # The encoding of log files. "backslashreplace" is necessary because a line can contain a path that is not UTF-8.

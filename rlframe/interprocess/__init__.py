@@ -9,5 +9,5 @@
   reads the page with a `HeartbeatMonitor` (`heartbeat.py`). A process is considered hung if a phase exceeds its limit,
   or if the page stops changing.
 - Other: `files.py` replaces files atomically. `waiting.py: Inbox` is a queue to which threads and signal handlers add
-  items. `environment.py` sets environment variables for a limited time. `malloc.py` configures glibc's malloc.
+  items. `malloc.py` configures glibc's malloc.
 """

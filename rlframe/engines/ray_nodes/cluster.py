@@ -21,9 +21,9 @@ from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.host import CONCURRENCY, NodeHost, NodeSnapshot, Relay
 from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
-from rlframe.interprocess.environment import environment_variable
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
+from rlframe.interprocess.processes import environment_variable
 from rlframe.transport.ray import RaySockets, use_sockets
 from rlframe.transport.sockets import SocketDirectory
 from rlframe.user_code.directories import import_path
