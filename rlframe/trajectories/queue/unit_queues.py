@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -146,16 +147,14 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(QueuedGroup).decode
 
 
+@dataclass(eq=False, slots=True)
 class UnitQueue:
     """The units of one size from one environment, oldest first. `env_id` is None for unregistered senders."""
 
-    __slots__ = ("env_id", "groups", "size", "units")
-
-    def __init__(self, env_id: int | None, size: int):
-        self.env_id = env_id
-        self.size = size
-        self.units: deque[bytes] = deque()  # encoded
-        self.groups = 0
+    env_id: int | None
+    size: int
+    units: deque[bytes] = field(default_factory=deque)  # encoded
+    groups: int = 0
 
     def key(self) -> tuple[bool, int, int]:
         """Return a sort key that gives the same order in every process."""
@@ -186,7 +185,7 @@ class UnitQueues:
         self._of_size: dict[int, dict[int | None, UnitQueue]] = {}
         # For each size, a heap of (id of the oldest unit in a queue, env_id). Outdated entries at the top are removed.
         self._heads: dict[int, list[tuple[int, int | None]]] = {}
-        self._reserved: dict[tuple[int | None, int], int] = {}
+        self._reserved: Counter[tuple[int | None, int]] = Counter()
         # _pack_sums[largest][size]: sum of `_packed_size` over the queues of that size, for each requested `largest`.
         self._pack_sums: dict[int, dict[int, int]] = {}
 
@@ -240,8 +239,6 @@ class UnitQueues:
         if queue is not None:
             self._repack(queue, -1)
         self._reserved[env_id, size] = sequences
-        if not sequences:
-            del self._reserved[env_id, size]
         if queue is not None:
             self._repack(queue, 1)
 
@@ -301,7 +298,7 @@ class UnitQueues:
 
     def _packed_size(self, queue: UnitQueue, largest: int, units: int | None = None) -> int:
         sequences = (len(queue.units) if units is None else units) * queue.size
-        return max(0, -(-sequences // largest) * largest - self._reserved.get((queue.env_id, queue.size), 0))
+        return max(0, -(-sequences // largest) * largest - self._reserved[queue.env_id, queue.size])
 
     def _note_head(self, queue: UnitQueue) -> None:
         heads = self._heads.setdefault(queue.size, [])
