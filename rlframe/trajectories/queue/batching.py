@@ -26,14 +26,6 @@ class TakenUnit(NamedTuple):
     unit: QueuedGroup
 
 
-def scaled_shares(batch_size: int, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
-    """Return the shares. If their sum exceeds the batch size, scale them down in proportion."""
-    total = sum(share.sequences for share in shares)
-    if total <= batch_size:
-        return list(shares)
-    return [share._replace(sequences=share.sequences * batch_size // total) for share in shares]
-
-
 def missing_shares(batch_size: int, unit_queues: UnitQueues, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
     """Return the shares that the next batch waits for. Their environments have no queued unit that fits.
 
@@ -66,7 +58,6 @@ def form_batch(
         batch can be formed.
     """
     dropped: list[TakenUnit] = []
-    shares = scaled_shares(batch_size, shares)
     while can_fill(batch_size, unit_queues.counts) and not missing_shares(batch_size, unit_queues, shares):
         known = len(dropped)
         builder = _BatchBuilder(batch_size, unit_queues, too_old, dropped, weights and weights.copy())
