@@ -251,7 +251,7 @@ class Epoch:
         epoch.envs = Environments.from_state(state["envs"])
         epoch.unit_queues = UnitQueues.from_state(state["lanes"])
         undersized = msgspec.convert(state["odd"], list[tuple[int, list[QueuedGroup]]])
-        epoch.undersized = {env_id: UndersizedGroups.of(groups) for env_id, groups in undersized}
+        epoch.undersized = {env_id: UndersizedGroups(groups) for env_id, groups in undersized}
         epoch.leases = Leases.from_state(state["leases"])
         epoch.keys = IdempotencyKeys.from_state(state["keys"])
         epoch.counters = reports.EpochCounters(**state["tally"])

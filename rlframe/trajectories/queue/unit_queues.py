@@ -311,10 +311,16 @@ class UnitQueues:
 
 
 class UndersizedGroups:
-    """Groups of one environment that are smaller than its unit size. They cannot form a unit yet."""
+    """Groups of one environment that are smaller than its unit size. They cannot form a unit yet.
 
-    def __init__(self) -> None:
+    Args:
+        groups: The result of `oldest_first`.
+    """
+
+    def __init__(self, groups: Iterable[QueuedGroup] = ()) -> None:
         self._of_size: dict[int, deque[QueuedGroup]] = {}
+        for group in groups:
+            self._of_size.setdefault(group.sequences, deque()).append(group)
 
     def __len__(self) -> int:
         return sum(map(len, self._of_size.values()))
@@ -344,11 +350,3 @@ class UndersizedGroups:
 
     def oldest_first(self) -> list[QueuedGroup]:
         return sorted((group for groups in self._of_size.values() for group in groups), key=lambda group: group.id)
-
-    @classmethod
-    def of(cls, groups: Iterable[QueuedGroup]) -> UndersizedGroups:
-        """Create an object from the result of `oldest_first`."""
-        undersized = cls()
-        for group in groups:
-            undersized._of_size.setdefault(group.sequences, deque()).append(group)
-        return undersized
