@@ -245,8 +245,6 @@ class Epoch:
     @classmethod
     def from_state(cls, number: int, state: Mapping[str, Any]) -> Epoch:
         epoch = cls(number)
-        for name in _PLAIN:
-            setattr(epoch, name, state[name])
         epoch.registration = msgspec.convert(state["registration"], Registration | None)
         epoch.envs = Environments.from_state(state["envs"])
         epoch.unit_queues = UnitQueues.from_state(state["lanes"])
@@ -259,5 +257,6 @@ class Epoch:
             epoch.weights.set_state(state["weights"])
         for env_id in epoch.envs.with_minimum_share:
             epoch._reserve(epoch.envs.all[env_id])
-        epoch.barren = state["barren"]
+        for name in _PLAIN:  # set last, because `_reserve` changes `barren`
+            setattr(epoch, name, state[name])
         return epoch
