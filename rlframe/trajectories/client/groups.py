@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, IGNORED, INT_FIELDS, MAX_FLOAT32
+from rlframe.trajectories.messages import (
+    ANY_LENGTH_FIELD,
+    FLOAT_FIELDS,
+    IGNORED,
+    INT_FIELDS,
+    MAX_FLOAT32,
+    OPAQUE_FIELDS,
+)
 
-_OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {
     np.dtype(np.int32): ("iu", "integers"),
@@ -24,7 +30,7 @@ _KINDS = {
 _LISTS = (list, tuple, np.ndarray)
 _ROWS = (*_LISTS, type(None))
 _MIN_TEMPERATURE = 0.01
-_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *_OPAQUE_FIELDS, "env_id", *_DISTILL, "policy_version")
+_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *OPAQUE_FIELDS, "env_id", *_DISTILL, "policy_version")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +137,7 @@ class Group:
 
     def check_json(self) -> None:
         """Raise ValueError if a key is not text, or if a number is not finite. The encoders do not check this."""
-        for name in _OPAQUE_FIELDS:
+        for name in OPAQUE_FIELDS:
             values = [getattr(self, name)]
             for value in values:  # a work list: the loop appends the nested values
                 if isinstance(value, dict):
