@@ -204,7 +204,11 @@ class UnitQueues:
 
     def push(self, env_id: int | None, size: int, unit: QueuedGroup, *, again: bool = False) -> None:
         """Append a unit to its queue. With `again`, insert it at the front instead, to undo a `pop`."""
-        queue = self._get_or_create(env_id, size)
+        queue = self._of_env.get(env_id, {}).get(size)
+        if queue is None:
+            queue = UnitQueue(env_id, size)
+            self._of_env.setdefault(env_id, {})[size] = queue
+            self._of_size.setdefault(size, {})[env_id] = queue
         if again:
             queue.units.appendleft(_encode(unit))
         else:
@@ -267,14 +271,6 @@ class UnitQueues:
             for unit in units:
                 unit_queues.push(env_id, size, _decode(unit))
         return unit_queues
-
-    def _get_or_create(self, env_id: int | None, size: int) -> UnitQueue:
-        queue = self._of_env.get(env_id, {}).get(size)
-        if queue is None:
-            queue = UnitQueue(env_id, size)
-            self._of_env.setdefault(env_id, {})[size] = queue
-            self._of_size.setdefault(size, {})[env_id] = queue
-        return queue
 
     def _drop(self, queue: UnitQueue) -> None:
         del self._of_env[queue.env_id][queue.size], self._of_size[queue.size][queue.env_id]
