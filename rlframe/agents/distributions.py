@@ -16,6 +16,8 @@ from rlframe.types import Tree, specs
 class Distribution(Protocol):
     """A distribution over the actions of one action spec. A `policy_factory` may return any object with these members.
 
+    The defaults are for samples that are actions. A subclass of this class inherits them.
+
     Attributes:
         num_params: number of network outputs per observation.
         num_free: number of outputs that may be independent of the observation. These are the last outputs.
@@ -23,8 +25,8 @@ class Distribution(Protocol):
     """
 
     num_params: int
-    num_free: int
-    clips: bool
+    num_free: int = 0
+    clips: bool = False
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
         """Draw a sample [B, ...] for params [B, num_params]."""
@@ -40,13 +42,11 @@ class Distribution(Protocol):
 
     def to_action(self, sample: jax.Array) -> jax.Array:
         """Return the action for the environment, within the bounds of its spec."""
+        return sample
 
 
-class Categorical:
+class Categorical(Distribution):
     """One of n actions. The parameters are logits `[B, n]`."""
-
-    num_free = 0
-    clips = False
 
     def __init__(self, num_actions: int, dtype: Any = np.int32) -> None:
         self.num_params = num_actions
@@ -64,21 +64,16 @@ class Categorical:
         return jnp.argmax(params, axis=-1).astype(self._dtype)
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
-        return _select(jax.nn.log_softmax(params), sample)
+        index = sample[..., None].astype(jnp.int32)
+        return jnp.take_along_axis(jax.nn.log_softmax(params), index, axis=-1)[..., 0]
 
     def entropy(self, params: jax.Array) -> jax.Array:
         log_probs = jax.nn.log_softmax(params)
         return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
-    def to_action(self, sample: jax.Array) -> jax.Array:
-        return sample
 
-
-class MultiCategorical:
+class MultiCategorical(Distribution):
     """Several independent choices `[B, k]`. The parameters are the concatenated logits of all choices."""
-
-    num_free = 0
-    clips = False
 
     def __init__(self, num_actions: tuple[int, ...], dtype: Any = np.int32) -> None:
         self.num_params = sum(num_actions)
@@ -87,28 +82,21 @@ class MultiCategorical:
 
     def sample(self, rng: jax.Array, params: jax.Array) -> jax.Array:
         rngs = jax.random.split(rng, len(self._parts))
-        logits = self._split(params)
-        return jnp.stack([part.sample(rngs[i], logits[i]) for i, part in enumerate(self._parts)], axis=-1)
+        return jnp.stack([part.sample(rng, logits) for rng, (part, logits) in zip(rngs, self._split(params))], axis=-1)
 
     def mode(self, params: jax.Array) -> jax.Array:
-        logits = self._split(params)
-        return jnp.stack([part.mode(logits[i]) for i, part in enumerate(self._parts)], axis=-1)
+        return jnp.stack([part.mode(logits) for part, logits in self._split(params)], axis=-1)
 
     def log_prob(self, params: jax.Array, sample: jax.Array) -> jax.Array:
-        logits = self._split(params)
-        return jnp.sum(
-            jnp.stack([part.log_prob(logits[i], sample[..., i]) for i, part in enumerate(self._parts)]), axis=0
-        )
+        log_probs = [part.log_prob(logits, sample[..., i]) for i, (part, logits) in enumerate(self._split(params))]
+        return jnp.sum(jnp.stack(log_probs), axis=0)
 
     def entropy(self, params: jax.Array) -> jax.Array:
-        logits = self._split(params)
-        return jnp.sum(jnp.stack([part.entropy(logits[i]) for i, part in enumerate(self._parts)]), axis=0)
+        return jnp.sum(jnp.stack([part.entropy(logits) for part, logits in self._split(params)]), axis=0)
 
-    def to_action(self, sample: jax.Array) -> jax.Array:
-        return sample
-
-    def _split(self, params: jax.Array) -> list[jax.Array]:
-        return jnp.split(params, self._splits, axis=-1)
+    def _split(self, params: jax.Array) -> list[tuple[Categorical, jax.Array]]:
+        """Return the distribution of each choice and its logits."""
+        return list(zip(self._parts, jnp.split(params, self._splits, axis=-1)))
 
 
 class ActionRange:
@@ -256,7 +244,3 @@ def is_multi_discrete(action_spec: Tree) -> bool:
         and len(action_spec.shape) == 1
         and bool(np.all(np.asarray(action_spec.minimum) == 0))
     )
-
-
-def _select(values: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(values, index[..., None].astype(jnp.int32), axis=-1)[..., 0]

@@ -133,7 +133,8 @@ class NatureCNNConfig:
             shapes = [leaf.shape for leaf in jax.tree.leaves(observation_spec)]
             raise UsageError(f"The Nature CNN needs an observation with three axes, got {shapes}. Use MLPConfig.")
         for image in images:
-            size = min(_height_width(image.shape))
+            height_width = image.shape[1:] if _channels_first(image.shape) else image.shape[:2]
+            size = min(height_width)
             for kernel, stride in zip(self.kernels, self.strides, strict=True):
                 size = (size - kernel) // stride + 1 if size >= kernel else 0
             if size < 1:
@@ -184,23 +185,14 @@ def _convolve(image: jax.Array, weights: jax.Array, stride: int) -> jax.Array:
 
 def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Sequence[Head]) -> Network:
     """Build dense layers, separate or shared, on `inputs(observation, name)` `[B, n]`. Add the heads on top of them."""
-    num_own = len(cfg.hidden) if cfg.separate else int(cfg.dueling)
-    num_shared = max(len(cfg.hidden) - num_own, 0)
     parts = dueling_heads(heads) if cfg.dueling else heads
+    num_shared = max(len(cfg.hidden) - int(cfg.dueling), 0)  # the last hidden layers of a dueling network are separate
 
     def forward(observation: Tree) -> tuple[jax.Array, ...]:
-        features = None
-        if not cfg.separate:
-            features = dense_layers(inputs(observation, "torso"), cfg, "torso", cfg.hidden[:num_shared])
-        outputs = []
-        for i, head in enumerate(parts):
-            own = inputs(observation, f"torso{i}") if features is None else features
-            own = dense_layers(own, cfg, f"torso{i}", cfg.hidden[num_shared:])
-            outputs.append(apply_head(own, cfg, head, i))
-        if not cfg.dueling:
-            return tuple(outputs)
-        advantages, value = outputs
-        return (dueling_values(advantages, value, heads[0].num_actions),)
+        if cfg.separate:
+            return apply_heads(functools.partial(inputs, observation), cfg, parts, cfg.hidden)
+        features = dense_layers(inputs(observation, "torso"), cfg, "torso", cfg.hidden[:num_shared])
+        return apply_heads(lambda _: features, cfg, parts, cfg.hidden[num_shared:])
 
     network = Network(*hk.without_apply_rng(hk.transform(forward)))
     return network if cfg.noisy is None else noisy(network, cfg.noisy)
@@ -224,8 +216,26 @@ def dueling_values(advantages: jax.Array, value: jax.Array, num_actions: int) ->
     return values.reshape(advantages.shape)
 
 
-def apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
-    """Return the output `[B, head.size]` of head number `index` for features `[B, n]`. Call it in a Haiku transform."""
+def apply_heads(
+    inputs: Callable[[str], jax.Array], cfg: Any, heads: Sequence[Head], sizes: Sequence[int]
+) -> tuple[jax.Array, ...]:
+    """Apply dense layers of the given sizes, and then each head, to `inputs(name)` `[B, n]`.
+
+    If the network is dueling, `heads` come from `dueling_heads`, and the result contains only the action values. Call
+    this function in a Haiku transform.
+    """
+    outputs = []
+    for i, head in enumerate(heads):
+        features = dense_layers(inputs(f"torso{i}"), cfg, f"torso{i}", sizes)
+        outputs.append(_apply_head(features, cfg, head, i))
+    if not cfg.dueling:
+        return tuple(outputs)
+    advantages, value = outputs
+    return (dueling_values(advantages, value, heads[0].num_actions),)
+
+
+def _apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
+    """Return the output `[B, head.size]` of head number `index` for features `[B, n]`."""
     linear = hk.Linear(head.size - head.num_free, w_init=weight_initializer(cfg, head.scale), name=f"head{index}")
     output = linear(features)
     if not head.num_free:
@@ -313,10 +323,6 @@ def _vector(leaf_spec: specs.Array, leaf: jax.Array) -> jax.Array:
 
 def _channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] <= shape[-1]
-
-
-def _height_width(shape: tuple[int, ...]) -> tuple[int, int]:
-    return (shape[1], shape[2]) if _channels_first(shape) else (shape[0], shape[1])
 
 
 def check_layers(cfg: Any) -> None:

@@ -21,11 +21,10 @@ from rlframe.agents.networks import (
     Activation,
     Head,
     NatureCNNConfig,
-    apply_head,
+    apply_heads,
     check_layers,
     dense_layers,
     dueling_heads,
-    dueling_values,
     flatten_observation,
     has_images,
     weight_initializer,
@@ -69,8 +68,7 @@ class SteppedNetwork:
     def step(self, params: Params, observation: Tree, state: AgentState) -> tuple[Any, AgentState]:
         """Return (outputs `[B, ...]`, next state) of one step."""
         if self.is_recurrent:
-            outputs, state = self._network.apply(params, observation, state)
-            return outputs, state
+            return self._network.apply(params, observation, state)
         return self._network.apply(params, observation), state
 
     def unroll(self, params: Params, observation: Tree, step_type: Any, state: AgentState) -> tuple[Any, AgentState]:
@@ -184,12 +182,7 @@ class _RecurrentConfig:
                 initial = self.initial_state(lead[0])
                 core, state = scan_with_resets(step, inputs.reshape(*lead, -1), is_first, initial, state)
                 core = core.reshape(-1, self.size)
-            outputs = []
-            for i, head in enumerate(parts):
-                outputs.append(apply_head(dense_layers(core, self, f"torso{i}", own), self, head, i))
-            if self.dueling:
-                advantages, value = outputs
-                outputs = [dueling_values(advantages, value, heads[0].num_actions)]
+            outputs = apply_heads(lambda _: core, self, parts, own)
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
         transformed: Any = hk.without_apply_rng(hk.transform(forward))
@@ -209,16 +202,7 @@ class _RecurrentConfig:
         return np.zeros((batch_size, self.size), np.float32)
 
     def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
-        """Return (output [B, size], next state) for inputs [B, gates * size]."""
-        state = self._cell(weights, inputs, state)
-        return self._output(state), state
-
-    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
-        """Return the next state for inputs [B, gates * size] and weights [size, gates * size]."""
-        raise NotImplementedError
-
-    def _output(self, state: AgentState) -> jax.Array:
-        """Return [B, size]."""
+        """Return (output [B, size], next state) for inputs [B, gates * size] and weights [size, gates * size]."""
         raise NotImplementedError
 
 
@@ -244,13 +228,11 @@ class LSTMConfig(_RecurrentConfig):
         zeros = np.zeros((batch_size, self.size), np.float32)
         return LSTMState(zeros, zeros)
 
-    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+    def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
         enter, new, forget, out = jnp.split(inputs + state.hidden @ weights, 4, axis=-1)
         cell = jax.nn.sigmoid(forget + 1.0) * state.cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
-        return LSTMState(jax.nn.sigmoid(out) * jnp.tanh(cell), cell)
-
-    def _output(self, state: AgentState) -> jax.Array:
-        return state.hidden
+        hidden = jax.nn.sigmoid(out) * jnp.tanh(cell)
+        return hidden, LSTMState(hidden, cell)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,12 +245,10 @@ class GRUConfig(_RecurrentConfig):
 
     _gates: ClassVar[int] = 3
 
-    def _cell(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> AgentState:
+    def _step(self, weights: jax.Array, inputs: jax.Array, state: AgentState) -> tuple[jax.Array, AgentState]:
         size = self.size
         gates = jax.nn.sigmoid(inputs[:, : 2 * size] + state @ weights[:, : 2 * size])
         reset, update = gates[:, :size], gates[:, size:]
         candidate = jnp.tanh(inputs[:, 2 * size :] + (reset * state) @ weights[:, 2 * size :])
-        return update * state + (1.0 - update) * candidate
-
-    def _output(self, state: AgentState) -> jax.Array:
-        return state
+        state = update * state + (1.0 - update) * candidate
+        return state, state

@@ -201,14 +201,13 @@ class Normalized(Agent):
     def _act(
         self, step: Any, rng: jax.Array, params: Any, timestep: TimeStep, state: Any
     ) -> tuple[AgentOutput, AgentState]:
-        reward = timestep.reward
         if self.observations:
             timestep = timestep._replace(observation=self._observed(params.statistics, timestep.observation))
             params = params.params
         if not self.rewards:
             return step(rng, params, timestep, state)
         output, after = step(rng, params, timestep, state.agent)
-        return output, NormalizedAgentState(after, self.discount * state.return_so_far + reward)
+        return output, NormalizedAgentState(after, self.discount * state.return_so_far + timestep.reward)
 
     def _observed(self, statistics: RunningStatistics, observation: Tree) -> Tree:
         """Normalize an observation `[..., *shape]`."""

@@ -117,7 +117,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                 if not running:
                     return stop.number
                 time.sleep(_POLL)
-                for run in [run for run in running if run.has_ended()]:
+                for run in [run for run in running if run.code is not None]:
                     running.remove(run)
                     ended(run)
                 if stop.number is not None and not has_stopped_them:
@@ -136,7 +136,6 @@ class SeedRun:
 
     Attributes:
         log: the output file of the run, `DIRECTORY/logs/seed-N.log`.
-        code: exit code of the run's process; None while it is running.
         was_stopped: True once `stop` was called.
     """
 
@@ -147,8 +146,12 @@ class SeedRun:
         )  # must not match `DIRECTORY/seed-*`, the pattern of run directories
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
-        self.code: int | None = None
         self.was_stopped = False
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of the run's process; None while it is running, or if it was not started."""
+        return self._process.poll() if self._process is not None else None
 
     @property
     def result(self) -> Result | None:
@@ -177,12 +180,6 @@ class SeedRun:
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
 
-    def has_ended(self) -> bool:
-        """Return True if the run's process has ended."""
-        assert self._process is not None
-        self.code = self._process.poll()
-        return self.code is not None
-
     def stop(self) -> None:
         """Send SIGINT to the run if it was started. The run saves and ends, as after Ctrl-C."""
         if self._process is not None:
@@ -192,7 +189,7 @@ class SeedRun:
     def wait(self) -> None:
         """Wait until the run's process has ended."""
         assert self._process is not None
-        self.code = self._process.wait()
+        self._process.wait()
 
     def outcome(self) -> str:
         """Describe how the run ended, for users."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from rlframe.coordinator.messages import ROLES
-from rlframe.errors import UsageError, check_above, check_at_least, suggest
+from rlframe.errors import FieldError, UsageError, check_above, check_at_least, suggest
 from rlframe.metrics.rows import ActorCounts
 
 
@@ -69,17 +69,17 @@ class CoordinatorConfig:
             )
 
     def check_count(self, role: str, n: Any) -> None:
-        """Raise `UsageError` if the role does not exist, or if the role cannot have `n` workers."""
+        """Raise `UsageError` if the role does not exist, and `FieldError` if the role cannot have `n` workers."""
         if role not in ROLES:
             raise UsageError(f"There is no role {role!r}; the roles are {', '.join(ROLES)}.{suggest(str(role), ROLES)}")
         least, most = (self.min_collectors, self.max_collectors) if role == "collector" else (1, 1)
         if isinstance(n, bool) or not isinstance(n, int) or not least <= n <= most:
-            bounds = f"{least} to {most}" if least < most else f"{least}"
-            raise UsageError(f"The number of workers of the role {role} must be {bounds}, got {n!r}.")
+            bounds = f"between {least} and {most}" if least < most else f"{least}"
+            raise FieldError("n", f"The number of workers of the role {role} must be {bounds}, got {n!r}.")
 
 
-class JobRecorder(Protocol):
-    """A writer of a run's metrics. The coordinator's thread calls it."""
+class JobRecorder:
+    """Base class of the writers of a run's metrics. It writes nothing. The coordinator's thread calls the methods."""
 
     def begin(self, counts: ActorCounts) -> None:
         """Start or resume a job at these counts. Drop the metrics rows of later steps."""

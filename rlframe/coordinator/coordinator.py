@@ -91,7 +91,7 @@ class Coordinator:
         cfg: CoordinatorConfig,
         recorder: JobRecorder | None = None,
     ) -> None:
-        self._cfg, self._recorder = cfg, recorder
+        self._cfg, self._recorder = cfg, recorder or JobRecorder()
         self._journal = Journal(pathlib.Path(cfg.path) / "journal.jsonl")
         newest = self._journal.state
         saved = newest if newest is not None and newest["job_id"] == cfg.job_id else None
@@ -304,8 +304,7 @@ class Coordinator:
         try:
             self._operator.start()
             self._replay.start()
-            if self._recorder is not None:
-                self._recorder.begin(self._job.accounts)
+            self._recorder.begin(self._job.accounts)
             self._advance([ev.Submitted()])
             while not is_over(self._job.state):
                 happened = self._next_events()
@@ -367,16 +366,14 @@ class Coordinator:
             self._note_added.notify_all()
 
     def _write_row(self, row: ev.Row) -> None:
-        if self._recorder is not None:
-            is_training, stats = "steps_per_second" in row.values, self._replay.stats
-            replay = {f"replay_{name}": stats[name] for name in stats if is_training and name != "kind"}
-            self._recorder.write(row.env_steps, {**row.values, **replay}, self._job.accounts)
+        is_training, stats = "steps_per_second" in row.values, self._replay.stats
+        replay = {f"replay_{name}": stats[name] for name in stats if is_training and name != "kind"}
+        self._recorder.write(row.env_steps, {**row.values, **replay}, self._job.accounts)
 
     def _write_late_result(self) -> None:
         """Write the result of a job whose coordinator was killed before it wrote the result."""
         self._replay.start()
-        if self._recorder is not None:
-            self._recorder.begin(self._job.accounts)
+        self._recorder.begin(self._job.accounts)
         self._write_result(ev.Over(self._job.state is JobState.FAILED, self._job.reason))
 
     def _write_result(self, over: ev.Over) -> None:
@@ -390,11 +387,10 @@ class Coordinator:
             write_atomically(path, json.dumps(status, indent=1), "\n")
         except OSError as error:  # continue, because the recorder must still write the result
             _log.warning("Cannot write %s: %s.", path, error.strerror)
-        if self._recorder is not None:
-            ending = self._job.ending
-            found = {name: getattr(ending, name, None) for name in ("evaluation", "evaluation_error")}
-            by = ending.reason.by if ending is not None else ""
-            summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by, **found}
-            self._recorder.finish(summary)
+        ending = self._job.ending
+        found = {name: getattr(ending, name, None) for name in ("evaluation", "evaluation_error")}
+        by = ending.reason.by if ending is not None else ""
+        summary = {**status["job"], "failed": over.failed, "reason": over.reason, "stopped_by": by, **found}
+        self._recorder.finish(summary)
         with self._lock:
             self._journal.write({**(self._journal.state or {}), "result_is_written": True})

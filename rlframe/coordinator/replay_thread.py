@@ -94,12 +94,10 @@ class ReplayThread:
         while True:
             try:
                 effect = self._effects.get(timeout=0.1)
+                self._try(functools.partial(self._carry_out[type(effect)], effect))
             except queue.Empty:
                 if self._stop.is_set():
                     break
-                effect = None
-            if effect is not None:
-                self._try(functools.partial(self._carry_out[type(effect)], effect))
             self._read_stats()
             if time.monotonic() > self._save_at:
                 self._try(self._save_if_due)

@@ -63,12 +63,12 @@ class WorkerCalls:
     def _call(self, effect: ev.Send) -> None:
         client = self._clients.get(effect.key)
         if client is None:
-            self._put_event(ev.Unanswered(*effect.key, effect.method, effect.header))
+            self._put_event(ev.Unanswered(effect.key, effect.method, effect.header))
         else:
             self._threads.submit(self._call_and_report, client, effect)
 
     def _call_and_report(self, client: Client, effect: ev.Send) -> None:
-        call = (*effect.key, effect.method, effect.header)
+        call = (effect.key, effect.method, effect.header)
         args = effect.args if effect.header is None else (effect.header, *effect.args)
         try:
             self._put_event(ev.Replied(*call, call_worker(client, effect.method, *args)))

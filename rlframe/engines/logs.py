@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import io
 import logging
-import os
 import pathlib
 import sys
 import threading
@@ -19,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from rlframe.interprocess.processes import environment_variable
 from rlframe.streams import root_handler
 
 # The encoding of log files. "backslashreplace" is necessary because a line can contain a path that is not UTF-8.
@@ -47,20 +47,15 @@ def silent(quiet: bool = True) -> Iterator[None]:
     if not quiet:
         yield
         return
-    level = os.environ.get(_NATIVE_LEVEL)
-    os.environ[_NATIVE_LEVEL] = "3"  # without this line, the import of JAX sets the variable to 1
     # True if the caller already sends warnings to `logging`.
     is_captured = getattr(warnings.showwarning, "__module__", "") == "logging"
     logging.captureWarnings(True)
     try:
-        with root_handler(logging.NullHandler()):
+        # If the variable is not set, the import of JAX sets it to 1.
+        with environment_variable(_NATIVE_LEVEL, "3"), root_handler(logging.NullHandler()):
             yield
     finally:
         logging.captureWarnings(is_captured)
-        if level is None:
-            os.environ.pop(_NATIVE_LEVEL, None)
-        else:
-            os.environ[_NATIVE_LEVEL] = level
 
 
 def set_up(node: str) -> None:

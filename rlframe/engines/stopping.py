@@ -41,8 +41,7 @@ def signal_handlers(numbers: Iterable[int], handle: Callable[[int], None]) -> It
         yield
         return
 
-    def called(number: int, frame: FrameType | None) -> None:
-        del frame
+    def called(number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP:
             detach_from_closed_terminal()
         handle(number)

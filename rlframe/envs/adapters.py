@@ -1,4 +1,4 @@
-"""Adapters from Gymnasium and dm_env environments to one protocol, `SingleEnv`.
+"""Adapters from Gymnasium and dm_env environments to one base class, `SingleEnv`.
 
 `wrap` returns the adapter of an environment. The adapters hide the differences between the two APIs: missing rewards,
 seeds and time limits.
@@ -6,8 +6,9 @@ seeds and time limits.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,23 +17,38 @@ from rlframe.envs.codec import Codec
 from rlframe.errors import UsageError
 
 
-class SingleEnv(Protocol):
-    """One environment without auto-reset. In the step after LAST, the `EnvGroup` resets the environment."""
+class SingleEnv(abc.ABC):
+    """One environment without auto-reset. In the step after LAST, the `EnvGroup` resets the environment.
 
-    env: Any  # the adapted environment
-    codec: Codec  # encodes the observations that `reset` and `step` return, and decodes actions
-    log: Callable[[Any], None]  # function for the values that the environment logs; set by the `EnvGroup`
+    Args:
+      env: the adapted environment.
+      codec: encodes the observations that `reset` and `step` return, and decodes actions.
 
+    Attributes:
+      env, codec: the arguments.
+      log: function for the values that the environment logs; set by the `EnvGroup`.
+    """
+
+    log: Callable[[Any], None]
+
+    def __init__(self, env: Any, codec: Codec):
+        self.env, self.codec = env, codec
+        api_checks.check_not_empty(codec.observation_spec, "observation")
+        api_checks.check_not_empty(codec.action_spec, "action")
+
+    @abc.abstractmethod
     def reset(self, seed: int | None) -> Any:
         """Start an episode and return the first observation. The seed is None, except in the first reset."""
 
+    @abc.abstractmethod
     def step(self, action: Any) -> tuple[Any, float, float, bool]:
         """Return (observation, reward, discount, last). The discount is 0 if the environment terminated, else 1.
 
         The caller must check and convert the reward.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.env.close()
 
 
 def env_seed(seed: int, index: int) -> int:
@@ -49,21 +65,16 @@ _NUMPY_FALSE = np.False_  # NumPy has only one False object: compare with `is`, 
 _EPISODE_STATISTICS = {"r": "episode_return", "l": "episode_length", "t": "episode_seconds"}
 
 
-class GymnasiumEnv:
+class GymnasiumEnv(SingleEnv):
     """Adapts `gymnasium.Env`. The discount is 0 if `terminated` is True, and 1 if only `truncated` is True.
 
     Each step logs `info["log"]`, and also `info["episode"]`, which RecordEpisodeStatistics adds.
     """
 
-    log: Callable[[Any], None]
-
     def __init__(self, env: Any):
-        self.env = env
         api_checks.check_is_gymnasium(env.observation_space, "observation")
         api_checks.check_is_gymnasium(env.action_space, "action")
-        self.codec = spaces.codec_of_spaces(env.observation_space, env.action_space)
-        api_checks.check_not_empty(self.codec.observation_spec, "observation")
-        api_checks.check_not_empty(self.codec.action_spec, "action")
+        super().__init__(env, spaces.codec_of_spaces(env.observation_space, env.action_space))
         self._step: Callable[[Any], Any] = env.step
 
     def reset(self, seed: int | None) -> Any:
@@ -99,24 +110,16 @@ class GymnasiumEnv:
         if isinstance(episode, Mapping):  # ignore other types, because RecordEpisodeStatistics adds a dict
             self.log({name: episode[key] for key, name in _EPISODE_STATISTICS.items() if key in episode})
 
-    def close(self) -> None:
-        self.env.close()
 
-
-class DmEnv:
+class DmEnv(SingleEnv):
     """Adapts `dm_env.Environment`, which returns the discount itself and whose `reset` takes no seed.
 
     After each step the adapter logs the result of the method `log_values()`, if the environment has this method.
     """
 
-    log: Callable[[Any], None]
-
     def __init__(self, env: Any):
-        self.env = env
+        super().__init__(env, spaces.codec_of_specs(env.observation_spec(), env.action_spec()))
         self._log_values: Callable[[], Any] | None = getattr(env, "log_values", None)
-        self.codec = spaces.codec_of_specs(env.observation_spec(), env.action_spec())
-        api_checks.check_not_empty(self.codec.observation_spec, "observation")
-        api_checks.check_not_empty(self.codec.action_spec, "action")
 
     def reset(self, seed: int | None) -> Any:
         del seed  # the builder has received the seed, because dm_env's `reset` takes none
@@ -133,9 +136,6 @@ class DmEnv:
         if type(discount) is not float or not 0.0 <= discount <= 1.0:
             discount = 1.0 if discount is None else api_checks.discount(discount)
         return observation, 0.0 if reward is None else reward, discount, int(step_type) == 2
-
-    def close(self) -> None:
-        self.env.close()
 
 
 def is_environment(env: Any) -> bool:

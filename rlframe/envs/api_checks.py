@@ -16,7 +16,7 @@ import dm_env
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.codec import FLOAT32_MAX_SQUARED
+from rlframe.envs.codec import FLOAT32_MAX_SQUARED, as_array
 from rlframe.envs.layout import Layout
 from rlframe.errors import UsageError
 
@@ -32,10 +32,7 @@ def number(name: str, value: Any) -> float:
     """Return `value` as a float. Raise EnvApiError unless it is one real number that fits in float32."""
     real = value
     if not isinstance(value, (float, int)):
-        try:
-            array = np.asarray(value)
-        except Exception:  # the conversion of a user's object may raise any exception
-            array = np.asarray(None)
+        array = as_array(value)
         if array.ndim or array.dtype.kind not in "biuf":
             raise EnvApiError(f"gave {value!r} as its {name}: expected one number.")
         real = array.item()
@@ -48,10 +45,7 @@ def number(name: str, value: Any) -> float:
 
 def as_numbers(values: list[Any]) -> np.ndarray | None:
     """Return the values as an array [n], or None if the caller must check each value with `number`."""
-    try:
-        array = np.asarray(values)
-    except Exception:  # the shapes differ, or a user's object cannot be converted and raised any exception
-        return None
+    array = as_array(values)
     if array.ndim != 1 or array.dtype.kind not in "biuf":
         return None
     if array.dtype.kind == "f":

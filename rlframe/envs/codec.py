@@ -28,7 +28,15 @@ FLOAT32_MAX_SQUARED = float(np.finfo(np.float32).max) ** 2
 _ACCEPTED_KINDS = {"b": "b", "i": "iub", "u": "iub", "f": "fiub"}
 
 _DTYPES = [np.dtype(char) for char in "?bhilqBHILQefd"]
-NUMBER_TYPES = frozenset(dtype.type for dtype in _DTYPES)  # types of NumPy scalars
+_ARRAYS = frozenset([np.ndarray, *(dtype.type for dtype in _DTYPES)])  # NumPy's types of arrays and scalars
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return a value as an array. Return `np.asarray(None)`, whose dtype is object, if it cannot be converted."""
+    try:
+        return np.asarray(value)
+    except Exception:  # rows that differ in length, or a user's object, whose conversion may raise any exception
+        return np.asarray(None)
 
 
 class ObservationLeaf:
@@ -224,9 +232,6 @@ class Codec:
         return [np.asarray(start).tolist() for start in (*(leaf.start for leaf in self.leaves), self.action.start)]
 
 
-_ARRAYS = frozenset([np.ndarray, *NUMBER_TYPES])
-
-
 class ObservationRows:
     """Encodes the observations of `num_envs` environments into arrays [num_envs, ...].
 
@@ -265,7 +270,7 @@ class ObservationRows:
         try:
             values = (observation,) if self.is_leaf else self._layout.flatten(observation)
             for leaf, value, target in zip(self.leaves, values, targets, strict=True):
-                array = value if type(value) in _ARRAYS else _as_array(value)
+                array = value if type(value) in _ARRAYS else as_array(value)
                 if array.dtype in leaf.accepted_dtypes and array.shape == leaf.shape:
                     target[i] = array
                 else:
@@ -355,10 +360,3 @@ class LeafRows:
             if not np.count_nonzero(array != wide):
                 return
         array[...] = self._leaf.encode(wide, is_batch=True)
-
-
-def _as_array(value: Any) -> np.ndarray:
-    try:
-        return np.asarray(value)
-    except ValueError:  # a list whose rows differ in length
-        return np.asarray(None)

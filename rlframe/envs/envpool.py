@@ -64,7 +64,6 @@ class EnvPoolAdapter:
         leaves = [spec.name.replace("observation", "obs", 1).replace(".", ":") for spec in self.layout.leaves]
         # For each leaf: (position in EnvPool's lists, leaf).
         self._leaves = list(zip(map(keys.index, leaves), codec.leaves, strict=True))
-        self._is_leaf = self.layout.is_leaf
         self._running = np.zeros(size, np.uint8)  # 0 if the environment's next timestep is FIRST, else 1
 
     def reset(self) -> TimeStep:
@@ -114,8 +113,8 @@ class EnvPoolAdapter:
             leaves = [leaf.encode(state[i], is_batch=True) for i, leaf in self._leaves]
         except SpecMismatchError as error:
             raise error.for_batch(state[self._env_id]) from error
-        observation = leaves[0] if self._is_leaf else self.layout.unflatten(leaves)
-        return TimeStep(step_type, state[self._reward], discount, observation), alive.view(np.uint8)
+        timestep = TimeStep(step_type, state[self._reward], discount, self.layout.unflatten(leaves))
+        return timestep, alive.view(np.uint8)
 
     def get_state(self) -> None:
         """Return None, because EnvPool cannot save its environments."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import pickle
 import traceback
 from collections.abc import Callable
@@ -380,9 +381,7 @@ class LoopPool(GroupPool):
 
 def concatenate_states(parts: list[list[EnvState] | None]) -> list[EnvState] | None:
     """Return the states of all environments of a pool, or None if an environment cannot be saved."""
-    states: list[EnvState] = []
-    for part in parts:
-        if part is None:
-            return None
-        states += part
-    return states
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return list(itertools.chain.from_iterable(known))

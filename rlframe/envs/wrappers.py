@@ -67,7 +67,7 @@ def merge_stack(rows: Any) -> Any:
     """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`: NumPy or JAX arrays."""
     if rows.ndim != 5:
         return rows
-    if _channels_first(rows.shape[2:]):
+    if rows.shape[2] <= rows.shape[4]:  # [C, H, W]
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
     return rows.transpose(0, 2, 3, 1, 4).reshape(rows.shape[0], *rows.shape[2:4], -1)
 
@@ -88,7 +88,3 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
 
     layout = Layout(observation_spec)
     return layout.unflatten([of_leaf(leaf) for leaf in layout.leaves]) if count > 1 else observation_spec
-
-
-def _channels_first(shape: tuple[int, ...]) -> bool:
-    return shape[0] <= shape[-1]

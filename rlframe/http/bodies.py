@@ -14,6 +14,7 @@ import anyio
 import msgspec
 import zstandard
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -103,8 +104,9 @@ class ReadBody:
                 headers["content-type"] = "application/json"
             headers["content-length"] = str(len(body))
             await self._app(scope, _replay_body(body, receive), send)
-        except _Refused as refused:
-            await self._refusal(str(refused), refused.status, refused.headers)(scope, receive, send)
+        except HTTPException as refused:
+            response = self._refusal(refused.detail, refused.status_code, dict(refused.headers or {}))
+            await response(scope, receive, send)
         finally:
             self._reading -= taken[0]
 
@@ -119,7 +121,7 @@ class ReadBody:
             while more and sent <= _DROPPED * self._limit:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise _Refused("The client disconnected.", 400)
+                    raise HTTPException(400, "The client disconnected.")
                 part, more = message.get("body", b""), message.get("more_body", False)
                 sent += len(part)
                 if sent <= self._limit:
@@ -132,45 +134,41 @@ class ReadBody:
             raise self._too_large(ended=not more)
         if more:
             error = f"The body did not arrive within {self._deadline:.0f} s."
-            raise _Refused(error, 408, {"Connection": "close"})
+            raise HTTPException(408, error, {"Connection": "close"})
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _count(self, taken: list[int], size: int) -> None:
         taken[0] += size
         self._reading += size
         if self._reading > BODIES_BYTES:
-            raise _Refused("The request bodies in memory exceed the limit.", 503, {"Retry-After": "1"})
+            raise HTTPException(503, "The request bodies in memory exceed the limit.", {"Retry-After": "1"})
 
     async def _decoded(self, encoding: str, body: bytes) -> bytes:
         names = [name.strip().lower() for name in encoding.split(",")]
         names = [name for name in names if name not in ("", "identity")]
         if len(names) > _ENCODINGS:
-            raise _Refused(f"A body may have at most {_ENCODINGS} encodings; Content-Encoding has {len(names)}.", 415)
+            raise HTTPException(
+                415, f"A body may have at most {_ENCODINGS} encodings; Content-Encoding has {len(names)}."
+            )
         for name in reversed(names):
             if name not in _DECOMPRESSORS:
-                raise _Refused(f"Content-Encoding {name!r} is not supported. Use gzip or zstd.", 415)
+                raise HTTPException(415, f"Content-Encoding {name!r} is not supported. Use gzip or zstd.")
             if not body:
                 continue
             decode = functools.partial(decompressed, _DECOMPRESSORS[name], body, self._limit)
             try:  # use a thread, because a small body can become a large body
                 body = await asyncio.get_running_loop().run_in_executor(None, decode)
             except (zlib.error, zstandard.ZstdError, ValueError) as error:
-                raise _Refused(f"Invalid {name} payload: {error}.", 400) from None
+                raise HTTPException(400, f"Invalid {name} payload: {error}.") from None
             if len(body) > self._limit:
                 raise self._too_large()
         return body
 
-    def _too_large(self, length: int = 0, ended: bool = True) -> _Refused:
+    def _too_large(self, length: int = 0, ended: bool = True) -> HTTPException:
         error = f"A body may have at most {self._limit >> 20} MB, also decompressed. --max-body-mb sets this limit."
         # Keep the connection if the server can read and drop the rest of the body. Otherwise close the connection.
         ended = ended and length <= _DROPPED * self._limit
-        return _Refused(error, 413, None if ended else {"Connection": "close"})
-
-
-class _Refused(Exception):
-    def __init__(self, error: str, status: int, headers: dict[str, str] | None = None) -> None:
-        super().__init__(error)
-        self.status, self.headers = status, headers
+        return HTTPException(413, error, None if ended else {"Connection": "close"})
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
@@ -187,7 +185,7 @@ def _as_json(body: bytes) -> bytes:
     try:
         return msgspec.json.encode(msgspec.msgpack.decode(body))
     except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise _Refused(f"The body is not valid MessagePack: {error}.", 400) from None
+        raise HTTPException(400, f"The body is not valid MessagePack: {error}.") from None
 
 
 def decompressed(start: Callable[[], Any], body: bytes, limit: int) -> bytes:

@@ -27,9 +27,7 @@ _SERVING = Phase("serving", 300.0)
 DRAIN = 10  # maximum seconds in which running requests must finish at shutdown
 _END = 2.0 * DRAIN  # maximum seconds in which the server's thread must end
 _READY = 60.0  # maximum seconds in which the server must start
-HEAD_DEADLINE = 30.0  # maximum seconds from the connection or the first byte to the end of the headers
 HEAD_BYTES = 64 << 10
-READ_DEADLINE = 60.0  # seconds in which a client must read a part of its response
 _SPARE_FILES = 128  # number of file descriptors that connections may not use
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Type: application/json\r\n"
@@ -172,8 +170,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits. Connections above `limit` get a 503 response and are closed."""
 
     limit = 1024
-    head_deadline = HEAD_DEADLINE
-    read_deadline = READ_DEADLINE
+    head_deadline = 30.0  # maximum seconds from the connection or the first byte to the end of the headers
+    read_deadline = 60.0  # seconds in which a client must read a part of its response
 
     _head_bytes = 0
     _timer: asyncio.TimerHandle | None = None

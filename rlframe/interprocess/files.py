@@ -45,6 +45,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
         raise
 
 
+def stored_id(path: pathlib.Path) -> str:
+    """Return the id in the file at `path`. If the file does not exist, create it with a new random id."""
+    if not path.exists():
+        write_atomically(path, uuid.uuid4().hex, parents=True)
+    return path.read_text()
+
+
 class NativePath:
     """Converts a directory's path for C++ libraries in this process, which accept only paths in UTF-8.
 

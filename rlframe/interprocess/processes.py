@@ -1,7 +1,11 @@
-"""Identify processes, check whether they are alive, and start child processes that die with their parent."""
+"""Identify processes, check whether they are alive, and start child processes that die with their parent.
+
+`environment_variable` sets an environment variable that child processes inherit.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -9,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -112,3 +117,16 @@ def _start_all(queue: SimpleQueue[Any]) -> None:
         except BaseException as error:
             future.set_exception(error)
         del future, command, kwargs
+
+
+@contextlib.contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable during a `with` block. Then restore its earlier value, or remove the variable."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before

@@ -21,15 +21,13 @@ from rlframe.trajectories.client.padding import pad
 from rlframe.trajectories.messages import IGNORED
 from rlframe.types import Batch, Params
 
-Demonstrate = Callable[[random.Random, int], Sequence[tuple[str, str]]]
-
 _SHORTEST = 16  # tokens; sequences are padded at least to this length
 _NOTHING = "Nothing is saved during the supervised warm-up."
 
 
 def warm_up(
     agent: GRPO,
-    demonstrate: Demonstrate,
+    demonstrate: Callable[[random.Random, int], Sequence[tuple[str, str]]],
     tokenizer: Tokenizer,
     *,
     seed: int = 0,

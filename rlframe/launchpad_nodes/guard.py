@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import NamedTuple
 
 import psutil
@@ -232,12 +231,7 @@ def main() -> None:
     node = Node(ProcessId(int(node_pid), int(node_started)), data_file)
     launcher = ProcessId(int(launcher_pid), int(launcher_started))
     guard = Guard(node, launcher, title, hides_exit_code == "True", sys.stdin.fileno())
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        guard.stop()
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, lambda *_: guard.stop())
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     guard.run()

@@ -110,13 +110,12 @@ class _Report:
         kind = getattr(sys, "last_type", None)
         self._write("well" if kind is None else f"failed {kind.__name__}")
 
-    def stop(self, number: int, frame: FrameType | None) -> None:
+    def stop(self, number: int, _: FrameType | None) -> None:
         """Handle SIGTERM: report that the program is stopping, and exit at once.
 
         The report is needed because the guard may have started too late to receive SIGTERM. Launchpad's own handler
         calls this handler too. The node is then already running: do nothing, so that it can end normally.
         """
-        del frame
         if signal.getsignal(number) != self.stop:
             return
         self._write("stopped")

@@ -101,29 +101,23 @@ class _LineFile:
 
     def __init__(self, path: Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> None:
         self._path = pathlib.Path(path)
-        self._fd = -1
         with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = self._open()
-            os.ftruncate(self._fd, _kept_bytes(self._path, step_of, resume_at))
+            self._file = self._path.open("ab", buffering=0)
+            self._file.truncate(_kept_bytes(self._path, step_of, resume_at))
 
     def append(self, line: str) -> None:
-        append(self._fd, line.encode(), self._path)
+        append(self._file.fileno(), line.encode(), self._path)
 
     def replace(self, text: str) -> None:
         """Replace the content of the file atomically."""
         with writing(self._path):
             write_atomically(self._path, text)
-            os.close(self._fd)
-            self._fd = self._open()
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file.close()
 
 
 def _kept_bytes(path: pathlib.Path, step_of: Callable[[bytes], int | None], resume_at: int | None) -> int:

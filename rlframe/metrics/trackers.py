@@ -10,7 +10,6 @@ import socket
 import struct
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlframe import extras
 from rlframe.errors import UsageError
+from rlframe.interprocess.files import stored_id
 from rlframe.metrics.base import Values, append, on_host, scalars, writing
 
 _FILES = itertools.count()  # a number for each file name, because two files can have the same time stamp
@@ -61,7 +61,9 @@ class WandbLogger:
         options: dict[str, Any] = {"project": project, "group": group, "name": name, "config": dict(config or {})}
         if directory is not None:
             directory = pathlib.Path(directory)
-            options |= {"id": _run_id(directory), "resume": "allow", "dir": str(directory)}
+            with writing(directory):
+                options["id"] = stored_id(directory / "wandb_run_id")
+            options |= {"resume": "allow", "dir": str(directory)}
             options["name"] = name or directory.resolve().name
             options["settings"] = wandb.Settings(silent=True)  # the TerminalLogger shows the progress
         try:
@@ -84,16 +86,6 @@ class WandbLogger:
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-
-
-def _run_id(directory: pathlib.Path) -> str:
-    """Read the run's id from a directory, or make a new id."""
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / "wandb_run_id"
-        if not file.exists():
-            file.write_text(uuid.uuid4().hex)
-        return file.read_text()
 
 
 class TrackioLogger:

@@ -115,7 +115,7 @@ def train(
     own = field_names(SessionOptions)
     given = {"run_dir": run_dir, "resume": resume, "stop_at": stop_at, "quiet": quiet}
     given |= {name: options.pop(name) for name in own if name in options}
-    session_options = read_session_options(given)
+    session_options = with_absolute_paths(with_options(SessionOptions(), given), pathlib.Path.cwd())
     if session_options.profile and session_options.quiet:
         raise UsageError("profile prints a table, but quiet=True allows no output. Leave one of them out.")
     with logs.silent(session_options.quiet):
@@ -207,11 +207,6 @@ def make_control_address(experiment: Experiment, options: SessionOptions) -> Con
         if getattr(options, name) != getattr(SessionOptions, name):
             raise UsageError(f"{name} is an option of the HTTP service, but this run has none. Add --http PORT.")
     return None
-
-
-def read_session_options(options: Mapping[str, Any]) -> SessionOptions:
-    """Convert `options` to session options with absolute paths. Raise UsageError if a value has the wrong type."""
-    return with_absolute_paths(with_options(SessionOptions(), options), pathlib.Path.cwd())
 
 
 def with_absolute_paths(options: Options, directory: pathlib.Path) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from typing import Any
@@ -44,11 +45,10 @@ def check_replay(factory: Factory, *, kinds: Several[str] = KINDS, items: Severa
         AssertionError: a check failed. The message names the check, the kind, the item and the scenario.
     """
     for kind in kinds:
-        for item in items:
-            for scenario in SCENARIOS:
-                with _error_context(f"{kind} replay of {item}, {scenario}"):
-                    check_items(factory, kind, item, scenario)
-                    check_eviction(factory, kind, item, scenario)
+        for item, scenario in itertools.product(items, SCENARIOS):
+            with _error_context(f"{kind} replay of {item}, {scenario}"):
+                check_items(factory, kind, item, scenario)
+                check_eviction(factory, kind, item, scenario)
         for check in CHECKS[kind]:
             with _error_context(f"{kind} replay, {check.__name__}"):
                 check(factory, kind)
@@ -116,6 +116,12 @@ def add_experience(
         replay.add(ids, step)
         reference.add(ids, step)
         yield t
+
+
+def _add_steps(replay: Any, stream: StepStream, count: int) -> None:
+    """Add `count` steps of all environments of a stream."""
+    for _ in range(count):
+        replay.add(*stream.step())
 
 
 def check_items(factory: Factory, kind: str, item: Item, scenario: str) -> None:
@@ -249,8 +255,7 @@ def check_batch_is_not_overwritten(factory: Factory, kind: str) -> None:
     with new_replay(factory, kind, Transition(1), 8, 100) as replay:
         replay.claim_rank(4)
         stream = StepStream(4)
-        for _ in range(30):
-            replay.add(*stream.step())
+        _add_steps(replay, stream, 30)
         batch = replay.sample()
         reward, image = np.array(batch.data.reward), np.array(batch.data.observation["image"])
         for _ in range(60):
@@ -319,11 +324,9 @@ def check_new_priority(factory: Factory, item: Item) -> None:
     with new_replay(factory, "prioritized", item, 64, 400, priority_exponent=1.0) as replay:
         replay.claim_rank(1)
         stream = StepStream(1, end=0.0)
-        for _ in range(steps):
-            replay.add(*stream.step())
+        _add_steps(replay, stream, steps)
         replay.update_priorities(replay.sample().keys[:1], np.array([3.0]))
-        for _ in range(more):
-            replay.add(*stream.step())
+        _add_steps(replay, stream, more)
         np.testing.assert_allclose(replay.sample().probabilities, 0.5)
         batch = replay.sample()
         older = batch.keys[batch.keys[:, 2].argmin()]
@@ -337,11 +340,9 @@ def check_priorities_of_evicted_items(factory: Factory, item: Item) -> None:
     stream = StepStream(2)
     with new_replay(factory, "prioritized", item, 8, 50) as replay:
         replay.claim_rank(2)
-        for _ in range(10):
-            replay.add(*stream.step())
+        _add_steps(replay, stream, 10)
         old = replay.sample().keys
-        for _ in range(100):
-            replay.add(*stream.step())
+        _add_steps(replay, stream, 100)
         before = replay.sample().probabilities
         replay.update_priorities(old, np.full(8, 100.0))
         assert replay.stats()["dropped_priorities"] == 8, "updates of evicted items must be counted"

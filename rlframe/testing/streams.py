@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from rlframe.types import (
+    ENVS_PER_RANK,
     FIRST,
     LAST,
     MID,
@@ -116,12 +117,12 @@ class ReferenceReplay:
         """Register a writer, or a new incarnation of its rank."""
         self._incarnations[rank] = self._incarnations.get(rank, -1) + 1
         for env in list(self._fragments):
-            if env // 1_000_000 == rank:
+            if env // ENVS_PER_RANK == rank:
                 del self._fragments[env]
 
     def add(self, env_ids: np.ndarray, step: Step) -> None:
         """Add one step for each environment in `env_ids`."""
-        self.seen.setdefault(int(env_ids[0]) // 1_000_000, []).extend(step.next_timestep.observation["id"].tolist())
+        self.seen.setdefault(int(env_ids[0]) // ENVS_PER_RANK, []).extend(step.next_timestep.observation["id"].tolist())
         for row, env in enumerate(env_ids.tolist()):
             before, after = _row(step.timestep, row), _row(step.next_timestep, row)
             fragment = self._fragments.setdefault(env, [])
@@ -139,7 +140,7 @@ class ReferenceReplay:
             )
             complete = self._transitions if isinstance(self._item, Transition) else self._sequences
             for steps in complete(fragment):
-                origin = (env // 1_000_000, self._incarnations[env // 1_000_000])
+                origin = (env // ENVS_PER_RANK, self._incarnations[env // ENVS_PER_RANK])
                 self.items[int(steps[0]["observation"]["id"])] = (self._content(steps), origin, steps[0]["version"])
 
     def _transitions(self, fragment: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

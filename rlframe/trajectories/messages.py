@@ -13,6 +13,7 @@ from rlframe.errors import UsageError
 IGNORED = -100  # value in `masks` for a token that is not trained on
 INT_FIELDS = ("tokens", "masks")  # integer arrays of a group
 FLOAT_FIELDS = ("advantages", "ref_logprobs", "inference_logprobs")
+OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")  # JSON values
 ANY_LENGTH_FIELD = "advantages"  # the rows of this field can have other lengths than the tokens; such rows are ignored
 MAX_FLOAT32 = 2.0**128 - 2.0**104  # maximum absolute value in float arrays and scores
 

@@ -28,18 +28,20 @@ def sigmoid(x):
 def test_lstm_of_size_one_matches_worked_example():
     weights = jnp.asarray([[0.5, -1.0, 0.25, 2.0]])  # input gate, cell candidate, forget gate, output gate
     state = LSTMState(jnp.asarray([[0.4]]), jnp.asarray([[-0.3]]))
-    after = LSTMConfig(size=1)._cell(weights, jnp.asarray([[0.1, 0.2, 0.3, 0.4]]), state)
+    output, after = LSTMConfig(size=1)._step(weights, jnp.asarray([[0.1, 0.2, 0.3, 0.4]]), state)
     enter, new, forget, out = 0.1 + 0.4 * 0.5, 0.2 - 0.4, 0.3 + 0.4 * 0.25, 0.4 + 0.4 * 2.0
     cell = sigmoid(forget + 1.0) * -0.3 + sigmoid(enter) * np.tanh(new)
     np.testing.assert_allclose(after.cell, [[cell]], rtol=1e-6)
     np.testing.assert_allclose(after.hidden, [[sigmoid(out) * np.tanh(cell)]], rtol=1e-6)
+    np.testing.assert_array_equal(output, after.hidden)
 
 
 def test_gru_of_size_one_matches_worked_example():
     weights = jnp.asarray([[0.5, -1.0, 2.0]])  # reset gate, update gate, candidate
-    after = GRUConfig(size=1)._cell(weights, jnp.asarray([[0.1, 0.2, 0.3]]), jnp.asarray([[0.4]]))
+    output, after = GRUConfig(size=1)._step(weights, jnp.asarray([[0.1, 0.2, 0.3]]), jnp.asarray([[0.4]]))
     reset, update = sigmoid(0.1 + 0.4 * 0.5), sigmoid(0.2 - 0.4)
     np.testing.assert_allclose(after, [[update * 0.4 + (1.0 - update) * np.tanh(0.3 + reset * 0.4 * 2.0)]], rtol=1e-6)
+    np.testing.assert_array_equal(output, after)
 
 
 @pytest.mark.parametrize("name", SMALL)

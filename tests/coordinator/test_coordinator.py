@@ -213,9 +213,9 @@ def test_busy_and_idle_workers_can_be_removed(coordinators: Coordinators) -> Non
 def test_failure_reported_twice_gives_one_replacement(coordinators: Coordinators) -> None:
     coordinator = coordinators.running()
     for _ in range(2):
-        coordinator._operator.put(ev.Replace("collector/0", 0))
+        coordinator._operator.put(ev.Replace(("collector/0", 0)))
     wait_until(lambda: state_of(coordinator, "collector/0") == ("BUSY", 1), "a replacement")
-    coordinator._operator.put(ev.Replace("collector/0", 0))
+    coordinator._operator.put(ev.Replace(("collector/0", 0)))
     steps = job(coordinator)["env_steps"]
     wait_until(lambda: job(coordinator)["env_steps"] > steps + 5, "training")
     assert coordinators.cluster.operator.made.count(("collector/0", 1)) == 1
@@ -321,10 +321,10 @@ def test_stale_and_repeated_replies_change_nothing(coordinators: Coordinators) -
     for called in (learned[0], learned[-1], collected[0]):
         header = called.header
         assert header is not None
-        coordinator._events.put(ev.Replied(called.worker_id, header.incarnation, called.method, header, called.reply))
+        coordinator._events.put(ev.Replied((called.worker_id, header.incarnation), called.method, header, called.reply))
     foreign = dataclasses.replace(learned[-1].header, incarnation=7)
     update = Learned(10**6, 10**6, (), 0)
-    coordinator._events.put(ev.Replied("learner/0", 7, "learn", foreign, update))
+    coordinator._events.put(ev.Replied(("learner/0", 7), "learn", foreign, update))
     wait_until(lambda: coordinator.status()["accounts"]["stale"] >= 4, "the count of stale replies")
     after = {name: value for name, value in coordinator.status()["accounts"].items() if name != "stale"}
     assert after == before and job(coordinator)["params_version"] == version

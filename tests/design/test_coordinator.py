@@ -27,6 +27,7 @@ from rlframe.coordinator.messages import (
     Learned,
     Started,
     StartTask,
+    WorkerKey,
 )
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState
 from rlframe.coordinator.workers.collector_worker import CollectorWorker
@@ -83,7 +84,7 @@ def job(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Trace
 
 def calls(job: Traced, worker_id: str) -> list[ev.Send]:
     """Return the coordinator's calls for a worker's task, without repeated calls."""
-    sends = [one for one in job.actions if isinstance(one, ev.Send) and one.worker_id == worker_id and one.header]
+    sends = [one for one in job.actions if isinstance(one, ev.Send) and one.key[0] == worker_id and one.header]
     return [next(same) for _, same in itertools.groupby(sends, key=lambda send: send.header)]
 
 
@@ -91,9 +92,9 @@ def replies(cluster: FakeCluster, worker_id: str, method: str) -> list[Any]:
     return [called.reply for called in cluster.trace if (called.worker_id, called.method) == (worker_id, method)]
 
 
-def index_of(job: Traced, kind: type, worker_id: str = "", method: str = "") -> int:
+def index_of(job: Traced, kind: type, key: WorkerKey | None = None, method: str = "") -> int:
     """Return the index of the coordinator's first action that has this kind, worker and method."""
-    wanted = {name: value for name, value in (("worker_id", worker_id), ("method", method)) if value}
+    wanted = {name: value for name, value in (("key", key), ("method", method)) if value}
     return next(
         number
         for number, effect in enumerate(job.actions)
@@ -108,8 +109,8 @@ def test_start_follows_the_document(job: Traced, cluster: FakeCluster) -> None:
     assert set(cluster.operator.made[:2]) == {(LEARNER, 0), (COLLECTOR, 0)}
     asked = index_of(job, ev.ScaleRole)
     for worker_id in (LEARNER, COLLECTOR):
-        connected = index_of(job, ev.Connect, worker_id)
-        started = index_of(job, ev.Send, worker_id, "start_task")
+        connected = index_of(job, ev.Connect, (worker_id, 0))
+        started = index_of(job, ev.Send, (worker_id, 0), "start_task")
         assert asked < connected < started
 
 
@@ -169,7 +170,7 @@ def test_closing_follows_the_document(job: Traced, cluster: FakeCluster) -> None
     left = index_of(job, ev.EndWorkers)
     over = index_of(job, ev.Over)
     # The document says: "destroy connection of the learner", then "of the collector", "disconnect operator", "close".
-    shut = [effect.worker_id for effect in job.actions[tasks:left] if isinstance(effect, ev.Disconnect)]
+    shut = [effect.key[0] for effect in job.actions[tasks:left] if isinstance(effect, ev.Disconnect)]
     assert shut == [LEARNER, COLLECTOR, EVALUATOR]
     assert not [effect for effect in job.actions[left:] if isinstance(effect, (ev.Connect, ev.Disconnect, ev.Send))]
     assert tasks < left < over

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from rlframe.interprocess.files import replacing, write_atomically
+from rlframe.interprocess.files import replacing, stored_id, write_atomically
 
 
 def test_write_atomically_replaces_a_file_with_all_given_parts(tmp_path):
@@ -43,3 +43,9 @@ def test_parents_option_creates_missing_directories(tmp_path):
         write_atomically(tmp_path / "new" / "file", "text")
     write_atomically(tmp_path / "new" / "file", "text", parents=True)
     assert (tmp_path / "new" / "file").read_text() == "text"
+
+
+def test_stored_id_is_created_once(tmp_path):
+    path = tmp_path / "new" / "id"
+    first = stored_id(path)
+    assert len(first) == 32 and path.read_text() == first == stored_id(path) != stored_id(tmp_path / "other")

@@ -1,9 +1,16 @@
-"""Test that child processes which die with their parent do not die earlier."""
+"""Test that child processes which die with their parent do not die earlier, and the variables that they inherit."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
+
+from rlframe.interprocess.processes import environment_variable
+
+NAME = "RLFRAME_TEST_VARIABLE"
 
 # A thread that outlives the main thread starts two processes. The first process starts before the interpreter begins to
 # exit. The second process starts while the interpreter waits for this thread.
@@ -49,3 +56,14 @@ started.wait()
 def test_started_process_lives_while_the_interpreter_waits_for_a_thread():
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120.0)
     assert (ended.stdout, ended.stderr) == ("first second None None\n", "")
+
+
+@pytest.mark.parametrize("before", ["old", None])
+def test_variable_is_restored_after_the_block(monkeypatch, before) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    if before is not None:
+        monkeypatch.setenv(NAME, before)
+    with pytest.raises(KeyError), environment_variable(NAME, "new"):
+        assert os.environ[NAME] == "new"
+        raise KeyError
+    assert os.environ.get(NAME) == before

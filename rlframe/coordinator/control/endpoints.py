@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.states import JobState, WorkerState
-from rlframe.errors import FieldError, RlframeError
+from rlframe.errors import RlframeError
 from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
 
@@ -169,7 +169,6 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
         offer(path, method, plain(method), doc)
 
     async def scale(body: Scale) -> Response:
-        _check_limits(await calls.status(), body)
         return await call("scale", body.role, body.n)
 
     async def stop(body: Stop) -> Response:
@@ -178,15 +177,6 @@ def command_router(calls: CoordinatorCalls, commands: Collection[str]) -> APIRou
     offer("/scale", "scale", scale, "Set the number of workers of a role, within the job's limits.")
     offer("/stop", "cancel", stop, "End the job: save the learner and end the workers, without a last evaluation.")
     return router
-
-
-def _check_limits(status: dict[str, Any], body: Scale) -> None:
-    limits = (status.get("limits") or {}).get(body.role)
-    if limits is not None and not limits[0] <= body.n <= limits[1]:
-        raise FieldError(
-            "n",
-            f"The number of workers of the role {body.role} must be between {limits[0]} and {limits[1]}, got {body.n}.",
-        )
 
 
 # --- metrics for Prometheus

@@ -41,18 +41,18 @@ _DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the repla
 
 def on_unanswered(job: TrainingJob, event: ev.Unanswered) -> None:
     """Repeat an unanswered call with the same number. `worker_tracking.check_all` repeats pings."""
-    worker = job.roster.get(event.worker_id, event.incarnation)
+    worker = job.roster.get(*event.key)
     if worker is None:
         return
     if event.header is None:
-        worker.ping.is_out = worker.ping.is_out and event.method != "ping"
+        worker.awaits_ping_reply = worker.awaits_ping_reply and event.method != "ping"
     elif worker.call is not None and worker.call.header == event.header:
         job.call_again(worker, worker.call, job.limits.retry_after)
 
 
 def on_replied(job: TrainingJob, event: ev.Replied) -> None:
     """Handle a reply to the pending call. Count any other reply as stale."""
-    worker = job.roster.get(event.worker_id, event.incarnation)
+    worker = job.roster.get(*event.key)
     if worker is None:
         job.accounts.stale += 1
     elif event.header is None:

@@ -11,13 +11,7 @@ from rlframe.stop_conditions import StopReason
 
 @dataclasses.dataclass(frozen=True)
 class _WorkerKeyed:
-    worker_id: str
-    incarnation: int
-
-    @property
-    def key(self) -> WorkerKey:
-        """Unique key of the worker: (worker_id, incarnation)."""
-        return self.worker_id, self.incarnation
+    key: WorkerKey
 
 
 # --- events

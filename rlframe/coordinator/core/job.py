@@ -266,7 +266,7 @@ class TrainingJob:
 
     def call(self, worker: WorkerRecord, task: Task, method: str, *args: Any) -> None:
         """Send a new call to a worker, as part of its task."""
-        worker.call = ev.Send(*worker.key, method, self.header(worker, task), args)
+        worker.call = ev.Send(worker.key, method, self.header(worker, task), args)
         worker.called_at = self.now
         self.emit(worker.call)
 

@@ -13,14 +13,6 @@ from rlframe.coordinator.states import Stateful, TaskState, WorkerState, is_over
 
 
 @dataclasses.dataclass
-class Ping:
-    """The newest ping to a worker."""
-
-    sent_at: float = 0.0
-    is_out: bool = False  # True until the worker replies to the ping
-
-
-@dataclasses.dataclass
 class CollectorProgress:
     """The progress of a collector, according to its replies."""
 
@@ -47,7 +39,8 @@ class WorkerRecord(Stateful):
     host: str = ""
     pid: int | None = None
     last_reply_at: float = 0.0  # time of the worker's last sign of life
-    ping: Ping = dataclasses.field(default_factory=Ping)
+    pinged_at: float = 0.0  # time of the newest ping
+    awaits_ping_reply: bool = False  # True until the worker replies to the newest ping
     task_id: str | None = None
     call: ev.Send | None = None  # the worker's pending call
     called_at: float = 0.0  # time at which the call was or will be sent
@@ -111,9 +104,17 @@ class Roster:
         """Add a new incarnation of a worker. It replaces the previous incarnation."""
         before = self.newest(seen.worker_id)
         failed_starts = before.failed_starts if before is not None else 0
-        worker = WorkerRecord(seen.worker_id, seen.role, seen.index, seen.incarnation, now, failed_starts)
-        worker.last_reply_at = now
-        worker.host, worker.pid = seen.host, seen.pid
+        worker = WorkerRecord(
+            worker_id=seen.worker_id,
+            role=seen.role,
+            index=seen.index,
+            incarnation=seen.incarnation,
+            listed_at=now,
+            failed_starts=failed_starts,
+            host=seen.host,
+            pid=seen.pid,
+            last_reply_at=now,
+        )
         self._workers[seen.worker_id] = worker
         return worker
 
@@ -155,9 +156,12 @@ class Task(Stateful):
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for the journal."""
-        start = {name: getattr(self.start, name) for name in ("kind", "policy_id", "options", "overrides")}
         names = ("task_id", "index", "attempt", "worker_id", "incarnation", "failures", "granted", "has_result")
-        return {**{name: getattr(self, name) for name in names}, "state": self.state.value, "start": start}
+        return {
+            **{name: getattr(self, name) for name in names},
+            "state": self.state.value,
+            "start": dataclasses.asdict(self.start),
+        }
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Task:

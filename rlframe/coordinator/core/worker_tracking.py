@@ -36,7 +36,7 @@ def update_from_list(job: TrainingJob, listed: tuple[WorkerInfo, ...]) -> None:
         if is_same and worker.state is WorkerState.REQUESTED and info.address is not None:
             worker.last_reply_at = job.now
             worker.become(WorkerState.CONNECTING)
-            job.emit(ev.Connect(*worker.key, info.address))
+            job.emit(ev.Connect(worker.key, info.address))
             _ping(job, worker)
     keys = {info.key for info in listed}
     for worker in job.roster:
@@ -65,7 +65,7 @@ def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) ->
         return
     mark_alive(job, worker)
     if isinstance(reply, Alive):
-        worker.ping.is_out = False
+        worker.awaits_ping_reply = False
         if worker.state is WorkerState.CONNECTING:
             _on_first_reply(job, worker, reply)
         job.queue_call(worker)
@@ -76,7 +76,7 @@ def on_ping_reply(job: TrainingJob, worker: WorkerRecord, reply: WorkerReply) ->
 def _on_first_reply(job: TrainingJob, worker: WorkerRecord, reply: Alive) -> None:
     worker.become(WorkerState.IDLE)
     worker.failed_starts, worker.has_answered = 0, True
-    job.emit(ev.Send(*worker.key, "resources", None))
+    job.emit(ev.Send(worker.key, "resources", None))
     text = f"{worker.worker_id} (incarnation {worker.incarnation}) has connected."
     job.note("came", text, worker_id=worker.worker_id)
     task = job.tasks.get(reply.task_id)
@@ -161,8 +161,8 @@ def _why_lost(job: TrainingJob, worker: WorkerRecord, starts: bool) -> str:
 def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
     limits = job.limits
     # Repeat a ping that has had no reply for a while, because an earlier process at this address may have received it.
-    every = limits.suspect_after if worker.ping.is_out else limits.ping_every
-    if worker.state is not WorkerState.REQUESTED and worker.ping.sent_at + every <= job.now:
+    every = limits.suspect_after if worker.awaits_ping_reply else limits.ping_every
+    if worker.state is not WorkerState.REQUESTED and worker.pinged_at + every <= job.now:
         _ping(job, worker)
     silent = job.now - worker.last_reply_at
     if silent > limits.suspect_after and worker.state in _CAN_BE_SUSPECT and not starts:
@@ -171,8 +171,8 @@ def _ping_if_due(job: TrainingJob, worker: WorkerRecord, starts: bool) -> None:
 
 
 def _ping(job: TrainingJob, worker: WorkerRecord) -> None:
-    worker.ping.sent_at, worker.ping.is_out = job.now, True
-    job.emit(ev.Send(*worker.key, "ping", None))
+    worker.pinged_at, worker.awaits_ping_reply = job.now, True
+    job.emit(ev.Send(worker.key, "ping", None))
 
 
 def mark_alive(job: TrainingJob, worker: WorkerRecord) -> None:
@@ -208,8 +208,8 @@ def make_idle(job: TrainingJob, worker: WorkerRecord) -> None:
 def _release(job: TrainingJob, worker: WorkerRecord) -> None:
     """Release a worker, so that the operator ends it without a replacement."""
     worker.become(WorkerState.GONE)
-    job.emit(ev.Release(*worker.key))
-    job.emit(ev.Disconnect(*worker.key))
+    job.emit(ev.Release(worker.key))
+    job.emit(ev.Disconnect(worker.key))
     job.note("gone", f"{worker.worker_id} has left.", worker_id=worker.worker_id)
 
 
@@ -219,16 +219,16 @@ def disconnect_all(job: TrainingJob) -> None:
         if not is_over(worker.state):
             worker.become(WorkerState.GONE)
             worker.task_id = worker.call = None
-            job.emit(ev.Disconnect(*worker.key))
+            job.emit(ev.Disconnect(worker.key))
 
 
 def mark_lost(job: TrainingJob, worker: WorkerRecord, why: str) -> None:
     """Mark a worker as lost, and retry its task. If it is still needed, request a replacement with the same index."""
     is_replaced = not worker.is_leaving and (job.ending is None or job.ending.replaces(worker.role))
     worker.become(WorkerState.LOST)
-    job.emit(ev.Disconnect(*worker.key))
+    job.emit(ev.Disconnect(worker.key))
     job.accounts.restarts += is_replaced
-    job.emit((ev.Replace if is_replaced else ev.Release)(*worker.key))
+    job.emit((ev.Replace if is_replaced else ev.Release)(worker.key))
     job.note(
         "lost",
         f"{worker.worker_id} (incarnation {worker.incarnation}) is lost: {why}.",

@@ -177,8 +177,8 @@ class SupervisedOperator(Supervisor):
         )
 
 
-class OperatorHandle:
-    """A handle to an operator in another process. See `Operator`.
+class OperatorHandle(Remote):
+    """A handle to an operator in another process. See `Operator`: all methods except `close` call the operator.
 
     Args:
         kind: Name of the operator's class.
@@ -189,24 +189,11 @@ class OperatorHandle:
     every, grace = _EVERY, _GRACE
 
     def __init__(self, kind: str, address: str, transport: Transport) -> None:
-        self.kind, self.transport = kind, transport
-        self._operator = Remote([address], "launcher", _CALL_TIMEOUT, None, transport)
+        super().__init__([address], "launcher", _CALL_TIMEOUT, None, transport)
+        self.kind, self.address, self.transport = kind, address, transport
 
-    def list_workers(self) -> list[WorkerInfo]:
-        """See `Operator`."""
-        return self._operator.list_workers()
-
-    def scale(self, role: Role, n: int) -> None:
-        """See `Operator`."""
-        self._operator.scale(role, n)
-
-    def replace(self, key: WorkerKey) -> None:
-        """See `Operator`."""
-        self._operator.replace(key)
-
-    def release(self, key: WorkerKey) -> None:
-        """See `Operator`."""
-        self._operator.release(key)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OperatorHandle, (self.kind, self.address, self.transport)
 
     def close(self) -> None:
         """Do nothing: the workers belong to the other process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +27,7 @@ from rlframe.coordinator.workers.overrides import replaced, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.replay import BaseReplayBuffer, as_replay_buffer
-from rlframe.types import Batch, Step
+from rlframe.types import Batch
 
 _PUBLISH_EVERY = 0.005  # minimum seconds between two published versions
 # Fields of LearnerConfig that a task may override. The other fields belong to the run or to `Learner.run()`.
@@ -207,7 +206,7 @@ class LearnerWorker(TaskWorker):
         return [str(checkpointer.directory / str(step)) for step in checkpointer.steps()]
 
 
-class RecordingReplayBuffer(BaseReplayBuffer):
+class RecordingReplayBuffer:
     """A replay buffer that records the keys and priorities of each update, for the coordinator.
 
     If the coordinator draws the keys, it also sets priorities, drops old items and saves the buffer. Otherwise the
@@ -221,7 +220,6 @@ class RecordingReplayBuffer(BaseReplayBuffer):
     """
 
     def __init__(self, replay_buffer: Any) -> None:
-        self.spec = replay_buffer.spec
         self._buffer = replay_buffer
         self.is_sampler = not getattr(replay_buffer, "fetches_by_key", False)
         self.is_saved_by_learner = self.is_sampler and getattr(replay_buffer, "is_saved_by_learner", False)
@@ -249,30 +247,13 @@ class RecordingReplayBuffer(BaseReplayBuffer):
         if self.is_sampler:
             self._buffer.forget_before(version)
 
-    # --- methods that only call the buffer
+    # --- all other methods
 
-    def claim_rank(self, num_envs: int | None = None, rank: int | None = None) -> tuple[int, int]:
-        return self._buffer.claim_rank(num_envs, rank)
-
-    def open_segment(self, rank: int, num_envs: int) -> None:
-        self._buffer.open_segment(rank, num_envs)
-
-    def add(self, env_ids: np.ndarray, step: Step) -> None:
-        self._buffer.add(env_ids, step)
-
-    def sample(self) -> Batch | None:
-        return self._buffer.sample()
-
-    def stats(self) -> dict[str, int]:
-        return self._buffer.stats()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """See `BaseReplayBuffer`."""
-        self._buffer.save(path)
-
-    def restore(self, path: str | os.PathLike[str]) -> None:
-        """See `BaseReplayBuffer`."""
-        self._buffer.restore(path)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
 
     def close(self) -> None:
         """Do nothing: the buffer belongs to the caller."""
+
+
+BaseReplayBuffer.register(RecordingReplayBuffer)  # a Learner calls all methods only for a `BaseReplayBuffer`

@@ -23,6 +23,7 @@ from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
+from rlframe.interprocess.processes import environment_variable
 from rlframe.transport.ray import RaySockets, use_sockets
 from rlframe.transport.sockets import SocketDirectory
 from rlframe.user_code.directories import import_path
@@ -57,7 +58,10 @@ class RayCluster:
             self._ray_node = ray.get_runtime_context().get_node_id()
             relay = Relay(RaySockets(RaySockets.path(self.token, self._ray_node), _RELAY))
             opened.callback(relay.close)
-            opened.enter_context(_connected_to_nodes(relay.ray_sockets, self._ray_node))
+            # Share memory with the nodes on the same Ray node, and call nodes.
+            opened.enter_context(environment_variable(MACHINE, self._ray_node))
+            use_sockets(relay.ray_sockets)
+            opened.callback(use_sockets, None)
             self.hosts: list[tuple[str, Any]] = []
             self.others = relay.others
             self._opened = opened.pop_all()
@@ -146,22 +150,6 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # restore the handler that Ray has replaced
         yield
-
-
-@contextlib.contextmanager
-def _connected_to_nodes(ray_sockets: RaySockets, ray_node: str) -> Iterator[None]:
-    """Inside `with`, this process can call nodes, and can share memory with the nodes on the same Ray node."""
-    before = os.environ.get(MACHINE)
-    os.environ[MACHINE] = ray_node
-    use_sockets(ray_sockets)
-    try:
-        yield
-    finally:
-        use_sockets(None)
-        if before is None:
-            del os.environ[MACHINE]
-        else:
-            os.environ[MACHINE] = before
 
 
 @dataclasses.dataclass(frozen=True)

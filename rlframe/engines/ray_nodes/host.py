@@ -119,11 +119,16 @@ class NodeHost:
             self._changed.wait_for(lambda: self._count > count or self._has_exited or self._ends, WATCH_TIMEOUT)
             new = self._count - count
             lines = list(self._lines)[-new:] if new > 0 else []
-            heartbeat, running = self._node.heartbeat, self._node
-            page = heartbeat.page if heartbeat is not None else None
-            code = running.code if self._has_exited else None
-            serves = os.path.exists(self._path)
-            return NodeSnapshot(lines, self._count, page, socket.gethostname(), running.pid, code, self._ends, serves)
+            return NodeSnapshot(
+                lines=lines,
+                total=self._count,
+                page=self._node.heartbeat.page if self._node.heartbeat is not None else None,
+                host=socket.gethostname(),
+                pid=self._node.pid,
+                code=self._node.code if self._has_exited else None,
+                ends=self._ends,
+                serves=os.path.exists(self._path),
+            )
 
     @ray.method(concurrency_group="signal")
     def send(self, number: int) -> None:
@@ -158,8 +163,7 @@ class NodeHost:
         """Receive the reference to a version of another node's parameters: see `FetchedVersions`."""
         self._relay.versions_of(source, policy).take(version, references)
 
-    def _take(self, name: str, text: str) -> None:
-        del name
+    def _take(self, _: str, text: str) -> None:
         with self._changed:
             self._lines.append(text)
             self._count += 1

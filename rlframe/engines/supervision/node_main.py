@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 from rlframe import streams
@@ -74,7 +73,8 @@ def run_served_node(pickled: bytes, end: Callable[[], None] | None = None) -> No
     """
     stop = threading.Event()
     register_program(stop, end or functools.partial(os.kill, int(os.environ[LAUNCHER_PID]), STOP_SIGNAL))
-    set_at_sigterm(stop)
+    # Set the event in a new thread, because the interrupted thread may hold the event's lock.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop.set, daemon=True).start())
     with STARTING:
         import cloudpickle
 
@@ -97,17 +97,6 @@ def public_methods(target: Any) -> dict[str, Callable[..., Any]]:
     """Return the methods that other nodes may call: all methods whose names do not begin with an underscore."""
     names = (name for name in dir(type(target)) if not name.startswith("_"))
     return {name: getattr(target, name) for name in names if callable(getattr(type(target), name, None))}
-
-
-def set_at_sigterm(stop: threading.Event) -> None:
-    """Set the event at SIGTERM."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        # Use a new thread, because the interrupted thread may hold the event's lock.
-        threading.Thread(target=stop.set, daemon=True).start()
-
-    signal.signal(signal.SIGTERM, handle)
 
 
 def run_to_exit(function: Callable[[], Any]) -> NoReturn:

@@ -74,7 +74,7 @@ class ProgramSupervisor(Supervisor):
                 for slot in self.slots.values():
                     self.start(slot)
                 self._report_states()
-                while not self._is_over():
+                while any(slot.state != "ENDED" for slot in self.slots.values()):
                     self.step()
                     self._report_states()
             finally:
@@ -85,9 +85,6 @@ class ProgramSupervisor(Supervisor):
         if self._unsaved is not None and not self._is_complete:
             raise ProgramError(self._unsaved)
         return self._signal_number
-
-    def _is_over(self) -> bool:
-        return all(slot.state == "ENDED" for slot in self.slots.values())
 
     # --- the end of a process
 

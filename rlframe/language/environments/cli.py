@@ -13,7 +13,7 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union
 
 import pydantic
@@ -127,7 +127,7 @@ def _dispatch(env_cls: type[BaseEnv], arguments: Sequence[str]) -> int:
     if _HELP & set(arguments):
         print(_usage(env_cls, command))
         return 0
-    return asyncio.run(_run_until_signal(parse(env_cls, command, arguments[1:]).run))
+    return asyncio.run(_run_until_signal(parse(env_cls, command, arguments[1:])))
 
 
 def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> CommandConfig:
@@ -136,8 +136,7 @@ def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Com
     Raises:
         UsageError: An option is unknown, or a value is invalid.
     """
-    config = _config_cls(env_cls, command)
-    defaults, servers = config(), config().openai
+    defaults = _config_cls(env_cls, command)()
     given: dict[str, dict[str, Any]] = {space: {} for space in ("", _ENV, _SERVER)}
     for name, value in _parse_flags(arguments, _flags(defaults)).items():
         space, _, field = name.rpartition(".")
@@ -150,7 +149,7 @@ def parse(env_cls: type[BaseEnv], command: str, arguments: Sequence[str]) -> Com
         given[_SERVER]["base_url"] = f"http://localhost:{port}/v1"
     file = {name: value for name, value in read_yaml(given[""].pop(_CONFIG, None)).items() if value is not None}
     env = override(defaults.env, file.pop(_ENV, {}), given[_ENV], f"{_ENV}.")
-    servers = _override_servers(servers, _single_server(servers), file.pop(_SERVER, None), given[_SERVER])
+    servers = _override_servers(defaults.openai, file.pop(_SERVER, None), given[_SERVER])
     return override(defaults, file, {**given[""], _ENV: env, _SERVER: servers}, "")
 
 
@@ -159,10 +158,9 @@ def _config_cls(env_cls: type[BaseEnv], command: str) -> type[CommandConfig]:
     return getattr(env_cls, f"get_cli_{command}_config_cls")()
 
 
-async def _run_until_signal(start: Any) -> int:
+async def _run_until_signal(config: CommandConfig) -> int:
     """Run until the command ends, or until Ctrl-C or SIGTERM cancels it. Return the exit code."""
-    work: Coroutine[Any, Any, None] = start()
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(config.run())
     received: list[int] = []
 
     def stop(number: int) -> None:
@@ -242,7 +240,7 @@ def _flags(defaults: CommandConfig) -> dict[str, tuple[FieldInfo, Any]]:
     }
 
 
-def _override_servers(servers: Servers, default: APIServerConfig, file_values: Any, given: dict[str, Any]) -> Servers:
+def _override_servers(servers: Servers, file_values: Any, given: dict[str, Any]) -> Servers:
     """Return the model servers of the command line or the file; by default, the servers of the environment class."""
     listed = file_values if isinstance(file_values, list) else [file_values]
     several = len(listed) > 1
@@ -251,7 +249,7 @@ def _override_servers(servers: Servers, default: APIServerConfig, file_values: A
     if several:
         return [override(APIServerConfig(), one, {}, f"{_SERVER}.") for one in listed]
     entry = listed[0] if listed else None
-    return [override(default, entry or {}, given, f"{_SERVER}.")] if entry or given else servers
+    return [override(_single_server(servers), entry or {}, given, f"{_SERVER}.")] if entry or given else servers
 
 
 def _parse_flags(arguments: Sequence[str], fields: Mapping[str, tuple[FieldInfo, Any]]) -> dict[str, Any]:

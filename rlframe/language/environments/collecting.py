@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 _UNREACHABLE = (PeerError, RemoteError, UnavailableError)
 
 T = TypeVar("T")
-NextItem = Callable[[], Awaitable[Any]]
-HandleItem = Callable[[Any], Awaitable[bool]]
 
 
 class Gate:
@@ -141,7 +139,13 @@ class Collector:
         items_without_group: Number of the latest items in a row that gave no group.
     """
 
-    def __init__(self, next_item: NextItem, handle: HandleItem, statistics: CollectStatistics, timeout: float) -> None:
+    def __init__(
+        self,
+        next_item: Callable[[], Awaitable[Any]],
+        handle: Callable[[Any], Awaitable[bool]],
+        statistics: CollectStatistics,
+        timeout: float,
+    ) -> None:
         self.gate = Gate()
         self.under_way: set[CollectAttempt] = set()
         self.failed: BaseException | None = None  # the error that ends collecting; None if there is none

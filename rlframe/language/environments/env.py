@@ -22,7 +22,6 @@ from rlframe.language.environments.serving import Membership, ServeLoop
 from rlframe.language.model.tokenizers import load_tokenizer
 
 T = TypeVar("T")
-Groups = Union[ScoredDataGroup, Sequence[Union[ScoredDataGroup, None]], None]
 ServerConfigs = Union[ServerBaseline, list[APIServerConfig]]
 
 _QUEUES = ("queue_size", "self_queue_size")  # these fields of the service's status are logged
@@ -343,7 +342,7 @@ class BaseEnv(abc.ABC):
 
     async def handle_send_to_api(
         self,
-        scored_data: Groups,
+        scored_data: ScoredDataGroup | Sequence[ScoredDataGroup | None] | None,
         item: Item = None,
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Union
 
@@ -206,9 +208,4 @@ def _turn(
 
 def _common(one: Iterable[int], other: Iterable[int]) -> int:
     """Return the length of the common prefix of two sequences."""
-    count = 0
-    for token, its in zip(one, other):
-        if token != its:
-            break
-        count += 1
-    return count
+    return sum(itertools.takewhile(bool, map(operator.eq, one, other)))

@@ -81,7 +81,6 @@ class APIServer:
             split: "train" or "eval". The number of concurrent requests is limited for each of them separately.
             skip_reasoning: True requests no reasoning, even if the environment's config enables it.
         """
-        kwargs["model"] = self.config.model_name
         if not kwargs.pop("skip_reasoning", False) and (body := self._reasoning.extra_body(self.config.base_url)):
             kwargs["extra_body"] = {**(kwargs.get("extra_body") or {}), **body}
             if "reasoning_effort" in body:  # then OpenAI's models refuse max_tokens, and any temperature except 1
@@ -93,7 +92,6 @@ class APIServer:
     async def completion(self, **kwargs: Any) -> Any:
         """Call `openai.completions.create` for one prompt with the config's model. See `chat_completion`."""
         check_one_prompt(kwargs.get("prompt"))
-        kwargs["model"] = self.config.model_name
         return await self._completions(self.openai.completions.create, kwargs)
 
     async def tokens_and_logprobs_completion(
@@ -146,7 +144,7 @@ class APIServer:
         """Return one answer with n choices, even if the server needs several requests for them."""
 
         def ask(options: dict[str, Any], timeout: float) -> Awaitable[Any]:
-            return create(**options, timeout=timeout)
+            return create(**{**options, "model": self.config.model_name}, timeout=timeout)
 
         return merge_answers(await self._several(ask, lambda answer: len(answer.choices), kwargs))
 

@@ -142,7 +142,6 @@ class ModelConfig:
             del known["head_dim"]  # equal to the default of `ModelConfig`
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
         known.setdefault("tie_word_embeddings", False)  # transformers' default
-        known.setdefault("attention_bias", model_type == "qwen2")
         if model_type == "qwen2":
             known["attention_bias"] = True  # qwen2 always has these biases, but its config.json omits the field
         return cls(**known)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +50,14 @@ class TokenBytes:
             return list(tokens)
         if skip_special_tokens:
             tokens = [token for token in tokens if token not in self._special]
-        return [token for run in self._runs(tokens) for token in self._repair_run(run)]
-
-    def _runs(self, tokens: Sequence[int]) -> Iterator[list[int]]:
-        """Split `tokens`: a part is a run of consecutive single-byte tokens, or one other token."""
-        run: list[int] = []
-        for token in tokens:
-            if token in self._single:
-                run.append(token)
-                continue
-            yield run
-            yield [token]
-            run = []
-        yield run
-
-    def _repair_run(self, run: list[int]) -> list[int]:
-        if not run or run[0] not in self._single:
-            return run
-        text = bytes(self._single[token] for token in run).decode(errors="replace")
-        return [self._ids[byte] for byte in text.encode()]
+        repaired: list[int] = []
+        for is_single, run in itertools.groupby(tokens, key=self._single.__contains__):
+            if is_single:
+                text = bytes(self._single[token] for token in run).decode(errors="replace")
+                repaired += [self._ids[byte] for byte in text.encode()]
+            else:
+                repaired += run
+        return repaired
 
     def _bytes_of(self, token: int) -> bytes:
         name = self._tokenizer.id_to_token(token)

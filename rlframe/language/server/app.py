@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive
 
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.http.app import make_app as make_base_app
@@ -20,7 +19,7 @@ from rlframe.http.app import metric_families
 from rlframe.http.bodies import answer
 from rlframe.http.config import read_token
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
-from rlframe.language.server.generation import Generation
+from rlframe.language.server.generation import AnswerPiece, Generation
 from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
 from rlframe.language.server.replies import ChatReplies, CompletionReplies, Replies
 from rlframe.language.server.requests import ChatRequest, CompletionRequest, ParsedRequest
@@ -56,8 +55,6 @@ _GAUGES = (
     ("since_refresh_seconds", "Seconds since the last update of the parameters.", "since_refresh"),
     ("since_learner_seconds", "Seconds since the learner last answered.", "since_learner"),
 )
-
-T = TypeVar("T")
 
 
 def make_app(server: PolicyServer) -> FastAPI:
@@ -127,8 +124,9 @@ def make_app(server: PolicyServer) -> FastAPI:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Continue token ids like vLLM's `/generate` or, with `sampling_params` or `input_ids`, like SGLang's."""
         generation, parsed = await _start_generation(server, body, request)
-        pieces = await _result_or_disconnect(request.receive, generation.whole())
-        return _client_closed_request() if pieces is None else answer(body.reply(parsed, pieces, server.tokenizer))
+        return await _answer_or_disconnect(
+            request, generation, lambda pieces: body.reply(parsed, pieces, server.tokenizer)
+        )
 
     return app
 
@@ -142,8 +140,7 @@ async def _reply(
     if body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(generation, replies), headers=headers, media_type="text/event-stream")
-    pieces = await _result_or_disconnect(request.receive, generation.whole())
-    return _client_closed_request() if pieces is None else answer(replies.whole(pieces))
+    return await _answer_or_disconnect(request, generation, replies.whole)
 
 
 async def _start_generation(
@@ -156,21 +153,21 @@ async def _start_generation(
     return Generation(engine, parsed, tokenizer, streams=streams, timeout=server.cfg.request_timeout), parsed
 
 
-def _client_closed_request() -> Response:
-    return Response(status_code=499)  # nginx's status for a closed connection; no client receives it
-
-
-async def _result_or_disconnect(receive: Receive, work: Coroutine[None, None, T]) -> T | None:
-    """Return the result of `work`. If the client disconnects before it is done, cancel the work and return None."""
+async def _answer_or_disconnect(
+    request: Request, generation: Generation, make_reply: Callable[[list[AnswerPiece]], object]
+) -> Response:
+    """Return the response to a complete request. If the client disconnects before it is complete, cancel it."""
 
     async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    working, leaving = asyncio.ensure_future(generation.whole()), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if not working.done():
+            return Response(status_code=499)  # nginx's status for a closed connection; no client receives it
+        return answer(make_reply(working.result()))
     finally:
         working.cancel()
         leaving.cancel()

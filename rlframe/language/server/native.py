@@ -49,7 +49,7 @@ class VllmRequest(SamplingFields):
         given = self.prompt if isinstance(self.prompt, str) else self.prompt.prompt_token_ids
         prompts = encode_prompts(given, tokenizer, "prompt")
         sampling = self.to_sampling_params(tokenizer, self.max_tokens, self.logprobs or 0, self.prompt_logprobs)
-        return ParsedRequest(prompts, sampling, self, [""], self.logprobs is not None)
+        return ParsedRequest(prompts, sampling, self, self.logprobs is not None)
 
     def reply(self, parsed: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the response. Most of its fields are lists with one entry for each of the `n` answers."""
@@ -105,8 +105,7 @@ class SglangRequest(StrictRequest):
         given, name = (self.text, "text") if self.input_ids is None else (self.input_ids, "input_ids")
         prompts, params = encode_prompts(given, tokenizer, name), self.sampling_params
         sampling = params.to_sampling_params(tokenizer, params.max_new_tokens)
-        texts = [""] * len(prompts)
-        return ParsedRequest(prompts, sampling, params, texts, self.return_logprob)
+        return ParsedRequest(prompts, sampling, params, self.return_logprob)
 
     def reply(self, parsed: ParsedRequest, pieces: list[AnswerPiece], tokenizer: Tokenizer) -> Any:
         """Return the response: an object, or a list if there are several answers."""

@@ -5,6 +5,7 @@ An unsupported field is refused with a message. It is accepted only if its value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -83,9 +84,10 @@ class ParsedRequest(NamedTuple):
     prompts: list[list[int]]
     sampling: SamplingParams
     fields: SamplingFields  # the request's body
-    texts: list[str]  # for each prompt, the text before its answers: the prompt if `echo` is set, else ""
     log_probs: bool  # True if log-probabilities are requested
     offsets: bool = False  # True if the positions of tokens in the text are requested
+    # Only for completions: for each prompt, the text before its answers (the prompt if `echo` is set, else "").
+    texts: Sequence[str] = ()
 
 
 class StrictRequest(BaseModel):
@@ -210,9 +212,9 @@ class CompletionRequest(_Request):
             prompts=prompts,
             sampling=self.to_sampling_params(tokenizer, self.max_tokens, self.top_tokens, self._prompt_top_tokens),
             fields=self,
-            texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
             log_probs=self.logprobs is not None,
             offsets=self.logprobs is not None,
+            texts=[self._text(i, tokens, tokenizer) if self.echo else "" for i, tokens in enumerate(prompts)],
         )
 
     @property
@@ -331,6 +333,5 @@ class ChatRequest(_Request):
             prompts=[list(prompt)],
             sampling=self.to_sampling_params(tokenizer, both, self.top_logprobs, self.prompt_logprobs),
             fields=self,
-            texts=[""],
             log_probs=self.logprobs,
         )

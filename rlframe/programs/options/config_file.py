@@ -16,7 +16,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import from_jsonable, to_jsonable
 from rlframe.programs.options.make_experiment import fill_configs
 from rlframe.programs.options.object_names import remember_live_objects
-from rlframe.programs.options.registry import name_objects, replace_names
+from rlframe.programs.options.registry import name_objects, name_of, replace_names
 from rlframe.programs.topologies.config import AgentOptions, config_class_of, find_topology
 from rlframe.user_code.files import module_directories, restore_module_directories
 
@@ -24,11 +24,10 @@ from rlframe.user_code.files import module_directories, restore_module_directori
 def save_experiment(experiment: Experiment, path: pathlib.Path, notes: dict[str, Any]) -> None:
     """Write `config.json` atomically: the experiment, and `notes` such as package versions and the preset."""
     values = experiment_values(experiment)
-    topology = {("topology" if name == "name" else name): value for name, value in values.pop("topology").items()}
-    values, topology = name_objects(values), name_objects(topology)
-    values["topology"] = {"name": topology.pop("topology"), **topology}
+    topology = values.pop("topology")
+    topology["name"] = name_of("topology", topology["name"])
     content = {
-        "experiment": values,
+        "experiment": {**name_objects(values), "topology": name_objects(topology)},
         "modules": module_directories(experiment.named_options.values()),
         "notes": to_jsonable(notes),
     }

@@ -128,11 +128,10 @@ def object_name(target: Any) -> ObjectName:
     module_name, attribute = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     module_name = module_name if isinstance(module_name, str) else ""
     module = sys.modules.get(module_name)
-    if module is None or attribute is None or not _is_at(module, attribute, target):
-        return ObjectName(f"{LIVE}:{_label(target)}", target)
     file = getattr(module, "__file__", None)
     # a module without a file and a spec was created at run time
-    if file is None and module_name != MAIN and getattr(module, "__spec__", None) is None:
+    is_temporary = file is None and module_name != MAIN and getattr(module, "__spec__", None) is None
+    if module is None or attribute is None or is_temporary or not _is_at(module, attribute, target):
         return ObjectName(f"{LIVE}:{_label(target)}", target)
     if module_name == MAIN:
         if file is None or not _is_defined_in(pathlib.Path(file), attribute, target):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import warnings
@@ -40,7 +41,7 @@ class VideoRecorder(Closeable):
         self._path = pathlib.Path(path).absolute()
         self.frames = 0
         self._writer: Any = None
-        self._pool: Any = None
+        self._opened = contextlib.ExitStack()
         if self._path.suffix not in _FORMATS:
             raise UsageError(f"The format of a video must be {', '.join(_FORMATS)}, got {self._path.name!r}.")
         with extras.explain_import_error("A video", "gymnasium"):
@@ -53,10 +54,7 @@ class VideoRecorder(Closeable):
 
     def close(self) -> None:
         """Close the pool and the video file."""
-        if self._pool is not None:
-            self._pool.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._opened.close()
 
     def make_pool(self, seed: int) -> SyncEnv:
         """Create the pool with the environment to record.
@@ -66,10 +64,10 @@ class VideoRecorder(Closeable):
         """
         config = EnvOptions.of(self._experiment)
         make_env = lambda: _RecordedEnv(_rendering_env(self._experiment, seed), self)  # noqa: E731
-        self._pool = SyncEnv(
+        pool = SyncEnv(
             make_env, 1, "loop", seed=seed, frame_stack=config.frame_stack, action_repeat=config.action_repeat
         )
-        return self._pool
+        return self._opened.enter_context(contextlib.closing(pool))
 
     def add(self, frame: Any, fps: float) -> None:
         """Add one frame, uint8 [H, W, 3], to the video."""
@@ -99,7 +97,7 @@ class VideoRecorder(Closeable):
                 writer.send(None)
         except OSError as error:
             raise RlframeError(f"Cannot write {self._path}: {error}.") from error
-        return writer
+        return self._opened.enter_context(contextlib.closing(writer))
 
 
 class _RecordedEnv:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -10,13 +11,12 @@ import pathlib
 import platform
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
-from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.files import stored_id, write_atomically
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs.experiment import Experiment
@@ -55,10 +55,7 @@ class RunDir:
 
     def key(self) -> str:
         """Return the id of the run, for services that outlive a session. A resumed run has the same id."""
-        path = self.path / "run_key"
-        if not path.exists():
-            write_atomically(path, uuid.uuid4().hex)
-        return path.read_text()
+        return stored_id(self.path / "run_key")
 
     def open_logs(self, resume_at: int | None) -> Logger:
         """Open the metrics files, and remove the rows after the step `resume_at`.
@@ -201,10 +198,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of packages that may affect results."""
     found = {"python": platform.python_version()}
     for name in _VERSIONED:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -236,8 +231,6 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `--json` prints."""
+        optional = ("signal", "evaluation", "evaluation_error")  # keys that are left out if the value is None
         values = dataclasses.asdict(self)
-        for name in ("signal", "evaluation", "evaluation_error"):
-            if values[name] is None:
-                del values[name]
-        return values
+        return {name: value for name, value in values.items() if value is not None or name not in optional}

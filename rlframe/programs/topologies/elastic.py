@@ -15,7 +15,7 @@ from typing import Any, Union
 
 from rlframe.actors import Actor
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.config import CoordinatorConfig, Limits
+from rlframe.coordinator.config import CoordinatorConfig, JobRecorder, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators import Operator
 from rlframe.coordinator.operators.ray import RayOperator
@@ -53,7 +53,6 @@ POLICY = "main"
 class Elastic(GameProgram):
     """Options of the topology elastic."""
 
-    replays = ("shared_memory", "service", "reverb")
     control_group = "coordinator"
     accepts_custom_replay = False  # elastic needs item keys, which only built-in replay buffers have
 
@@ -141,8 +140,9 @@ def add_elastic_replay(engine: Engine, session: Session) -> Any:
     if config.replay_kind == "service":
         return add_service(engine, session, capacity, num_envs=writers_envs, rounds=Limits.grant)
     # Use no timeout, because a run can be paused for long. The coordinator detects a learner that hangs.
-    options: dict[str, Any] = {"timeout": math.inf, "rounds_ahead": Limits.grant, "elastic_writers": True}
-    return add_shared_memory(engine, session, most, capacity, **options)
+    return add_shared_memory(
+        engine, session, most, capacity, timeout=math.inf, rounds_ahead=Limits.grant, elastic_writers=True
+    )
 
 
 def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWorker]) -> Operator:
@@ -237,7 +237,7 @@ def make_actor(
     return Actor(env_builder(experiment), inferencer, replay_buffer, rank, seed=seed)
 
 
-class _Records:
+class _Records(JobRecorder):
     """A writer for the coordinator's rows. It writes the same files as the other topologies."""
 
     def __init__(self, session: Session, progress: ProgressFile, param_store: Any) -> None:

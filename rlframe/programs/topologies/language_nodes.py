@@ -7,6 +7,7 @@ import json
 import logging
 import pathlib
 import random
+import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -286,11 +287,7 @@ class RecentMetrics:
 
 
 def _metric_name(name: str) -> str:
-    head, slash, tail = name.partition("/")
-    for kind in ("eval", "train", "train_perf"):
-        if slash and head.endswith(f"_{kind}"):
-            return f"{kind}/{tail}"
-    return name
+    return re.sub("^[^/]*_(eval|train|train_perf)/", r"\1/", name)
 
 
 async def _advance() -> None:

@@ -87,8 +87,7 @@ def actor_options(session: Session) -> dict[str, Any]:
 
 def read_codec(experiment: Experiment) -> Codec | None:
     """Open an environment of the experiment to read its codec, and close it. Return None for a language model."""
-    agent_cls: Any = registry.agent_class(experiment.agent)
-    if agent_cls.learns_from != "steps":
+    if experiment.topology_config.learns_from != "steps":
         return None
     seed = env_seed(experiment.seed, 0, 0)
     with contextlib.closing(make_pool(experiment.synchronous, 1, experiment.env_kwargs, seed)) as pool:

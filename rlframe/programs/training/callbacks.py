@@ -28,15 +28,13 @@ class CallbackInfo:
         step: Environment steps so far. For a language model: learner steps.
         values: The row as a dict, name -> number. If it contains `return_mean`, it comes from an evaluation, and a
             checkpoint contains the evaluated policy.
+        stop: Function `stop()` that ends the run early. The run still saves, evaluates and returns its result. Any
+            thread can call it.
     """
 
     step: int
     values: dict[str, Any]
-    _stop: Callable[[], None] = dataclasses.field(repr=False, compare=False)
-
-    def stop(self) -> None:
-        """End the run early. The run still saves, evaluates and returns its result. Any thread can call this."""
-        self._stop()
+    stop: Callable[[], None] = dataclasses.field(repr=False, compare=False)
 
 
 Callback = Callable[[CallbackInfo], Any]

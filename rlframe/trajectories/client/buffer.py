@@ -224,8 +224,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
         with self._lock:
             if batch_id in self._out:
                 self._out.remove(batch_id)
-                self._remember(batch_id)
-                self._done.append(batch_id)
+                self._mark_finished(batch_id)
 
     def give_back(self, batch_ids: list[int]) -> None:
         """Acknowledge finished batches, and return the batches `batch_ids`. If the service is too slow, only warn."""
@@ -303,8 +302,7 @@ class TrajectoryBuffer(BaseReplayBuffer):
             )
         if len(unknown) == len(served.groups):
             with self._lock:
-                self._remember(served.batch_id)
-                self._done.append(served.batch_id)
+                self._mark_finished(served.batch_id)
             return False
         for index, _ in unknown:
             served.groups[index] = _without_tokens(served.groups[index])
@@ -329,7 +327,8 @@ class TrajectoryBuffer(BaseReplayBuffer):
             self._counts["came_again"] += 1
             return True
 
-    def _remember(self, batch_id: int) -> None:
+    def _mark_finished(self, batch_id: int) -> None:
+        self._done.append(batch_id)
         self._learned[batch_id] = None
         while len(self._learned) > _MAX_FINISHED_IDS:
             self._learned.popitem(last=False)

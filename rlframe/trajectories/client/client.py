@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import anyio
@@ -20,7 +21,34 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=20)
 
 
-class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
+class _HttpxCalls(TrainerCalls, EnvironmentCalls):
+    """All calls, sent with httpx."""
+
+    # Send a request with these arguments of httpx. Raise TimeoutError if the answer takes longer than `seconds`.
+    _request: Callable[..., Awaitable[HttpReply]]
+
+    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | str:
+        self._check()
+        try:
+            return await self._request(
+                timeout,
+                method=request.method,
+                url=self.url + request.path,
+                params=request.params,
+                headers=request.headers,
+                content=request.body,
+                timeout=httpx.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
+            )
+        except TimeoutError:
+            return f"the answer was not complete after {timeout:g} s"
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        except RuntimeError:  # the transport was closed by another thread or task
+            self._check()
+            raise
+
+
+class TrajectoryClient(_HttpxCalls, Closeable):
     """A blocking client. Any thread may call it. Use it as a context manager, or close it.
 
     If the service is unreachable or unavailable, calls are retried with growing pauses (backoff) until their deadline.
@@ -61,25 +89,18 @@ class TrajectoryClient(TrainerCalls, EnvironmentCalls, Closeable):
     async def _pause(self, seconds: float) -> None:
         self._stopped.wait(seconds)
 
-    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | str:
-        self._check()
-        end = time.monotonic() + timeout
+    async def _request(self, seconds: float, **arguments: Any) -> HttpReply:
+        end = time.monotonic() + seconds
         body = bytearray()
-        try:
-            with self._http.stream(**_httpx_arguments(self.url, request, timeout)) as response:
-                for chunk in response.iter_bytes():
-                    body += chunk
-                    if time.monotonic() > end:  # httpx has no timeout for the whole answer, only for each read
-                        return f"the answer was not complete after {timeout:g} s"
-                return HttpReply(response.status_code, response.headers, bytes(body))
-        except httpx.HTTPError as error:
-            return _reason(error)
-        except RuntimeError:  # the transport was closed by another thread
-            self._check()
-            raise
+        with self._http.stream(**arguments) as response:
+            for chunk in response.iter_bytes():
+                body += chunk
+                if time.monotonic() > end:  # httpx has no timeout for the whole answer, only for each read
+                    raise TimeoutError
+            return HttpReply(response.status_code, response.headers, bytes(body))
 
 
-class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
+class AsyncTrajectoryClient(_HttpxCalls, contextlib.AbstractAsyncContextManager["AsyncTrajectoryClient"]):
     """A `TrajectoryClient` for asyncio, with the same arguments, calls and errors. Every call is awaited.
 
     Several tasks may share a client.
@@ -92,9 +113,6 @@ class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
         self._stopped.set()
         await self._http.aclose()
 
-    async def __aenter__(self) -> AsyncTrajectoryClient:
-        return self
-
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
@@ -104,31 +122,7 @@ class AsyncTrajectoryClient(TrainerCalls, EnvironmentCalls):
     async def _pause(self, seconds: float) -> None:
         await anyio.sleep(seconds)
 
-    async def _send(self, request: HttpRequest, timeout: float) -> HttpReply | str:
-        self._check()
-        try:
-            with anyio.fail_after(timeout):
-                response = await self._http.request(**_httpx_arguments(self.url, request, timeout))
-        except TimeoutError:
-            return f"the answer was not complete after {timeout:g} s"
-        except httpx.HTTPError as error:
-            return _reason(error)
-        except RuntimeError:  # the transport was closed by another task
-            self._check()
-            raise
-        return HttpReply(response.status_code, response.headers, response.content)
-
-
-def _httpx_arguments(url: str, request: HttpRequest, timeout: float) -> dict[str, Any]:
-    return {
-        "method": request.method,
-        "url": url + request.path,
-        "params": request.params,
-        "headers": request.headers,
-        "content": request.body,
-        "timeout": httpx.Timeout(timeout, connect=min(timeout, _CONNECT_TIMEOUT)),
-    }
-
-
-def _reason(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    async def _request(self, seconds: float, **arguments: Any) -> HttpReply:
+        with anyio.fail_after(seconds):
+            response = await self._http.request(**arguments)
+            return HttpReply(response.status_code, response.headers, response.content)

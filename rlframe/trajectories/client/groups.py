@@ -12,9 +12,15 @@ from typing import Any
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, IGNORED, INT_FIELDS, MAX_FLOAT32
+from rlframe.trajectories.messages import (
+    ANY_LENGTH_FIELD,
+    FLOAT_FIELDS,
+    IGNORED,
+    INT_FIELDS,
+    MAX_FLOAT32,
+    OPAQUE_FIELDS,
+)
 
-_OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _DISTILL = ("distill_token_ids", "distill_logprobs")
 _KINDS = {
     np.dtype(np.int32): ("iu", "integers"),
@@ -24,7 +30,7 @@ _KINDS = {
 _LISTS = (list, tuple, np.ndarray)
 _ROWS = (*_LISTS, type(None))
 _MIN_TEMPERATURE = 0.01
-_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *_OPAQUE_FIELDS, "env_id", *_DISTILL, "policy_version")
+_NAMES = (*INT_FIELDS, "scores", *FLOAT_FIELDS, *OPAQUE_FIELDS, "env_id", *_DISTILL, "policy_version")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +109,12 @@ class Group:
         return np.fromiter(map(len, self.tokens), np.int32, len(self))
 
     @property
+    def sequence_overrides(self) -> list[dict[str, Any]]:
+        """The entry of `overrides` for each sequence. It is {} if there is none."""
+        given = (self.overrides or [])[: len(self)]
+        return given + [{}] * (len(self) - len(given))
+
+    @property
     def temperatures(self) -> np.ndarray:
         """[S] float32: the sampling temperature of each sequence. The default is 1.
 
@@ -110,8 +122,7 @@ class Group:
         atroposlib's trainer. Values of 0 or less count as 1. Other values are at least 0.01, as in vLLM.
         """
         of_all = [self.generation_params, self.group_overrides]
-        rows = [*(self.overrides or [])[: len(self)], *[None] * len(self)][: len(self)]
-        return np.array([_temperature([row, *of_all]) for row in rows], np.float32)
+        return np.array([_temperature([override, *of_all]) for override in self.sequence_overrides], np.float32)
 
     def to_dict(self, *, binary: bool) -> dict[str, Any]:
         """Return the fields that are not None. With `binary`, an array is the concatenated bytes of its rows.
@@ -131,7 +142,7 @@ class Group:
 
     def check_json(self) -> None:
         """Raise ValueError if a key is not text, or if a number is not finite. The encoders do not check this."""
-        for name in _OPAQUE_FIELDS:
+        for name in OPAQUE_FIELDS:
             values = [getattr(self, name)]
             for value in values:  # a work list: the loop appends the nested values
                 if isinstance(value, dict):
@@ -302,7 +313,7 @@ class GroupWarnings:
 
     def _found(self, group: Group) -> Iterator[tuple[str, str]]:
         """Yield (kind of warning, text of the warning)."""
-        overrides = [override or {} for override in group.overrides or []]
+        overrides = group.overrides or []
         for source in (*overrides, group.generation_params or {}, group.group_overrides or {}):
             if (given := source.get("temperature")) is not None and finite_temperature(given) is None:
                 yield (

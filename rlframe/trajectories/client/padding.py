@@ -51,7 +51,8 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
     sent = [row for group in groups for row in group.advantages or [None] * len(group)]
     having = np.array([row is not None for row in sent])
     advantages[having] = _fill([row for row in sent if row is not None], (having.sum(), length), np.float32)
-    zeroed = np.concatenate([_zeroed(group) for group in groups])
+    overrides = [override for group in groups for override in group.sequence_overrides]
+    zeroed = np.array([bool(override.get("set_advantage_to_zero")) for override in overrides])
     temperature = np.concatenate([group.temperatures for group in groups])
     advantages[zeroed] = 0.0
     batch = TokenBatch(
@@ -67,14 +68,6 @@ def pad(groups: Sequence[Group], buckets: list[int]) -> tuple[TokenBatch, int]:
         group=np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups]),
     )
     return batch, int((full > lengths).sum())
-
-
-def _zeroed(group: Group) -> np.ndarray:
-    """Return a mask [S] bool of the sequences whose override sets the advantage to 0."""
-    zeroed = np.zeros(len(group), bool)
-    for index, override in enumerate((group.overrides or [])[: len(group)]):
-        zeroed[index] = bool((override or {}).get("set_advantage_to_zero"))
-    return zeroed
 
 
 def _optional(name: str, groups: Sequence[Group], mask: np.ndarray) -> np.ndarray | None:

@@ -26,14 +26,6 @@ class TakenUnit(NamedTuple):
     unit: QueuedGroup
 
 
-def scaled_shares(batch_size: int, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
-    """Return the shares. If their sum exceeds the batch size, scale them down in proportion."""
-    total = sum(share.sequences for share in shares)
-    if total <= batch_size:
-        return list(shares)
-    return [share._replace(sequences=share.sequences * batch_size // total) for share in shares]
-
-
 def missing_shares(batch_size: int, unit_queues: UnitQueues, shares: Sequence[MinimumShare]) -> list[MinimumShare]:
     """Return the shares that the next batch waits for. Their environments have no queued unit that fits.
 
@@ -66,19 +58,20 @@ def form_batch(
         batch can be formed.
     """
     dropped: list[TakenUnit] = []
-    shares = scaled_shares(batch_size, shares)
     while can_fill(batch_size, unit_queues.counts) and not missing_shares(batch_size, unit_queues, shares):
         known = len(dropped)
-        builder = _BatchBuilder(batch_size, unit_queues, too_old, dropped, weights and weights.copy())
+        virtual_times = [] if weights is None else weights.to_state()
+        builder = _BatchBuilder(batch_size, unit_queues, too_old, dropped, weights)
         builder.take_minimum_shares(shares)
-        filled = builder.fill_oldest_first() if builder.weights is None else builder.fill_by_weight(builder.weights)
+        filled = builder.fill_oldest_first() if weights is None else builder.fill_by_weight(weights)
         if filled and len(dropped) == known:  # after a removal of old units, check the shares again
-            if weights is not None and builder.weights is not None:
-                builder.weights.end_batch({queue.env_id for queue in unit_queues})
-                weights.set_state(builder.weights.to_state())
+            if weights is not None:
+                weights.end_batch({queue.env_id for queue in unit_queues})
             return sorted(builder.taken, key=lambda taken: taken.unit.id), dropped
         for taken in reversed(builder.taken):
             unit_queues.push(*taken, again=True)
+        if weights is not None:
+            weights.set_state(virtual_times)
         if len(dropped) == known:
             break
     return None, dropped
@@ -94,11 +87,11 @@ class _BatchBuilder:
         weights: StartTimeFairQueue | None,
     ) -> None:
         self.taken: list[TakenUnit] = []
-        self.weights = weights
+        self._weights = weights
         self._unit_queues = unit_queues
         self._too_old = too_old
         self._dropped = dropped
-        self._batch_size = self._left = batch_size
+        self._left = batch_size
 
     def fill_oldest_first(self) -> bool:
         """Fill the rest of the batch, oldest units first. Return True if the batch is full."""
@@ -168,8 +161,8 @@ class _BatchBuilder:
                 continue
             self.taken.append(taken)
             self._left -= queue.size
-            if self.weights is not None:
-                self.weights.serve(queue.env_id, queue.size)
+            if self._weights is not None:
+                self._weights.serve(queue.env_id, queue.size)
             return queue.size
         return 0
 
@@ -189,12 +182,6 @@ class StartTimeFairQueue:
         self._weight_of = weight_of
         self._now = 0.0
         self._served_until: dict[int | None, float] = {}
-
-    def copy(self) -> StartTimeFairQueue:
-        """Return an independent copy."""
-        copied = StartTimeFairQueue(self._weight_of)
-        copied.set_state(self.to_state())
-        return copied
 
     def start_tag(self, env_id: int | None) -> float:
         """Return an environment's start tag, in virtual time. The environment with the lowest tag is served next."""

@@ -169,9 +169,7 @@ class Environments:
 
     def _sum(self, env: Env, sign: int) -> None:
         self._total_weight += sign * env.scaled_weight
-        self.sizes[env.group_size] += sign
-        if not self.sizes[env.group_size]:
-            del self.sizes[env.group_size]
+        self.sizes += Counter({env.group_size: sign})  # this operator removes counts of 0
         if env.min_batch_allocation:
             self._allocated += sign * Fraction(env.min_batch_allocation)
             if sign > 0:

@@ -245,13 +245,11 @@ class Epoch:
     @classmethod
     def from_state(cls, number: int, state: Mapping[str, Any]) -> Epoch:
         epoch = cls(number)
-        for name in _PLAIN:
-            setattr(epoch, name, state[name])
         epoch.registration = msgspec.convert(state["registration"], Registration | None)
         epoch.envs = Environments.from_state(state["envs"])
         epoch.unit_queues = UnitQueues.from_state(state["lanes"])
         undersized = msgspec.convert(state["odd"], list[tuple[int, list[QueuedGroup]]])
-        epoch.undersized = {env_id: UndersizedGroups.of(groups) for env_id, groups in undersized}
+        epoch.undersized = {env_id: UndersizedGroups(groups) for env_id, groups in undersized}
         epoch.leases = Leases.from_state(state["leases"])
         epoch.keys = IdempotencyKeys.from_state(state["keys"])
         epoch.counters = reports.EpochCounters(**state["tally"])
@@ -259,5 +257,6 @@ class Epoch:
             epoch.weights.set_state(state["weights"])
         for env_id in epoch.envs.with_minimum_share:
             epoch._reserve(epoch.envs.all[env_id])
-        epoch.barren = state["barren"]
+        for name in _PLAIN:  # set last, because `_reserve` changes `barren`
+            setattr(epoch, name, state[name])
         return epoch

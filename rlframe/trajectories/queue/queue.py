@@ -298,8 +298,13 @@ class Queue:
 
         This is fast, because large parts of the state are immutable objects, which are not copied.
         """
-        numbers = {"number": self.epoch.number, "now": self._now, "next_group": self.next_group}
-        return {**numbers, "next_batch": self._next_batch, "epoch": self.epoch.to_state()}
+        return {
+            "number": self.epoch.number,
+            "now": self._now,
+            "next_group": self.next_group,
+            "next_batch": self._next_batch,
+            "epoch": self.epoch.to_state(),
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `get_state`."""

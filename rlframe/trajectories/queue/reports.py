@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from rlframe.trajectories.messages import EnvStatus, RunStatus
-from rlframe.trajectories.queue.batching import MinimumShare, missing_shares, scaled_shares
+from rlframe.trajectories.queue.batching import MinimumShare, missing_shares
 from rlframe.trajectories.queue.environments import Env, EnvSummary
 from rlframe.trajectories.queue.leases import AddResult
 from rlframe.trajectories.queue.unit_queues import QueuedGroup, UnitQueue, can_fill, usable_sizes
@@ -120,9 +120,12 @@ def minimum_share(epoch: Epoch, env: Env) -> int:
 
 
 def minimum_shares(epoch: Epoch) -> list[MinimumShare]:
-    """Return the minimum shares of the live environments, before scaling."""
+    """Return the minimum shares of the live environments. If they exceed a batch, scale them down in proportion."""
+    batch_size = epoch.settings.batch_size
     envs = (epoch.envs.all[env_id] for env_id in sorted(epoch.envs.with_minimum_share))
-    return [MinimumShare(env.env_id, env.group_size, minimum_share(epoch, env)) for env in envs]
+    shares = [MinimumShare(env.env_id, env.group_size, minimum_share(epoch, env)) for env in envs]
+    total = max(batch_size, sum(share.sequences for share in shares))
+    return [share._replace(sequences=share.sequences * batch_size // total) for share in shares]
 
 
 def staleness_of(epoch: Epoch, group: QueuedGroup) -> int | None:
@@ -295,7 +298,7 @@ def waiting(epoch: Epoch) -> list[Waiting]:
         return [Waiting(None, 0, 0, "every batch waits for a trainer: none has registered (POST /register)")]
     found = [Waiting(None, 0, 0, why) for why in _batch_blockers(epoch)]
     batch_size = epoch.registration.batch_size
-    for share in missing_shares(batch_size, epoch.unit_queues, scaled_shares(batch_size, minimum_shares(epoch))):
+    for share in missing_shares(batch_size, epoch.unit_queues, minimum_shares(epoch)):
         why = f"every batch waits for its minimum share of {share.sequences} sequences, but no queued group fits"
         found.append(Waiting(share.env_id, share.unit_size, 0, why))
     aside = epoch.unit_queues.of_sizes(sorted(set(epoch.unit_queues.counts) - set(batchable_sizes(epoch))))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -146,16 +147,14 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(QueuedGroup).decode
 
 
+@dataclass(eq=False, slots=True)
 class UnitQueue:
     """The units of one size from one environment, oldest first. `env_id` is None for unregistered senders."""
 
-    __slots__ = ("env_id", "groups", "size", "units")
-
-    def __init__(self, env_id: int | None, size: int):
-        self.env_id = env_id
-        self.size = size
-        self.units: deque[bytes] = deque()  # encoded
-        self.groups = 0
+    env_id: int | None
+    size: int
+    units: deque[bytes] = field(default_factory=deque)  # encoded
+    groups: int = 0
 
     def key(self) -> tuple[bool, int, int]:
         """Return a sort key that gives the same order in every process."""
@@ -186,7 +185,7 @@ class UnitQueues:
         self._of_size: dict[int, dict[int | None, UnitQueue]] = {}
         # For each size, a heap of (id of the oldest unit in a queue, env_id). Outdated entries at the top are removed.
         self._heads: dict[int, list[tuple[int, int | None]]] = {}
-        self._reserved: dict[tuple[int | None, int], int] = {}
+        self._reserved: Counter[tuple[int | None, int]] = Counter()
         # _pack_sums[largest][size]: sum of `_packed_size` over the queues of that size, for each requested `largest`.
         self._pack_sums: dict[int, dict[int, int]] = {}
 
@@ -205,7 +204,11 @@ class UnitQueues:
 
     def push(self, env_id: int | None, size: int, unit: QueuedGroup, *, again: bool = False) -> None:
         """Append a unit to its queue. With `again`, insert it at the front instead, to undo a `pop`."""
-        queue = self._get_or_create(env_id, size)
+        queue = self._of_env.get(env_id, {}).get(size)
+        if queue is None:
+            queue = UnitQueue(env_id, size)
+            self._of_env.setdefault(env_id, {})[size] = queue
+            self._of_size.setdefault(size, {})[env_id] = queue
         if again:
             queue.units.appendleft(_encode(unit))
         else:
@@ -240,8 +243,6 @@ class UnitQueues:
         if queue is not None:
             self._repack(queue, -1)
         self._reserved[env_id, size] = sequences
-        if not sequences:
-            del self._reserved[env_id, size]
         if queue is not None:
             self._repack(queue, 1)
 
@@ -271,14 +272,6 @@ class UnitQueues:
                 unit_queues.push(env_id, size, _decode(unit))
         return unit_queues
 
-    def _get_or_create(self, env_id: int | None, size: int) -> UnitQueue:
-        queue = self._of_env.get(env_id, {}).get(size)
-        if queue is None:
-            queue = UnitQueue(env_id, size)
-            self._of_env.setdefault(env_id, {})[size] = queue
-            self._of_size.setdefault(size, {})[env_id] = queue
-        return queue
-
     def _drop(self, queue: UnitQueue) -> None:
         del self._of_env[queue.env_id][queue.size], self._of_size[queue.size][queue.env_id]
         if not self._of_env[queue.env_id]:
@@ -301,7 +294,7 @@ class UnitQueues:
 
     def _packed_size(self, queue: UnitQueue, largest: int, units: int | None = None) -> int:
         sequences = (len(queue.units) if units is None else units) * queue.size
-        return max(0, -(-sequences // largest) * largest - self._reserved.get((queue.env_id, queue.size), 0))
+        return max(0, -(-sequences // largest) * largest - self._reserved[queue.env_id, queue.size])
 
     def _note_head(self, queue: UnitQueue) -> None:
         heads = self._heads.setdefault(queue.size, [])
@@ -314,10 +307,16 @@ class UnitQueues:
 
 
 class UndersizedGroups:
-    """Groups of one environment that are smaller than its unit size. They cannot form a unit yet."""
+    """Groups of one environment that are smaller than its unit size. They cannot form a unit yet.
 
-    def __init__(self) -> None:
+    Args:
+        groups: The result of `oldest_first`.
+    """
+
+    def __init__(self, groups: Iterable[QueuedGroup] = ()) -> None:
         self._of_size: dict[int, deque[QueuedGroup]] = {}
+        for group in groups:
+            self._of_size.setdefault(group.sequences, deque()).append(group)
 
     def __len__(self) -> int:
         return sum(map(len, self._of_size.values()))
@@ -347,11 +346,3 @@ class UndersizedGroups:
 
     def oldest_first(self) -> list[QueuedGroup]:
         return sorted((group for groups in self._of_size.values() for group in groups), key=lambda group: group.id)
-
-    @classmethod
-    def of(cls, groups: Iterable[QueuedGroup]) -> UndersizedGroups:
-        """Create an object from the result of `oldest_first`."""
-        undersized = cls()
-        for group in groups:
-            undersized._of_size.setdefault(group.sequences, deque()).append(group)
-        return undersized

@@ -17,11 +17,10 @@ import numpy as np
 from msgspec import UNSET
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS, MAX_FLOAT32
+from rlframe.trajectories.messages import ANY_LENGTH_FIELD, FLOAT_FIELDS, INT_FIELDS, MAX_FLOAT32, OPAQUE_FIELDS
 
 MAX_DEPTH = 32  # limit for the nesting of `messages`, `images` and so on; Python's parsers fail at hundreds
 
-_OPAQUE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _MAX_EXPLAINED_BYTES = 1 << 20  # maximum size to search for NaN by parsing again; this blocks the event loop
 # Matches a surrogate pair, a lone surrogate (its digits are group 1), or another escape.
 _ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)", re.DOTALL)
@@ -130,7 +129,7 @@ def check_group(group: Any, lengths: list[int]) -> None:
     _check_count("scores", scores, len(lengths))
     _check_finite(("scores",), scores)
     _check_distillation(group, len(lengths))
-    for name in _OPAQUE_FIELDS:
+    for name in OPAQUE_FIELDS:
         value = getattr(group, name)
         if value is not None and value is not UNSET:
             _check_opaque(name, value)
@@ -257,7 +256,7 @@ def _find_field_not_finite(body: bytes, message: str) -> tuple[str, ...] | None:
     byte = re.search(r"\(byte (\d+)\)", message)
     if byte is None or not re.compile(rb"-?(NaN|Infinity)").match(body, int(byte[1])):
         return None
-    names = (*INT_FIELDS, *FLOAT_FIELDS, "scores", "distill_logprobs", *_OPAQUE_FIELDS)
+    names = (*INT_FIELDS, *FLOAT_FIELDS, "scores", "distill_logprobs", *OPAQUE_FIELDS)
     place, name = max((body.rfind(b'"%s"' % name.encode(), 0, int(byte[1])), name) for name in names)
     return (name,) if place >= 0 else ()
 

@@ -229,19 +229,14 @@ def as_json(payload: bytes) -> bytes:
     if not is_packed(payload):
         return payload
     group = _PACKED.group(payload)
-    lengths = lengths_of(group)
+    ends = np.cumsum(lengths_of(group))[:-1]
     item: dict[str, Any] = {}
     for name in KEYS:
         value = getattr(group, name)
         if isinstance(value, bytes):
-            numbers = np.frombuffer(value, "<i4" if name in INT_FIELDS else "<f4").tolist()
-            value = numbers if name == "scores" else _split(numbers, lengths)
+            numbers = np.frombuffer(value, "<i4" if name in INT_FIELDS else "<f4")
+            value = numbers.tolist() if name == "scores" else [row.tolist() for row in np.split(numbers, ends)]
         item[name] = None if value is UNSET else value
     if group.policy_version is not UNSET:
         item["policy_version"] = group.policy_version
     return _JSON.encode(item)
-
-
-def _split(values: list[Any], lengths: list[int]) -> list[list[Any]]:
-    ends = np.cumsum(lengths).tolist()
-    return [values[end - length : end] for end, length in zip(ends, lengths)]

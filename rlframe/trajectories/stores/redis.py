@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -206,10 +206,6 @@ class RedisStore(UnlimitedStore, GroupCommitStore):  # Redis refuses commands wh
             some = positions[start : start + _PAYLOADS_PER_READ]
             found += self._call("reading payloads", functools.partial(self._redis.hmget, PAYLOADS, some))
         return found
-
-    def delete_payloads(self, positions: Iterable[int]) -> None:
-        if dropped := list(positions):
-            super().delete_payloads(dropped)
 
     def payload_positions(self) -> list[int]:
         return sorted(map(int, self._call("listing payloads", lambda: self._redis.hkeys(PAYLOADS))))

@@ -206,7 +206,8 @@ class SQLiteStore(GroupCommitStore):
             if new and self._sync:
                 self._file.sync()
             old = _find_locations(self._writer, commit.deleted)
-            with self._transaction():
+            self._writer.execute("BEGIN IMMEDIATE")
+            with self._writer:  # commits, or rolls back after an error
                 self._commit(enumerate((append.record for append in commit.appends), start=first), new, commit)
         except Exception as error:
             for location in new.values():
@@ -233,17 +234,6 @@ class SQLiteStore(GroupCommitStore):
             "(SELECT position FROM log WHERE position <= (SELECT max(position) FROM snapshot) LIMIT ?)",
             (_DROPPED_AT_ONCE,),
         )
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._writer.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._writer.execute("COMMIT")
-        except BaseException:
-            if self._writer.in_transaction:  # after some errors, SQLite has already rolled back
-                self._writer.execute("ROLLBACK")
-            raise
 
     def _describe(self, error: Exception) -> Exception:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

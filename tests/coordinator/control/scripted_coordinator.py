@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from rlframe.coordinator.config import CoordinatorConfig
 from rlframe.coordinator.states import JobState, is_over
 from rlframe.errors import UsageError
 
@@ -155,6 +156,7 @@ class ScriptedCoordinator:
         self.become(self._before)
 
     def scale(self, role: str, n: int) -> None:
+        CoordinatorConfig("", min_collectors=MIN_ACTORS, max_collectors=MAX_ACTORS).check_count(role, n)
         self._command("scale", role, n)
         self.wanted[role] = n
         rest = [one for one in self.workers if one["role"] != role]

@@ -38,6 +38,7 @@ from rlframe.coordinator.messages import (
     StartTask,
     Update,
     WorkerInfo,
+    WorkerKey,
     WorkerReply,
 )
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState, is_over
@@ -612,12 +613,12 @@ class Simulation:
             method, 0.01
         ) * self.rng.uniform(0.5, 1.5)
 
-    def _find(self, worker_id: str, incarnation: int) -> SimWorker | None:
-        return next((w for w in self.all_workers if w.key == (worker_id, incarnation)), None)
+    def _find(self, key: WorkerKey) -> SimWorker | None:
+        return next((w for w in self.all_workers if w.key == key), None)
 
     def _arrive(self, send: ev.Send, life: int) -> None:
-        worker = self._find(send.worker_id, send.incarnation)
-        who = (send.worker_id, send.incarnation, send.method, send.header)
+        worker = self._find(send.key)
+        who = (send.key, send.method, send.header)
 
         def answer(event: Any, seconds: float) -> None:
             def do() -> None:
@@ -677,10 +678,10 @@ class Simulation:
     def _check_send(self, send: ev.Send) -> None:
         if send.header is None:
             return
-        assert (send.header.worker_id, send.header.incarnation) == (send.worker_id, send.incarnation)
-        last = self._seqs.get((send.worker_id, send.incarnation), -1)
-        assert send.header.seq >= last, f"{send.worker_id} was called with {send.header.seq} after {last}"
-        self._seqs[send.worker_id, send.incarnation] = send.header.seq
+        assert (send.header.worker_id, send.header.incarnation) == send.key
+        last = self._seqs.get(send.key, -1)
+        assert send.header.seq >= last, f"{send.key} was called with {send.header.seq} after {last}"
+        self._seqs[send.key] = send.header.seq
         if send.method == "start_task" and send.args[0].kind == "collect":
             assert self.learner_started, "a collector started before a learner"
 

@@ -107,7 +107,7 @@ def test_calls_have_the_documented_order() -> None:
     assert learns and all(asked[index - 1] == "data_demand" for index in learns)
     assert set(methods(sim, "collector")[1:-1]) == {"get_data"}
     assert methods(sim, "evaluator") == ["start_task", "get_data", "close_task"]
-    first = next(send for send in sim.sent if send.header is not None and send.worker_id == "collector/0")
+    first = next(send for send in sim.sent if send.header is not None and send.key[0] == "collector/0")
     # `Simulation` checks that a learner started before the first collector.
     assert (first.method, sim.sent[0].method) == (
         "start_task",
@@ -119,7 +119,7 @@ def methods(sim: Simulation, role: str) -> list[str]:
     """Return the method names of the calls to the workers of a role. Leave out repeated calls."""
     found, seqs = [], set()
     for send in sim.sent:
-        if send.header is not None and send.worker_id.startswith(role) and send.header.seq not in seqs:
+        if send.header is not None and send.key[0].startswith(role) and send.header.seq not in seqs:
             seqs.add(send.header.seq)
             found.append(send.method)
     return found
@@ -132,7 +132,7 @@ def test_collectors_are_scaled_up_and_down_during_training() -> None:
     sim.deliver(ev.ScaleRequested("collector", 2))
     assert sim.run(10.0, lambda: len(sim.live("collector")) == 2 and at_work(sim) == 2)
     closed = [send for send in sim.sent if send.method == "close_task"]
-    assert {send.worker_id for send in closed} == {"collector/2", "collector/3"}
+    assert {send.key[0] for send in closed} == {"collector/2", "collector/3"}
     assert sim.job.accounts.restarts == 0
     sim.run(20.0)
     assert [worker.worker_id for worker in sim.live("collector")] == ["collector/0", "collector/1"]
@@ -166,7 +166,7 @@ def test_reply_of_another_worker_marks_the_worker_as_lost_without_a_failure(meth
     header, reply = worker.call.header, CallRefused("The call is for another.", is_misdirected=True)
     if method == "ping":
         header, reply = None, Alive(worker.worker_id, worker.incarnation + 1, "idle")
-    sim.deliver(ev.Replied(*key, method, header, reply))
+    sim.deliver(ev.Replied(key, method, header, reply))
     assert worker.state is WorkerState.LOST and (task.failures, sim.job.accounts.restarts) == (0, 1)
     assert sim.run(30.0, lambda: at_work(sim) == 1)
 
@@ -332,7 +332,7 @@ def test_connections_are_dropped_before_the_workers_are_ended() -> None:
     sim.deliver(ev.EndRequested(StopReason("interrupt", "enough")))
     assert sim.run(60.0, lambda: sim.is_over)
     left = next(index for index, effect in enumerate(effects) if isinstance(effect, ev.EndWorkers))
-    shut = [effect.worker_id for effect in effects[:left] if isinstance(effect, ev.Disconnect)]
+    shut = [effect.key[0] for effect in effects[:left] if isinstance(effect, ev.Disconnect)]
     assert shut == ["learner/0", "collector/0", "collector/1"]
     assert not [
         effect for effect in effects[left:] if isinstance(effect, (ev.Disconnect, ev.Send, ev.Connect, ev.Release))
@@ -347,7 +347,7 @@ def test_learner_lost_during_the_ending_is_replaced_and_saves() -> None:
     assert sim.run(60.0, lambda: sim.is_over)
     assert not sim.over[0].failed
     assert sim.checkpoint[1] == sim.store.newest
-    closed = [send.incarnation for send in sim.sent if (send.worker_id, send.method) == ("learner/0", "close_task")]
+    closed = [send.key[1] for send in sim.sent if (send.key[0], send.method) == ("learner/0", "close_task")]
     assert set(closed) == {1}
 
 
@@ -517,7 +517,7 @@ def test_example_in_the_package_docstring() -> None:
 
     def answers(reply: Any) -> list[str]:
         call = next(effect for effect in reversed(effects) if isinstance(effect, ev.Send))
-        return happens(ev.Replied(*call.key, call.method, call.header, reply))
+        return happens(ev.Replied(call.key, call.method, call.header, reply))
 
     here = WorkerInfo("learner", 0, 0, "there")
     advance(job, ev.Submitted(), 0.0)
@@ -536,4 +536,4 @@ def test_example_in_the_package_docstring() -> None:
             collected = Collected(stats, 0, length=64)
             assert answers(collected) == ["get_data"] and job.accounts.env_steps == 64
             assert happens(ev.OperatorAnswered((here,))) == ["Disconnect", "Replace"]
-    assert happens(ev.Replied(*late.key, "get_data", late.header, collected)) == []
+    assert happens(ev.Replied(late.key, "get_data", late.header, collected)) == []

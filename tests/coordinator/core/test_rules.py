@@ -34,7 +34,7 @@ from tests.coordinator.core.test_machine import at_work, learner, running, state
 
 
 def calls(sim: Simulation, worker_id: str, since: int = 0) -> list[str]:
-    return [s.method for s in sim.sent[since:] if s.worker_id == worker_id and s.header is not None]
+    return [s.method for s in sim.sent[since:] if s.key[0] == worker_id and s.header is not None]
 
 
 # --- the next call
@@ -83,7 +83,7 @@ def test_call_is_repeated_once_after_a_duplicate_not_ready_reply() -> None:
     assert worker is not None
     assert sim.run(5.0, lambda: worker.call is not None and worker.called_at <= sim.now)
     assert worker.call is not None
-    not_yet = ev.Replied("collector/0", 0, worker.call.method, worker.call.header, NotReady())
+    not_yet = ev.Replied(("collector/0", 0), worker.call.method, worker.call.header, NotReady())
     sent = len(sim.sent)
     sim.deliver(not_yet)
     sim.deliver(not_yet)
@@ -138,7 +138,7 @@ def test_unreported_batches_are_dropped_if_drawn_and_taken_back_if_granted(by_ke
     accounts, granted = dataclasses.replace(sim.job.accounts), task.granted
     one = (Update(task.batches[0].keys if by_key else np.zeros((1, 3), np.int64)),)
     version, steps = accounts.params_version + 1, accounts.learner_steps + 1
-    sim.deliver(ev.Replied("learner/0", 0, "learn", worker.call.header, Learned(version, steps, one)))
+    sim.deliver(ev.Replied(("learner/0", 0), "learn", worker.call.header, Learned(version, steps, one)))
     now = sim.job.accounts
     assert now.learned == accounts.learned + 1 and now.lost == accounts.lost
     assert now.dropped - accounts.dropped == (granted - 1 if by_key else 0)
@@ -163,7 +163,7 @@ def test_start_of_a_learner_contains_the_newest_version() -> None:
     assert sim.run(30.0, lambda: sim.job.state is JobState.DEGRADED)
     version = sim.job.accounts.params_version
     assert sim.run(30.0, lambda: sim.job.state is JobState.RUNNING)
-    start = next(s for s in sim.sent if (s.worker_id, s.method, s.incarnation) == ("learner/0", "start_task", 1))
+    start = next(s for s in sim.sent if (s.key, s.method) == (("learner/0", 1), "start_task"))
     assert start.args[0].options["min_version"] == version > 0
 
 
@@ -248,7 +248,7 @@ def test_workers_are_pinged_periodically() -> None:
     sim = running(1)
     sent = len(sim.sent)
     sim.run(30.0)
-    pings = [send for send in sim.sent[sent:] if (send.worker_id, send.method) == ("collector/0", "ping")]
+    pings = [send for send in sim.sent[sent:] if (send.key[0], send.method) == ("collector/0", "ping")]
     assert 9 <= len(pings) <= 11
 
 
@@ -345,7 +345,7 @@ def test_evaluation_of_a_wrong_version_is_retried() -> None:
     worker = sim.job.roster.get("evaluator/0")
     assert worker is not None and worker.call is not None
     values = {"return_mean": 500.0, "return_std": 0.0, "length_mean": 1.0, "episodes": 1.0}
-    sim.deliver(ev.Replied("evaluator/0", 0, "get_data", worker.call.header, Evaluated(10**6, values)))
+    sim.deliver(ev.Replied(("evaluator/0", 0), "get_data", worker.call.header, Evaluated(10**6, values)))
     assert sim.job.accounts.evaluations == []
     assert sim.run(30.0, lambda: bool(sim.job.accounts.evaluations))
     assert sim.job.accounts.evaluations[0][1] != 500.0
@@ -537,7 +537,7 @@ def test_learner_publishes_higher_versions_than_the_previous_job() -> None:
     job = TrainingJob(TrainOne(env_steps=10), LIMITS, {"learner": 1}, by_key=False, now=0.0, min_version=70)
     advance(job, ev.Submitted(), 0.0)
     advance(job, ev.OperatorAnswered((WorkerInfo("learner", 0, 0, "there"),)), 1.0)
-    effects = advance(job, ev.Replied("learner/0", 0, "ping", None, Alive("learner/0", 0, "idle")), 2.0)
+    effects = advance(job, ev.Replied(("learner/0", 0), "ping", None, Alive("learner/0", 0, "idle")), 2.0)
     (start,) = [effect.args[0] for effect in effects if isinstance(effect, ev.Send) and effect.method == "start_task"]
     assert start.options["min_version"] == 70 and job.to_json()["min_version"] == 70
 

@@ -35,11 +35,11 @@ class OperatorDriver:
 
     def replace_workers(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:
-            self._thread.put(ev.Replace(*key))
+            self._thread.put(ev.Replace(key))
 
     def release(self, keys: Iterable[WorkerKey]) -> None:
         for key in keys:
-            self._thread.put(ev.Release(*key))
+            self._thread.put(ev.Release(key))
 
     def disconnect(self, end_workers: bool = True) -> None:
         """End the thread. Also end the workers unless `end_workers` is False. Repeated calls change nothing."""

@@ -101,4 +101,4 @@ def test_sizes_of_remaining_undersized_groups_never_sum_to_unit_size(unit_size, 
             sums |= {total + waiting for total in sums}
         assert unit_size not in sums
         assert (len(undersized), undersized.sequences) == (len(inside), sum(inside.values()))
-    assert [waiting.id for waiting in UndersizedGroups.of(undersized.oldest_first()).oldest_first()] == sorted(inside)
+    assert [waiting.id for waiting in UndersizedGroups(undersized.oldest_first()).oldest_first()] == sorted(inside)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from rlframe.http.bodies import MSGPACK, answer, retry_later
+from rlframe.trajectories.queue import reports
 from rlframe.trajectories.queue.leases import AddResult
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import (
@@ -96,12 +97,10 @@ def _is_packed(request: Request) -> bool:
 
 def _check_size(service: Service, run: str, group: ParsedGroup, *loc: int) -> None:
     """Refuse a group that no batch can hold, before it is stored."""
-    trainer = service.queue(run).epoch.registration
-    if trainer is not None and group.sequences > trainer.batch_size:
-        message = (
-            f"The group has {group.sequences} sequences, but a batch has {trainer.batch_size}, so no batch can hold it."
-        )
-        raise InvalidGroupError((*loc, "tokens"), message, "too_long")
+    # Without a policy version, the queue checks only the size.
+    refusal = reports.refusal(service.queue(run).epoch, group.env_id, group.sequences, policy_version=None)
+    if refusal is not None:
+        raise InvalidGroupError((*loc, "tokens"), refusal.reason or "", "too_long")
 
 
 async def _add(service: Service, run: str, group: ParsedGroup, key: str | None) -> AddResult:
