@@ -264,9 +264,7 @@ class _Memory:
 
     def newest_written(self) -> tuple[int, int]:
         """Return (newest completely written version, its slot). The version is -1 if no version is written."""
-        written = [version.read()[0] for version in self._versions]
-        slot = 0 if written[0] > written[1] else 1
-        return written[slot], slot
+        return max((version.read()[0], slot) for slot, version in enumerate(self._versions))
 
     def write(self, version: int, packed: list[Any]) -> None:
         """Write a version to the slot whose version is older."""
