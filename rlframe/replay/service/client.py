@@ -140,8 +140,7 @@ class StepSender:
         try:
             while True:
                 with self._changed:
-                    while not self._waiting and not self._closed:
-                        self._changed.wait()
+                    self._changed.wait_for(lambda: self._waiting or self._closed)
                     if self._closed:
                         return
                     stacks = [
