@@ -47,10 +47,9 @@ class Evaluator:
         seed: int = 0,
         max_episode_length: int = 108_000,  # half an hour of Atari at 60 Hz
     ) -> None:
-        if episodes < 1:
-            raise UsageError(f"Evaluator.episodes must be at least 1, got {episodes}.")
-        if max_episode_length < 1:
-            raise UsageError(f"Evaluator.max_episode_length must be at least 1, got {max_episode_length}.")
+        for name, value in (("episodes", episodes), ("max_episode_length", max_episode_length)):
+            if value < 1:
+                raise UsageError(f"Evaluator.{name} must be at least 1, got {value}.")
         with STARTING:
             self._env = as_pool(env_builder, seed=env_seed(seed, EVALUATOR_RANK))
         if not self._env.is_sync:

@@ -27,6 +27,9 @@ class UnrollGate:
 
     Args:
         spec: spec of the replay, with a `max_staleness`.
+
+    Attributes:
+        is_closed: True if the next step must wait: call `wait_until_open` first.
     """
 
     def __init__(self, spec: ReplaySpec) -> None:
@@ -36,7 +39,7 @@ class UnrollGate:
         self._steps = 0  # steps taken in the current unroll
         self._version = -1  # parameter version that acted in the first step of the unroll
         self._learned_at = -1  # parameter version of the learner when it learns from the unroll
-        self._is_open = True
+        self.is_closed = False
         self._waited = 0.0  # seconds that the actor has waited for the next unroll
 
     def count_step(self, version: int) -> None:
@@ -46,12 +49,7 @@ class UnrollGate:
             # If the learner has continued without this actor, `version` is larger than `_learned_at` + 1.
             self._version, self._learned_at = version, max(version, self._learned_at + 1)
         self._steps = (self._steps + 1) % self._length
-        self._is_open = self._steps > 0 or self._version > self.too_old
-
-    @property
-    def is_closed(self) -> bool:
-        """True if the next step must wait: call `wait_until_open` first."""
-        return not self._is_open
+        self.is_closed = self._steps == 0 and self._version <= self.too_old
 
     @property
     def too_old(self) -> int:
@@ -60,7 +58,7 @@ class UnrollGate:
 
     def open_for(self, version: int) -> None:
         """Open the gate if `version` is new enough for the next unroll."""
-        self._is_open = self._is_open or version > self.too_old
+        self.is_closed = self.is_closed and version <= self.too_old
 
     def wait_until_open(self, inferencer: Any, stop: threading.Event, until: float = math.inf) -> int:
         """Wait until the next unroll may start or `stop` is set. Return the newest known version.
@@ -85,7 +83,7 @@ class UnrollGate:
                 break
             if now >= until:
                 return version
-        self._is_open, self._waited = True, 0.0
+        self.is_closed, self._waited = False, 0.0
         return version
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -59,10 +60,8 @@ class ActorReplay:
                 f"A {type(buffer).__name__} was given as the replay buffer of an Actor: it needs add(env_ids, step)."
             )
         if hasattr(buffer, "claim_rank"):  # a Remote appears to have every method until that method is called
-            try:
+            with contextlib.suppress(NoMethodError):
                 return buffer.claim_rank(rank=rank)
-            except NoMethodError:
-                pass
         if rank is None and (self._is_remote or handles.program_stop_event() is not None):
             raise UsageError(
                 "The replay buffer has add() but no claim_rank(), so it hands out no ranks. An Actor without a rank "

@@ -60,6 +60,12 @@ class PoolStepper:
         self._initial_state = initial_state
         self._is_recurrent = bool(jax.tree.leaves(initial_state))
 
+    def get_state(self, with_envs: bool) -> dict[str, Any]:
+        """See `Actor.get_state`. Environments of an asynchronous pool are never saved: they can be in a step."""
+        env = self.env.get_state() if with_envs and self._timestep is not None else None
+        timestep, state = (self._timestep, self._state) if env is not None else (None, None)
+        return {"env": env, "timestep": timestep, "state": state, "episodes": self.episodes.get_state()}
+
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `get_state`. If it contains no environment states, the environments are reset."""
         resets = state["env"] is None
@@ -114,11 +120,6 @@ class SyncStepper(PoolStepper):
             self._state = reset_at_first(next_timestep, next_state, self._initial_state)
         self._is_acted_on = False
         return self.episodes.update(next_timestep, rewards=true_rewards(self.env, next_timestep))
-
-    def get_state(self, with_envs: bool) -> dict[str, Any]:
-        """See `Actor.get_state`."""
-        env = self.env.get_state() if with_envs and self._timestep is not None else None
-        return {"env": env, "timestep": self._timestep, "state": self._state, "episodes": self.episodes.get_state()}
 
 
 class AsyncStepper(PoolStepper):
@@ -186,11 +187,6 @@ class AsyncStepper(PoolStepper):
             indices, timestep = indices[has], jax.tree.map(lambda leaf: leaf[has], timestep)
         before, output, state = jax.tree.map(lambda leaf: leaf[indices], self._last_requests)
         self._add(self._env_ids[indices], Step(before, output, state, self._versions[indices], timestep))
-
-    def get_state(self, with_envs: bool) -> dict[str, Any]:
-        """See `Actor.get_state`. Environments cannot be saved in the middle of a step."""
-        del with_envs
-        return {"env": None, "timestep": None, "state": None, "episodes": self.episodes.get_state()}
 
 
 class EpisodeStatistics:

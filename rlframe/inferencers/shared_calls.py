@@ -188,7 +188,6 @@ class CallMemory:
         self._shared = (
             SharedArrays.create(_LABEL, fields) if name is None else SharedArrays.attach(name, _LABEL, fields)
         )
-        assert self._shared.name is not None
         self.name = self._shared.name
         self._leaves = list(self._shared.arrays.values())
         self.free = collections.deque(range(_SLOTS))  # numbers of free slots; only the client uses this attribute

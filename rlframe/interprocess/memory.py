@@ -59,10 +59,10 @@ class SharedArrays:
 
     Attributes:
         arrays: the arrays by name, initially zero.
-        name: the address to pass to `attach`; None for inherited memory.
+        name: the address to pass to `attach`. Inherited memory has no address.
     """
 
-    name: MemoryName | None = None
+    name: MemoryName
     _finalizer: weakref.finalize | None = None
 
     def __init__(self, descriptor: int, fields: Fields) -> None:
@@ -131,8 +131,8 @@ class SharedArrays:
 
     @property
     def creator_is_alive(self) -> bool:
-        """True if the process that created the memory is still running."""
-        return self.name is None or self.name.creator.is_alive
+        """True if the process that created the memory is still running. Not for inherited memory."""
+        return self.name.creator.is_alive
 
     def close(self) -> None:
         """Release the memory. In the creator's process, mark it as closed for all processes. Later calls do nothing."""

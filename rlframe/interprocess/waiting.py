@@ -117,8 +117,6 @@ class Inbox(Generic[_Item]):
 
     def get(self, timeout: float) -> _Item:
         """Remove and return the first item. If no item arrives within `timeout` seconds, raise `queue.Empty`."""
-        if self._items:
-            return self._items.popleft()
         deadline = time.monotonic() + timeout
         while not self._items:
             if not self._has_items.acquire(timeout=max(0.0, deadline - time.monotonic())) and not self._items:

@@ -64,7 +64,7 @@ class Checkpointer:
         self.replays = ReplayFiles(self.directory / "replay", keep)
         self._keep = keep
         self._open_manager: Any = None
-        self._native: NativePath | None = None  # `directory` as a path object for Orbax; None if the manager is closed
+        self._closing = contextlib.ExitStack()  # closes the manager, then the descriptor of its directory
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
@@ -189,13 +189,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Stop Orbax's threads. A later call starts them again."""
-        manager, native = self._open_manager, self._native
-        self._open_manager = self._native = None
-        with root_handler(logging.lastResort or logging.NullHandler()), contextlib.ExitStack() as closing:
-            for each in filter(
-                None, (native, manager)
-            ):  # ExitStack calls the last callback first, so it closes the manager first
-                closing.callback(each.close)
+        self._open_manager = None
+        with root_handler(logging.lastResort or logging.NullHandler()):
+            self._closing.close()
 
     def _manager(self) -> Any:
         if self._open_manager is None:
@@ -205,8 +201,9 @@ class Checkpointer:
             logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
             self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)
-            self._native = NativePath(self.directory)
-            self._open_manager = ocp.CheckpointManager(self._native.path, options=options)
+            native = self._closing.enter_context(contextlib.closing(NativePath(self.directory)))
+            manager = ocp.CheckpointManager(native.path, options=options)
+            self._open_manager = self._closing.enter_context(contextlib.closing(manager))
         return self._open_manager
 
     def _check(self, template: Tree, leaves: list[np.ndarray], step: int) -> None:

@@ -72,8 +72,6 @@ class Packing:
         same = other._treedef == self._treedef and other._parts == self._parts
         return same and other.packed_shapes == self.packed_shapes
 
-    __hash__ = None  # type: ignore[assignment]
-
     def pack_jax(self, tree: Tree) -> list[jax.Array]:
         """Return [one int32 vector with the small leaves, *the other leaves]. For jitted functions."""
         leaves = jax.tree.leaves(tree)

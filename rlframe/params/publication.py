@@ -112,18 +112,17 @@ class Publication(LocalParams):
             if self._memory is None and SUPPORTED:
                 self._memory = _Memory(SharedArrays.create(_LABEL, _fields(self._packing)), self._packing)
                 self._memory.begin(self.version)
-                self._writer = threading.Thread(target=self._write_requested, name="rlframe parameters", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._write_requested, args=(self._memory,), name="rlframe parameters", daemon=True
+                )
                 self._writer.start()
             if self._memory is None or self._writer is None:
                 return None
-            name = self._memory.arrays.name
-            assert name is not None
-            return PublicationReader(name, self._packing)
+            return PublicationReader(self._memory.arrays.name, self._packing)
 
-    def _write_requested(self) -> None:
+    def _write_requested(self, memory: _Memory) -> None:
         """Write each version that readers request, until `close`."""
-        memory, answered = self._memory, 0
-        assert memory is not None
+        answered = 0
         while not memory.arrays.closed:
             requested = memory.requested.value
             if requested == answered:
@@ -265,9 +264,7 @@ class _Memory:
 
     def newest_written(self) -> tuple[int, int]:
         """Return (newest completely written version, its slot). The version is -1 if no version is written."""
-        written = [version.read()[0] for version in self._versions]
-        slot = 0 if written[0] > written[1] else 1
-        return written[slot], slot
+        return max((version.read()[0], slot) for slot, version in enumerate(self._versions))
 
     def write(self, version: int, packed: list[Any]) -> None:
         """Write a version to the slot whose version is older."""

@@ -29,9 +29,7 @@ def as_packed_source(source: Any) -> PackedSource:
     Raises:
         UsageError: the object has no `get_params`.
     """
-    if isinstance(source, Remote):
-        return ParamReader(source)
-    if hasattr(source, "get_packed"):
+    if hasattr(source, "get_packed") and not isinstance(source, Remote):  # a `Remote` appears to have every method
         return source
     if not callable(getattr(source, "get_params", None)):
         raise UsageError(

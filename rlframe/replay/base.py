@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -310,11 +311,9 @@ class Dataset(Closeable):
 
     def _put(self, batch: Batch | BaseException) -> None:
         while not self._stop.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 self._ready.put(batch, timeout=WAKE_INTERVAL)
                 return
-            except queue.Full:
-                continue
 
 
 # --- checks of arguments

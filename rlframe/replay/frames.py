@@ -165,11 +165,7 @@ class FrameStore:
     def variable_arrays(self) -> dict[str, np.ndarray]:
         """Return the separate frames and the counters, which are small arrays whose sizes vary."""
         ids = np.array(list(self._separate_frames), np.int64)
-        frames = (
-            np.stack(list(self._separate_frames.values()))
-            if self._separate_frames
-            else np.zeros((0, *self.leaf.shape[1:]), np.uint8)
-        )
+        frames = np.stack(list(self._separate_frames.values()))
         counters = np.array([self._next_separate, self._sweep_at, self.rows_seen, self.rows_stored_separately])
         return {"ids": ids, "frames": frames, "counters": counters}
 

@@ -49,10 +49,6 @@ class TreeLayout:
         """Return a tree with these leaves."""
         return leaves[0] if self.is_leaf else self._treedef.unflatten(leaves)
 
-    def map(self, tree: Tree, rows: np.ndarray) -> Tree:
-        """Return a tree with only the `rows` of each leaf."""
-        return self.build([np.asarray(value)[rows] for value in self.split(tree)])
-
     def check(self, tree: Tree, batch: int) -> None:
         """Raise UsageError if a leaf of `tree` is not a `[batch, ...]` array with the shape and dtype of its spec.
 

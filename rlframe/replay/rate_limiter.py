@@ -94,7 +94,7 @@ class RateLimiter:
             enough = size >= max(self._min_size, batch_size)
         else:
             enough = inserted >= self._min_size and size > 0
-        return enough and (self.ratio is None or self.ahead(inserted, sampled) >= 0)
+        return enough and self.ahead(inserted, sampled) >= 0
 
     def may_insert(self, inserted: int, sampled: int, run_ahead: int) -> bool:
         """Return True if an item can be inserted now. The inserts can be up to `run_ahead` items ahead."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Generic, Protocol, TypeVar
 
+import jax
 import numpy as np
 
 from rlframe.errors import UsageError
@@ -123,7 +124,7 @@ class StepStore:
             lost = ~kept
             first, index = self._allocate(int(np.count_nonzero(lost)), fragments)
             numbers[lost] = first + np.arange(np.count_nonzero(lost))
-            self.observations.write(index, self._layouts["observation"].map(before.observation, lost), first)
+            self.observations.write(index, jax.tree.map(lambda leaf: leaf[lost], before.observation), first)
             self.items.open(index, before.step_type[lost])
             self.items.discard(fragments, envs[lost])
         first, index = self._allocate(count, fragments)

@@ -95,8 +95,6 @@ class SumTree:
     def refresh(self) -> None:
         """Compute again all sums that include a changed leaf."""
         ranges, scattered = self._ranges, self._scattered
-        if not ranges and not scattered:
-            return
         self._ranges, self._scattered = [], []
         if len(ranges) > 8 or len(scattered) > 8:
             points = [np.arange(low // _FANOUT, -(-high // _FANOUT)) * _FANOUT for low, high in ranges]

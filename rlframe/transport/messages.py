@@ -98,8 +98,7 @@ def _dumps(content: Any, keeps_in_band: Callable[[pickle.PickleBuffer], bool], a
             arrays.clear()
     import cloudpickle
 
-    by_value: bytes = cloudpickle.dumps(content, 5, buffer_callback=keeps_in_band)
-    return by_value
+    return cloudpickle.dumps(content, 5, buffer_callback=keeps_in_band)
 
 
 def _fill(connection: socket.socket, into: bytearray | memoryview, got: int, least: int) -> int:

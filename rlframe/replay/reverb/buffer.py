@@ -255,11 +255,6 @@ class ReverbReplayBuffer(BaseReplayBuffer):
     # --- counters and checkpoints of the server
 
     @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._connection.closed.is_set()
-
-    @property
     def size(self) -> int:
         block = self._connect()
         return self._connection.info("size")[REPLAY].current_size * block + self._drawn.size

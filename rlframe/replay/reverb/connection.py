@@ -334,8 +334,9 @@ class SamplerPool:
                 if len(drawn) >= self._wanted:
                     with self._changed:
                         self._changed.notify_all()
-                        while len(drawn) >= max(self._ahead, self._wanted) and self._failure is None:
-                            self._changed.wait()
+                        self._changed.wait_for(
+                            lambda: len(drawn) < max(self._ahead, self._wanted) or self._failure is not None
+                        )
         except RuntimeError as error:
             with self._changed:
                 self._failure = self._failure or error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -188,8 +189,5 @@ class RankRegistry:
         self._insert(CLAIMS, np.array(entry, np.int64))
 
     def _insert(self, table: str, array: np.ndarray) -> None:
-        inserter = ReverbInserter(self._connection, table, self._patience)
-        try:
+        with contextlib.closing(ReverbInserter(self._connection, table, self._patience)) as inserter:
             inserter.insert([array])
-        finally:
-            inserter.close()

@@ -114,9 +114,9 @@ class StepSender:
     def _wait(self, is_over: Callable[[], bool]) -> None:
         """Wait until `is_over` returns True. The lock is held when `is_over` is called. Raise the errors of `put`."""
         with self._changed:
-            self._check()
             if not is_over():
                 self._sleep_until(is_over)
+            self._check()
 
     def _sleep_until(self, is_over: Callable[[], bool]) -> None:
         """Sleep until `is_over` returns True. If the service makes the writer wait for a long time, warn once."""
@@ -135,14 +135,12 @@ class StepSender:
                         self._held_back_reason,
                     )
                 self._changed.wait(_STOP_CHECK_INTERVAL)
-        self._check()
 
     def _run(self) -> None:
         try:
             while True:
                 with self._changed:
-                    while not self._waiting and not self._closed:
-                        self._changed.wait()
+                    self._changed.wait_for(lambda: self._waiting or self._closed)
                     if self._closed:
                         return
                     stacks = [

@@ -232,8 +232,6 @@ class ReplayService:
         Returns:
             The reason why the step must still wait, or "" if it can be inserted.
         """
-        if not (why := self._reason_to_wait()):
-            return ""
         with self._room:
             while (why := self._reason_to_wait()) and not self._stop.is_set() and time.monotonic() < until:
                 self._room.wait(0.1)

@@ -86,7 +86,6 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         rows = block.segment_rows(spec, num_writers, max_envs)
         self._created = block.create(num_writers, rows, spec, agent.step_spec)
         name, waits = self._created.name, (timeout, in_threads, rounds_ahead, elastic_writers)
-        assert name is not None
         self.__setstate__(BufferPlan(name, spec, agent.step_spec, num_writers, max_envs, rows, seed, *waits))
 
     def __getstate__(self) -> BufferPlan:

@@ -91,7 +91,6 @@ class Sampler:
     def _take_over(self) -> None:
         """Continue with the counters of the previous sampler process. In a queue, also continue at its position."""
         reader = self.reader = SegmentReader(self._memory, self._spec, self._step_spec, self._spec.kind)
-        self._unreleased = _NO_STARTS
         if isinstance(reader.table, QueueTable):
             reader.take_over()
         else:
