@@ -154,9 +154,10 @@ class StepRing:
 
     def __init__(self, spec: ReplaySpec, num_envs: int, seed: int) -> None:
         self._spec, self._num_envs, item = spec, num_envs, spec.item
-        self._n = item.n_step if isinstance(item, Transition) else 1
-        self._span = item.length if isinstance(item, Sequence) else item.n_step
-        self._period = item.period if isinstance(item, Sequence) else 1
+        if isinstance(item, Transition):
+            self._n, self._span, self._period, self._gamma = item.n_step, item.n_step, 1, item.discount
+        else:
+            self._n, self._span, self._period, self._gamma = 1, item.length, item.period, 1.0
         self.rows = max(-(-spec.capacity // num_envs) + 1, self._span + 4)
         self._batch_size = spec.batch_size or num_envs
         ratio = fractions.Fraction(spec.samples_per_insert or 0).limit_denominator(_MAX_DENOMINATOR)
@@ -239,7 +240,7 @@ class StepRing:
             for back, mask in complete:
                 leaves = (ring.head - back) % self.rows * self._num_envs + envs
                 weights = self._tree.set(weights, leaves, jnp.where(mask, leaf, weights[0][leaves]))
-        count = sum(jnp.count_nonzero(mask) for _, mask in complete).astype(jnp.int32)
+        count = jnp.stack([jnp.count_nonzero(mask) for _, mask in complete]).sum().astype(jnp.int32)
         inserted = jnp.minimum(ring.inserted + count, self._spec.min_size)
         beyond = count - (inserted - ring.inserted)  # items after the first `min_size`
         return ring._replace(
@@ -313,7 +314,7 @@ class StepRing:
         return Batch(read(ring.steps, times, envs), (), probabilities, ())
 
     def _transitions(self, steps: _Steps, times: jax.Array, envs: jax.Array) -> TransitionBatch:
-        gamma = np.float32(self._spec.item.discount)
+        gamma = np.float32(self._gamma)
         reward, discount = jnp.zeros(len(times)), jnp.ones(len(times))
         length, goes_on = jnp.zeros(len(times), jnp.int32), jnp.ones(len(times), bool)
         for k in range(self._n):

@@ -133,9 +133,7 @@ class Rounds:
         def may_learn(carry: Carry) -> jax.Array:
             return (carry.tally.updates < limits.updates) & (carry.tally.failed_update == 0)
 
-        replay, carry = self._replay.update(
-            carry.replay, records, carry._replace(replay=()), self._learn, may_learn
-        )
+        replay, carry = self._replay.update(carry.replay, records, carry._replace(replay=()), self._learn, may_learn)
         return carry._replace(replay=replay)
 
     def _act(self, actor_params: Tree, acting: Acting) -> tuple[Acting, StepRecord, jax.Array]:

@@ -15,7 +15,8 @@ from rlframe import handles
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import ActionRepeatEnvPool, EnvPoolAdapter
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, build_groups
-from rlframe.envs.names import Builder, takes_seed
+from rlframe.envs.jax_envs import make_jax_env
+from rlframe.envs.names import Builder, describe, is_jax, takes_seed
 from rlframe.envs.pool import AsyncEnvPool, EnvPool, PoolWrapper, UserPool
 from rlframe.envs.process import AsyncProcesses, ProcessPool
 from rlframe.envs.remote import RemoteAsyncEnv, RemoteEnv, ServedSpecs
@@ -23,8 +24,8 @@ from rlframe.envs.thread import AsyncThreads, ThreadPool
 from rlframe.errors import UsageError, suggest
 from rlframe.types import TimeStep
 
-SYNC_TYPES = ("loop", "thread", "process", "envpool")
-ASYNC_TYPES = SYNC_TYPES[1:]
+ASYNC_TYPES = ("thread", "process", "envpool")
+SYNC_TYPES = ("loop", *ASYNC_TYPES, "jax")
 # Alias in the design document -> type.
 _ALIASES = {
     "python for loop": "loop",
@@ -41,13 +42,14 @@ class SyncEnv(PoolWrapper):
       name_or_pybuilder: a name (see `rlframe.envs.names`) or a callable that returns one gymnasium or dm_env
         environment. The callable receives `seed` if its signature has this argument.
       size: number of environments, at least 1.
-      type: "loop" (one after another), "thread", "process" (Python workers) or "envpool" (C++ threads, only for names);
-        or one of the aliases "python for loop", "python thread", "python multiprocess" and "c++ threadpool".
+      type: "loop" (one after another), "thread", "process" (Python workers), "envpool" (C++ threads, only for names) or
+        "jax" (one jitted call, only for JAX environments, see `rlframe.envs.jax_env.JaxEnv`); or one of the aliases
+        "python for loop", "python thread", "python multiprocess" and "c++ threadpool".
       seed: the seed of environment i is a hash of (seed, i), so all Python types produce the same episodes.
       num_workers: number of threads or processes; None means one for each core that this process may use.
       env_kwargs: options of the environment, or of EnvPool.
       answer_timeout: seconds that one step may take in a thread or process. After a longer step, an EnvError reports
-        that the environment hangs. The types "loop" and "envpool" have no timeout.
+        that the environment hangs. The types "loop", "envpool" and "jax" have no timeout.
       frame_stack: number of newest observations that are stacked into one observation; see `FrameStack`.
       action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
       clip_rewards: rewards are clipped to [-clip_rewards, clip_rewards]; None means no clipping. `true_rewards` [B]
@@ -332,6 +334,14 @@ def make_pool(
             )
         options = name_or_pybuilder, size, wait_num, seed, num_workers, env_kwargs
         return ActionRepeatEnvPool(action_repeat, *options) if action_repeat > 1 else EnvPoolAdapter(*options)
+    if type == "jax":
+        if num_workers is not None:
+            raise UsageError("type='jax' steps all environments in one call: leave num_workers out.")
+        from rlframe.envs.jax_pool import JaxPool
+
+        return JaxPool(make_jax_env(name_or_pybuilder, env_kwargs or {}), size, seed, action_repeat)
+    if is_jax(name_or_pybuilder):
+        raise UsageError(f"{describe(name_or_pybuilder)} is a JAX environment: use type 'jax', not {type!r}.")
     builder = Builder(name_or_pybuilder, seed, env_kwargs, action_repeat)
     if type == "loop":
         return LoopPool(build_group(builder, 0, size))

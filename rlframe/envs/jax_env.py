@@ -6,7 +6,6 @@ calls them inside its own jitted loop.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple, Protocol
 
 import dm_env.specs
@@ -48,20 +47,12 @@ class JaxEnv(Protocol):
         """
 
 
-def is_jax_env(env: Any) -> bool:
-    """Return True for a class or object with `reset` and `step(rng, state, action)` that is not a gymnasium.Env."""
-    if not (callable(getattr(env, "step", None)) and callable(getattr(env, "reset", None))):
-        return False
-    names = [name for name in inspect.signature(env.step).parameters if name != "self"]
-    return names[1:3] == ["state", "action"] and not hasattr(env, "metadata")
-
-
 class EnvCarry(NamedTuple):
     """The state of a batch of environments between two steps."""
 
     state: Any  # tree of [B, ...]
     keys: jax.Array  # [B, 2] uint32: a constant key of each environment
-    count: jax.Array  # [] uint32: number of steps since the start; with the keys, it determines all random numbers
+    time: jax.Array  # [] uint32: number of steps since the start; with the keys, it determines all random numbers
     is_last: jax.Array  # [B] bool: True if the next step resets the environment
     frames: list[jax.Array]  # for each leaf of the observation, the newest frames [B, frame_stack, ...]
 
@@ -98,8 +89,8 @@ class BatchedJaxEnv:
 
     def step(self, carry: EnvCarry, actions: jax.Array) -> tuple[EnvCarry, TimeStep]:
         """Step every environment with its row of `actions` [B, ...], or reset it if its newest timestep is LAST."""
-        count = carry.count + 1
-        keys = jax.vmap(jax.random.fold_in, (0, None))(carry.keys, count)
+        time = carry.time + 1
+        keys = jax.vmap(jax.random.fold_in, (0, None))(carry.keys, time)
         stepped = jax.vmap(self._step_one)(keys, carry.state, self._decode(actions))
         first, (state, observation, reward, terminated, truncated) = carry.is_last, stepped
         state, observation = self._reset_where(first, keys, state, observation)
@@ -112,7 +103,7 @@ class BatchedJaxEnv:
         ]
         leaves = [merge_stack(each) if self._frame_stack > 1 else each[:, 0] for each in frames]
         timestep = TimeStep(step_type, reward, discount, self.codec.layout.unflatten(leaves))
-        return EnvCarry(state, carry.keys, count, is_last, frames), timestep
+        return EnvCarry(state, carry.keys, time, is_last, frames), timestep
 
     def _step_one(self, key: jax.Array, state: Any, action: jax.Array) -> tuple[Any, ...]:
         """Step one environment `action_repeat` times, or until its episode ends."""
@@ -144,7 +135,8 @@ class BatchedJaxEnv:
 
         which = jnp.nonzero(first, size=num_envs, fill_value=num_envs)[0]
         which = jnp.concatenate([which, jnp.full(rows, num_envs, which.dtype)])
-        return jax.lax.while_loop(lambda loop: loop[0] < count, reset_some, (jnp.zeros((), int), (state, observation)))[1]
+        start = (jnp.zeros((), jnp.int32), (state, observation))
+        return jax.lax.while_loop(lambda loop: loop[0] < count, reset_some, start)[1]
 
     def _decode(self, actions: jax.Array) -> jax.Array:
         """Return the environment's actions for actions of the framework; see `ActionLeaf.decode`."""
@@ -156,13 +148,12 @@ class BatchedJaxEnv:
 
     def _encode(self, observation: Any) -> list[jax.Array]:
         """Return the leaves of observations [B, ...] in the dtypes of the framework."""
-        leaves = zip(self.codec.leaves, self.codec.layout.flatten(observation), strict=True)
-        return [
-            (jnp.asarray(value) - (leaf.start if np.any(leaf.start) else 0)).astype(leaf.spec.dtype)
-            if np.any(leaf.start)
-            else jnp.asarray(value).astype(leaf.spec.dtype)
-            for leaf, value in leaves
-        ]
+        leaves = []
+        for leaf, value in zip(self.codec.leaves, self.codec.layout.flatten(observation), strict=True):
+            if np.any(leaf.start):
+                value = value - jnp.asarray(leaf.start, value.dtype)
+            leaves.append(value.astype(leaf.spec.dtype))
+        return leaves
 
     def _check_outputs(self) -> None:
         """Trace one reset and one step, and compare the shapes and dtypes with the spaces."""
@@ -190,12 +181,11 @@ class BatchedJaxEnv:
         try:
             leaves = self.codec.layout.flatten(observation)
             for leaf, value in zip(self.codec.leaves, leaves, strict=True):
-                value = jax.eval_shape(lambda value=value: jnp.asarray(value)) if np.isscalar(value) else value
-                kinds = "fiub" if leaf.spec.dtype.kind == "f" else "iub"
-                if value.shape != leaf.spec.shape or np.dtype(value.dtype).kind not in kinds:
-                    raise SpecMismatchError(
-                        leaf.spec.name, f"{value.dtype} of shape {value.shape}", f"{leaf.spec.dtype} of shape {leaf.spec.shape}"
-                    )
+                value = jax.eval_shape(jnp.asarray, value)
+                spec, kinds = leaf.spec, "fiub" if leaf.spec.dtype.kind == "f" else "iub"
+                if value.shape != spec.shape or np.dtype(value.dtype).kind not in kinds:
+                    received = f"{value.dtype} of shape {value.shape}"
+                    raise SpecMismatchError(spec.name, received, f"{spec.dtype} of shape {spec.shape}")
         except SpecMismatchError as error:
             raise UsageError(
                 f"{name}.{call} returned {error.name!r} as {error.received}, but its observation_space requires "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlframe import compilation
@@ -38,7 +39,7 @@ class JaxPool:
 
     def reset(self) -> TimeStep:
         """Start a new episode in every environment. After the first call, the episodes differ from earlier ones."""
-        self._carry = self._carry._replace(is_last=np.ones(self.num_envs, bool))
+        self._carry = self._carry._replace(is_last=jnp.ones(self.num_envs, bool))
         return self.step(self._no_actions)
 
     def step(self, actions: np.ndarray) -> TimeStep:
@@ -49,14 +50,13 @@ class JaxPool:
     def get_state(self) -> list[Any]:
         """Return the state of each environment, as numpy arrays."""
         carry = jax.tree.map(np.asarray, self._carry)
-        count = np.repeat(carry.count, self.num_envs)
-        rows = carry._replace(count=count)
+        rows = carry._replace(time=np.repeat(carry.time, self.num_envs))
         return [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for i in range(self.num_envs)]
 
     def set_state(self, states: list[Any]) -> None:
         """Restore a state from `get_state`."""
         rows = jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-        self._carry = rows._replace(count=rows.count[0])
+        self._carry = rows._replace(time=rows.time[0])
 
     def sums(self) -> Sums:
         """Return no sums, because JAX environments log no numbers."""
@@ -70,6 +70,6 @@ class JaxPool:
         """Do nothing, because the pool has no thread or process."""
 
 
-def env_keys(seed: int, size: int) -> jax.Array:
+def env_keys(seed: int, size: int) -> np.ndarray:
     """Return the keys [size, 2] uint32 of a batch of environments."""
     return np.stack([np.asarray(jax.random.PRNGKey(env_seed(seed, i))) for i in range(size)])

@@ -2,7 +2,7 @@
 
 A name without a prefix is searched first in the ids that the user registered with Gymnasium, then in EnvPool's tasks,
 then in Gymnasium's own ids. A prefix selects the library: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`,
-`dm_control:cartpole-swingup`.
+`dm_control:cartpole-swingup`, `jax:CartPole-v1`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from rlframe import extras
 from rlframe.envs import gymnasium_registry
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
 from rlframe.envs.gymnasium_registry import gymnasium_ids, user_spec
+from rlframe.envs.jax_envs import jax_tasks, looks_like_jax_env
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 from rlframe.user_code.files import import_module, module_directories, restore_module_directories
 
-PREFIXES = ("gymnasium", "envpool", "dm_control")
+PREFIXES = ("gymnasium", "envpool", "dm_control", "jax")
 CHANGED = ", as your code has registered it"  # added by `describe_backend` if the user registered a Gymnasium class
 
 
@@ -58,7 +59,7 @@ def split(name: str) -> tuple[str | None, str]:
 
 
 def backend(name: str) -> str:
-    """Return the library for a name: `envpool`, `gymnasium` or `dm_control`. Raise UsageError for an unknown name."""
+    """Return the library for a name, one of `PREFIXES`. Raise UsageError for an unknown name."""
     prefix, task = split(name)
     if prefix is not None:
         return prefix
@@ -88,10 +89,17 @@ _LOOP_IS_FASTER = {
 def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> str:
     """Return the fastest type for a pool of `size` environments.
 
-    For a synchronous pool, return `envpool` if EnvPool has the task, and `loop` otherwise. Exception: for a small pool
-    with a light task, such as CartPole, return `loop`. For an asynchronous pool, return `envpool` if EnvPool has the
-    task, and `process` otherwise.
+    For a JAX environment, return `jax`. For another environment and a synchronous pool, return `envpool` if EnvPool has
+    the task, and `loop` otherwise. Exception: for a small pool with a light task, such as CartPole, return `loop`. For
+    an asynchronous pool, return `envpool` if EnvPool has the task, and `process` otherwise.
     """
+    if is_jax(name_or_pybuilder):
+        if not is_sync:
+            raise UsageError(
+                f"{describe(name_or_pybuilder)} is a JAX environment. JAX environments step together and cannot be "
+                "asynchronous. Leave --async (async_envs) out."
+            )
+        return "jax"
     if not isinstance(name_or_pybuilder, str) or backend(name_or_pybuilder) != "envpool":
         return "loop" if is_sync else "process"
     if not is_sync:
@@ -100,11 +108,24 @@ def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> 
     return "loop" if light else "envpool"
 
 
+def is_jax(name_or_pybuilder: Any) -> bool:
+    """Return True for a name of a JAX environment, or a class of JAX environments."""
+    if isinstance(name_or_pybuilder, str):
+        return split(name_or_pybuilder)[0] == "jax"
+    return looks_like_jax_env(name_or_pybuilder)
+
+
+def describe(name_or_pybuilder: Any) -> str:
+    """Return a name, or the name of a callable, for messages."""
+    return getattr(name_or_pybuilder, "__name__", None) or repr(name_or_pybuilder)
+
+
 def list_envs() -> list[tuple[str, str]]:
     """Return a sorted list of (name, library) for all installed environments. Two libraries can have the same name."""
     rows = [(name, "envpool") for name in envpool_tasks()]
     rows += [(name, "gymnasium") for name in gymnasium_ids()]
     rows += [(name, "dm_control") for name in dm_control_tasks()]
+    rows += [(f"jax:{task}", "jax") for task in jax_tasks()]
     return sorted(rows)
 
 
@@ -218,7 +239,7 @@ def describe_backend(name: str) -> str:
         made_by = gymnasium_registry.describe(spec)
         is_changed = made_by.startswith("gymnasium.") and user_spec(split(name)[1]) is not None
         return f"Gymnasium ({made_by}{CHANGED if is_changed else ''})"
-    return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "dm_control": "dm_control"}[library]
+    return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "dm_control": "dm_control", "jax": "rlframe (JAX)"}[library]
 
 
 def takes_seed(builder: Callable[..., Any]) -> bool:
@@ -232,6 +253,8 @@ def takes_seed(builder: Callable[..., Any]) -> bool:
 def check_name(name: str) -> None:
     """Raise UsageError if the name cannot create single environments. The types loop, thread and process need these."""
     prefix, task = split(name)
+    if prefix == "jax":
+        raise UsageError(f"{name!r} is a JAX environment: use type 'jax' (--env-type jax, or auto).")
     # Ask EnvPool last, because importing EnvPool also imports JAX.
     if prefix == "envpool" or (prefix is None and task not in gymnasium_ids() and task in envpool_tasks()):
         raise UsageError(f"{name!r} is an EnvPool task: use type 'envpool' for it.")

@@ -68,11 +68,12 @@ class Breakout:
         on_paddle = at_bottom & (last[1] == paddle)
         on_edge = at_bottom & ~on_paddle & (column == paddle)
         bounces = at_top | breaks | on_paddle
-        direction = jnp.where(
-            bounces, jnp.asarray(_AFTER_TOP)[direction], jnp.where(on_edge, jnp.asarray(_AFTER_EDGE)[direction], direction)
-        )
+        direction = jnp.where(on_edge, jnp.asarray(_AFTER_EDGE)[direction], direction)
+        direction = jnp.where(bounces, jnp.asarray(_AFTER_TOP)[direction], direction)
         row = jnp.where(at_top, 0, jnp.where(breaks | on_paddle | on_edge, last[0], row))
-        state = BreakoutState(jnp.stack([row, column]), direction, last, paddle, bricks, at_brick, action, state.time + 1)
+        state = BreakoutState(
+            jnp.stack([row, column]), direction, last, paddle, bricks, at_brick, action, state.time + 1
+        )
         terminated = at_bottom & ~on_paddle & ~on_edge
         return state, self.observe(state), breaks.astype(jnp.float32), terminated, state.time >= self.max_steps
 

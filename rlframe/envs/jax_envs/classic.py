@@ -38,7 +38,8 @@ class CartPole:
 
     def reset(self, rng: jax.Array) -> tuple[CartPoleState, jax.Array]:
         start = jax.random.uniform(rng, (4,), minval=-0.05, maxval=0.05)
-        state = CartPoleState(*start, jnp.zeros((), jnp.int32))
+        x, x_dot, theta, theta_dot = start
+        state = CartPoleState(x, x_dot, theta, theta_dot, jnp.zeros((), jnp.int32))
         return state, self.observe(state)
 
     def step(self, rng: jax.Array, state: CartPoleState, action: jax.Array) -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Topology = Callable[[Any, Any], Any]
 
 INLINE = "rlframe.engines.inline:InlineEngine"
-EnvType = Literal["auto", "loop", "thread", "process", "envpool"]
+EnvType = Literal["auto", "loop", "thread", "process", "envpool", "jax"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Config = TypeVar("Config", bound="TopologyConfig")
 
@@ -207,9 +207,10 @@ class EnvOptions(TopologyConfig):
         super().check(experiment)
         if self.wait_num is not None and not self.async_envs:
             raise UsageError(f"wait_num={self.wait_num} is for asynchronous environments: add --async (async_envs).")
-        if self.async_envs and self.env_type == "loop":
+        if self.async_envs and self.env_type in ("loop", "jax"):
+            order = "one after another" if self.env_type == "loop" else "all together"
             raise UsageError(
-                "The env_type loop steps environments one after another, so it cannot be asynchronous. "
+                f"The env_type {self.env_type} steps environments {order}, so it cannot be asynchronous. "
                 "Use env_type thread, process or envpool with --async (async_envs)."
             )
         num_pools = self.num_actors * self.num_pools

@@ -50,7 +50,7 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
 
 
 def env_pool_type(experiment: Experiment, num_envs: int, env: Any) -> str:
-    """Return the type of environment pool for `num_envs` environments: loop, thread, process or envpool."""
+    """Return the type of environment pool for `num_envs` environments: one of `SYNC_TYPES`."""
     config = EnvOptions.of(experiment)
     return default_type(env, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
 
@@ -70,7 +70,7 @@ def check_answer_timeout(experiment: Experiment) -> None:
     ):
         return
     kind = env_pool_type(experiment, experiment.envs_per_pool, registry.env_name_or_builder(experiment.env))
-    if kind in ("loop", "envpool"):
+    if kind in ("loop", "envpool", "jax"):
         raise UsageError(
             f"answer_timeout={config.answer_timeout:g} is for the env_type thread or process. The env_type {kind} "
             f"does not read it in a single process. Leave it at {default:g}, or choose another env_type."

@@ -1,0 +1,142 @@
+"""Replays in device memory return the same items as a reference replay from the same steps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlframe.device.ring import StepRecord, StepRing, UnrollQueue
+from rlframe.device.sum_tree import SumTree
+from rlframe.replay.rate_limiter import ItemCounts, RateLimiter
+from rlframe.testing.streams import ReferenceReplay, StepStream, batch_items, first_ids
+from rlframe.types import ReplaySpec, Sequence, Transition
+
+NUM_ENVS = 4
+ITEMS = [Transition(1), Transition(3, 0.9), Sequence(4), Sequence(5, 2)]
+
+
+def to_record(step):
+    output = step.agent_output
+    record = StepRecord(step.timestep, output.action, output.extras, step.agent_state, step.next_timestep)
+    return jax.tree.map(np.copy, record)
+
+
+def compare(data, reference, batch_size):
+    """Check that each row of a batch is an item of the reference. Return the ids of the items."""
+    batch = type("Batch", (), {"data": jax.tree.map(np.asarray, data), "keys": range(batch_size)})
+    for first, item in zip(first_ids(batch).tolist(), batch_items(batch), strict=True):
+        content = reference.items[first][0]
+        assert item.keys() == content.keys()
+        for name, value in content.items():
+            np.testing.assert_allclose(item[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    return first_ids(batch).tolist()
+
+
+def all_items(ring, state):
+    """Return the places (times, environments) of all items of a ring."""
+    times = np.arange(max(0, int(state.head) + 1 - ring.rows), int(state.head))
+    period = getattr(ring._spec.item, "period", 1)
+    times = times[(times % period == 0) & (times + (ring._span if period > 1 or ring._span > 3 else 0) <= state.head)]
+    times, envs = (grid.ravel() for grid in np.meshgrid(times, np.arange(NUM_ENVS), indexing="ij"))
+    mask = np.asarray(ring._is_item(state, jnp.asarray(times), jnp.asarray(envs)))
+    return times[mask], envs[mask]
+
+
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+@pytest.mark.parametrize("item", ITEMS, ids=str)
+def test_ring_contains_the_items_of_the_reference_replay(item, kind):
+    spec = ReplaySpec(kind, item, batch_size=16, capacity=60, min_size=10)
+    ring, stream, reference = StepRing(spec, NUM_ENVS, seed=0), StepStream(NUM_ENVS), ReferenceReplay(item)
+    reference.claim_rank(NUM_ENVS, 0)
+    add, draw = jax.jit(ring.add), jax.jit(ring.draw)
+    state = None
+    for _ in range(60):
+        ids, step = stream.step()
+        record = to_record(step)
+        state = ring.init(record) if state is None else state
+        state = add(state, record)
+        reference.add(ids, step)
+        times, envs = all_items(ring, state)
+        assert int(state.size) == len(times)
+        if not len(times):
+            continue
+        data = ring._batch(state, times, envs, np.ones(len(times), np.float32)).data
+        found = compare(data, reference, len(times))
+        # The ring has the newest items, and no others.
+        newest = sorted(reference.items)[-len(found) :]
+        assert sorted(found) == newest
+        if state.head < ring.rows:
+            assert len(found) == len(reference.items)
+        times, envs, probabilities, state = draw(state)
+        drawn = compare(ring._batch(state, times, envs, probabilities).data, reference, spec.batch_size)
+        assert set(drawn) <= set(found)
+        np.testing.assert_allclose(probabilities, 1 / len(found), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [None, 0.25, 1 / 3, 4.0])
+def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
+    spec = ReplaySpec("uniform", Transition(2), batch_size=8, capacity=1000, min_size=20, samples_per_insert=ratio)
+    ring, stream, limiter = StepRing(spec, NUM_ENVS, seed=0), StepStream(NUM_ENVS), RateLimiter(spec)
+    reference = ReferenceReplay(spec.item)
+    reference.claim_rank(NUM_ENVS, 0)
+    update = jax.jit(lambda state, records: ring.update(state, records, 0, lambda count, batch: (count + 1, None), may))
+    may = lambda count: jnp.ones((), bool)  # noqa: E731
+    state, sampled = None, 0
+    for _ in range(100):
+        ids, step = stream.step()
+        record = to_record(step)
+        state = ring.init(record) if state is None else state
+        state, updates = update(state, jax.tree.map(lambda leaf: leaf[None], record))
+        reference.add(ids, step)
+        inserted, expected = len(reference.items), 0
+        while limiter.may_sample(8, ItemCounts(inserted, inserted, sampled)):
+            sampled, expected = sampled + 8, expected + 1
+            if ratio is None:
+                break
+        assert int(updates) == expected
+
+
+@pytest.mark.parametrize("batch_size", [None, 3, 4, 6, 8])
+def test_queue_returns_each_unroll_once_in_order(batch_size):
+    item = Sequence(3)
+    queue = UnrollQueue(ReplaySpec("queue", item, batch_size, capacity=100), NUM_ENVS)
+    size, stream, reference = batch_size or NUM_ENVS, StepStream(NUM_ENVS), ReferenceReplay(item)
+    reference.claim_rank(NUM_ENVS, 0)
+    state, seen = None, []
+
+    def learn(seen, batch):
+        return (*seen, batch.data), None
+
+    with jax.disable_jit():
+        for _ in range(10):
+            records = []
+            for _ in range(3):
+                ids, step = stream.step()
+                reference.add(ids, step)
+                records.append(to_record(step))
+            state = queue.init(records[0]) if state is None else state
+            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *records)
+            state, batches = queue.update(state, stacked, (), learn, lambda seen: True)
+            for data in batches:
+                seen += compare(data, reference, size)
+    assert seen == list(reference.items)[: len(seen)]
+    assert len(reference.items) - len(seen) < size
+
+
+def test_sum_tree_draws_in_proportion_to_the_leaves():
+    tree = SumTree(1000)
+    rng = np.random.default_rng(0)
+    values = np.zeros(1000, np.float32)
+    levels = tree.init()
+    for _ in range(20):
+        leaves = rng.integers(0, 1000, 16)
+        values[leaves] = new = (rng.random(16) * (rng.random(16) < 0.7)).astype(np.float32)
+        values[leaves] = np.array([new[np.flatnonzero(leaves == leaf)[-1]] for leaf in leaves])
+        levels = tree.set(levels, leaves, values[leaves])
+    np.testing.assert_allclose(levels[-1].sum(), values.sum(), rtol=1e-6)
+    drawn, probabilities = tree.draw(jax.random.PRNGKey(0), levels, 100_000)
+    np.testing.assert_allclose(probabilities, values[drawn] / values.sum(), rtol=1e-5)
+    counts = np.bincount(drawn, minlength=1000)
+    np.testing.assert_allclose(counts / 100_000, values / values.sum(), atol=2e-5)
