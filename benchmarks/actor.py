@@ -25,7 +25,7 @@ from rlframe.programs import make_experiment
 from rlframe.programs.topologies.single_process import single_process
 
 if TYPE_CHECKING:
-    from rlframe.programs.training.loop import TrainingLoop
+    from rlframe.programs.training.driver import InlineDriver
 
 TAX = 30.0  # microseconds per batch
 TURN = 32  # steps
@@ -94,13 +94,14 @@ def _measure(workload: Workload, turns: int) -> Table:
     )
 
 
-def _loop(experiment: Any) -> TrainingLoop:
+def _loop(experiment: Any) -> InlineDriver:
     """Build the objects of a single-process run, with a run directory that nothing is written to."""
     engine = _topology_config(experiment).engine_class(EngineOptions())
     path = pathlib.Path(tempfile.mkdtemp())
     session = _session_class()(experiment, _make_agent(experiment), path, until=experiment.steps, began=0.0)
     single_process(engine, session)
-    return engine.handle_of("train")
+    loop = engine.handle_of("train")
+    return getattr(loop, "driver", loop)  # with `--against`, an older checkout may have no driver
 
 
 # With `--against`, this file also measures checkouts in which the objects of the next four functions have other names.
@@ -154,7 +155,7 @@ class Clock:
         return float(np.median(self.times)) * 1e6
 
 
-def _attach(loop: TrainingLoop, clocks: dict[str, Clock]) -> None:
+def _attach(loop: InlineDriver, clocks: dict[str, Clock]) -> None:
     """Time each call of the Actor with a clock."""
     for owner, method, name in (
         (loop.pool, "step", "environment"),
@@ -174,7 +175,7 @@ def _timed(function: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
     return timed
 
 
-def _bare_parts(loop: TrainingLoop, described: Any) -> dict[str, Callable[[], Any]]:
+def _bare_parts(loop: InlineDriver, described: Any) -> dict[str, Callable[[], Any]]:
     """Return functions that do the work of a step without any code of rlframe around it."""
     seen: list[Any] = []
     add = loop.replay_buffer.add

@@ -140,7 +140,7 @@ def test_learner_makes_one_update_for_each_batch_that_a_step_completes(tmp_path)
 @pytest.mark.parametrize(("num_envs", "batch_size"), [(2, 4), (3, 8), (26, 32), (16, 2)])
 def test_queue_is_large_enough_to_lose_no_unroll(num_envs, batch_size, tmp_path):
     with open_loop(impala(num_envs=num_envs, batch_size=batch_size), tmp_path) as loop:
-        actor, replay_buffer = loop.actor, loop.replay_buffer
+        actor, replay_buffer = loop.driver.actor, loop.driver.replay_buffer
         for _ in range(30 * 8):
             actor.step()
             while replay_buffer.sample() is not None:

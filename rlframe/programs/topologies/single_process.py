@@ -16,6 +16,7 @@ from rlframe.programs.topologies.makers import (
     inferencer_config,
     learner_config,
 )
+from rlframe.programs.training.driver import InlineDriver
 from rlframe.programs.training.loop import TrainingLoop
 
 
@@ -36,13 +37,6 @@ def single_process(engine: Engine, session: Session) -> None:
     # In a resumed run, the constructor of `Learner` restores the learner and the replay buffer.
     learner = Learner(learner_config(session), session.agent, replay_buffer)
     inferencer = Inferencer(inferencer_config(session), session.agent, learner)
-    engine.add(
-        "train",
-        TrainingLoop,
-        session,
-        env_builder(session.experiment),
-        inferencer,
-        replay_buffer,
-        learner,
-        SingleProcess.of(session.experiment).replay_checkpoint_every,
-    )
+    experiment = session.experiment
+    driver = InlineDriver(env_builder(experiment), inferencer, replay_buffer, learner, experiment.seed)
+    engine.add("train", TrainingLoop, session, driver, SingleProcess.of(experiment).replay_checkpoint_every)

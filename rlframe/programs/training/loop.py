@@ -10,17 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.actors import Actor
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import CheckpointError, EnvError, ForcedExitError
-from rlframe.inferencers import Inferencer
-from rlframe.learners import Learner
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation
 from rlframe.programs.session import EarlyStop, Schedule, Session
+from rlframe.programs.training.driver import Driver
 from rlframe.programs.training.row_writer import RowWriter
 from rlframe.programs.training.updates import warn_if_no_updates
-from rlframe.replay.replay_files import ReplayFiles
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -29,86 +26,36 @@ _PROGRESS_SECONDS = 0.25  # seconds between two updates of the progress display
 
 
 class TrainingLoop:
-    """A loop that steps an actor and a learner in turn, for one session of a run.
+    """A loop that trains in one process, for one session of a run: a driver makes the steps and updates.
 
-    A checkpoint contains the states of the learner, the actor, its environments and the inferencer. If the learner was
-    restored from a checkpoint, the loop restores the other states from the same checkpoint.
+    A checkpoint contains the states of the learner and of the driver.
 
     `run` calls `_train` until the session ends, then saves and evaluates:
 
-        _train  actor.step, _learn, and _run_due_tasks: _write_row, _evaluate, _save
+        _train  driver.advance, and _run_due_tasks: _write_row, _evaluate, _save
         then    _write_row, _save, _evaluate
 
     Args:
         session: The session.
-        env_builder: Function `env_builder(seed=...)` that makes the environment pool of the actor.
-        inferencer: The Inferencer.
-        replay_buffer: The replay buffer.
-        learner: The Learner. The loop closes it.
+        driver: The driver. The loop closes it.
         replay_checkpoint_every: Steps between two saves of a large replay buffer. 0 means to save it only in the last
             checkpoint. A small replay buffer is saved in each checkpoint.
-
-    Attributes:
-        actor: The Actor.
-        pool: The environment pool of the actor.
     """
 
-    pool: Any
-
-    def __init__(
-        self,
-        session: Session,
-        env_builder: Any,
-        inferencer: Inferencer,
-        replay_buffer: Any,
-        learner: Learner,
-        replay_checkpoint_every: int,
-    ) -> None:
-        self.inferencer, self.replay_buffer, self.learner = inferencer, replay_buffer, learner
-        self._session, self._directory, self._env_builder = session, session.directory, env_builder
+    def __init__(self, session: Session, driver: Driver, replay_checkpoint_every: int = 0) -> None:
+        self.driver, self.learner = driver, driver.learner
+        self._session, self._directory = session, session.directory
         experiment = self._experiment = session.experiment
-        self._evaluations = Evaluations(experiment, session.agent, learner)
+        self._evaluations = Evaluations(experiment, session.agent, self.learner)
         self._stop, self._early_stop = StopSignal(session.quiet), EarlyStop(session)
-        spec = replay_buffer.spec
-        self._one_update_per_step = spec.samples_per_insert is None and spec.kind != "queue"
         self._learner_logs: Logs | None = None  # logs of the newest update since the last row, if any
-        self._replay_checkpoint_every, self._replay_saved_env_steps = replay_checkpoint_every, 0
         self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
-        self.actor = self._make_actor()
-        self._first_step = self._saved_env_steps = self.actor.env_steps
+        self._first_step = self._saved_env_steps = driver.env_steps
+        self._replay_checkpoint_every = replay_checkpoint_every
+        self._replay_saved_env_steps = driver.env_steps if driver.has_replay else 0
         self._row_schedule = Schedule(experiment.row_every, self._first_step)
         self._evaluation_schedule = Schedule(experiment.eval_every, self._first_step)
         self._checkpoint_schedule = Schedule(experiment.checkpoint_every, self._first_step)
-        self._next_due = 0.0  # no schedule is due before this step
-
-    def _make_actor(self) -> Actor:
-        """Make the Actor. If the learner was restored from a checkpoint, restore the actor and the inferencer too."""
-
-        def build(seed: int) -> Any:
-            self.pool = self._env_builder(seed=seed)
-            return self.pool
-
-        make = functools.partial(Actor, build, self.inferencer, self.replay_buffer, seed=self._experiment.seed)
-        if self.learner.restored is None:
-            return make()
-        saved, has_replay = self.learner.restored
-        self.inferencer.set_state(saved["inferencer"])
-        if has_replay and saved["actor"]["env"] is not None:
-            # Continue in the middle of the episodes, with the restored environments and incomplete items.
-            actor = make(rank=0, incarnation=saved["incarnation"])
-        else:
-            # Claim a new incarnation. This removes incomplete items, and the environments get new seeds.
-            incarnation = -1
-            while incarnation < saved["incarnation"]:
-                _, incarnation = self.replay_buffer.claim_rank(rank=0)
-            actor = make(rank=0)
-        try:
-            actor.set_state(saved["actor"])
-        except BaseException:
-            actor.close()
-            raise
-        self._replay_saved_env_steps = actor.env_steps if has_replay else 0
-        return actor
 
     def run(self) -> int | None:
         """Train until the session's last step or a signal. Then save, evaluate, and write the result.
@@ -118,20 +65,20 @@ class TrainingLoop:
         """
         session = self._session
         self._counts = ActorCounts()
-        self._counts.add(self.actor.stats())
+        self._counts.add(self.driver.stats())
         self._rows = RowWriter(session, self._first_step, self._counts)
         try:
             with self._stop:
                 evaluation = self._train_and_evaluate()
         except KeyboardInterrupt:
-            if self._saved_env_steps == self.actor.env_steps:
+            if self._saved_env_steps == self.driver.env_steps:
                 raise
             raise ForcedExitError(
                 f"The run was interrupted before it could save. {self._directory.describe_checkpoint()}"
             ) from None
         finally:
             self._rows.close()
-        env_steps, number = self.actor.env_steps, self._stop.number
+        env_steps, number = self.driver.env_steps, self._stop.number
         stopped_by = session.last_step_reason if env_steps >= session.until else self._early_stop.by or "interrupt"
         learned = {"learner_steps": self.learner.learner_steps, "params_version": self.learner.params_version}
         self._directory.write_result(self._rows.result(env_steps, learned, evaluation, stopped_by, signal=number))
@@ -146,60 +93,51 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Close the environments and the learner."""
-        self.actor.close()
-        self.learner.close()
+        self.driver.close()
 
     def _train_and_evaluate(self) -> EvaluationOutcome:
         """Train until the session ends, then save and evaluate. After a signal, do not evaluate."""
         profile, trace_dir = self._session.profile, self._directory.path / "trace"
         self._rows.record_step(self._first_step)
         try:
-            with contextlib.nullcontext() if profile is None else profile.measure(self, trace_dir):
+            with contextlib.nullcontext() if profile is None else profile.measure(self.driver, trace_dir):
                 self._train(self._session.until)
         except EnvError:
             self._save_all(with_envs=False, final=True)
             raise
-        self._rows.record_step(self.actor.env_steps)
+        self._rows.record_step(self.driver.env_steps)
         self._write_row()
         if self._stop.is_repeated:
             raise KeyboardInterrupt
         self._save(final=True)
         if self._stop.number is not None or not self._early_stop.evaluates:
-            return EvaluationOutcome(self.actor.env_steps)
-        spec, num_envs = self.replay_buffer.spec, self._experiment.num_envs
-        warn_if_no_updates(spec, self.learner.learner_steps, self.actor.env_steps, num_envs)
+            return EvaluationOutcome(self.driver.env_steps)
+        num_envs = self._experiment.num_envs
+        warn_if_no_updates(self.driver.spec, self.learner.learner_steps, self.driver.env_steps, num_envs)
         if not self._experiment.topology_config.evaluates:
-            return EvaluationOutcome(self.actor.env_steps)
+            return EvaluationOutcome(self.driver.env_steps)
         return self._evaluate(final=True)
 
     def _train(self, until: int) -> None:
-        """Step the actor and the learner in turn, and run due tasks. Stop at the step `until`, a signal or a limit."""
-        actor, stop, progress = self.actor, self._stop, self._session.progress
-        shown = time.monotonic()
-        now = actor.env_steps
+        """Make steps and updates, and run due tasks. Stop at the step `until`, a signal or a limit."""
+        driver, stop, progress = self.driver, self._stop, self._session.progress
+        shown, due = time.monotonic(), self._next_due()
+        now = driver.env_steps
         while now < until and stop.number is None and not self._must_end():
-            actor.step()
-            self._learn()
-            now = actor.env_steps
-            if self._next_due <= now < until:  # at the last step, the caller runs all tasks
+            self._learner_logs = driver.advance(min(due, until), self._must_end) or self._learner_logs
+            now = driver.env_steps
+            if due <= now < until:  # at the last step, the caller runs all tasks
                 self._run_due_tasks(now)
+                due = self._next_due()
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
-
-    def _learn(self) -> None:
-        """Make all updates that are possible now. `samples_per_insert` or the queue limits their number."""
-        batch = self.replay_buffer.sample()
-        while batch is not None:
-            self._learner_logs = self.learner.step(batch)
-            is_last = self._one_update_per_step or self._must_end()
-            batch = None if is_last else self.replay_buffer.sample()
 
     def _must_end(self) -> bool:
         return self._early_stop.check_limits(self.learner.learner_steps, self._rows.eval_return) is not None
 
     def _run_due_tasks(self, now: int) -> None:
-        """Run each task (write a row, evaluate, save) if it is due. Set `_next_due`."""
+        """Run each task (write a row, evaluate, save) if it is due."""
         if self._row_schedule.advance_to(now):
             self._write_row()
         began = time.monotonic()
@@ -208,11 +146,14 @@ class TrainingLoop:
         if self._checkpoint_schedule.advance_to(now):
             self._save(final=False)
         self._rows.exclude(time.monotonic() - began)
-        self._next_due = min(self._row_schedule.due, self._evaluation_schedule.due, self._checkpoint_schedule.due)
+
+    def _next_due(self) -> float:
+        """Return the step at which the next task is due."""
+        return min(self._row_schedule.due, self._evaluation_schedule.due, self._checkpoint_schedule.due)
 
     def _write_row(self) -> None:
-        self._counts.add(self.actor.stats())
-        self._rows.write(self.actor.env_steps, self._counts, self._values)
+        self._counts.add(self.driver.stats())
+        self._rows.write(self.driver.env_steps, self._counts, self._values)
 
     def _values(self) -> dict[str, Any]:
         # Transfers from the device are slow, so fetch only the logs of the newest update, and only for a row.
@@ -222,15 +163,15 @@ class TrainingLoop:
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
             # `Learner.stats` uses the same names
-            **{f"replay_{name}": value for name, value in self.replay_buffer.stats().items()},
+            **{f"replay_{name}": value for name, value in self.driver.replay_stats().items()},
         }
 
     def _evaluate(self, *, final: bool) -> EvaluationOutcome:
         """Evaluate the policy, save it, and write the row of the evaluation. A signal ends the evaluation."""
-        now = self.actor.env_steps
+        now = self.driver.env_steps
         if self._newest_evaluation is not None and self._newest_evaluation.step == now:
             return self._newest_evaluation
-        evaluate = functools.partial(self._evaluations.evaluate, self.actor.close if final else None)
+        evaluate = functools.partial(self._evaluations.evaluate, self.driver.free_envs if final else None)
         try:
             with self._stop.interruptible():
                 outcome = try_evaluation(evaluate, now, final=final)
@@ -247,7 +188,7 @@ class TrainingLoop:
 
     def _save(self, *, final: bool) -> None:
         """Write a checkpoint if there are new steps. If this fails, raise if `final`, and otherwise only warn."""
-        now = self.actor.env_steps
+        now = self.driver.env_steps
         if self.learner.restored is not None and now == self._first_step:
             return  # the checkpoint from which this session was restored is still the newest state
         if now == self._saved_env_steps and not final:
@@ -266,14 +207,9 @@ class TrainingLoop:
             with_envs: Save the environments. If False, a resumed run resets them. False after an environment failed.
             final: True for the last checkpoint of the session. It contains the replay buffer, even a large one.
         """
-        now, every = self.actor.env_steps, self._replay_checkpoint_every
+        driver, every = self.driver, self._replay_checkpoint_every
+        now = driver.env_steps
         is_due = final or (every > 0 and now - self._replay_saved_env_steps >= every)
-        can_save = self.replay_buffer.is_saved_by_learner  # if False, a resumed run fills the buffer again
-        with_replay = can_save and (is_due or ReplayFiles.is_small(self.replay_buffer))
-        extras = {
-            "actor": self.actor.get_state(with_envs=with_envs),
-            "incarnation": self.actor.incarnation,
-            "inferencer": self.inferencer.get_state(),
-        }
-        self.learner.save(extras, final=final, with_replay=with_replay)
+        with_replay = driver.replay_is_saved and (is_due or driver.replay_is_small)
+        self.learner.save(driver.get_state(with_envs=with_envs), final=final, with_replay=with_replay)
         self._saved_env_steps, self._replay_saved_env_steps = now, now if with_replay else self._replay_saved_env_steps

@@ -8,15 +8,12 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from rlframe.interprocess.files import NativePath
 from rlframe.metrics.terminal import console, table
-
-if TYPE_CHECKING:
-    from rlframe.programs.training.loop import TrainingLoop
 
 
 class ProfileRow(NamedTuple):
@@ -47,16 +44,16 @@ class Profile:
         self._total = 0.0
 
     @contextlib.contextmanager
-    def measure(self, loop: TrainingLoop, trace_dir: pathlib.Path) -> Iterator[None]:
-        """Measure the time of calls until the context ends. If traces are on, write a JAX trace to `trace_dir`."""
-        env = loop.pool
+    def measure(self, driver: Any, trace_dir: pathlib.Path) -> Iterator[None]:
+        """Measure the time of an `InlineDriver`'s calls until the context ends. `trace_dir` is for a JAX trace."""
+        env = driver.pool
         self._time_calls(env, "step" if env.is_sync else "recv", "environment")
         if not env.is_sync:
             self._time_calls(env, "send", "environment")
-        self._time_calls(loop.inferencer, "inference", "inference")
-        self._time_calls(loop.replay_buffer, "add", "replay add")
-        self._time_calls(loop.replay_buffer, "sample", "replay sample")
-        self._time_calls(loop.learner, "step", "learner", wait=True)
+        self._time_calls(driver.inferencer, "inference", "inference")
+        self._time_calls(driver.replay_buffer, "add", "replay add")
+        self._time_calls(driver.replay_buffer, "sample", "replay sample")
+        self._time_calls(driver.learner, "step", "learner", wait=True)
         began, native = time.perf_counter(), None
         if self._traces:
             trace_dir.mkdir(parents=True, exist_ok=True)
