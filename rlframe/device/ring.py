@@ -7,14 +7,13 @@ return the same items as `rlframe.replay.ReplayBuffer` from the same steps, and 
 from __future__ import annotations
 
 import fractions
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.device.sum_tree import SumTree
+from rlframe.device.sum_tree import DeviceSumTree
 from rlframe.errors import UsageError
 from rlframe.replay.tables import MIN_PRIORITY
 from rlframe.types import (
@@ -43,9 +42,31 @@ class StepRecord(NamedTuple):
     next_timestep: TimeStep  # [N, ...], after the step
 
 
-# `learn(training, batch)` does one update. It returns the new training state, and the priorities of the items or None.
-Learn = Callable[[Any, Batch], tuple[Any, Any]]
-MayLearn = Callable[[Any], jax.Array]  # returns False if the call must end before the next update
+class DeviceReplay(Protocol):
+    """A replay of `Rounds`. All methods are pure functions of the replay's arrays.
+
+    Attributes:
+        steps_per_round: environment steps between two calls of `add`.
+        updates_per_round: "one" if each round has exactly one update, "at most one", or "many".
+    """
+
+    steps_per_round: int
+    updates_per_round: str
+
+    def init(self, record: StepRecord) -> Any:
+        """Return the arrays of an empty replay. `record` has the shapes and dtypes of one step of all environments."""
+
+    def add(self, replay: Any, records: StepRecord) -> Any:
+        """Add the records [T, N, ...] of a round."""
+
+    def is_ready(self, replay: Any) -> jax.Array:
+        """Return [] bool: True if a batch can be drawn now, like `RateLimiter.may_sample`."""
+
+    def draw(self, replay: Any) -> tuple[Any, Batch, Any]:
+        """Return (replay, batch, places). `set_priorities` needs the places of the items."""
+
+    def set_priorities(self, replay: Any, places: Any, priorities: jax.Array) -> Any:
+        """Set the priorities [B] of items."""
 
 
 class UnrollQueue:
@@ -67,48 +88,49 @@ class UnrollQueue:
         self.steps_per_round, self._num_envs = item.length, num_envs
         self._batch_size = spec.batch_size or num_envs
         self._least = max(self._batch_size, spec.min_size)
-        self._is_direct = self._batch_size == num_envs == self._least  # each round is exactly one batch
+        self.updates_per_round = "many"
+        if self._batch_size == num_envs == self._least:
+            self.updates_per_round = "one"
         self._capacity = self._least + num_envs
 
-    def init(self, record: StepRecord) -> Any:
-        """Return the queue's arrays. `record` has the shapes and dtypes of one step of all environments."""
-        if self._is_direct:
-            return ()
+    def init(self, record: StepRecord) -> _Queue:
+        """See `DeviceReplay`."""
         length = self.steps_per_round
-        records = jax.tree.map(lambda leaf: jnp.zeros((length, *leaf.shape), leaf.dtype), record)
-        unrolls = jax.tree.map(lambda leaf: jnp.zeros((self._capacity, *leaf.shape[1:]), leaf.dtype), unroll(records))
-        return _Queue(unrolls, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+        unrolls = jax.eval_shape(
+            lambda record: unroll(jax.tree.map(lambda leaf: jnp.stack([leaf] * length), record)), record
+        )
+        rows = self._num_envs if self.updates_per_round == "one" else self._capacity
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), unrolls)
+        return _Queue(zeros, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    def example(self, record: StepRecord) -> Batch:
-        """Return a batch of zeros."""
-        length = self.steps_per_round
-        unrolls = unroll(jax.tree.map(lambda leaf: jnp.zeros((length, *leaf.shape), leaf.dtype), record))
-        return self._batch(
-            jax.tree.map(lambda leaf: jnp.zeros((self._batch_size, *leaf.shape[1:]), leaf.dtype), unrolls), 1
+    def add(self, queue: _Queue, records: StepRecord) -> _Queue:
+        """See `DeviceReplay`."""
+        size = queue.size + self._num_envs
+        if self.updates_per_round == "one":
+            return _Queue(unroll(records), queue.first, size)
+        rows = (queue.first + queue.size + jnp.arange(self._num_envs)) % self._capacity
+        return _Queue(
+            jax.tree.map(lambda old, new: old.at[rows].set(new), queue.unrolls, unroll(records)), queue.first, size
         )
 
-    def update(self, queue: Any, records: StepRecord, training: Any, learn: Learn, may_learn: MayLearn) -> Any:
-        """Add the records [T, N, ...] of a round, and learn from all complete batches. Return (queue, training)."""
-        if self._is_direct:
-            return queue, learn(training, self._batch(unroll(records), self._num_envs))[0]
-        rows = (queue.first + queue.size + jnp.arange(self._num_envs)) % self._capacity
-        unrolls = jax.tree.map(lambda old, new: old.at[rows].set(new), queue.unrolls, unroll(records))
-        queue = _Queue(unrolls, queue.first, queue.size + self._num_envs)
+    def is_ready(self, queue: _Queue) -> jax.Array:
+        """See `DeviceReplay`."""
+        return queue.size >= self._least
 
-        def is_ready(state: tuple[Any, Any]) -> jax.Array:
-            return (state[0].size >= self._least) & may_learn(state[1])
+    def draw(self, queue: _Queue) -> tuple[_Queue, Batch, None]:
+        """See `DeviceReplay`. Remove the oldest unrolls."""
+        data, first = queue.unrolls, queue.first
+        if self.updates_per_round != "one":
+            rows = (first + jnp.arange(self._batch_size)) % self._capacity
+            data = jax.tree.map(lambda leaf: leaf[rows], data)
+            first = (first + self._batch_size) % self._capacity
+        probabilities = jnp.full(self._batch_size, 1.0, jnp.float32) / queue.size
+        batch = Batch(data, (), probabilities, ())
+        return _Queue(queue.unrolls, first, queue.size - self._batch_size), batch, None
 
-        def learn_once(state: tuple[Any, Any]) -> tuple[Any, Any]:
-            queue, training = state
-            rows = (queue.first + jnp.arange(self._batch_size)) % self._capacity
-            batch = self._batch(jax.tree.map(lambda leaf: leaf[rows], queue.unrolls), queue.size)
-            first = (queue.first + self._batch_size) % self._capacity
-            return _Queue(queue.unrolls, first, queue.size - self._batch_size), learn(training, batch)[0]
-
-        return jax.lax.while_loop(is_ready, learn_once, (queue, training))
-
-    def _batch(self, data: SequenceBatch, size: Any) -> Batch:
-        return Batch(data, (), jnp.full(self._batch_size, 1.0 / size, jnp.float32), ())
+    def set_priorities(self, queue: _Queue, places: Any, priorities: jax.Array) -> _Queue:
+        """Do nothing, because a queue has no priorities."""
+        return queue
 
 
 class _Queue(NamedTuple):
@@ -118,7 +140,7 @@ class _Queue(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """What a ring stores for each timestep, [rows, N, ...]. Row `t % rows` is about the step that begins at t."""
+    """The arrays of a ring, [rows, N, ...]. Row `t % rows` has the timestep t and the step that begins there."""
 
     observation: Tree
     step_type: jax.Array
@@ -153,6 +175,7 @@ class StepRing:
     steps_per_round = 1
 
     def __init__(self, spec: ReplaySpec, num_envs: int, seed: int) -> None:
+        self.updates_per_round = "many" if spec.samples_per_insert else "at most one"
         self._spec, self._num_envs, item = spec, num_envs, spec.item
         if isinstance(item, Transition):
             self._n, self._span, self._period, self._gamma = item.n_step, item.n_step, 1, item.discount
@@ -162,11 +185,11 @@ class StepRing:
         self._batch_size = spec.batch_size or num_envs
         ratio = fractions.Fraction(spec.samples_per_insert or 0).limit_denominator(_MAX_DENOMINATOR)
         self._per_insert, self._per_sample = ratio.numerator, ratio.denominator
-        self._tree = SumTree(self.rows * num_envs) if spec.kind == "prioritized" else None
+        self._tree = DeviceSumTree(self.rows * num_envs) if spec.kind == "prioritized" else None
         self._rng = jax.random.PRNGKey(seed)
 
     def init(self, record: StepRecord) -> _Ring:
-        """Return an empty ring. `record` has the shapes and dtypes of one step of all environments."""
+        """See `DeviceReplay`."""
 
         def rows_of(tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jnp.zeros((self.rows, *leaf.shape), leaf.dtype), tree)
@@ -185,34 +208,22 @@ class StepRing:
         ages, one = jnp.zeros(self._num_envs, jnp.int32), jnp.ones((), jnp.float32)
         return _Ring(steps, zero, ages, zero, zero, zero, zero.astype(jnp.uint32), weights, one)
 
-    def example(self, record: StepRecord) -> Batch:
-        """Return a batch of zeros."""
-        zeros = jnp.zeros(self._batch_size, jnp.int32)
-        return self._batch(self.init(record), zeros, zeros, zeros.astype(jnp.float32))
+    def add(self, ring: _Ring, records: StepRecord) -> _Ring:
+        """See `DeviceReplay`."""
+        return self.add_step(ring, jax.tree.map(lambda leaf: leaf[0], records))
 
-    def update(self, ring: _Ring, records: StepRecord, training: Any, learn: Learn, may_learn: MayLearn) -> Any:
-        """Add the records [1, N, ...] of a round, and do all updates that are due. Return (ring, training)."""
-        ring = self.add(ring, jax.tree.map(lambda leaf: leaf[0], records))
+    def is_ready(self, ring: _Ring) -> jax.Array:
+        """See `DeviceReplay`."""
+        return (ring.inserted >= self._spec.min_size) & (ring.size > 0) & (ring.ahead >= 0)
 
-        def learn_once(state: tuple[_Ring, Any]) -> tuple[_Ring, Any]:
-            ring, training = state
-            times, envs, probabilities, ring = self.draw(ring)
-            training, priorities = learn(training, self._batch(ring, times, envs, probabilities))
-            ring = ring._replace(ahead=ring.ahead - self._batch_size * self._per_sample * (self._per_insert > 0))
-            if self._tree is not None and priorities is not None:
-                ring = self._set_priorities(ring, times, envs, priorities)
-            return ring, training
-
-        def is_ready(state: tuple[_Ring, Any]) -> jax.Array:
-            ring, training = state
-            enough = (ring.inserted >= self._spec.min_size) & (ring.size > 0)
-            return enough & (ring.ahead >= 0) & may_learn(training)
-
+    def draw(self, ring: _Ring) -> tuple[_Ring, Batch, Any]:
+        """See `DeviceReplay`."""
+        times, envs, probabilities, ring = self.draw_places(ring)
         if self._per_insert:
-            return jax.lax.while_loop(is_ready, learn_once, (ring, training))
-        return jax.lax.cond(is_ready((ring, training)), learn_once, lambda state: state, (ring, training))
+            ring = ring._replace(ahead=ring.ahead - self._batch_size * self._per_sample)
+        return ring, self.read(ring, times, envs, probabilities), (times, envs)
 
-    def add(self, ring: _Ring, record: StepRecord) -> _Ring:
+    def add_step(self, ring: _Ring, record: StepRecord) -> _Ring:
         """Store one step of all environments. Count the items that it completes and the items that it overwrites."""
         row, next_row = ring.head % self.rows, (ring.head + 1) % self.rows
         steps, after = ring.steps, record.next_timestep
@@ -267,7 +278,7 @@ class StepRing:
         pairs = [(back, (ages > back) & ends) for back in range(self._n - 1)]
         return [*pairs, (self._n - 1, ages > self._n - 1)]
 
-    def draw(self, ring: _Ring) -> tuple[jax.Array, jax.Array, jax.Array, _Ring]:
+    def draw_places(self, ring: _Ring) -> tuple[jax.Array, jax.Array, jax.Array, _Ring]:
         """Draw a batch. Return (numbers of the first timesteps [B], environments [B], probabilities [B], ring)."""
         rng = jax.random.fold_in(self._rng, ring.draws)
         ring = ring._replace(draws=ring.draws + 1)
@@ -309,7 +320,8 @@ class StepRing:
             is_complete |= (at <= ring.head) & (types[at % self.rows, envs] == LAST)
         return is_complete & (types[times % self.rows, envs] != LAST)
 
-    def _batch(self, ring: _Ring, times: jax.Array, envs: jax.Array, probabilities: jax.Array) -> Batch:
+    def read(self, ring: _Ring, times: jax.Array, envs: jax.Array, probabilities: jax.Array) -> Batch:
+        """Return a batch of the items that begin at the given timesteps and environments, [B] each."""
         read = self._sequences if isinstance(self._spec.item, Sequence) else self._transitions
         return Batch(read(ring.steps, times, envs), (), probabilities, ())
 
@@ -346,8 +358,11 @@ class StepRing:
             agent_state=_rows(steps.agent_state, rows[:, 0], envs[:, 0]),
         )
 
-    def _set_priorities(self, ring: _Ring, times: jax.Array, envs: jax.Array, priorities: jax.Array) -> _Ring:
-        assert self._tree is not None
+    def set_priorities(self, ring: _Ring, places: Any, priorities: jax.Array) -> _Ring:
+        """See `DeviceReplay`."""
+        if self._tree is None:
+            return ring
+        times, envs = places
         leaves = times % self.rows * self._num_envs + envs
         values = jnp.maximum(priorities, MIN_PRIORITY) ** self._spec.priority_exponent
         weights = self._tree.set(ring.weights, leaves, values.astype(jnp.float32))

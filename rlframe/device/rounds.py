@@ -2,10 +2,9 @@
 
     run(carry, limits)                    # one jitted call, with donated buffers
       while within the limits:
-        _round                            # for PPO, an unroll of each environment and one update
-          act (scan)                      #   Agent.actor_step and BatchedJaxEnv.step
-          replay.update                   #   `rlframe.device.ring`
-          learn                           #   Agent.learner_step
+        collect                           # for PPO, an unroll of each environment: a scan of Agent.actor_step
+                                          #   and BatchedJaxEnv.step, then `add` of the replay
+        learn, while the replay is ready  # `draw` of the replay, and Agent.learner_step
 
 Everything that changes is in the `Carry`. Random numbers depend only on constant keys and on counters in the carry, so
 the results do not depend on how many rounds a call makes.
@@ -19,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from rlframe.agents.base import Agent
-from rlframe.device.ring import StepRecord
+from rlframe.device.ring import DeviceReplay, StepRecord
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.learners.update import are_finite
-from rlframe.types import FIRST, LAST, AgentState, Batch, Logs, Params, TimeStep, Tree
+from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, Tree
 
 
 class Acting(NamedTuple):
@@ -60,7 +59,7 @@ class Carry(NamedTuple):
     tally: Tally
 
 
-class Limits(NamedTuple):
+class CallLimits(NamedTuple):
     """When a call ends: at the first round boundary at which one of the numbers is reached. All are [] int32."""
 
     rounds: Any
@@ -74,16 +73,22 @@ class Rounds:
     Args:
         agent: the agent.
         envs: the environments.
-        replay: how steps become batches; see `rlframe.device.ring`.
+        replay: the replay.
         num_envs: number of environments.
         clip_rewards: rewards are clipped to [-clip_rewards, clip_rewards] for learning. None means no clipping.
         seed: seed of the actions.
     """
 
     def __init__(
-        self, agent: Agent, envs: BatchedJaxEnv, replay: Any, num_envs: int, clip_rewards: float | None, seed: int
+        self,
+        agent: Agent,
+        envs: BatchedJaxEnv,
+        replay: DeviceReplay,
+        num_envs: int,
+        clip_rewards: float | None,
+        seed: int,
     ) -> None:
-        self._agent, self._envs, self._replay, self._num_envs = agent, envs, replay, num_envs
+        self._agent, self._envs, self.replay, self._num_envs = agent, envs, replay, num_envs
         self._clip_rewards, self._rng = clip_rewards, jax.random.PRNGKey(seed)
 
     def init(self, params: Params, learner_state: Any, env_keys: jax.Array) -> Carry:
@@ -97,44 +102,78 @@ class Rounds:
         acting = Acting(envs, timestep, state, jnp.zeros((), jnp.uint32), zeros, zeros.astype(jnp.int32))
         actor_params = agent.actor_params(params, learner_state)
         record = jax.eval_shape(self._act, actor_params, acting)[1]
-        replay, batch = self._replay.init(record), jax.eval_shape(lambda: self._replay.example(record))
+        replay = self.replay.init(record)
+        batch = jax.eval_shape(self.replay.draw, replay)[1]
         logs = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
         logs = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in logs.items() if name != "priorities"}
-        return Carry(params, learner_state, actor_params, acting, replay, logs, _no_tally())
+        return Carry(params, learner_state, actor_params, acting, replay, logs, no_tally())
 
-    def run(self, carry: Carry, limits: Limits) -> Carry:
+    def run(self, carry: Carry, limits: CallLimits) -> Carry:
         """Make rounds until a limit is reached. `carry.tally` of the result is about these rounds."""
 
-        def goes_on(carry: Carry) -> jax.Array:
-            tally = carry.tally
-            return (
-                (tally.rounds < limits.rounds)
-                & (tally.env_steps < limits.env_steps)
-                & (tally.updates < limits.updates)
-                & (tally.failed_update == 0)
-            )
+        def is_within(carry: Carry) -> jax.Array:
+            return self.is_within(carry, limits)
 
         def make_round(carry: Carry) -> Carry:
-            return self._round(carry, limits)
+            carry = self.collect(carry)
+            if self.replay.updates_per_round == "one":
+                return self.learn(carry)
+            if self.replay.updates_per_round == "at most one":
+                return jax.lax.cond(self.may_learn(carry, limits), self.learn, lambda carry: carry, carry)
+            return jax.lax.while_loop(lambda carry: self.may_learn(carry, limits), self.learn, carry)
 
-        return jax.lax.while_loop(goes_on, make_round, carry._replace(tally=_no_tally()))
+        return jax.lax.while_loop(is_within, make_round, carry._replace(tally=no_tally()))
 
-    def _round(self, carry: Carry, limits: Limits) -> Carry:
-        acting, tally = carry.acting, carry.tally
+    def is_within(self, carry: Carry, limits: CallLimits) -> jax.Array:
+        """Return [] bool: True if the call has not reached a limit."""
+        tally = carry.tally
+        is_within = (tally.rounds < limits.rounds) & (tally.env_steps < limits.env_steps)
+        return is_within & (tally.updates < limits.updates) & (tally.failed_update == 0)
+
+    def may_learn(self, carry: Carry, limits: CallLimits) -> jax.Array:
+        """Return [] bool: True if an update is due, and the call has not reached a limit of updates."""
+        is_within = (carry.tally.updates < limits.updates) & (carry.tally.failed_update == 0)
+        return is_within & self.replay.is_ready(carry.replay)
+
+    def collect(self, carry: Carry) -> Carry:
+        """Step all environments for a round, and add the steps to the replay."""
 
         def act(state: tuple[Acting, Tally], _: None) -> tuple[tuple[Acting, Tally], StepRecord]:
             acting, record, reward = self._act(carry.actor_params, state[0])
             acting, tally = _count(acting, state[1], record.next_timestep, reward)
             return (acting, tally), record
 
-        (acting, tally), records = jax.lax.scan(act, (acting, tally), length=self._replay.steps_per_round)
-        carry = carry._replace(acting=acting, tally=tally._replace(rounds=tally.rounds + 1))
+        state = (carry.acting, carry.tally)
+        (acting, tally), records = jax.lax.scan(act, state, length=self.replay.steps_per_round)
+        replay = self.replay.add(carry.replay, records)
+        return carry._replace(acting=acting, tally=tally._replace(rounds=tally.rounds + 1), replay=replay)
 
-        def may_learn(carry: Carry) -> jax.Array:
-            return (carry.tally.updates < limits.updates) & (carry.tally.failed_update == 0)
+    def learn(self, carry: Carry) -> Carry:
+        """Draw a batch, and do one update."""
+        replay, batch, places = self.replay.draw(carry.replay)
+        params, learner_state, logs = self._agent.learner_step(carry.params, carry.learner_state, batch)
+        return self.finish_update(carry._replace(replay=replay), params, learner_state, dict(logs), places)
 
-        replay, carry = self._replay.update(carry.replay, records, carry._replace(replay=()), self._learn, may_learn)
-        return carry._replace(replay=replay)
+    def finish_update(self, carry: Carry, params: Params, learner_state: Any, logs: Logs, places: Any) -> Carry:
+        """Return the carry after an update. Actors keep the old parameters if the new ones are not finite."""
+        priorities = logs.pop("priorities", None)
+        replay, tally = carry.replay, carry.tally
+        if priorities is not None:
+            replay = self.replay.set_priorities(replay, places, priorities)
+        actor_params = self._agent.actor_params(params, learner_state)
+        is_finite = are_finite((params, actor_params, logs.get("loss", 0.0)))
+        actor_params = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), actor_params, carry.actor_params)
+        updates = tally.updates + 1
+        failed = jnp.where((tally.failed_update == 0) & ~is_finite, updates, tally.failed_update)
+        logs = {name: jnp.asarray(value, carry.logs[name].dtype) for name, value in logs.items()}
+        return carry._replace(
+            params=params,
+            learner_state=learner_state,
+            actor_params=actor_params,
+            replay=replay,
+            logs=logs,
+            tally=tally._replace(updates=updates, failed_update=failed),
+        )
 
     def _act(self, actor_params: Tree, acting: Acting) -> tuple[Acting, StepRecord, jax.Array]:
         """Step all environments once. Return also the rewards before clipping, [N]."""
@@ -150,26 +189,9 @@ class Rounds:
             next_state = _reset_at_first(following, next_state, self._agent.initial_state(self._num_envs))
         return acting._replace(envs=envs, timestep=following, agent_state=next_state, calls=calls), record, reward
 
-    def _learn(self, carry: Carry, batch: Batch) -> tuple[Carry, Any]:
-        """Do one update. Return the carry and the priorities of the batch, None without priorities."""
-        agent, tally = self._agent, carry.tally
-        params, learner_state, logs = agent.learner_step(carry.params, carry.learner_state, batch)
-        logs = dict(logs)
-        priorities = logs.pop("priorities", None)
-        actor_params = agent.actor_params(params, learner_state)
-        is_finite = are_finite((params, actor_params, logs.get("loss", 0.0)))
-        actor_params = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), actor_params, carry.actor_params)
-        updates = tally.updates + 1
-        failed = jnp.where((tally.failed_update == 0) & ~is_finite, updates, tally.failed_update)
-        tally = tally._replace(updates=updates, failed_update=failed)
-        logs = {name: jnp.asarray(value, carry.logs[name].dtype) for name, value in logs.items()}
-        carry = carry._replace(
-            params=params, learner_state=learner_state, actor_params=actor_params, logs=logs, tally=tally
-        )
-        return carry, priorities
 
-
-def _no_tally() -> Tally:
+def no_tally() -> Tally:
+    """Return the tally before the first round of a call."""
     zero = jnp.zeros((), jnp.int32)
     return Tally(zero, zero, zero, zero, zero.astype(jnp.float32), zero, zero)
 

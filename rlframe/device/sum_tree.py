@@ -10,7 +10,7 @@ _FANOUT = 16
 Levels = list[jax.Array]  # float32 arrays: the leaves, then the sums of 16 nodes each, up to at most 16 nodes
 
 
-class SumTree:
+class DeviceSumTree:
     """Draws leaves with probabilities proportional to their values.
 
     Each sum is computed from the node's children, so rounding errors do not accumulate, and a restored tree continues

@@ -181,6 +181,36 @@ class Learner:
             self._replay.update_priorities(keys, np.asarray(priorities))
         return logs
 
+    @property
+    def state(self) -> tuple[Tree, Tree]:
+        """The parameters and the learner state, on the device."""
+        return self._params, self._learner_state
+
+    def adopt(self, params: Tree, learner_state: Tree, logs: Logs, updates: int, failed: int = 0) -> None:
+        """Take the results of updates that were made elsewhere, from this Learner's `state`.
+
+        Args:
+            params, learner_state: the new state. The next call of the code that made the updates may donate it.
+            logs: logs of the newest update.
+            updates: number of updates.
+            failed: number of the first of these updates whose loss or parameters are not finite. 0 if all are finite.
+
+        Raises:
+            NonFiniteLossError: an update failed.
+        """
+        with self._update_lock:
+            self._params, self._learner_state = params, learner_state
+            if not updates:
+                return
+            self._logs = logs
+            if failed:
+                step = self.learner_steps + failed
+                check_update(UncheckedUpdate(step, logs, (), is_finite=False), self._last_good)
+            self.learner_steps += updates
+            self._versions.next(updates)
+            self._pack_params()
+            self._publish()
+
     def wait_for_update(self) -> dict[str, float]:
         """Wait for the newest update and return its logs as numbers. Return an empty dict before the first update.
 

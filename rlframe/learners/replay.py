@@ -29,7 +29,8 @@ class LearnerReplay:
     no `max_staleness`, and is not saved in checkpoints.
 
     Args:
-        given: the Learner's `replay_buffer`: a buffer, a handle to a buffer in this process, or a `reverb.Client`.
+        given: the Learner's `replay_buffer`: a buffer, a handle to a buffer in this process, or a `reverb.Client`. None
+            if the batches are made elsewhere.
         agent: the agent. If `given` is a `reverb.Client`, the agent's specs define the format of the items.
         stop: setting this event ends all waits for other processes.
 
@@ -49,7 +50,7 @@ class LearnerReplay:
                 "A Learner cannot sample from a replay buffer on another node, because that node would copy every "
                 "batch. Use a buffer in shared memory, or Reverb."
             )
-        self.buffer = as_replay_buffer(target, lambda: agent)
+        self.buffer: Any = None if target is None else as_replay_buffer(target, lambda: agent)
         self._is_own = self.buffer is not target
         # `self.buffer` if it is a `BaseReplayBuffer`, otherwise None.
         self._full = self.buffer if isinstance(self.buffer, BaseReplayBuffer) else None

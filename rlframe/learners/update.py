@@ -32,7 +32,7 @@ class UncheckedUpdate(NamedTuple):
 
     step: int  # number of the learner step
     logs: Logs
-    keys: np.ndarray  # [B, 3], keys of the batch's items
+    keys: Any  # [B, 3], keys of the batch's items; () if they are unknown
     is_finite: Any  # [] bool: True if the parameters are finite
 
 
@@ -139,9 +139,14 @@ def check_update(update: UncheckedUpdate, last_good: Callable[[], str]) -> None:
         wrong = f"A parameter is NaN or infinite after learner step {update.step}"
     else:
         return
+    batch = ""
+    if len(update.keys):
+        key = tuple(int(part) for part in update.keys[0])
+        batch = (
+            f", on a batch of {len(update.keys)} items. The key of its first item (rank, incarnation, number) is {key}"
+        )
     raise NonFiniteLossError(
-        f"{wrong}, on a batch of {len(update.keys)} items. The key of its first item (rank, incarnation, number) is "
-        f"{tuple(int(part) for part in update.keys[0])}. {last_good()} "
+        f"{wrong}{batch}. {last_good()} "
         "Look for NaN and very large numbers in its rewards (scores, advantages) and observations, or lower the "
         "learning rate."
     )

@@ -38,9 +38,9 @@ class VersionCounter:
         self._reserved = self.value = 1
         self._written, self._cost = (0, 0.0), 0.0  # (value, time) of the last reservation; seconds that its write took
 
-    def next(self) -> int:
-        """Return the next value."""
-        self.value += 1
+    def next(self, count: int = 1) -> int:
+        """Return the next value. With `count`, skip values as if `next` was called `count` times."""
+        self.value += count
         if self._path is not None and self.value > self._reserved:
             self._reserve(self.value + self._ahead())
         return self.value

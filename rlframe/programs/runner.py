@@ -119,7 +119,7 @@ def _check_can_run(experiment: Experiment, stop_at: int | None, profile: Profile
     check_answer_timeout(experiment)
     if stop_at is not None and stop_at < 1:
         raise UsageError(f"stop_at must be at least 1 environment step, got {stop_at}.")
-    if profile is not None and isinstance(experiment.topology_config, ProgramConfig):
+    if profile is not None and not experiment.topology_config.can_profile:
         raise UsageError(
             f"profile needs the topology single_process, but the topology is {experiment.topology_config.name}."
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlframe.device.ring import StepRecord, StepRing, UnrollQueue
-from rlframe.device.sum_tree import SumTree
+from rlframe.device.sum_tree import DeviceSumTree
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter
 from rlframe.testing.streams import ReferenceReplay, StepStream, batch_items, first_ids
 from rlframe.types import ReplaySpec, Sequence, Transition
@@ -50,7 +50,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
     spec = ReplaySpec(kind, item, batch_size=16, capacity=60, min_size=10)
     ring, stream, reference = StepRing(spec, NUM_ENVS, seed=0), StepStream(NUM_ENVS), ReferenceReplay(item)
     reference.claim_rank(NUM_ENVS, 0)
-    add, draw = jax.jit(ring.add), jax.jit(ring.draw)
+    add, draw = jax.jit(ring.add_step), jax.jit(ring.draw_places)
     state = None
     for _ in range(60):
         ids, step = stream.step()
@@ -62,7 +62,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
         assert int(state.size) == len(times)
         if not len(times):
             continue
-        data = ring._batch(state, times, envs, np.ones(len(times), np.float32)).data
+        data = ring.read(state, times, envs, np.ones(len(times), np.float32)).data
         found = compare(data, reference, len(times))
         # The ring has the newest items, and no others.
         newest = sorted(reference.items)[-len(found) :]
@@ -70,7 +70,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
         if state.head < ring.rows:
             assert len(found) == len(reference.items)
         times, envs, probabilities, state = draw(state)
-        drawn = compare(ring._batch(state, times, envs, probabilities).data, reference, spec.batch_size)
+        drawn = compare(ring.read(state, times, envs, probabilities).data, reference, spec.batch_size)
         assert set(drawn) <= set(found)
         np.testing.assert_allclose(probabilities, 1 / len(found), rtol=1e-5)
 
@@ -81,21 +81,24 @@ def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
     ring, stream, limiter = StepRing(spec, NUM_ENVS, seed=0), StepStream(NUM_ENVS), RateLimiter(spec)
     reference = ReferenceReplay(spec.item)
     reference.claim_rank(NUM_ENVS, 0)
-    update = jax.jit(lambda state, records: ring.update(state, records, 0, lambda count, batch: (count + 1, None), may))
-    may = lambda count: jnp.ones((), bool)  # noqa: E731
+    add, is_ready, draw = jax.jit(ring.add), jax.jit(ring.is_ready), jax.jit(ring.draw)
     state, sampled = None, 0
     for _ in range(100):
         ids, step = stream.step()
         record = to_record(step)
         state = ring.init(record) if state is None else state
-        state, updates = update(state, jax.tree.map(lambda leaf: leaf[None], record))
+        state, updates = add(state, jax.tree.map(lambda leaf: leaf[None], record)), 0
+        while is_ready(state):
+            state, updates = draw(state)[0], updates + 1
+            if ring.updates_per_round == "at most one":
+                break
         reference.add(ids, step)
         inserted, expected = len(reference.items), 0
         while limiter.may_sample(8, ItemCounts(inserted, inserted, sampled)):
             sampled, expected = sampled + 8, expected + 1
             if ratio is None:
                 break
-        assert int(updates) == expected
+        assert updates == expected
 
 
 @pytest.mark.parametrize("batch_size", [None, 3, 4, 6, 8])
@@ -106,27 +109,25 @@ def test_queue_returns_each_unroll_once_in_order(batch_size):
     reference.claim_rank(NUM_ENVS, 0)
     state, seen = None, []
 
-    def learn(seen, batch):
-        return (*seen, batch.data), None
-
-    with jax.disable_jit():
-        for _ in range(10):
-            records = []
-            for _ in range(3):
-                ids, step = stream.step()
-                reference.add(ids, step)
-                records.append(to_record(step))
-            state = queue.init(records[0]) if state is None else state
-            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *records)
-            state, batches = queue.update(state, stacked, (), learn, lambda seen: True)
-            for data in batches:
-                seen += compare(data, reference, size)
+    add, draw = jax.jit(queue.add), jax.jit(queue.draw)
+    for _ in range(10):
+        records = []
+        for _ in range(3):
+            ids, step = stream.step()
+            reference.add(ids, step)
+            records.append(to_record(step))
+        state = queue.init(records[0]) if state is None else state
+        state = add(state, jax.tree.map(lambda *leaves: np.stack(leaves), *records))
+        while queue.is_ready(state):
+            state, batch, _ = draw(state)
+            seen += compare(batch.data, reference, size)
+    assert (queue.updates_per_round == "one") == (size == NUM_ENVS)
     assert seen == list(reference.items)[: len(seen)]
     assert len(reference.items) - len(seen) < size
 
 
 def test_sum_tree_draws_in_proportion_to_the_leaves():
-    tree = SumTree(1000)
+    tree = DeviceSumTree(1000)
     rng = np.random.default_rng(0)
     values = np.zeros(1000, np.float32)
     levels = tree.init()

@@ -18,7 +18,7 @@ _TASKS = {
     "Breakout-MinAtar": ("breakout", "Breakout"),
     "CartPole-v1": ("classic", "CartPole"),
     "Pendulum-v1": ("classic", "Pendulum"),
-    "PositionOnlyCartPole-v1": ("classic", "PositionOnlyCartPole"),
+    "PositionOnlyCartPole-v1": ("classic", "CartPolePositions"),
 }
 
 

@@ -64,7 +64,7 @@ class CartPole:
         return jnp.stack(state[:4])
 
 
-class PositionOnlyCartPole(CartPole):
+class CartPolePositions(CartPole):
     """CartPole-v1 without velocities in the observation, so that an agent needs a memory."""
 
     observation_space = specs.BoundedArray((2,), np.float32, [-4.8, -0.41887903], [4.8, 0.41887903], "observation")

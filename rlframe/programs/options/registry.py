@@ -65,6 +65,7 @@ OPERATORS = {
 TOPOLOGIES = {
     "steps": {
         "single_process": "rlframe.programs.topologies.single_process:single_process",
+        "fused": "rlframe.programs.topologies.fused:fused",
         "heavy_env": "rlframe.programs.topologies.heavy_env:heavy_env",
         "light_env": "rlframe.programs.topologies.light_env:light_env",
         "distributed": "rlframe.programs.topologies.light_env:distributed",

@@ -72,12 +72,14 @@ class TopologyConfig:
         control_group: Node group that shows and controls the run over HTTP. None means that the launcher does it.
         unit: Unit of the run's steps.
         defaults: Default values of `Experiment` fields that differ for this topology.
+        can_profile: True if `--profile` can measure the parts of a run.
     """
 
     learns_from: ClassVar[str] = "steps"
     control_group: ClassVar[str | None] = None
     unit: ClassVar[str] = "env steps"
     defaults: ClassVar[dict[str, Any]] = {}
+    can_profile: ClassVar[bool] = False
 
     name: str = ""  # Name on the command line.
 

@@ -25,6 +25,7 @@ class SingleProcess(GameConfig):
     """Options of the topology single_process."""
 
     replays = ("local",)
+    can_profile = True
 
     name: str = "single_process"
     replay_checkpoint_every: int = number(1_000_000, at_least=0)  # Steps between two saves of a large replay.

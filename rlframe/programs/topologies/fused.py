@@ -1,0 +1,59 @@
+"""The topology fused: environments, actions and updates in one jitted call, for JAX environments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rlframe.actors.actor import env_seed
+from rlframe.device.driver import FusedDriver
+from rlframe.engines import Engine
+from rlframe.envs.jax_env import BatchedJaxEnv
+from rlframe.envs.jax_envs import make_jax_env
+from rlframe.envs.jax_pool import env_keys
+from rlframe.envs.names import describe, is_jax
+from rlframe.errors import UsageError
+from rlframe.learners import Learner
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import registry
+from rlframe.programs.session import Session
+from rlframe.programs.topologies.config import GameConfig, configured_by
+from rlframe.programs.topologies.makers import learner_config
+from rlframe.programs.training.loop import TrainingLoop
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(GameConfig):
+    """Options of the topology fused."""
+
+    replays = ("local",)
+    accepts_custom_replay = False
+
+    name: str = "fused"
+
+    def check(self, experiment: Experiment) -> None:
+        """See `TopologyConfig`."""
+        super().check(experiment)
+        env = registry.env_name_or_builder(experiment.env)
+        if not is_jax(env) and self.env_type != "jax":
+            raise UsageError(
+                f"The topology fused needs a JAX environment, such as jax:CartPole-v1 or file.py:Class, got "
+                f"{describe(env)}. Use the topology single_process for other environments."
+            )
+
+
+@configured_by(Fused)
+def fused(engine: Engine, session: Session) -> None:
+    """Add the only node: a `TrainingLoop` with a `FusedDriver`."""
+    experiment, config = session.experiment, Fused.of(session.experiment)
+    learner = Learner(learner_config(session), session.agent, None)
+    env = make_jax_env(registry.env_name_or_builder(experiment.env), experiment.env_kwargs)
+    driver = FusedDriver(
+        session.agent,
+        BatchedJaxEnv(env, config.action_repeat, config.frame_stack),
+        env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs),
+        learner,
+        seed=experiment.seed,
+        clip_rewards=config.clip_rewards,
+        max_learner_steps=config.until_learner_steps,
+    )
+    engine.add("train", TrainingLoop, session, driver)
