@@ -541,7 +541,7 @@ def test_several_groups_of_one_item_are_sent(url, model):
 
 @pytest.mark.system
 def test_missing_trainer_or_too_small_batch_ends_the_environment(url, model):
-    expected_error = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to join")
+    expected_error = pytest.raises(UnavailableError, match="'letters' waited 0.3 s to register")
     with (
         trainer(url, requests_batch=False),
         serving_env(lambda: make_env(Letters, model, url=url, service_timeout=0.3)) as env,
