@@ -12,6 +12,7 @@ threads. For these versions, `jit` selects the memory-optimized scheduler, which
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import threading
@@ -33,6 +34,8 @@ if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
 _PATH_REGEX_OPTION = "jax_hlo_source_file_canonicalization_regex"
 if getattr(jax.config, _PATH_REGEX_OPTION) is None:
     jax.config.update(_PATH_REGEX_OPTION, "[\udc80-\udcff]")
+
+_NUMBERS = itertools.count()  # makes the names of compiled functions unique
 
 _Options = dict[str, bool | str]
 
@@ -101,6 +104,11 @@ class jit:
                     raise _UnsuitableShapesError
             return self._function(*args)
 
+        # In jaxlib 0.5.3, the second of two equal functions with equal names could return without running its loop
+        # (tests/programs/test_fused.py, two runs in one process). So each compiled function gets its own name.
+        if_small.__name__ = if_small.__qualname__ = (
+            f"{getattr(self._function, '__name__', 'function')}_{next(_NUMBERS)}"
+        )
         # Pass the same function object to both calls of `jax.jit`, so that JAX traces it only once.
         plain = jax.jit(if_small, donate_argnums=self._donate_argnums)
         if jax.default_backend() != "cpu":

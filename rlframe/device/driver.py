@@ -9,17 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
 from rlframe import compilation
 from rlframe.agents.base import Agent
 from rlframe.agents.networks import has_images
 from rlframe.device.ring import StepRing, UnrollQueue
-from rlframe.device.rounds import CallLimits, Carry, Rounds, no_tally
+from rlframe.device.rounds import CallLimits, Carry, Rounds, no_tally, num_bytes
 from rlframe.envs.jax_env import BatchedJaxEnv
-from rlframe.errors import UsageError
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.learners import Learner
+from rlframe.learners.update import copy_arrays
 from rlframe.types import Logs
 
 _CALL_SECONDS = 0.5  # intended duration of a call: signals and progress wait for it
@@ -76,8 +75,8 @@ class FusedDriver:
         self._rounds = 1  # rounds of the next call; the first call also compiles
         self._has_compiled = False
         init = compilation.jit(rounds.init, differentiates=False)
-        _check_memory(jax.eval_shape(rounds.init, *learner.state, env_keys).replay)
-        self._carry: Carry = init(*learner.state, env_keys)
+        # Copy, because the calls donate the carry, and no array may occur twice in it.
+        self._carry: Carry = copy_arrays(init(*learner.state, env_keys))
         if learner.restored is not None:
             self._restore(learner.restored.extras)
 
@@ -96,13 +95,13 @@ class FusedDriver:
         began = time.perf_counter()
         with COMPUTING:
             carry = self._run(self._carry._replace(params=params, learner_state=learner_state), limits)
-            tally = jax.device_get(carry.tally)
+            tally, logs = jax.device_get((carry.tally, carry.logs))  # the next call donates the arrays
         self._carry = carry
         for name in self._counts:
             self._counts[name] += getattr(tally, name).item()
         self._choose_rounds(int(tally.rounds), time.perf_counter() - began)
-        self.learner.adopt(carry.params, carry.learner_state, carry.logs, int(tally.updates), int(tally.failed_update))
-        return dict(carry.logs) if tally.updates else None
+        self.learner.adopt(carry.params, carry.learner_state, logs, int(tally.updates), int(tally.failed_update))
+        return logs if tally.updates else None
 
     def _choose_rounds(self, rounds: int, seconds: float) -> None:
         """Choose K for the next call from the number of rounds and the duration of this call."""
@@ -119,7 +118,7 @@ class FusedDriver:
     def replay_stats(self) -> dict[str, int]:
         """See `Driver`."""
         size = getattr(self._carry.replay, "size", 0)
-        return {"items": int(size), "bytes": _nbytes(self._carry.replay)}
+        return {"items": int(size), "bytes": num_bytes(self._carry.replay)}
 
     def get_state(self, *, with_envs: bool) -> dict[str, Any]:
         """See `Driver`. The state contains the environments and the replay, so a resumed run continues exactly."""
@@ -157,7 +156,7 @@ def _in_parts(rounds: Rounds, agent: Agent) -> Callable[[Carry, CallLimits], Car
     learn_once = learn if agent.jit_learner_step else learn_in_parts
 
     def run(carry: Carry, limits: CallLimits) -> Carry:
-        carry = carry._replace(tally=no_tally())
+        carry = carry._replace(tally=copy_arrays(no_tally()))  # donation needs an array of its own for each number
         while rounds.is_within(carry, limits):
             carry = collect(carry)
             while may_learn(carry, limits):
@@ -167,19 +166,3 @@ def _in_parts(rounds: Rounds, agent: Agent) -> Callable[[Carry, CallLimits], Car
         return carry
 
     return run
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _check_memory(replay: Any) -> None:
-    """Raise UsageError if the replay needs more memory than the device has."""
-    stats = jax.devices()[0].memory_stats() or {}  # a CPU has no statistics
-    free = stats.get("bytes_limit", psutil.virtual_memory().available) - stats.get("bytes_in_use", 0)
-    needed = _nbytes(replay)
-    if needed > free:
-        raise UsageError(
-            f"The replay needs {needed / 2**30:.1f} GiB of device memory, but only {free / 2**30:.1f} GiB are free. "
-            "Lower --replay-capacity."
-        )

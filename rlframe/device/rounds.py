@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import psutil
 
 from rlframe.agents.base import Agent
 from rlframe.device.ring import DeviceReplay, StepRecord
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
-from rlframe.learners.update import are_finite
+from rlframe.errors import UsageError
+from rlframe.learners.update import are_finite, check_are_numbers
 from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, Tree
 
 
@@ -103,9 +106,12 @@ class Rounds:
         actor_params = agent.actor_params(params, learner_state)
         record = jax.eval_shape(self._act, actor_params, acting)[1]
         replay = self.replay.init(record)
-        batch = jax.eval_shape(self.replay.draw, replay)[1]
-        logs = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
-        logs = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in logs.items() if name != "priorities"}
+        _check_memory(replay)
+        logs: Logs = {}
+        if agent.jit_learner_step:  # a loop needs all logs before the first update
+            batch = jax.eval_shape(self.replay.draw, replay)[1]
+            shapes = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
+            logs = {name: jnp.zeros((), jnp.float32) for name in shapes if name != "priorities"}
         return Carry(params, learner_state, actor_params, acting, replay, logs, no_tally())
 
     def run(self, carry: Carry, limits: CallLimits) -> Carry:
@@ -165,7 +171,8 @@ class Rounds:
         actor_params = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), actor_params, carry.actor_params)
         updates = tally.updates + 1
         failed = jnp.where((tally.failed_update == 0) & ~is_finite, updates, tally.failed_update)
-        logs = {name: jnp.asarray(value, carry.logs[name].dtype) for name, value in logs.items()}
+        check_are_numbers(logs)
+        logs = {name: jnp.asarray(value, jnp.float32).reshape(()) for name, value in logs.items()}
         return carry._replace(
             params=params,
             learner_state=learner_state,
@@ -217,3 +224,20 @@ def _reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) 
         return jnp.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), jnp.asarray(fresh, new.dtype), new)
 
     return jax.tree.map(choose, state, initial)
+
+
+def num_bytes(tree: Any) -> int:
+    """Return the size of all arrays of a tree."""
+    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _check_memory(replay: Any) -> None:
+    """Raise UsageError if the replay needs more memory than the device has."""
+    stats = jax.devices()[0].memory_stats() or {}  # a CPU has no statistics
+    free = stats.get("bytes_limit", psutil.virtual_memory().available) - stats.get("bytes_in_use", 0)
+    needed = num_bytes(replay)
+    if needed > free:
+        raise UsageError(
+            f"The replay needs {needed / 2**30:.1f} GiB of device memory, but only {free / 2**30:.1f} GiB are free. "
+            "Lower --replay-capacity."
+        )

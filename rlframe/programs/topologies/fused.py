@@ -10,7 +10,7 @@ from rlframe.engines import Engine
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs import make_jax_env
 from rlframe.envs.jax_pool import env_keys
-from rlframe.envs.names import describe, is_jax
+from rlframe.envs.names import default_type, describe, is_jax
 from rlframe.errors import UsageError
 from rlframe.learners import Learner
 from rlframe.programs.experiment import Experiment
@@ -34,6 +34,8 @@ class Fused(GameConfig):
         """See `TopologyConfig`."""
         super().check(experiment)
         env = registry.env_name_or_builder(experiment.env)
+        if self.async_envs:
+            default_type(env, experiment.num_envs, is_sync=False)  # raises for JAX environments
         if not is_jax(env) and self.env_type != "jax":
             raise UsageError(
                 f"The topology fused needs a JAX environment, such as jax:CartPole-v1 or file.py:Class, got "
