@@ -21,6 +21,7 @@ BOXES = {
     "programs": "Experiment, train, topologies/, presets/",
     "coordinator": "elastic runs: core/ is pure",
     "engines": "run the nodes of a program",
+    "device": "rounds of JAX environments and updates, in one jitted call",
     "learners": "Learner, checkpoints",
     "actors": "Actor, Evaluator",
     "inferencers": "Inferencer, batching service",

@@ -156,7 +156,7 @@ def _in_parts(rounds: Rounds, agent: Agent) -> Callable[[Carry, CallLimits], Car
     learn_once = learn if agent.jit_learner_step else learn_in_parts
 
     def run(carry: Carry, limits: CallLimits) -> Carry:
-        carry = carry._replace(tally=copy_arrays(no_tally()))  # donation needs an array of its own for each number
+        carry = carry._replace(tally=copy_arrays(no_tally()))  # a donated array must not occur twice
         while rounds.is_within(carry, limits):
             carry = collect(carry)
             while may_learn(carry, limits):

@@ -187,16 +187,9 @@ class Learner:
         return self._params, self._learner_state
 
     def adopt(self, params: Tree, learner_state: Tree, logs: Logs, updates: int, failed: int = 0) -> None:
-        """Take the results of updates that were made elsewhere, from this Learner's `state`.
+        """Take the new state and the logs after `updates` updates that other code has made from this Learner's `state`.
 
-        Args:
-            params, learner_state: the new state. The next call of the code that made the updates may donate it.
-            logs: logs of the newest update.
-            updates: number of updates.
-            failed: number of the first of these updates whose loss or parameters are not finite. 0 if all are finite.
-
-        Raises:
-            NonFiniteLossError: an update failed.
+        `failed` is the number of the first of these updates that is not finite, or 0. Raise NonFiniteLossError for it.
         """
         with self._update_lock:
             self._params, self._learner_state = params, learner_state

@@ -227,8 +227,8 @@ def test_resumed_run_keeps_its_options(tmp_path):
         ({"check_finite": "no"}, "check_finite: expected bool or None, got 'no' (str)."),
         ({"topology": 3}, "topology: expected str, got 3 (int)."),
         ({"engine": len}, "engine: expected str, got the builtin_function_or_method len."),
-        ({"env_type": "threads"}, "env_type: expected 'auto' or 'loop' or 'thread' or 'process' or 'envpool', got "
-         "'threads' (str)."),
+        ({"env_type": "threads"}, "env_type: expected 'auto' or 'loop' or 'thread' or 'process' or 'envpool' or 'jax', "
+         "got 'threads' (str)."),
         ({"accelerators": "learner"}, "accelerators: expected tuple of 'learner' or 'inferencer' or 'policy', got "
          "'learner' (str)."),
         ({"network": "mlp", "network_hidden": 64}, "network.hidden: expected tuple of int, got 64 (int)."),
