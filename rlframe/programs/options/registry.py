@@ -65,11 +65,11 @@ OPERATORS = {
 TOPOLOGIES = {
     "steps": {
         "single_process": "rlframe.programs.topologies.single_process:single_process",
-        "fused": "rlframe.programs.topologies.fused:fused",
         "heavy_env": "rlframe.programs.topologies.heavy_env:heavy_env",
         "light_env": "rlframe.programs.topologies.light_env:light_env",
         "distributed": "rlframe.programs.topologies.light_env:distributed",
         "elastic": "rlframe.programs.topologies.elastic:elastic",
+        "fused": "rlframe.programs.topologies.fused:fused",
     },
     # This topology also has the name light_env, because one policy server computes the actions of many environments.
     "trajectories": {"light_env": "rlframe.programs.topologies.language:language"},

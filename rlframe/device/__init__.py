@@ -1,0 +1,6 @@
+"""Training inside one jitted call, for JAX environments: the topology `fused`.
+
+- `rounds.py`: a round of environment steps and updates, as pure functions.
+- `ring.py`: replays in device memory. `sum_tree.py`: their priorities.
+- `driver.py`: calls the rounds, and chooses how many of them a call makes.
+"""
