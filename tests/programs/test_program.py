@@ -213,4 +213,5 @@ def test_second_ctrl_c_raises_if_the_learner_has_not_ended(how):
     engine.add("learner", Node, "ends")
     engine.add("actor", Node, how)
     engine.add("monitor", Node, "waits")
-    assert engine.run() == signal.SIGINT
+    # The system may deliver two different signals in any order.
+    assert engine.run() in ([signal.SIGINT, signal.SIGTERM] if how == "presses twice" else [signal.SIGINT])
