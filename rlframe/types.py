@@ -214,6 +214,18 @@ class AgentSpecs(NamedTuple):
 ENVS_PER_RANK = 1_000_000
 
 
+def has_channels_first(shape: tuple[int, ...]) -> bool:
+    """Return True if an image shape is [C, H, W], and False if it is [H, W, C].
+
+    The axis that differs from two equal axes is C. If all axes differ, the smaller of the first and the last axis is C.
+    If all axes are equal, the last one is C.
+    """
+    first, middle, last = shape
+    if middle in (first, last):
+        return first != middle
+    return first <= last
+
+
 def global_env_ids(rank: int, indices: np.ndarray) -> np.ndarray:
     """Return ids [B] int64 for the environments `indices` of the actor `rank`. No other actor has the same ids."""
     return rank * ENVS_PER_RANK + np.asarray(indices, np.int64)
@@ -247,6 +259,7 @@ __all__ = [
     "TransitionBatch",
     "Tree",
     "global_env_ids",
+    "has_channels_first",
     "specs",
     "split_env_ids",
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images
+from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images, is_image
 from rlframe.errors import UsageError
 from rlframe.types import Tree
 
@@ -20,7 +21,21 @@ def network_config_for(network_cls: type[Any], configs: Sequence[Any]) -> Any:
 
 def default_network_config(configs: Sequence[Any], observation_spec: Tree) -> Any:
     """Return the default config for an observation: convolutions for images, otherwise dense layers."""
-    return network_config_for(NatureCNNConfig if has_images(observation_spec) else MLPConfig, configs)
+    if not has_images(observation_spec):
+        return network_config_for(MLPConfig, configs)
+    return fitted_to_images(network_config_for(NatureCNNConfig, configs), observation_spec)
+
+
+def fitted_to_images(config: NatureCNNConfig, observation_spec: Tree) -> NatureCNNConfig:
+    """Return `config`, with the layers of MinAtar's network if an image is too small for its kernels.
+
+    MinAtar's network has a convolution of 16 filters and a dense layer of 128 (Young and Tian 2019, arXiv:1903.03176).
+    A config without dense layers stays so.
+    """
+    if all(config.fits(leaf) for leaf in jax.tree.leaves(observation_spec) if is_image(leaf)):
+        return config
+    hidden = (128,) if config.hidden else ()
+    return dataclasses.replace(config, channels=(16,), kernels=(3,), strides=(1,), hidden=hidden)
 
 
 def build_network(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError, check_above
-from rlframe.types import MultiDiscreteArray, Params, Tree, specs
+from rlframe.types import MultiDiscreteArray, Params, Tree, has_channels_first, specs
 
 
 class Network(NamedTuple):
@@ -133,15 +133,21 @@ class NatureCNNConfig:
             shapes = [leaf.shape for leaf in jax.tree.leaves(observation_spec)]
             raise UsageError(f"The Nature CNN needs an observation with three axes, got {shapes}. Use MLPConfig.")
         for image in images:
-            height_width = image.shape[1:] if _channels_first(image.shape) else image.shape[:2]
-            size = min(height_width)
-            for kernel, stride in zip(self.kernels, self.strides, strict=True):
-                size = (size - kernel) // stride + 1 if size >= kernel else 0
-            if size < 1:
-                raise UsageError(f"An image of shape {image.shape} is too small for kernels {self.kernels}.")
+            if not self.fits(image):
+                raise UsageError(
+                    f"An image of shape {image.shape} is too small for kernels {self.kernels}. Use smaller ones, such "
+                    "as --network.channels 16 --network.kernels 3 --network.strides 1, or the network mlp."
+                )
+
+    def fits(self, image: specs.Array) -> bool:
+        """Return True if an image is large enough for the kernels."""
+        size = min(image.shape[1:] if has_channels_first(image.shape) else image.shape[:2])
+        for kernel, stride in zip(self.kernels, self.strides, strict=True):
+            size = (size - kernel) // stride + 1 if size >= kernel else 0
+        return size > 0
 
     def _convolutions(self, leaf_spec: specs.Array, image: jax.Array, name: str) -> jax.Array:
-        if _channels_first(leaf_spec.shape):
+        if has_channels_first(leaf_spec.shape):
             image = jnp.moveaxis(image, 1, -1)
         hidden = image.astype(jnp.float32)
         scale = 1.0 / 255.0 if image.dtype == jnp.uint8 else 1.0
@@ -319,10 +325,6 @@ def _vector(leaf_spec: specs.Array, leaf: jax.Array) -> jax.Array:
         return jnp.asarray(numbers == np.concatenate([np.arange(count) for count in counts]), jnp.float32)
     vector = jnp.asarray(leaf, jnp.float32).reshape(leaf.shape[0], -1)
     return vector / 255.0 if leaf.dtype == jnp.uint8 and is_image(leaf_spec) else vector
-
-
-def _channels_first(shape: tuple[int, ...]) -> bool:
-    return shape[0] <= shape[-1]
 
 
 def check_layers(cfg: Any) -> None:

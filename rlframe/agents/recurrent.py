@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.agents.net_factory import is_recurrent
+from rlframe.agents.net_factory import fitted_to_images, is_recurrent
 from rlframe.agents.networks import (
     Activation,
     Head,
@@ -155,7 +155,9 @@ class _RecurrentConfig:
 
     def build(self, observation_spec: Tree, heads: Sequence[Head]) -> RecurrentNetwork:
         """Build a network that outputs a tuple with one `[..., head.size]` for each head."""
-        images = NatureCNNConfig(hidden=(), orthogonal=self.orthogonal) if has_images(observation_spec) else None
+        images = None
+        if has_images(observation_spec):
+            images = fitted_to_images(NatureCNNConfig(hidden=(), orthogonal=self.orthogonal), observation_spec)
         own = (self.size,) if self.dueling else ()  # sizes of the hidden layers of each head
         parts = dueling_heads(heads) if self.dueling else heads
 

@@ -11,7 +11,7 @@ import numpy as np
 from dm_env import specs
 
 from rlframe.envs.layout import Layout
-from rlframe.types import FIRST, MultiDiscreteArray, TimeStep
+from rlframe.types import FIRST, MultiDiscreteArray, TimeStep, has_channels_first
 
 
 class FrameStack:
@@ -67,7 +67,7 @@ def merge_stack(rows: Any) -> Any:
     """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`: NumPy or JAX arrays."""
     if rows.ndim != 5:
         return rows
-    if rows.shape[2] <= rows.shape[4]:  # [C, H, W]
+    if has_channels_first(rows.shape[2:]):
         return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
     return rows.transpose(0, 2, 3, 1, 4).reshape(rows.shape[0], *rows.shape[2:4], -1)
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from dm_env import specs
 
-from rlframe.agents import DQN, DQNConfig
+from rlframe.agents import DQN, PPO, DQNConfig, PPOConfig
 from rlframe.agents.dqn_heads import Categories
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, _convolve, action_values, dueling_values
 from rlframe.agents.recurrent import GRUConfig
 from rlframe.errors import UsageError
+from rlframe.types import has_channels_first
 from tests.agents.batches import SMALL_CNN, random_tree
 
 RNG = jax.random.PRNGKey(0)
@@ -194,8 +195,37 @@ def test_cnn_rejects_a_vector_observation():
         NatureCNNConfig().build(VECTOR, (Head(2),))
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_first"),
+    [
+        ((4, 84, 84), True),
+        ((84, 84, 4), False),
+        ((3, 210, 160), True),
+        ((210, 160, 3), False),
+        ((10, 10, 4), False),
+        ((10, 10, 10), False),  # MinAtar's Seaquest
+        ((10, 10, 16), False),  # four frames of MinAtar's Breakout
+        ((16, 10, 10), True),
+    ],
+)
+def test_channel_axis_differs_from_the_axes_of_a_square_image(shape, is_first):
+    assert has_channels_first(shape) == is_first
+
+
+@pytest.mark.parametrize("channels", [4, 10, 16])
+def test_default_network_for_small_images_is_the_network_of_minatar(channels):
+    spec = specs.BoundedArray((10, 10, channels), np.float32, 0, 1)
+    for agent in (PPO(PPOConfig(), spec, specs.DiscreteArray(6)), DQN(DQNConfig(), spec, specs.DiscreteArray(6))):
+        params = jax.eval_shape(agent.initial_params, RNG)
+        assert params["~"]["torso_image0_w0"].shape == (3, 3, channels, 16)
+        assert params["torso_dense0"]["w"].shape == (8 * 8 * 16, 128) and "torso_dense1" not in params
+        assert params["head0"]["w"].shape == (128, 6)
+    core = GRUConfig((8,), 4).build(spec, (Head(2),)).init(RNG, np.zeros((1, *spec.shape), np.float32))
+    assert core["torso_dense0"]["w"].shape == (8 * 8 * 16, 8)
+
+
 def test_cnn_rejects_an_image_smaller_than_the_kernels():
-    with pytest.raises(UsageError, match=r"\(2, 16, 16\) is too small"):
+    with pytest.raises(UsageError, match=r"\(2, 16, 16\) is too small .* --network.kernels 3"):
         NatureCNNConfig().build(specs.Array((2, 16, 16), np.uint8), (Head(2),))
 
 

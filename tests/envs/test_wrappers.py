@@ -119,6 +119,7 @@ def test_envpool_repeats_an_action_until_the_episode_ends(is_sync):
         ((5, 4), (2, 5, 4), lambda old, new: np.stack([old, new])),
         ((1, 5, 4), (2, 5, 4), lambda old, new: np.concatenate([old, new])),
         ((5, 4, 3), (5, 4, 6), lambda old, new: np.concatenate([old, new], axis=-1)),
+        ((3, 3, 3), (3, 3, 6), lambda old, new: np.concatenate([old, new], axis=-1)),
     ],
 )
 def test_frame_stack_shape_depends_on_the_channel_axis(shape, stacked, row):

@@ -47,6 +47,10 @@ def test_preset_documents_differences_from_its_source(name, field, value, text):
     [
         ("ppo", "CartPole-v1", "ppo/cartpole"),
         ("ppo", "gymnasium:CartPole-v1", "ppo/cartpole"),
+        ("ppo", "jax:CartPole-v1", "ppo/cartpole"),
+        ("ppo", "gymnax:Asterix-MinAtar", "ppo/minatar"),
+        ("pqn", "jax:Breakout-MinAtar", "pqn/minatar"),
+        ("dqn", "jax:Breakout-MinAtar", None),
         ("ppo", "Pong-v5", "ppo/atari"),
         ("ppo", "ALE/Breakout-v5", "ppo/atari"),
         ("ppo", "HalfCheetah-v5", "ppo/mujoco"),
@@ -79,7 +83,7 @@ def test_auto_preset_depends_on_agent_and_environment(agent, env, name):
 
 
 def test_at_most_one_automatic_preset_fits_an_agent_and_an_environment():
-    for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1"):
+    for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1", "Breakout-MinAtar"):
         for agent in registry.AGENTS:
             assert (
                 len([preset for preset in PRESETS if preset.agent == agent and preset.automatic and preset.fits(env)])

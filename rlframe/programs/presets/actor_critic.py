@@ -6,6 +6,7 @@ from rlframe.programs.presets.table import (
     ATARI,
     ATARI_EVALUATION,
     ATARI_TRAINING,
+    MINATAR,
     MUJOCO,
     Preset,
     settings,
@@ -17,6 +18,7 @@ ZOO = "rl-baselines3-zoo, hyperparams/ppo.yml"
 SB3 = "stable-baselines3, default of PPO"
 CLEANRL_ATARI = "CleanRL, ppo_atari_envpool.py"
 CLEANRL_CONTINUOUS = "CleanRL, ppo_continuous_action.py"
+GYMNAX_BLINES = "gymnax-blines, agents/Breakout-MinAtar/ppo.yaml"
 NOT_NORMALIZED = "without its normalization of observations and rewards"
 
 ZOO_VALUE = settings(
@@ -193,6 +195,38 @@ ATARI_GAMES = Preset(
     },
 )
 
+MINATAR_GAMES = Preset(
+    name="ppo/minatar",
+    envs=MINATAR,
+    fields={
+        **settings(
+            GYMNAX_BLINES,
+            steps=10_000_000,
+            num_envs=64,
+            agent__unroll_length=128,
+            agent__num_epochs=4,
+            agent__num_minibatches=8,
+            agent__discount=0.999,
+            agent__gae_lambda=0.95,
+            agent__clip_epsilon=0.2,
+            agent__value_clip=0.2,
+            agent__entropy_cost=0.01,
+            agent__value_cost=0.5,
+            agent__max_grad_norm=0.5,
+            agent__adam_epsilon=1e-5,
+            agent__learning_rate=5e-4,
+        ),
+        **settings(
+            f"{GYMNAX_BLINES}: the network, on the flattened grid",
+            network="mlp",
+            network__hidden=(256, 256),
+            network__activation="relu",
+            network__orthogonal=False,
+            network__separate=True,
+        ),
+    },
+)
+
 MUJOCO_TASKS = Preset(
     name="ppo/mujoco",
     envs=MUJOCO,
@@ -338,6 +372,7 @@ PRESETS = (
     PENDULUM,
     LUNAR_LANDER,
     ATARI_GAMES,
+    MINATAR_GAMES,
     MUJOCO_TASKS,
     IMPALA_CARTPOLE,
     IMPALA_POSITION_ONLY_CARTPOLE,

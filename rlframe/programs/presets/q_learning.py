@@ -6,6 +6,7 @@ from rlframe.programs.presets.table import (
     ATARI,
     ATARI_EVALUATION,
     ATARI_TRAINING,
+    MINATAR,
     MUJOCO,
     Preset,
     settings,
@@ -259,4 +260,47 @@ PQN_CARTPOLE = Preset(
     },
 )
 
-PRESETS = (CARTPOLE, ACROBOT, MOUNTAIN_CAR, ATARI_GAMES, RAINBOW_ATARI, POSITION_ONLY_CARTPOLE, PQN_CARTPOLE)
+PQN_MINATAR = Preset(
+    name="pqn/minatar",
+    envs=MINATAR,
+    fields={
+        **settings(
+            "purejaxql, purejaxql/config/alg/pqn_minatar.yaml",
+            steps=10_000_000,
+            num_envs=128,
+            agent__unroll_length=32,
+            agent__num_epochs=2,
+            agent__num_minibatches=32,
+            agent__discount=0.99,
+            agent__q_lambda=0.65,
+            agent__epsilon_begin=1.0,
+            agent__epsilon_end=0.05,
+            agent__epsilon_decay_share=0.1,
+            agent__learning_rate=5e-4,
+            agent__anneal_learning_rate=True,
+            agent__max_grad_norm=10.0,
+        ),
+        **settings(
+            "purejaxql, purejaxql/pqn_minatar.py: the network, without its division of the observation by 255",
+            network="nature_cnn",
+            network__channels=(16,),
+            network__kernels=(3,),
+            network__strides=(1,),
+            network__hidden=(128,),
+            network__activation="relu",
+            network__orthogonal=False,
+            network__layer_norm=True,
+        ),
+    },
+)
+
+PRESETS = (
+    CARTPOLE,
+    ACROBOT,
+    MOUNTAIN_CAR,
+    ATARI_GAMES,
+    RAINBOW_ATARI,
+    POSITION_ONLY_CARTPOLE,
+    PQN_CARTPOLE,
+    PQN_MINATAR,
+)

@@ -48,7 +48,7 @@ class Preset:
 
 
 def plain_name(env: str) -> str:
-    """Return a name without a prefix (`gymnasium:`, `envpool:`, `dm_control:`) and without a namespace (`ALE/`)."""
+    """Return a name without a prefix such as `gymnasium:` or `jax:` and without a namespace (`ALE/`)."""
     return env.rpartition(":")[2].rpartition("/")[2]
 
 
@@ -82,6 +82,9 @@ MUJOCO = tuple(
 
 # Atari tasks of EnvPool and Gymnasium (`ALE/`) have version 5. Only MuJoCo has other tasks with version 5.
 ATARI = ("*-v5",)
+
+# Small versions of Atari games, on grids of 10 x 10 (Young and Tian 2019, arXiv:1903.03176).
+MINATAR = ("*-MinAtar",)
 
 # Training uses clipped rewards and one life per episode (Mnih et al. 2015). Evaluation plays complete games.
 ATARI_TRAINING = {"episodic_life": True, "reward_clip": True}
