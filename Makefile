@@ -64,7 +64,7 @@ chromium: ## install Chromium, in which the live page is tested, where we are ro
 results: $(ALL) ## train what docs/results.md lacks, and write it (RESULTS_ARGS= adds options; about 16 hours in all)
 	$(BIN)/python -m benchmarks.results $(RESULTS_ARGS)
 
-results-long: $(ALL) ## the same, and SAC on HalfCheetah for a million steps
+results-long: $(ALL) ## the same, and SAC on HalfCheetah for a million steps, and MinAtar (needs the extra gymnax)
 	$(BIN)/python -m benchmarks.results --long $(RESULTS_ARGS)
 
 lint: $(ALL) ## ruff, mypy, the layers of the design, and plain English

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.results import language, page, records, runs
 from benchmarks.results.language import LanguageTask
 from benchmarks.results.runs import Run
-from benchmarks.results.tasks import TASKS, Task
+from benchmarks.results.task import Task
+from benchmarks.results.tasks import TASKS
 from rlframe.cli.multi_run import parse_seeds
 from rlframe.errors import UsageError
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import statistics
 from collections.abc import Sequence
 
 from benchmarks.results import language, records
+from benchmarks.results.fused import COMPARISONS, Comparison
 from benchmarks.results.language import LanguageRecord, LanguageTask
 from benchmarks.results.records import Record, RunInfo
 from benchmarks.results.runs import ROOT
-from benchmarks.results.tasks import TASKS, Published, Task
+from benchmarks.results.task import Published, Task
+from benchmarks.results.tasks import TASKS
 from rlframe.metrics.plots import draw_curves
 
 PAGE = ROOT / "docs/results.md"
@@ -22,7 +25,7 @@ _INTRO = """\
 
 Each run is one command. It uses the preset of its agent and environment, and no option depends on the seed. Each
 section shows the command, and the seeds on which the preset was chosen. `make results` trains missing runs and writes
-this page. `make results-long` also trains the long run. `python -m benchmarks.results NAME` trains one task. Each run
+this page. `make results-long` also trains the long runs. `python -m benchmarks.results NAME` trains one task. Each run
 leaves a small file in `benchmarks/results/records`, and this page is generated from these files.
 [engines.md](engines.md) shows CartPole with every engine and topology.
 
@@ -69,6 +72,7 @@ def text() -> str:
     language_tasks = [(task, _language_records(task)) for task in language.TASKS]
     parts = [_INTRO, _summary(games, language_tasks)]
     parts += [_section(task, found) for task, found in games if found]
+    parts += [_comparison(each) for each in COMPARISONS if all(map(_records, each.tasks))]
     parts += [_language_section(task, found) for task, found in language_tasks if found]
     return "\n".join(parts)
 
@@ -131,7 +135,8 @@ def _limit(task: Task) -> str:
 
 def _link(task: Task | LanguageTask) -> str:
     found = records.path(task.name, 0).parent.is_dir()
-    return f"[{task.title}](#{task.title.lower().replace(' ', '-')})" if found else task.title
+    anchor = re.sub(r"[^\w -]", "", task.title.lower()).replace(" ", "-")  # as on GitHub
+    return f"[{task.title}](#{anchor})" if found else task.title
 
 
 def _verdict(task: Task, found: Sequence[Record]) -> str:
@@ -191,6 +196,26 @@ def _section(task: Task, found: list[Record]) -> str:
             f"![{task.title}: returns over environment steps]({_relative_path(_picture(task))})\n",
             _table(names, ours),
             _table(("published", "steps", "return", "of what", "source"), theirs) if theirs else "",
+        ]
+    )
+
+
+def _comparison(comparison: Comparison) -> str:
+    """Return the section of a comparison: for each task, the interval of the mean training return at half the steps."""
+    rows, intervals = [], []
+    for task in comparison.tasks:
+        returns = [value for one in _records(task) if (value := one.training_return(0.45, 0.55)) is not None]
+        low, high = records.mean_interval(returns)
+        intervals.append((low, high))
+        rows.append((task.title, str(len(returns)), _number(statistics.mean(returns)), f"{low:,.1f} to {high:,.1f}"))
+    overlap = max(low for low, _ in intervals) <= min(high for _, high in intervals)
+    verdict = "overlap" if overlap else "**do not overlap**"
+    return "\n".join(
+        [
+            f"## {comparison.title}\n",
+            "Mean return of the training episodes that ended between 45% and 55% of the steps, averaged over seeds, "
+            f"with 95% bootstrap intervals of this mean. The intervals {verdict}.\n",
+            _table(("task", "seeds", "mean", "95% interval"), rows),
         ]
     )
 

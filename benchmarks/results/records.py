@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,6 +68,15 @@ class Record(RunInfo):
     def reached(self, goal: float) -> int | None:
         """Return the environment steps of the first evaluation at or above the goal, or None."""
         return next((int(step) for step, mean, _ in self.evaluations if mean >= goal), None)
+
+    def training_return(self, begin: float, end: float) -> float | None:
+        """Return the mean return of the training episodes that ended between two shares of the run's steps.
+
+        None means that no episode ended there.
+        """
+        points = [point for point in self.training if begin < point[0] / self.env_steps <= end]
+        returns, episodes = [mean for _, mean, _ in points], [count for _, _, count in points]
+        return float(np.average(returns, weights=episodes)) if sum(episodes) else None
 
     def curve(self, agent: str, env: str) -> RunCurve:
         """Return the curve for the picture."""
@@ -161,6 +171,13 @@ def accelerator() -> str:
     variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     result = subprocess.run([sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE, text=True)
     return "an unknown accelerator" if result.returncode else result.stdout.strip() or _NO_ACCELERATOR
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return a 95% confidence interval of the mean: percentile bootstrap. Equal values give equal intervals."""
+    drawn = np.random.default_rng(0).choice(np.asarray(values, np.float64), (10_000, len(values)))
+    low, high = np.percentile(drawn.mean(axis=1), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _short(value: float) -> float:

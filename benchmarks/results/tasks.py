@@ -1,12 +1,11 @@
-"""The tasks: settings, goals, and published results."""
+"""The tasks, with their sources."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+from benchmarks.results import fused
+from benchmarks.results.task import Published, Task, zoo
 
 _CLEANRL = "https://github.com/vwxyzjn/cleanrl/blob/master/docs/benchmark"
-ZOO = ("rl-baselines3-zoo", "https://github.com/DLR-RM/rl-baselines3-zoo/blob/master/benchmark.md")
 CLEANRL_PPO = ("CleanRL", "https://docs.cleanrl.dev/rl-algorithms/ppo/")
 CLEANRL_DQN = ("CleanRL", "https://docs.cleanrl.dev/rl-algorithms/dqn/")
 CLEANRL_PQN = ("CleanRL", "https://docs.cleanrl.dev/rl-algorithms/pqn/")
@@ -15,63 +14,6 @@ CLEANRL_TD3 = ("CleanRL", f"{_CLEANRL}/td3.md")
 CLEANRL_CONTINUOUS = ("CleanRL", f"{_CLEANRL}/ppo_continuous_action.md")
 CLEANRL_ENVPOOL = ("CleanRL", f"{_CLEANRL}/ppo_atari_envpool.md")
 IMPALA_PAPER = ("Espeholt et al. 2018", "https://arxiv.org/abs/1802.01561")
-
-
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """A published figure for the same task."""
-
-    what: str
-    steps: int | None  # None if the source does not state them
-    mean: float
-    std: float | None
-    source: tuple[str, str]  # name and URL
-    note: str  # how mean and deviation were computed
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """An agent with its preset on an environment.
-
-    `measure` defines the quantity that is compared with `goal`. `mean`: the mean of a seed's last 5 evaluations,
-    averaged over seeds. `each`: the same for each seed. `final`: the final policy of each seed.
-    """
-
-    name: str
-    agent: str
-    env: str
-    goal: float  # mean return over 20 episodes
-    steps: int  # environment steps
-    published: tuple[Published, ...]
-    eval_every: int  # environment steps
-    tuned: str  # a sentence about the seeds on which the preset was chosen
-    measure: Literal["mean", "each", "final"] = "mean"
-    options: tuple[str, ...] = ()  # additional options of `rlframe train`
-    variant: str = ""  # suffix of the title for these options
-    seeds: tuple[int, ...] = (1, 2, 3)
-    seconds: float | None = None  # wall time after which a run is interrupted; None runs to the last step
-    long: bool = False  # True if only `make results-long` trains it
-    about: str = ""  # additional information for readers
-
-    @property
-    def title(self) -> str:
-        """The title, for example `PPO on CartPole-v1`."""
-        return f"{self.agent.upper()} on {self.env}{self.variant}"
-
-    @property
-    def arguments(self) -> list[str]:
-        """The arguments that determine the results of a run and its evaluations, without the seed."""
-        numbers = ["--steps", str(self.steps), "--eval-every", str(self.eval_every)]
-        return ["--agent", self.agent, "--env", self.env, *numbers, *self.options]
-
-    def command(self, seed: int) -> str:
-        """Return the command line that trains a seed."""
-        return " ".join(["rlframe train", *self.arguments, "--seed", str(seed)])
-
-
-def _zoo(agent: str, steps: int, mean: float, std: float, of: str = "") -> Published:
-    note = f"{of}evaluation of the final policy of one run; deviation over episodes"
-    return Published(f"Stable-Baselines3's {agent}", steps, mean, std, ZOO, note)
 
 
 def _cleanrl(script: str, mean: float, std: float, source: tuple[str, str], steps: int = 500_000) -> Published:
@@ -94,7 +36,7 @@ _CLASSIC = (
         measure="final",
         tuned="Lambda was chosen on 32 seeds that include these.",
         published=(
-            _zoo("PPO", 100_000, 500.0, 0.0),
+            zoo("PPO", 100_000, 500.0, 0.0),
             _cleanrl("ppo.py", 490.04, 6.12, CLEANRL_PPO),
             _baselines(497.54, 4.02),
         ),
@@ -110,7 +52,7 @@ _CLASSIC = (
         measure="final",
         tuned="The preset was chosen on seeds that include these.",
         published=(
-            _zoo("DQN", 50_000, 500.0, 0.0),
+            zoo("DQN", 50_000, 500.0, 0.0),
             _cleanrl("dqn_jax.py", 498.38, 2.29, CLEANRL_DQN),
             _cleanrl("dqn.py", 488.69, 16.11, CLEANRL_DQN),
         ),
@@ -126,7 +68,7 @@ _CLASSIC = (
         tuned="Nothing was tuned. The values are the zoo's, except that observations and rewards are not normalized, "
         "and the value loss has half the weight.",
         published=(
-            _zoo("PPO", 1_000_000, -73.506, 18.201),
+            zoo("PPO", 1_000_000, -73.506, 18.201),
             _cleanrl("ppo.py", -86.36, 1.32, CLEANRL_PPO),
             _baselines(-81.82, 5.58),
         ),
@@ -140,7 +82,7 @@ _CLASSIC = (
         steps=300_000,
         measure="final",
         tuned="The annealed rate was chosen on these seeds.",
-        published=(_zoo("PPO", 100_000, -172.225, 104.159),),
+        published=(zoo("PPO", 100_000, -172.225, 104.159),),
         eval_every=15_000,
     ),
     Task(
@@ -152,7 +94,7 @@ _CLASSIC = (
         measure="final",
         tuned="Most of the preset was chosen on these seeds.",
         published=(
-            _zoo("DQN", 120_000, -100.849, 9.925),
+            zoo("DQN", 120_000, -100.849, 9.925),
             _cleanrl("dqn_jax.py", -188.90, 11.78, CLEANRL_DQN),
             _cleanrl("dqn.py", -194.95, 8.48, CLEANRL_DQN),
         ),
@@ -167,7 +109,7 @@ _CLASSIC = (
         measure="final",
         tuned="Nothing was tuned. The values are CleanRL's.",
         published=(
-            _zoo("PPO", 10_000_000, 20.989, 0.105),
+            zoo("PPO", 10_000_000, 20.989, 0.105),
             _cleanrl("ppo_atari_envpool.py", 20.45, 0.09, CLEANRL_ENVPOOL, steps=10_000_000),
         ),
         eval_every=200_000,
@@ -187,7 +129,7 @@ _SAC_VALUES = (
 )
 _SAC_CHEETAH = (
     _cleanrl("sac_continuous_action.py", 9_634.89, 1_423.73, CLEANRL_SAC, steps=1_000_000),
-    _zoo("SAC", 1_000_000, 9_535.451, 100.47, "HalfCheetah-v3; "),
+    zoo("SAC", 1_000_000, 9_535.451, 100.47, "HalfCheetah-v3; "),
 )
 
 _CONTINUOUS = (
@@ -198,7 +140,7 @@ _CONTINUOUS = (
         goal=-200.0,
         steps=20_000,
         tuned="Nothing was tuned. The values are the zoo's.",
-        published=(_zoo("SAC", 20_000, -156.995, 88.714),),
+        published=(zoo("SAC", 20_000, -156.995, 88.714),),
         eval_every=1_000,
     ),
     Task(
@@ -235,7 +177,7 @@ _CONTINUOUS = (
         tuned=_SAC_VALUES,
         published=(
             _cleanrl("sac_continuous_action.py", 2_310.46, 342.82, CLEANRL_SAC, steps=1_000_000),
-            _zoo("SAC", 1_000_000, 2_325.547, 1_129.676, "Hopper-v3; "),
+            zoo("SAC", 1_000_000, 2_325.547, 1_129.676, "Hopper-v3; "),
         ),
         eval_every=15_000,
         about="The published runs took a million steps.",
@@ -249,7 +191,7 @@ _CONTINUOUS = (
         tuned="Nothing was tuned. The values are CleanRL's.",
         published=(
             _cleanrl("td3_continuous_action.py", 9_583.22, 126.09, CLEANRL_TD3, steps=1_000_000),
-            _zoo("TD3", 1_000_000, 9_655.666, 969.916, "HalfCheetah-v3; "),
+            zoo("TD3", 1_000_000, 9_655.666, 969.916, "HalfCheetah-v3; "),
         ),
         eval_every=15_000,
         about="The published runs took a million steps.",
@@ -273,7 +215,7 @@ _CONTINUOUS = (
         goal=200.0,
         steps=1_000_000,
         tuned="Nothing was tuned. The values are the zoo's, but the value loss has half the weight.",
-        published=(_zoo("PPO", 1_000_000, 242.119, 31.823, "LunarLander-v2; "),),
+        published=(zoo("PPO", 1_000_000, 242.119, 31.823, "LunarLander-v2; "),),
         eval_every=50_000,
         about="Needs the extra `box2d`.",
     ),
@@ -313,7 +255,7 @@ _MORE = (
             measure="each",
             tuned="The preset was chosen on other seeds, including 1 to 4 and 101 to 105, where all 20 runs reached "
             "450 as well (benchmarks/notes/dqn-cartpole.md).",
-            published=(_zoo("DQN", 50_000, 500.0, 0.0),),
+            published=(zoo("DQN", 50_000, 500.0, 0.0),),
             eval_every=5_000,
             seeds=(111, 112, 113, 114, 115),
         )
@@ -355,4 +297,4 @@ _MORE = (
     ),
 )
 
-TASKS = (*_CLASSIC, *_CONTINUOUS, *_MEMORY, *_MORE)
+TASKS = (*_CLASSIC, *_CONTINUOUS, *_MEMORY, *_MORE, *fused.TASKS)

@@ -13,10 +13,11 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 
 from benchmarks.results import __main__ as command
-from benchmarks.results import language, page, records, runs
+from benchmarks.results import fused, language, page, records, runs
 from benchmarks.results.language import LanguageRecord
 from benchmarks.results.records import Record, RunInfo
 from benchmarks.results.tasks import TASKS
@@ -40,6 +41,14 @@ RUN_INFO = RunInfo(
     seconds=65.0,
     sessions=1,
 )
+RESULT = {
+    "env_steps": 100,
+    "steps_per_second": 1234.4,
+    "return_mean": 10.0,
+    "return_std": 0.25,
+    "config": {},
+    "evaluations": [[100, 10.0, 0.25]],
+}
 
 
 @pytest.fixture
@@ -184,6 +193,43 @@ def test_page_compares_a_language_model_with_imitation_learning_alone(temporary_
     assert "| 2 | 0.010 | 0.600 | 0.850 | 0.50 to 0.90 | 200 | 650 s | never | 0.400 | 1,000 |" in text
     assert "0.900 | 0.950; 0.850 | 15 min 0 s at most | 10 min 50 s |  | **no** |" in text
     assert (temporary_results / "docs/images/results-toy-lm.png").is_file()
+
+
+def test_comparison_shows_the_intervals_of_the_training_returns_at_half_the_steps(temporary_results, monkeypatch):
+    tasks = [dataclasses.replace(TASK, name=name, variant=f" {name}") for name in ("a", "b")]
+    monkeypatch.setattr(page, "TASKS", tasks)
+    monkeypatch.setattr(page, "COMPARISONS", (fused.Comparison("A and b", tuple(tasks)),))
+
+    def write(name: str, seed: int, returns: float) -> None:
+        training = [[45, 1000.0, 9], [50, returns, 1], [55, returns + 4.0, 3], [60, 2000.0, 9], [100, 0.0, 1]]
+        record = Record(**vars(dataclasses.replace(RUN_INFO, seed=seed)), **RESULT, training=training)
+        records.write(name, seed, record)
+
+    write("a", 1, 10.0)
+    assert "A and b" not in page.text()
+    write("a", 2, 20.0)
+    for seed, returns in ((1, 19.0), (2, 31.0)):
+        write("b", seed, returns)
+    text = page.text()
+    assert "## A and b" in text and "The intervals overlap." in text
+    assert "| PPO on Toy-v0 a | 2 | 18.0 | 13.0 to 23.0 |" in text
+    assert "| PPO on Toy-v0 b | 2 | 28.0 | 22.0 to 34.0 |" in text
+    write("b", 1, 21.0)
+    assert "**do not overlap**" in page.text()
+    assert records.read(Record, "a", 1).training_return(0.6, 0.9) is None
+
+
+def test_bootstrap_interval_of_a_mean_has_the_width_of_the_normal_approximation():
+    values = np.random.RandomState(0).normal(5.0, 2.0, 400)
+    low, high = records.mean_interval(values)
+    error = values.std() / 20.0
+    assert (low, high) == pytest.approx((values.mean() - 1.96 * error, values.mean() + 1.96 * error), abs=0.02)
+
+
+def test_link_of_a_task_with_a_prefix_has_the_anchor_of_its_title(temporary_results, monkeypatch):
+    monkeypatch.setattr(page, "TASKS", (dataclasses.replace(TASK, env="jax:Toy-v0", variant=" under fused"),))
+    write_record(1, {100: 10.5})
+    assert "[PPO on jax:Toy-v0 under fused](#ppo-on-jaxtoy-v0-under-fused)" in page.text()
 
 
 # --- records from a program that simulates `rlframe train`
