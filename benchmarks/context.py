@@ -25,6 +25,8 @@ class Context:
     # Python of an environment with Stable-Baselines3, CleanRL's libraries, cpprb, flashbax
     peers_python: Path | None = None
     cleanrl: Path | None = None  # a checkout of CleanRL
+    purejaxrl: Path | None = None  # a checkout of PureJaxRL
+    purejaxrl_python: Path | None = None  # Python of an environment with its libraries
     repeats: int = 3  # turns of each contender; tables show medians
     quick: bool = False  # one short turn, to check that everything runs
     only_ours: bool = False  # measure no peers and no bare loops
@@ -63,6 +65,14 @@ class Context:
         if self.cleanrl is None or self.only_ours:
             raise NotMeasured("left out" if self.only_ours else "--cleanrl was not given")
         return self.peer("cleanrl_script", self.cleanrl, script, *own, "--", *arguments)
+
+    def purejaxrl_ppo(self, *arguments: Any, env: dict[str, str] | None = None) -> dict[str, Any]:
+        """Time PureJaxRL's PPO; see `benchmarks/peers/purejaxrl_ppo.py`."""
+        if self.purejaxrl is None or self.purejaxrl_python is None or self.only_ours:
+            missing = "--purejaxrl" if self.purejaxrl is None else "--purejaxrl-python"
+            raise NotMeasured("left out" if self.only_ours else f"{missing} was not given")
+        script = ROOT / "benchmarks/peers/purejaxrl_ppo.py"
+        return self._run([str(self.purejaxrl_python), str(script)], (self.purejaxrl.absolute(), *arguments), env)
 
     def _run(self, command: list[str], arguments: tuple[Any, ...], env: dict[str, str] | None) -> dict[str, Any]:
         command = [*command, *map(str, arguments)]

@@ -30,6 +30,7 @@ BENCHMARKS = {
     "reverb": "Reverb through rlframe's buffer, against Reverb alone; shared memory against its inserts",
     "ppo_cartpole": "PPO on CartPole-v1, against a bare loop, Stable-Baselines3 and CleanRL",
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
+    "fused": "PPO and DQN on CartPole-v1 in one jitted call, against PureJaxRL and single_process",
     "sac_halfcheetah": "SAC on HalfCheetah-v4, against a bare loop of the same update",
     "r2d2": "R2D2's learner on replayed sequences, against its jitted update alone",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
@@ -72,6 +73,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     context = Context(
         peers_python=_path(args.peers_python, "RLFRAME_PEERS_PYTHON"),
         cleanrl=_path(args.cleanrl, "RLFRAME_CLEANRL"),
+        purejaxrl=_path(args.purejaxrl, "RLFRAME_PUREJAXRL"),
+        purejaxrl_python=_path(args.purejaxrl_python, "RLFRAME_PUREJAXRL_PYTHON"),
         repeats=1 if args.quick else args.repeats,
         quick=args.quick,
     )
@@ -123,6 +126,8 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
     parser.add_argument("--peers-python", help="Python of an environment with the peers")
     parser.add_argument("--cleanrl", help="a checkout of CleanRL")
+    parser.add_argument("--purejaxrl", help="a checkout of PureJaxRL")
+    parser.add_argument("--purejaxrl-python", help="Python of an environment with PureJaxRL's libraries")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each contender; tables show medians")
     parser.add_argument("--quick", action="store_true", help="one short turn, to check that everything runs")
     parser.add_argument("--against", metavar="CHECKOUT", help="compare with another checkout, or a git revision")
@@ -132,8 +137,10 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(list(arguments))
     if args.against is None and (args.turns is not None or args.json or args.old_python):
         parser.error("--turns, --json and --old-python require --against.")
-    if args.against is not None and (args.peers_python or args.cleanrl):
-        parser.error("--against does not measure peers, so it cannot be combined with --peers-python or --cleanrl.")
+    peers = ("peers_python", "cleanrl", "purejaxrl", "purejaxrl_python")
+    if args.against is not None and (given := [name for name in peers if getattr(args, name)]):
+        option = f"--{given[0].replace('_', '-')}"
+        parser.error(f"--against does not measure peers, so it cannot be combined with {option}.")
     if args.turns is not None and args.turns < 1:
         parser.error(f"--turns must be at least 1, got {args.turns}.")
     return args

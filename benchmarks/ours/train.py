@@ -2,6 +2,7 @@
 
 python -m benchmarks.ours.train ppo_cartpole --steps 60000 --warm-up 6000
 python -m benchmarks.ours.train ppo_cartpole --steps 100000 --solve-every 4096
+python -m benchmarks.ours.train ppo_purejaxrl_4 --steps 100000 --env jax:CartPole-v1 --topology fused
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.processor import processor_seconds
@@ -23,8 +25,20 @@ if TYPE_CHECKING:
 STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # includes the start of the interpreter
 
 
-def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int, total: int) -> Any:
-    """Return the experiment `name`, with the settings of the peers."""
+EXPERIMENTS = ("ppo_cartpole", "ppo_pong", "ppo_purejaxrl_4", "ppo_purejaxrl_64", "dqn_1", "dqn_8", "sac")
+
+
+def experiment(
+    name: str,
+    seed: int,
+    steps: int,
+    log_every: int,
+    eval_every: int,
+    total: int,
+    env: str = "CartPole-v1",
+    topology: str = "single_process",
+) -> Any:
+    """Return the experiment `name`, with the settings of the peers. `env` is another version of CartPole."""
     from rlframe.agents import DQNConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.programs import make_experiment
@@ -36,10 +50,34 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
         "eval_every": eval_every,
         "checkpoint_every": 0,
         "schedule_steps": total,
+        "topology": topology,
     }
     if name == "ppo_cartpole":
         # the value of rl-baselines3-zoo, also used for the peers
-        return make_experiment("ppo", "CartPole-v1", gae_lambda=0.8, **common)
+        return make_experiment("ppo", env, gae_lambda=0.8, **common)
+    if name.startswith("ppo_purejaxrl"):  # settings of PureJaxRL's ppo.py
+        return make_experiment(
+            "ppo",
+            env,
+            preset="none",
+            network="mlp",
+            network_config=MLPConfig(hidden=(64, 64), activation="tanh", separate=True, orthogonal=True),
+            num_envs=int(name.rpartition("_")[2]),
+            unroll_length=128,
+            num_epochs=4,
+            num_minibatches=4,
+            discount=0.99,
+            gae_lambda=0.95,
+            clip_epsilon=0.2,
+            value_clip=0.2,
+            entropy_cost=0.01,
+            value_cost=0.5,
+            max_grad_norm=0.5,
+            learning_rate=2.5e-4,
+            adam_epsilon=1e-5,
+            anneal_learning_rate=True,
+            **common,
+        )
     if name == "ppo_pong":
         return make_experiment("ppo", "Pong-v5", **common)  # the preset is the same as CleanRL's
     if name == "sac":
@@ -51,7 +89,7 @@ def experiment(name: str, seed: int, steps: int, log_every: int, eval_every: int
     # Settings of CleanRL's dqn_jax.py. It counts environment steps where we count learner steps, one every 10 steps.
     return make_experiment(
         "dqn",
-        "CartPole-v1",
+        env,
         preset="none",
         network="mlp",
         network_config=MLPConfig(hidden=(120, 84), activation="relu"),
@@ -128,22 +166,54 @@ class Watch:
         }
 
 
+class CompileTimes:
+    """Collects the times during which JAX traces, lowers and compiles functions."""
+
+    def __init__(self) -> None:
+        import jax
+
+        self._intervals: list[tuple[float, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, seconds: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            now = time.time()
+            self._intervals.append((now - seconds, now))
+
+    def seconds(self, until: float) -> float:
+        """Return the seconds before the time `until`."""
+        return covered_seconds(interval for interval in self._intervals if interval[1] <= until)
+
+
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the duration of the union of (start, end). Nested intervals count once."""
+    total, covered = 0.0, 0.0
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("experiment", choices=("ppo_cartpole", "ppo_pong", "dqn_1", "dqn_8", "sac"))
+    parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
     parser.add_argument("--warm-up", type=int, default=0, help="steps before the clock starts, included in --steps")
     parser.add_argument("--total", type=int, default=100_000, help="steps of the schedules")
     parser.add_argument("--log-every", type=int, default=1024)
     parser.add_argument("--solve-every", type=int, default=0, help="steps between evaluations; stop when solved")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--env", default="CartPole-v1")
+    parser.add_argument("--topology", default="single_process")
     args = parser.parse_args()
 
     from rlframe import programs
 
     train = getattr(programs, "run_experiment", None) or programs.train  # its name in older checkouts
 
-    described = experiment(args.experiment, args.seed, args.steps, args.log_every, args.solve_every, args.total)
+    options = (args.seed, args.steps, args.log_every, args.solve_every, args.total, args.env, args.topology)
+    described = experiment(args.experiment, *options)
+    compiling = CompileTimes()
     watch = Watch(args.warm_up, bool(args.solve_every))
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(Solved):
         train(described, run_dir=os.path.join(directory, "run"), callbacks=[watch])
@@ -153,6 +223,7 @@ def main() -> None:
     elif watch.first is not None:
         steps, seconds, processor = (end - start for start, end in zip(watch.first, watch.last, strict=True))
         result.update(steps_per_second=steps / seconds, processor_us=1e6 * processor / steps)
+        result.update(compile_seconds=compiling.seconds(until=watch.first.time))
     print(json.dumps(result))
 
 
