@@ -62,8 +62,8 @@ class DeviceReplay(Protocol):
     def is_ready(self, replay: Any) -> jax.Array:
         """Return [] bool: True if a batch can be drawn now, like `RateLimiter.may_sample`."""
 
-    def draw(self, replay: Any) -> tuple[Any, Batch, Any]:
-        """Return (replay, batch, places). `set_priorities` needs the places of the items."""
+    def draw(self, rng: jax.Array, replay: Any) -> tuple[Any, Batch, Any]:
+        """Return (replay, batch, places). `rng` is a constant key. `set_priorities` needs the places of the items."""
 
     def set_priorities(self, replay: Any, places: Any, priorities: jax.Array) -> Any:
         """Set the priorities [B] of items."""
@@ -117,7 +117,7 @@ class UnrollQueue:
         """See `DeviceReplay`."""
         return queue.size >= self._least
 
-    def draw(self, queue: _Queue) -> tuple[_Queue, Batch, None]:
+    def draw(self, rng: jax.Array, queue: _Queue) -> tuple[_Queue, Batch, None]:
         """See `DeviceReplay`. Remove the oldest unrolls."""
         data, first = queue.unrolls, queue.first
         if self.updates_per_round != "one":
@@ -169,12 +169,11 @@ class StepRing:
     Args:
         spec: the agent's `replay_spec`, uniform or prioritized.
         num_envs: number of environments.
-        seed: seed of the draws.
     """
 
     steps_per_round = 1
 
-    def __init__(self, spec: ReplaySpec, num_envs: int, seed: int) -> None:
+    def __init__(self, spec: ReplaySpec, num_envs: int) -> None:
         self.updates_per_round = "many" if spec.samples_per_insert else "at most one"
         self._spec, self._num_envs, item = spec, num_envs, spec.item
         if isinstance(item, Transition):
@@ -186,7 +185,6 @@ class StepRing:
         ratio = fractions.Fraction(spec.samples_per_insert or 0).limit_denominator(_MAX_DENOMINATOR)
         self._per_insert, self._per_sample = ratio.numerator, ratio.denominator
         self._tree = DeviceSumTree(self.rows * num_envs) if spec.kind == "prioritized" else None
-        self._rng = jax.random.PRNGKey(seed)
 
     def init(self, record: StepRecord) -> _Ring:
         """See `DeviceReplay`."""
@@ -216,9 +214,9 @@ class StepRing:
         """See `DeviceReplay`."""
         return (ring.inserted >= self._spec.min_size) & (ring.size > 0) & (ring.ahead >= 0)
 
-    def draw(self, ring: _Ring) -> tuple[_Ring, Batch, Any]:
+    def draw(self, rng: jax.Array, ring: _Ring) -> tuple[_Ring, Batch, Any]:
         """See `DeviceReplay`."""
-        times, envs, probabilities, ring = self.draw_places(ring)
+        times, envs, probabilities, ring = self.draw_places(rng, ring)
         if self._per_insert:
             ring = ring._replace(ahead=ring.ahead - self._batch_size * self._per_sample)
         return ring, self.read(ring, times, envs, probabilities), (times, envs)
@@ -278,9 +276,9 @@ class StepRing:
         pairs = [(back, (ages > back) & ends) for back in range(self._n - 1)]
         return [*pairs, (self._n - 1, ages > self._n - 1)]
 
-    def draw_places(self, ring: _Ring) -> tuple[jax.Array, jax.Array, jax.Array, _Ring]:
+    def draw_places(self, rng: jax.Array, ring: _Ring) -> tuple[jax.Array, jax.Array, jax.Array, _Ring]:
         """Draw a batch. Return (numbers of the first timesteps [B], environments [B], probabilities [B], ring)."""
-        rng = jax.random.fold_in(self._rng, ring.draws)
+        rng = jax.random.fold_in(rng, ring.draws)
         ring = ring._replace(draws=ring.draws + 1)
         if self._tree is not None:
             leaves, probabilities = self._tree.draw(rng, ring.weights, self._batch_size)
@@ -306,7 +304,9 @@ class StepRing:
             return number + 1, times, envs, self._is_item(ring, times, envs)
 
         nothing = jnp.zeros(self._batch_size, jnp.int32)
-        state = (jnp.zeros((), jnp.int32), nothing, nothing, jnp.zeros(self._batch_size, bool))
+        # Several seeds draw together, even if one of them has no items yet. Its items are not used.
+        is_item = jnp.broadcast_to(ring.size == 0, (self._batch_size,))
+        state = (jnp.zeros((), jnp.int32), nothing, nothing, is_item)
         return jax.lax.while_loop(lambda state: ~state[3].all(), again, state)[1:3]
 
     def _is_item(self, ring: _Ring, times: jax.Array, envs: jax.Array) -> jax.Array:

@@ -53,6 +53,7 @@ class Tally(NamedTuple):
 class Carry(NamedTuple):
     """Everything that rounds change."""
 
+    rng: jax.Array  # [2] uint32, a constant key of the actions and the replay
     params: Params
     learner_state: Any
     actor_params: Tree  # what `actor_step` receives; unlike `params`, it is always finite
@@ -79,7 +80,6 @@ class Rounds:
         replay: the replay.
         num_envs: number of environments.
         clip_rewards: rewards are clipped to [-clip_rewards, clip_rewards] for learning. None means no clipping.
-        seed: seed of the actions.
     """
 
     def __init__(
@@ -89,12 +89,11 @@ class Rounds:
         replay: DeviceReplay,
         num_envs: int,
         clip_rewards: float | None,
-        seed: int,
     ) -> None:
         self._agent, self._envs, self.replay, self._num_envs = agent, envs, replay, num_envs
-        self._clip_rewards, self._rng = clip_rewards, jax.random.PRNGKey(seed)
+        self._clip_rewards = clip_rewards
 
-    def init(self, params: Params, learner_state: Any, env_keys: jax.Array) -> Carry:
+    def init(self, rng: jax.Array, params: Params, learner_state: Any, env_keys: jax.Array) -> Carry:
         """Return the carry before the first round. All environments are at FIRST."""
         agent, num_envs = self._agent, self._num_envs
         spec = self._envs.codec.action_spec
@@ -104,15 +103,15 @@ class Rounds:
         zeros = jnp.zeros(num_envs, jnp.float32)
         acting = Acting(envs, timestep, state, jnp.zeros((), jnp.uint32), zeros, zeros.astype(jnp.int32))
         actor_params = agent.actor_params(params, learner_state)
-        record = jax.eval_shape(self._act, actor_params, acting)[1]
+        record = jax.eval_shape(self._act, rng, actor_params, acting)[1]
         replay = self.replay.init(record)
-        _check_memory(replay)
+        check_memory(replay)
         logs: Logs = {}
         if agent.jit_learner_step:  # a loop needs all logs before the first update
-            batch = jax.eval_shape(self.replay.draw, replay)[1]
+            batch = jax.eval_shape(self.replay.draw, rng, replay)[1]
             shapes = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
             logs = {name: jnp.zeros((), jnp.float32) for name in shapes if name != "priorities"}
-        return Carry(params, learner_state, actor_params, acting, replay, logs, no_tally())
+        return Carry(rng, params, learner_state, actor_params, acting, replay, logs, no_tally())
 
     def run(self, carry: Carry, limits: CallLimits) -> Carry:
         """Make rounds until a limit is reached. `carry.tally` of the result is about these rounds."""
@@ -145,7 +144,7 @@ class Rounds:
         """Step all environments for a round, and add the steps to the replay."""
 
         def act(state: tuple[Acting, Tally], _: None) -> tuple[tuple[Acting, Tally], StepRecord]:
-            acting, record, reward = self._act(carry.actor_params, state[0])
+            acting, record, reward = self._act(carry.rng, carry.actor_params, state[0])
             acting, tally = _count(acting, state[1], record.next_timestep, reward)
             return (acting, tally), record
 
@@ -156,7 +155,7 @@ class Rounds:
 
     def learn(self, carry: Carry) -> Carry:
         """Draw a batch, and do one update."""
-        replay, batch, places = self.replay.draw(carry.replay)
+        replay, batch, places = self.replay.draw(carry.rng, carry.replay)
         params, learner_state, logs = self._agent.learner_step(carry.params, carry.learner_state, batch)
         return self.finish_update(carry._replace(replay=replay), params, learner_state, dict(logs), places)
 
@@ -182,11 +181,10 @@ class Rounds:
             tally=tally._replace(updates=updates, failed_update=failed),
         )
 
-    def _act(self, actor_params: Tree, acting: Acting) -> tuple[Acting, StepRecord, jax.Array]:
+    def _act(self, rng: jax.Array, actor_params: Tree, acting: Acting) -> tuple[Acting, StepRecord, jax.Array]:
         """Step all environments once. Return also the rewards before clipping, [N]."""
         calls, timestep, state = acting.calls + 1, acting.timestep, acting.agent_state
-        rng = jax.random.fold_in(self._rng, calls)
-        output, next_state = self._agent.actor_step(rng, actor_params, timestep, state)
+        output, next_state = self._agent.actor_step(jax.random.fold_in(rng, calls), actor_params, timestep, state)
         envs, following = self._envs.step(acting.envs, output.action)
         reward = following.reward
         if self._clip_rewards is not None:
@@ -231,7 +229,7 @@ def num_bytes(tree: Any) -> int:
     return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _check_memory(replay: Any) -> None:
+def check_memory(replay: Any) -> None:
     """Raise UsageError if the replay needs more memory than the device has."""
     stats = jax.devices()[0].memory_stats() or {}  # a CPU has no statistics
     free = stats.get("bytes_limit", psutil.virtual_memory().available) - stats.get("bytes_in_use", 0)

@@ -14,6 +14,7 @@ from rlframe.testing.streams import ReferenceReplay, StepStream, batch_items, fi
 from rlframe.types import ReplaySpec, Sequence, Transition
 
 NUM_ENVS = 4
+RNG = jax.random.PRNGKey(0)
 ITEMS = [Transition(1), Transition(3, 0.9), Sequence(4), Sequence(5, 2)]
 
 
@@ -48,7 +49,7 @@ def all_items(ring, state):
 @pytest.mark.parametrize("item", ITEMS, ids=str)
 def test_ring_contains_the_items_of_the_reference_replay(item, kind):
     spec = ReplaySpec(kind, item, batch_size=16, capacity=60, min_size=10)
-    ring, stream, reference = StepRing(spec, NUM_ENVS, seed=0), StepStream(NUM_ENVS), ReferenceReplay(item)
+    ring, stream, reference = StepRing(spec, NUM_ENVS), StepStream(NUM_ENVS), ReferenceReplay(item)
     reference.claim_rank(NUM_ENVS, 0)
     add, draw = jax.jit(ring.add_step), jax.jit(ring.draw_places)
     state = None
@@ -69,7 +70,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
         assert sorted(found) == newest
         if state.head < ring.rows:
             assert len(found) == len(reference.items)
-        times, envs, probabilities, state = draw(state)
+        times, envs, probabilities, state = draw(RNG, state)
         drawn = compare(ring.read(state, times, envs, probabilities).data, reference, spec.batch_size)
         assert set(drawn) <= set(found)
         np.testing.assert_allclose(probabilities, 1 / len(found), rtol=1e-5)
@@ -78,7 +79,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
 @pytest.mark.parametrize("ratio", [None, 0.25, 1 / 3, 4.0])
 def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
     spec = ReplaySpec("uniform", Transition(2), batch_size=8, capacity=1000, min_size=20, samples_per_insert=ratio)
-    ring, stream, limiter = StepRing(spec, NUM_ENVS, seed=0), StepStream(NUM_ENVS), RateLimiter(spec)
+    ring, stream, limiter = StepRing(spec, NUM_ENVS), StepStream(NUM_ENVS), RateLimiter(spec)
     reference = ReferenceReplay(spec.item)
     reference.claim_rank(NUM_ENVS, 0)
     add, is_ready, draw = jax.jit(ring.add), jax.jit(ring.is_ready), jax.jit(ring.draw)
@@ -89,7 +90,7 @@ def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
         state = ring.init(record) if state is None else state
         state, updates = add(state, jax.tree.map(lambda leaf: leaf[None], record)), 0
         while is_ready(state):
-            state, updates = draw(state)[0], updates + 1
+            state, updates = draw(RNG, state)[0], updates + 1
             if ring.updates_per_round == "at most one":
                 break
         reference.add(ids, step)
@@ -119,7 +120,7 @@ def test_queue_returns_each_unroll_once_in_order(batch_size):
         state = queue.init(records[0]) if state is None else state
         state = add(state, jax.tree.map(lambda *leaves: np.stack(leaves), *records))
         while queue.is_ready(state):
-            state, batch, _ = draw(state)
+            state, batch, _ = draw(RNG, state)
             seen += compare(batch.data, reference, size)
     assert (queue.updates_per_round == "one") == (size == NUM_ENVS)
     assert seen == list(reference.items)[: len(seen)]

@@ -93,8 +93,8 @@ def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_pa
     def record(times, envs) -> None:
         drawn.append(np.asarray(times, np.int64) * 4 + np.asarray(envs))  # the number of a timestep on the host
 
-    def draw_and_record(ring, state):
-        result = draw(ring, state)
+    def draw_and_record(ring, rng, state):
+        result = draw(ring, rng, state)
         jax.debug.callback(record, result[0], result[1], ordered=True)
         return result
 

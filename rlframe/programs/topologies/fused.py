@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from rlframe.actors.actor import env_seed
-from rlframe.device.driver import FusedDriver
+from rlframe.device.driver import FusedDriver, Program, SingleCalls, Start
 from rlframe.engines import Engine
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs import make_jax_env
@@ -49,13 +51,10 @@ def fused(engine: Engine, session: Session) -> None:
     experiment, config = session.experiment, Fused.of(session.experiment)
     learner = Learner(learner_config(session), session.agent, None)
     env = make_jax_env(registry.env_name_or_builder(experiment.env), experiment.env_kwargs)
-    driver = FusedDriver(
-        session.agent,
-        BatchedJaxEnv(env, config.action_repeat, config.frame_stack),
-        env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs),
-        learner,
-        seed=experiment.seed,
-        clip_rewards=config.clip_rewards,
-        max_learner_steps=config.until_learner_steps,
-    )
+    envs = BatchedJaxEnv(env, config.action_repeat, config.frame_stack)
+    program = Program(session.agent, envs, experiment.num_envs, config.clip_rewards)
+    keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
+    start = Start(jax.random.PRNGKey(experiment.seed), *learner.state, keys)
+    restored = None if learner.restored is None else learner.restored.extras["device"]
+    driver = FusedDriver(session.agent, learner, SingleCalls(program, start, restored), config.until_learner_steps)
     engine.add("train", TrainingLoop, session, driver)
