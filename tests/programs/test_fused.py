@@ -37,8 +37,8 @@ def largest_difference(run_dir, other) -> float:
     ("agent", "options"),
     [
         ("ppo", PPO),
-        ("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}),
-        (
+        pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
+        pytest.param(
             "ppo",
             {
                 "unroll_length": 8,
@@ -52,8 +52,9 @@ def largest_difference(run_dir, other) -> float:
                 "clip_rewards": 0.5,
                 "env": "jax:PositionOnlyCartPole-v1",
             },
+            marks=pytest.mark.system,
         ),
-        (
+        pytest.param(
             "ppo",  # with convolutions, the parts of a round are jitted separately
             {
                 "unroll_length": 8,
@@ -66,6 +67,7 @@ def largest_difference(run_dir, other) -> float:
                 "network.strides": (1,),
                 "network.hidden": (16,),
             },
+            marks=pytest.mark.system,
         ),
     ],
     ids=["ppo", "impala", "recurrent ppo with wrappers", "ppo with images"],
@@ -83,7 +85,11 @@ def test_fused_training_gives_the_same_parameters_as_a_single_process(agent, opt
     ("agent", "options"),
     [
         ("dqn", DQN),
-        ("sac", {"env": "jax:Pendulum-v1", "batch_size": 16, "min_replay_size": 40, **SMALL}),
+        pytest.param(
+            "sac",
+            {"env": "jax:Pendulum-v1", "batch_size": 16, "min_replay_size": 40, **SMALL},
+            marks=pytest.mark.system,
+        ),
     ],
     ids=["dqn", "sac"],
 )
@@ -115,7 +121,7 @@ def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_pa
     ("agent", "options"),
     [
         ("dqn", {**DQN, "prioritized": True}),
-        ("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}),
+        pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
     ],
     ids=["prioritized dqn", "impala"],
 )
@@ -129,6 +135,7 @@ def test_resumed_run_equals_an_uninterrupted_run(agent, options, tmp_path):
     assert (resumed.env_steps, resumed.episodes, resumed.return_mean) == (whole.env_steps, 2, whole.return_mean)
 
 
+@pytest.mark.system
 def test_results_do_not_depend_on_the_number_of_rounds_per_call(tmp_path, monkeypatch):
     values = experiment("dqn", **{**DQN, "steps": 1200})
     run_experiment(values, run_dir=tmp_path / "long")
@@ -149,6 +156,7 @@ def test_rows_evaluations_and_checkpoints_are_made_at_their_steps(tmp_path):
     assert 1000 <= result.env_steps < 1000 + 32
 
 
+@pytest.mark.system
 def test_live_arrays_and_memory_do_not_grow(tmp_path):
     seen = []
 
