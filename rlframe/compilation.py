@@ -51,11 +51,12 @@ _LARGE_PRODUCT = 8e6
 # JAX primitives that occur in small dense networks, their losses and their optimizers.
 _PRIMITIVES = """
     abs add add_any and argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp concatenate cond
-    convert_element_type copy cos cumsum custom_jvp_call div dot_general dynamic_slice dynamic_update_slice eq erf
-    erf_inv exp expm1 floor gather ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or
-    pad pjit pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap reduce_and reduce_max
-    reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt scan scatter-add select_n
-    shift_right_logical sign sin slice sort split sqrt square squeeze stop_gradient sub tanh transpose xor
+    convert_element_type copy cos cumsum custom_jvp_call device_put div dot_general dynamic_slice dynamic_update_slice
+    eq erf erf_inv exp expm1 floor gather ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pad pjit pow random_bits random_fold_in random_seed random_split random_unwrap random_wrap
+    reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum rem reshape rev round rsqrt scan scatter
+    scatter-add select_n shift_right_logical sign sin slice sort split sqrt square squeeze stop_gradient sub tanh
+    transpose while xor
 """
 _KNOWN = frozenset(_PRIMITIVES.split())
 
@@ -100,7 +101,7 @@ class jit:
             # too large for the older runtime.
             if small is not None and _shapes(args) != small:
                 jaxpr = jax.make_jaxpr(self._function)(*args).jaxpr
-                if not suits_older_runtime(jaxpr, self._differentiates):
+                if not suits_older_runtime(jaxpr):
                     raise _UnsuitableShapesError
             return self._function(*args)
 
@@ -128,7 +129,7 @@ class jit:
         if self._differentiates and (convolves or _largest_product(jaxpr) >= _LARGE_PRODUCT):
             return None
         threads = {} if convolves or self._differentiates else _ONE_THREAD
-        runtime = _OLDER_RUNTIME if suits_older_runtime(jaxpr, self._differentiates) else {}
+        runtime = _OLDER_RUNTIME if suits_older_runtime(jaxpr) else {}
         return {**runtime, **_ONE_BY_ONE, **threads}
 
 
@@ -136,23 +137,20 @@ class _UnsuitableShapesError(Exception):
     """The function must not use the older runtime with the shapes of its arguments."""
 
 
-def suits_older_runtime(jaxpr: Any, differentiates: bool) -> bool:
+def suits_older_runtime(jaxpr: Any) -> bool:
     """Return True if a function is known to be safe and faster with XLA's older CPU runtime.
 
     Requirements:
     - `_KNOWN` contains all operations of the function. Convolutions are not in it.
     - Each matrix product is float32, has no batch dimensions, and needs fewer than 8 million operations.
-    - A function for acting has no scans.
-    - In a function for learning, at most one scan contains matrix products. (The update of a recurrent network has two
-      such scans, forward and backward.)
+    - No backward scan contains matrix products. (The update of a recurrent network has such a scan.)
     """
     equations = list(_equations(jaxpr))
     if any(equation.primitive.name not in _KNOWN for equation in equations):
         return False
     if not all(_is_small_product(each) for each in equations if each.primitive.name == "dot_general"):
         return False
-    scans = [equation for equation in equations if equation.primitive.name == "scan"]
-    return sum(map(_multiplies, scans)) <= 1 if differentiates else not scans
+    return not any(_multiplies(each) for each in equations if each.params.get("reverse"))
 
 
 def _is_small_product(equation: Any) -> bool:

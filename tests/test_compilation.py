@@ -86,8 +86,8 @@ def unrolled(image):
             SMALL,
         ),  # like a scan over advantages inside a loop over minibatches
         (lambda x: loop(lambda x: x + x)(x) @ x, True, SMALL),
-        (loop(lambda x: x + x), False, {**NOT_SMALL, **ONE_THREAD}),
-        (lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, x), True, NOT_SMALL),
+        (loop(lambda x: x @ x), False, {**SMALL, **ONE_THREAD}),
+        (lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, x), True, SMALL),
         (unrolled, True, NOT_SMALL),
         (loop(unrolled), True, NOT_SMALL),
         (product(200), True, None),
@@ -155,13 +155,13 @@ def test_concurrent_calls_compile_once_for_each_runtime(monkeypatch):
 def test_functions_of_the_cartpole_presets_use_the_older_runtime(monkeypatch, tmp_path, agent):
     found, real = [], compilation.suits_older_runtime
 
-    def spy(jaxpr, differentiates):
-        found.append((differentiates, real(jaxpr, differentiates)))
-        return found[-1][1]
+    def spy(jaxpr):
+        found.append(real(jaxpr))
+        return found[-1]
 
     monkeypatch.setattr(compilation, "suits_older_runtime", spy)
     rlframe.train(agent, "CartPole-v1", steps=1200, run_dir=tmp_path / "run", quiet=True)
-    assert set(found) == {(False, True), (True, True)}
+    assert len(found) >= 2 and all(found)
 
 
 def test_only_the_unsupported_compiler_option_is_dropped(monkeypatch):
