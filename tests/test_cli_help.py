@@ -127,6 +127,11 @@ def test_help_of_train_has_at_most_100_lines(capsys, monkeypatch):
         ("heavy_env", ["engine", "num-actors", "ray-address"], ["operator", "num-inferencers"]),
         ("light_env", ["engine", "num-inferencers"], ["operator", "replay-checkpoint-every"]),
         ("elastic", ["operator", "max-actors"], ["num-inferencers"]),
+        (
+            "fused",
+            ["check-finite", "until-return"],
+            ["replay", "env-type", "async", "profile", "engine"],
+        ),
     ],
 )
 def test_help_of_train_hides_options_that_the_topology_does_not_use(topology, used, unused, capsys):

@@ -91,7 +91,7 @@ class TopologyOption:
 
     # Processes of the run. heavy_env: actors that run the network; light_env: actors that call an inference service;
     # distributed: light_env on several machines; elastic: a number of actors that changes during the run. These four
-    # start actor processes (--num-actors).
+    # start actor processes (--num-actors). fused: one jitted call, for JAX environments such as jax:CartPole-v1.
     topology: str = ""
 
 
@@ -165,9 +165,11 @@ def _format_help(
     """
     topologies = config_classes(defaults.agent, defaults.topology_config.name, early.texts.get("topology"))
     chosen = early.texts.get("topology") or defaults.topology_config.name
-    used = {*field_names(topologies[chosen])} if chosen in topologies else None
-    every = {name for cls in topologies.values() for name in field_names(cls)}
-    unused = every - used if used is not None else set()
+    unused: set[str] = set()
+    if (used := topologies.get(chosen)) is not None:
+        every = {name for cls in topologies.values() for name in field_names(cls)}
+        unused = every - {*field_names(used)} | {*used.hidden}
+        unused |= set() if used.can_profile else {"profile", "profile_trace"}
     shown = [each for each in fields if _field_name(each) not in unused and not each.text.startswith("Internal:")]
     other = next((name for name in topologies if name != chosen), chosen)
     names = f"--agent {defaults.agent}, --env {defaults.env} and --topology {chosen}"

@@ -73,6 +73,7 @@ class TopologyConfig:
         unit: Unit of the run's steps.
         defaults: Default values of `Experiment` fields that differ for this topology.
         can_profile: True if `--profile` can measure the parts of a run.
+        hidden: Names of inherited options that have only one valid value. `--help` does not show them.
     """
 
     learns_from: ClassVar[str] = "steps"
@@ -80,6 +81,7 @@ class TopologyConfig:
     unit: ClassVar[str] = "env steps"
     defaults: ClassVar[dict[str, Any]] = {}
     can_profile: ClassVar[bool] = False
+    hidden: ClassVar[tuple[str, ...]] = ()
 
     name: str = ""  # Name on the command line.
 

@@ -27,6 +27,7 @@ from rlframe.programs.training.loop import TrainingLoop
 class Fused(GameConfig):
     """Options of the topology fused."""
 
+    hidden = ("replay", "env_type", "num_workers", "async_envs", "wait_num", "answer_timeout")
     replays = ("local",)
     accepts_custom_replay = False
 
