@@ -27,7 +27,8 @@ _RESETS_AT_ONCE = 16  # a batch of B environments resets B / 16 of them at a tim
 class JaxEnv(Protocol):
     """One environment as pure functions, which JAX can trace. The state is a tree of arrays of fixed shapes.
 
-    It may also have `render(state)`, which returns an RGB image `[H, W, 3]` uint8 for videos.
+    For videos, it may also have `render(state)`, which returns an RGB image `[H, W, 3]` uint8, and `render_fps`, the
+    number of images per second (30 by default). JAX does not trace `render`: the state has numpy arrays.
 
     Attributes:
         observation_space: a gymnasium space, a `dm_env.specs` spec, or a dict or tuple of specs.

@@ -16,6 +16,7 @@ from rlframe.envs import AsyncEnv, SyncEnv, default_type, list_envs
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs.breakout import Breakout
 from rlframe.envs.jax_envs.classic import Acrobot, AcrobotState, CartPole, CartPoleState, Pendulum, PendulumState
+from rlframe.envs.jax_envs.drawing import RED
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import FIRST, LAST, MID
 
@@ -143,6 +144,23 @@ def test_breakout_breaks_a_brick_and_ends_when_the_ball_is_lost():
     first = np.flatnonzero(types[:, 0] == FIRST)
     assert (observations[first, 0, :, :, 3].sum(axis=(1, 2)) == 30).all()  # each episode starts with a full wall
     assert Breakout().render(Breakout().reset(jax.random.PRNGKey(0))[0]).shape == (160, 160, 3)
+
+
+def test_images_show_the_state():
+    def colored(env, state):
+        """Return the mean (x, y) of the red pixels, from -1 to 1, with y upward."""
+        image = env.render(state)
+        assert image.dtype == np.uint8 and image.shape == (256, 256, 3)
+        rows, columns = np.nonzero((image == RED).all(axis=-1))
+        return columns.mean() / 127.5 - 1, 1 - rows.mean() / 127.5
+
+    # The mean of a red line is its middle. The pole of CartPole covers 1 of 5.2 units, for example.
+    assert colored(CartPole(), CartPoleState(0.0, 0.0, 0.0, 0.0, 0)) == pytest.approx((0.0, 0.5 / 2.6), abs=0.01)
+    assert colored(CartPole(), CartPoleState(1.3, 0.0, np.pi / 2, 0.0, 0)) == pytest.approx((1.8 / 2.6, 0.0), abs=0.01)
+    angles = np.array([np.pi / 2, np.pi / 2, 0.0, 0.0])  # the first link points right, the second one up
+    assert colored(Acrobot(), AcrobotState(angles, 0)) == pytest.approx((1.0 / 2.3, 0.5 / 2.3), abs=0.01)
+    left = PendulumState(np.pi / 2, 0.0, 0)
+    assert colored(Pendulum(), left) == pytest.approx((-0.5 / 1.3, 0.0), abs=0.02)
 
 
 def test_jax_is_the_default_type_of_jax_environments():

@@ -40,6 +40,7 @@ class Breakout:
 
     observation_space = specs.BoundedArray((10, 10, 4), np.float32, 0.0, 1.0, "observation")
     action_space = specs.DiscreteArray(3, np.int32, "action")
+    render_fps = 10
 
     def __init__(self, max_steps: int = 1000, sticky_action_probability: float = 0.1) -> None:
         self.max_steps, self.sticky_action_probability = max_steps, sticky_action_probability

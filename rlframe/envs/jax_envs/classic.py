@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from dm_env import specs
 
+from rlframe.envs.jax_envs.drawing import BLACK, BLUE, GRAY, RED, Line, draw
+
 
 class CartPoleState(NamedTuple):
     x: jax.Array  # position of the cart, in m
@@ -32,6 +34,7 @@ class CartPole:
         (4,), np.float32, [-4.8, -np.inf, -0.41887903, -np.inf], [4.8, np.inf, 0.41887903, np.inf], "observation"
     )
     action_space = specs.DiscreteArray(2, np.int32, "action")
+    render_fps = 50
 
     def __init__(self, max_steps: int = 500) -> None:
         self.max_steps = max_steps
@@ -63,6 +66,13 @@ class CartPole:
         """Return the observation of a state."""
         return jnp.stack(state[:4])
 
+    def render(self, state: CartPoleState) -> np.ndarray:
+        """Return an image of a state, [256, 256, 3] uint8."""
+        cart, top = np.array([state.x, 0.0]), np.array([np.sin(state.theta), np.cos(state.theta)])
+        side = np.array([0.25, 0.0])
+        track = Line((-2.4, 0.0), (2.4, 0.0), 0.04, GRAY)
+        return draw([track, Line(cart - side, cart + side, 0.3, BLUE), Line(cart, cart + top, 0.12, RED)], extent=2.6)
+
 
 class CartPolePositions(CartPole):
     """CartPole-v1 without velocities in the observation, so that an agent needs a memory."""
@@ -90,6 +100,7 @@ class Acrobot:
         (6,), np.float32, [-1, -1, -1, -1, -4 * np.pi, -9 * np.pi], [1, 1, 1, 1, 4 * np.pi, 9 * np.pi], "observation"
     )
     action_space = specs.DiscreteArray(3, np.int32, "action")
+    render_fps = 15
 
     def __init__(self, max_steps: int = 500) -> None:
         self.max_steps = max_steps
@@ -112,6 +123,14 @@ class Acrobot:
         state = AcrobotState(angles, state.time + 1)
         reward = jnp.where(terminated, 0.0, -1.0)
         return state, _acrobot_observation(angles), reward, terminated, state.time >= self.max_steps
+
+    def render(self, state: AcrobotState) -> np.ndarray:
+        """Return an image of a state, [256, 256, 3] uint8."""
+        first, second = np.cumsum(state.angles[:2])
+        joint = np.array([np.sin(first), -np.cos(first)])
+        end = joint + np.array([np.sin(second), -np.cos(second)])
+        target = Line((-2.3, 1.0), (2.3, 1.0), 0.04, GRAY)
+        return draw([target, Line((0.0, 0.0), joint, 0.16, BLUE), Line(joint, end, 0.16, RED)], extent=2.3)
 
 
 def _acrobot_observation(angles: jax.Array) -> jax.Array:
@@ -168,6 +187,11 @@ class Pendulum:
         theta_dot = jnp.clip(theta_dot, -8.0, 8.0)
         state = PendulumState(state.theta + 0.05 * theta_dot, theta_dot, state.time + 1)
         return state, _pendulum_observation(state), -cost, False, state.time >= self.max_steps
+
+    def render(self, state: PendulumState) -> np.ndarray:
+        """Return an image of a state, [256, 256, 3] uint8."""
+        end = (-np.sin(state.theta), np.cos(state.theta))
+        return draw([Line((0.0, 0.0), end, 0.2, RED), Line((0.0, 0.0), (0.0, 0.0), 0.1, BLACK)], extent=1.3)
 
 
 def _pendulum_observation(state: PendulumState) -> jax.Array:

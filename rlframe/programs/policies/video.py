@@ -8,18 +8,23 @@ import pathlib
 import warnings
 from typing import Any
 
+import jax
 import numpy as np
 
 from rlframe import extras
 from rlframe.envs import SyncEnv, gymnasium_registry
 from rlframe.envs.gymnasium_registry import gymnasium_ids
+from rlframe.envs.jax_envs import make_jax_env
+from rlframe.envs.jax_pool import JaxPool
 from rlframe.envs.names import backend, split, takes_seed
 from rlframe.errors import RlframeError, UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.presets import plain_name
 from rlframe.programs.topologies.config import EnvOptions
+from rlframe.programs.topologies.makers import env_pool_type
 from rlframe.shutdown import Closeable
+from rlframe.types import TimeStep
 
 _FORMATS = (".mp4", ".mkv", ".webm")
 _DEFAULT_FPS = 30
@@ -56,13 +61,15 @@ class VideoRecorder(Closeable):
         """Close the pool and the video file."""
         self._opened.close()
 
-    def make_pool(self, seed: int) -> SyncEnv:
+    def make_pool(self, seed: int) -> SyncEnv | JaxPool:
         """Create the pool with the environment to record.
 
         Raises:
             UsageError: the environment does not render.
         """
-        config = EnvOptions.of(self._experiment)
+        config, env = EnvOptions.of(self._experiment), registry.env_name_or_builder(self._experiment.env)
+        if env_pool_type(self._experiment, 1, env) == "jax":
+            return _RecordedJaxPool(make_jax_env(env, self._experiment.env_kwargs), seed, config, self)
         make_env = lambda: _RecordedEnv(_rendering_env(self._experiment, seed), self)  # noqa: E731
         pool = SyncEnv(
             make_env, 1, "loop", seed=seed, frame_stack=config.frame_stack, action_repeat=config.action_repeat
@@ -71,8 +78,13 @@ class VideoRecorder(Closeable):
 
     def add(self, frame: Any, fps: float) -> None:
         """Add one frame, uint8 [H, W, 3], to the video."""
-        if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3):
-            raise UsageError(f"{self._experiment.env} does not render to an RGB array, but to {type(frame).__name__}.")
+        if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3 and frame.dtype == np.uint8):
+            is_array = isinstance(frame, np.ndarray)
+            received = f"{frame.dtype} of shape {frame.shape}" if is_array else type(frame).__name__
+            raise UsageError(
+                f"{self._experiment.env} must render to an RGB array, uint8 of shape (height, width, 3), but it "
+                f"renders to {received}."
+            )
         # Video codecs store colors at half the resolution, so width and height must be even.
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
@@ -121,6 +133,26 @@ class _RecordedEnv:
 
     def close(self) -> None:
         self._env.close()
+
+
+class _RecordedJaxPool(JaxPool):
+    """A pool of one JAX environment that adds a frame to the video after each reset and step."""
+
+    def __init__(self, env: Any, seed: int, config: EnvOptions, recorder: VideoRecorder) -> None:
+        if not callable(getattr(env, "render", None)):
+            raise UsageError(
+                f"{type(env).__name__} cannot be recorded: it has no method render(state), which returns an RGB array, "
+                "uint8 of shape (height, width, 3)."
+            )
+        super().__init__(env, 1, seed, config.action_repeat, config.frame_stack)
+        self._env, self._recorder = env, recorder
+        self._fps = float(getattr(env, "render_fps", _DEFAULT_FPS))
+
+    def step(self, actions: np.ndarray) -> TimeStep:
+        timestep = super().step(actions)
+        state = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self._carry.state)
+        self._recorder.add(np.asarray(self._env.render(state)), self._fps)
+        return timestep
 
 
 def _rendering_env(experiment: Experiment, seed: int) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from rlframe.errors import UsageError
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.video import VideoRecorder
 from tests.extras import needs
@@ -43,3 +45,54 @@ def test_environment_builder_gets_the_evaluation_options(filmed, tmp_path):
 
 def test_options_of_envpool_are_not_passed_to_the_recorded_gymnasium_environment(filmed):
     assert filmed(env_type="envpool", **OPTIONS).spec.kwargs == {"render_mode": "rgb_array"}
+
+
+BLINK = """
+import jax.numpy as jnp, numpy as np
+from dm_env import specs
+
+class Dark:
+    observation_space = specs.Array((1,), np.float32, "observation")
+    action_space = specs.DiscreteArray(2, np.int32, "action")
+
+    def reset(self, rng):
+        return jnp.zeros((), jnp.int32), jnp.zeros(1)
+
+    def step(self, rng, state, action):
+        return state + 1, jnp.zeros(1), 1.0, state >= 2, False
+
+class Blink(Dark):
+    def __init__(self, dtype="uint8"):
+        self.dtype = dtype
+
+    def render(self, state):
+        return np.full((32, 48, 3), 255 * (state % 2), self.dtype)
+"""
+
+
+def record_jax(folder, name, **env_kwargs):
+    """Record 5 timesteps of a JAX environment: FIRST, 3 steps, and FIRST. Return the metadata and the frames."""
+    imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
+    (folder / "env.py").write_text(BLINK)
+    experiment = make_experiment("ppo", f"{folder}/env.py:{name}", preset="none", env_kwargs=env_kwargs)
+    with VideoRecorder(experiment, folder / "film.mkv") as recorder:
+        pool = recorder.make_pool(seed=1)
+        pool.reset()
+        for _ in range(4):
+            pool.step(np.zeros(1, np.int32))
+        assert recorder.frames == 5
+    frames = imageio_ffmpeg.read_frames(str(folder / "film.mkv"))
+    return next(frames), [np.frombuffer(frame, np.uint8) for frame in frames]
+
+
+def test_jax_environment_is_recorded(tmp_path):
+    metadata, frames = record_jax(tmp_path, "Blink")
+    assert metadata["size"] == (48, 32) and metadata["fps"] == 30.0
+    assert [round(frame.mean() / 255) for frame in frames] == [0, 1, 0, 1, 0]
+
+
+def test_jax_environment_without_an_image_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"Dark cannot be recorded: it has no method render\(state\)"):
+        record_jax(tmp_path, "Dark")
+    with pytest.raises(UsageError, match=r"uint8 of shape \(height, width, 3\), but .* float32 of shape \(32, 48, 3\)"):
+        record_jax(tmp_path, "Blink", dtype="float32")
