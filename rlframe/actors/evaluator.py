@@ -81,17 +81,15 @@ class Evaluator:
         self._inferencer.refresh()
         num_envs = self.num_envs
         env_ids = global_env_ids(EVALUATOR_RANK, np.arange(num_envs))
-        quota = np.full(num_envs, self._episodes // num_envs)
-        quota[: self._episodes % num_envs] += 1
-        returns, lengths, played = np.zeros(num_envs), np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64)
-        done: list[tuple[float, int]] = []
+        episodes = PlayedEpisodes(self._episodes, num_envs, self._max_episode_length)
         initial_state = state = self._inferencer.initial_state(num_envs)
         stepping = stepping_phase(self._env)
         if self._first is None:
             self.reset()
         assert self._first is not None
         timestep, self._first = self._first, None
-        while np.any(played < quota):
+        episodes.count(timestep.step_type, timestep.reward)
+        while not episodes.are_complete:
             if self._stop.is_set():
                 raise StoppedError("The evaluation was stopped.")
             output, state = self._inferencer.inference(env_ids, timestep, state)
@@ -99,35 +97,8 @@ class Evaluator:
                 timestep = self._env.step(output.action)
             self.steps += num_envs
             state = reset_at_first(timestep, state, initial_state)
-            returns += timestep.reward
-            lengths += 1
-            for i in np.flatnonzero(timestep.step_type == LAST):
-                if played[i] < quota[i]:
-                    done.append((returns[i], lengths[i]))
-                played[i] += 1
-                # The next step only resets the environment. This step ignores its action and belongs to no episode.
-                returns[i], lengths[i] = 0.0, -1
-            self._check_lengths(np.where(played < quota, lengths, 0))
-        values = np.array([value for value, _ in done])
-        return {
-            "return_mean": float(values.mean()),
-            "return_std": float(values.std()),
-            "length_mean": float(np.mean([length for _, length in done])),
-            "episodes": len(done),
-            "params_version": output.params_version,
-            "returns": values,
-        }
-
-    def _check_lengths(self, lengths: np.ndarray) -> None:
-        """Raise EnvError for an episode that is too long. `lengths` [num_envs] is 0 for episodes that do not count."""
-        if lengths.max() <= self._max_episode_length:
-            return
-        raise EnvError(
-            f"Evaluation: environment {int(lengths.argmax())} has run for {lengths.max():,} steps without ending its "
-            f"episode; the limit is {self._max_episode_length:,}. Give the environment a time limit, or raise this one:"
-            " Evaluator(max_episode_length=...), rlframe train --eval-max-episode-length, rlframe evaluate "
-            "--max-episode-length."
-        )
+            episodes.count(timestep.step_type, timestep.reward)
+        return episodes.result(output.params_version)
 
     def stop(self) -> None:
         """End `evaluate`, now and in later calls. Any thread may call it."""
@@ -136,3 +107,66 @@ class Evaluator:
     def close(self) -> None:
         """Close the environments."""
         self._env.close()
+
+
+class PlayedEpisodes:
+    """Counts the episodes of an evaluation, and sums their rewards.
+
+    Args:
+        episodes: number of episodes to play, over all environments.
+        num_envs: number of environments.
+        max_episode_length: maximum number of steps in an episode.
+
+    Attributes:
+        left: [num_envs] int32, the number of episodes that each environment must still complete. Environments that have
+            completed all their episodes can play more. Those do not count.
+    """
+
+    def __init__(self, episodes: int, num_envs: int, max_episode_length: int) -> None:
+        self.left = np.full(num_envs, episodes // num_envs, np.int32)
+        self.left[: episodes % num_envs] += 1
+        self._max_episode_length = max_episode_length
+        # FIRST belongs to no step of an episode, so the length begins at -1.
+        self._returns, self._lengths = np.zeros(num_envs), np.full(num_envs, -1, np.int64)
+        self._done: list[tuple[float, int]] = []  # (return, length) of each completed episode
+
+    @property
+    def are_complete(self) -> bool:
+        """True if all episodes are complete."""
+        return not self.left.any()
+
+    def count(self, step_type: np.ndarray, reward: np.ndarray) -> None:
+        """Count the next timestep of every environment. Both arguments are [num_envs]. Start with FIRST.
+
+        Raises:
+            EnvError: an episode is too long.
+        """
+        returns, lengths, left = self._returns, self._lengths, self.left
+        returns += reward
+        lengths += 1
+        for i in np.flatnonzero(step_type == LAST):
+            if left[i]:
+                self._done.append((returns[i], lengths[i]))
+                left[i] -= 1
+            returns[i], lengths[i] = 0.0, -1
+        longest = np.where(left > 0, lengths, 0)
+        if longest.max() <= self._max_episode_length:
+            return
+        raise EnvError(
+            f"Evaluation: environment {int(longest.argmax())} has run for {longest.max():,} steps without ending its "
+            f"episode; the limit is {self._max_episode_length:,}. Give the environment a time limit, or raise this one:"
+            " Evaluator(max_episode_length=...), rlframe train --eval-max-episode-length, rlframe evaluate "
+            "--max-episode-length."
+        )
+
+    def result(self, params_version: int) -> Logs:
+        """Return the result of `Evaluator.evaluate`."""
+        returns = np.array([value for value, _ in self._done])
+        return {
+            "return_mean": float(returns.mean()),
+            "return_std": float(returns.std()),
+            "length_mean": float(np.mean([length for _, length in self._done])),
+            "episodes": len(returns),
+            "params_version": params_version,
+            "returns": returns,
+        }

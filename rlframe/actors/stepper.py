@@ -268,14 +268,17 @@ def merge_logs(some: Logs | None, more: Logs | None) -> Logs | None:
     return {**means, "episodes": episodes}
 
 
-def reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
-    """Return `state`, with the rows of `initial` where the timestep is FIRST. Both are trees of [B, ...]."""
+def reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState, xp: Any = np) -> AgentState:
+    """Return `state`, with the rows of `initial` where the timestep is FIRST. Both are trees of [B, ...].
+
+    `xp` is the library of the arrays: `numpy`, or `jax.numpy` inside a jitted function.
+    """
     first = timestep.step_type == FIRST
-    if not first.any():
+    if xp is np and not first.any():
         return state
 
-    def choose(new: np.ndarray, fresh: np.ndarray) -> np.ndarray:
-        return np.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), fresh, new)
+    def choose(new: Any, fresh: Any) -> Any:
+        return xp.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), xp.asarray(fresh, new.dtype), new)
 
     return jax.tree.map(choose, state, initial)
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
+from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
 from rlframe.device.ring import DeviceReplay, StepRecord
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
@@ -191,7 +192,7 @@ class Rounds:
             following = following._replace(reward=jnp.clip(reward, -self._clip_rewards, self._clip_rewards))
         record = StepRecord(timestep, output.action, output.extras, state, following)
         if jax.tree.leaves(next_state):
-            next_state = _reset_at_first(following, next_state, self._agent.initial_state(self._num_envs))
+            next_state = reset_at_first(following, next_state, self._agent.initial_state(self._num_envs), jnp)
         return acting._replace(envs=envs, timestep=following, agent_state=next_state, calls=calls), record, reward
 
 
@@ -213,15 +214,6 @@ def _count(acting: Acting, tally: Tally, timestep: TimeStep, reward: jax.Array) 
         length_sum=tally.length_sum + jnp.where(last, lengths, 0).sum(),
     )
     return acting._replace(returns=returns, lengths=lengths), tally
-
-
-def _reset_at_first(timestep: TimeStep, state: AgentState, initial: AgentState) -> AgentState:
-    first = timestep.step_type == FIRST
-
-    def choose(new: jax.Array, fresh: Any) -> jax.Array:
-        return jnp.where(first.reshape((-1,) + (1,) * (new.ndim - 1)), jnp.asarray(fresh, new.dtype), new)
-
-    return jax.tree.map(choose, state, initial)
 
 
 def num_bytes(tree: Any) -> int:

@@ -314,13 +314,18 @@ class Inferencer:
         with self._counting:
             self._calls += 1
             calls = self._calls
-        # Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random
-        # numbers at another position of the stream. Strides of the golden ratio keep these positions apart for any
-        # number of ranks.
-        ahead = int(env_ids[0]) // ENVS_PER_RANK * 0x9E3779B1
-        call = np.uint32((calls + ahead) & 0xFFFFFFFF)
+        call = call_number(int(env_ids[0]) // ENVS_PER_RANK, calls)
         version, params = self._active_params
         with COMPUTING:
             packed = self._jitted_step(self._rng, call, params, timestep, state)
             output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
         return AgentOutput(output.action, output.extras, version), state
+
+
+def call_number(rank: int, calls: int) -> np.uint32:
+    """Return the number that determines the random numbers of a call, for the `calls`-th call of an actor.
+
+    Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random numbers at
+    another position of the stream. Strides of the golden ratio keep these positions apart for any number of ranks.
+    """
+    return np.uint32((calls + rank * 0x9E3779B1) & 0xFFFFFFFF)

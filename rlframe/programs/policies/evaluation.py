@@ -12,18 +12,21 @@ from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
+from rlframe.device.evaluation import DeviceEvaluator
+from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import STARTING
 from rlframe.programs.experiment import MAX_SEED, Experiment
+from rlframe.programs.options import registry
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.resume import check_backend
 from rlframe.programs.policies.saved import NEVER_SYNC, read_policy
 from rlframe.programs.policies.video import VideoRecorder
 from rlframe.programs.run_dir.directory import RunDir, open_run
-from rlframe.programs.topologies.config import EvaluationOptions
-from rlframe.programs.topologies.makers import make_agent, make_pool
+from rlframe.programs.topologies.config import EnvOptions, EvaluationOptions
+from rlframe.programs.topologies.makers import env_pool_type, make_agent, make_jax_envs, make_pool
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ class Evaluations:
 
     Training never uses these seeds. The inferencer is compiled once. Each evaluation builds its environments and closes
     them at the end. If some environments cannot be built or reset, fewer environments play all episodes.
+
+    JAX environments play in jitted calls, in every topology (`DeviceEvaluator`).
 
     Args:
         experiment: experiment of the run. The options `eval_episodes`, `eval_num_envs` and `eval_max_episode_length`
@@ -46,10 +51,11 @@ class Evaluations:
     def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
         self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
         cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER_SYNC)
+        self._agent, self._learner = agent, learner
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
         self._num_envs = num_eval_envs(experiment)
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Evaluator | DeviceEvaluator | None = None
         self._stopped = False
 
     def evaluate(self, free_envs: Callable[[], Any] | None = None) -> Logs:
@@ -59,8 +65,10 @@ class Evaluations:
             free_envs: function that closes the training environments. It is called if no evaluation environment can
                 be built while the training environments are open. None means that they stay open.
         """
+        wanted, env = self._num_envs, registry.env_name_or_builder(self._experiment.env)
+        if env_pool_type(self._experiment, wanted, env) == "jax":
+            return self._on_device().evaluate()
         self._inferencer.set_state(self._begin)
-        wanted = self._num_envs
         try:
             evaluator, problem = make_largest(self._ready, wanted)
         except (EnvError, UsageError):
@@ -89,6 +97,24 @@ class Evaluations:
         self._stopped = True
         if self._evaluator is not None:
             self._evaluator.stop()
+
+    def _on_device(self) -> DeviceEvaluator:
+        """Return the evaluator of JAX environments. All evaluations use the same one, because it compiles."""
+        if not isinstance(self._evaluator, DeviceEvaluator):
+            config = EvaluationOptions.of(self._experiment)
+            self._evaluator = DeviceEvaluator(
+                self._agent,
+                make_jax_envs(self._experiment),
+                env_keys(env_seed(self._seed, EVALUATOR_RANK), self._num_envs),
+                self._learner,
+                config.eval_episodes,
+                seed=self._seed,
+                max_episode_length=config.eval_max_episode_length,
+                check_finite=EnvOptions.of(self._experiment).check_finite is not False,
+            )
+            if self._stopped:
+                self._evaluator.stop()
+        return self._evaluator
 
     def _ready(self, num_envs: int) -> Evaluator:
         """Create an evaluator and reset its environments."""

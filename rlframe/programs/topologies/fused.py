@@ -9,8 +9,6 @@ import jax
 from rlframe.actors.actor import env_seed
 from rlframe.device.driver import FusedDriver, Program, SingleCalls, Start
 from rlframe.engines import Engine
-from rlframe.envs.jax_env import BatchedJaxEnv
-from rlframe.envs.jax_envs import make_jax_env
 from rlframe.envs.jax_pool import env_keys
 from rlframe.envs.names import default_type, describe, is_jax
 from rlframe.errors import UsageError
@@ -19,7 +17,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig, configured_by
-from rlframe.programs.topologies.makers import learner_config
+from rlframe.programs.topologies.makers import learner_config, make_jax_envs
 from rlframe.programs.training.loop import TrainingLoop
 
 
@@ -51,9 +49,7 @@ def fused(engine: Engine, session: Session) -> None:
     """Add the only node: a `TrainingLoop` with a `FusedDriver`."""
     experiment, config = session.experiment, Fused.of(session.experiment)
     learner = Learner(learner_config(session), session.agent, None)
-    env = make_jax_env(registry.env_name_or_builder(experiment.env), experiment.env_kwargs)
-    envs = BatchedJaxEnv(env, config.action_repeat, config.frame_stack)
-    program = Program(session.agent, envs, experiment.num_envs, config.clip_rewards)
+    program = Program(session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards)
     keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
     start = Start(jax.random.PRNGKey(experiment.seed), *learner.state, keys)
     restored = None if learner.restored is None else learner.restored.extras["device"]

@@ -1,6 +1,6 @@
 """Functions that topologies of games call. Each one makes an object, or its options, from an experiment.
 
-- Environments: `make_pool`, `env_builder`.
+- Environments: `make_pool`, `make_jax_envs`, `env_builder`.
 - The agent, with its network and normalization: `make_agent`.
 - Options of nodes: `inferencer_config`, `learner_config`, `actor_options`.
 - The replay buffer: `add_replay`.
@@ -19,6 +19,8 @@ from rlframe.engines import Engine
 from rlframe.engines.base import RunsReverb
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
 from rlframe.envs.codec import Codec
+from rlframe.envs.jax_env import BatchedJaxEnv
+from rlframe.envs.jax_envs import make_jax_env
 from rlframe.envs.wrappers import stacked_spec
 from rlframe.errors import UsageError
 from rlframe.inferencers import InferencerConfig
@@ -53,6 +55,12 @@ def env_pool_type(experiment: Experiment, num_envs: int, env: Any) -> str:
     """Return the type of environment pool for `num_envs` environments: one of `SYNC_TYPES`."""
     config = EnvOptions.of(experiment)
     return default_type(env, num_envs, is_sync=not config.async_envs) if config.env_type == "auto" else config.env_type
+
+
+def make_jax_envs(experiment: Experiment) -> BatchedJaxEnv:
+    """Make the JAX environments of an experiment whose `env_pool_type` is `jax`."""
+    config, env = EnvOptions.of(experiment), registry.env_name_or_builder(experiment.env)
+    return BatchedJaxEnv(make_jax_env(env, experiment.env_kwargs), config.action_repeat, config.frame_stack)
 
 
 def env_builder(experiment: Experiment) -> functools.partial[Any]:

@@ -1,0 +1,148 @@
+"""Evaluations of JAX environments in jitted calls, with the rules of `rlframe.actors.Evaluator`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe import compilation
+from rlframe.actors.evaluator import EVALUATOR_RANK, PlayedEpisodes
+from rlframe.actors.stepper import reset_at_first
+from rlframe.agents.base import Agent
+from rlframe.device.driver import CallLength
+from rlframe.envs.checks import FiniteCheck
+from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
+from rlframe.errors import StoppedError
+from rlframe.inferencers.inferencer import call_number
+from rlframe.interprocess.phases import COMPUTING
+from rlframe.learners.update import are_finite
+from rlframe.params.source import ParamSource
+from rlframe.types import LAST, AgentState, Logs, Params, TimeStep
+
+_MOST_STEPS = 1024  # limit of the steps of one call
+
+
+class _Playing(NamedTuple):
+    """The state of an evaluation between two steps."""
+
+    envs: EnvCarry
+    timestep: TimeStep  # [N, ...], the newest timestep
+    agent_state: AgentState  # [N, ...]
+    rng: jax.Array  # a constant key
+    call: jax.Array  # [] uint32: number of the next call of `eval_step`; with the key, it determines random numbers
+
+
+class _Steps(NamedTuple):
+    """The steps of one call. The host counts their episodes."""
+
+    count: jax.Array  # [] int32: number of steps
+    step_type: jax.Array  # [_MOST_STEPS, N] uint8; rows from `count` on are 0
+    reward: jax.Array  # [_MOST_STEPS, N] float32
+
+
+class DeviceEvaluator:
+    """Plays episodes like `Evaluator`, with many steps in one jitted call. The result is the same.
+
+    A call ends after about half a second, or when all episodes are complete. Between calls, signals and `stop` take
+    effect. The calls are compiled once, for all evaluations.
+
+    Args:
+        agent: the agent.
+        envs: the environments.
+        env_keys: `[N, 2]` uint32, a key for each environment.
+        learner: source of the parameters.
+        episodes: number of episodes to play.
+        seed: seed of agents that draw random numbers.
+        max_episode_length: maximum number of steps in an episode. A longer episode is an error.
+        check_finite: raise EnvError for NaN and infinity in rewards and observations.
+
+    Attributes:
+        steps: environment steps in the current or last evaluation, over all environments.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        envs: BatchedJaxEnv,
+        env_keys: np.ndarray,
+        learner: ParamSource,
+        episodes: int,
+        *,
+        seed: int,
+        max_episode_length: int,
+        check_finite: bool = True,
+    ) -> None:
+        self._agent, self._envs, self._env_keys, self._learner = agent, envs, env_keys, learner
+        self._episodes, self._seed, self._max_episode_length = episodes, seed, max_episode_length
+        self._check_finite = FiniteCheck(agent.observation_spec) if check_finite else None
+        self._jitted_play = compilation.jit(self._play, differentiates=False)
+        self._call_length = CallLength()
+        self._stop = threading.Event()
+        self.steps = 0
+
+    def evaluate(self) -> Logs:
+        """Play the episodes. See `Evaluator.evaluate`."""
+        version, params = self._learner.get_params(-1)
+        params, playing, self.steps = jax.device_put(params), self._begin, 0
+        episodes = PlayedEpisodes(self._episodes, len(self._env_keys), self._max_episode_length)
+        while not episodes.are_complete:
+            if self._stop.is_set():
+                raise StoppedError("The evaluation was stopped.")
+            began, most = time.perf_counter(), np.int32(min(self._call_length.rounds, _MOST_STEPS))
+            with COMPUTING:
+                playing, steps = self._jitted_play(params, playing, episodes.left, most)
+                steps, timestep = jax.device_get((steps, playing.timestep))
+            count = int(steps.count)
+            self._call_length.choose(count, time.perf_counter() - began)
+            self.steps += count * len(self._env_keys)
+            if self._check_finite is not None:
+                self._check_finite(timestep)  # a call ends at a timestep that is not finite
+            for step_type, reward in zip(steps.step_type[:count], steps.reward[:count], strict=True):
+                episodes.count(step_type, reward)
+        return episodes.result(version)
+
+    @functools.cached_property
+    def _begin(self) -> _Playing:
+        """The state before the first step. Every environment is at LAST, so its first step resets it."""
+        num_envs, spec = len(self._env_keys), self._envs.codec.action_spec
+        envs = self._envs.init(self._env_keys)
+        shapes = jax.eval_shape(self._envs.step, envs, np.zeros((num_envs, *spec.shape), spec.dtype))[1]
+        timestep = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        timestep = timestep._replace(step_type=np.full_like(timestep.step_type, LAST))
+        state = jax.tree.map(jnp.asarray, self._agent.initial_state(num_envs))
+        return _Playing(envs, timestep, state, jax.random.PRNGKey(self._seed), call_number(EVALUATOR_RANK, 0))
+
+    def _play(self, params: Params, playing: _Playing, left: jax.Array, most: jax.Array) -> tuple[_Playing, _Steps]:
+        """Make up to `most` steps, until each environment has completed its `left` [N] episodes."""
+        self._agent.check_observation(playing.timestep.observation)  # runs only while JAX traces this function
+        initial, shape = self._agent.initial_state(len(left)), (_MOST_STEPS, len(left))
+
+        def is_within(loop: Any) -> jax.Array:
+            playing, steps, left = loop
+            is_within = (steps.count < most) & jnp.any(left > 0)
+            return is_within if self._check_finite is None else is_within & are_finite(playing.timestep)
+
+        def step(loop: Any) -> Any:
+            (envs, timestep, state, rng, call), steps, left = loop
+            output, state = self._agent.eval_step(jax.random.fold_in(rng, call), params, timestep, state)
+            envs, timestep = self._envs.step(envs, output.action)
+            state = reset_at_first(timestep, state, initial, jnp)
+            steps = _Steps(
+                steps.count + 1,
+                steps.step_type.at[steps.count].set(timestep.step_type),
+                steps.reward.at[steps.count].set(timestep.reward),
+            )
+            return _Playing(envs, timestep, state, rng, call + 1), steps, left - (timestep.step_type == LAST)
+
+        no_steps = _Steps(jnp.zeros((), jnp.int32), jnp.zeros(shape, jnp.uint8), jnp.zeros(shape, jnp.float32))
+        return jax.lax.while_loop(is_within, step, (playing, no_steps, left))[:2]
+
+    def stop(self) -> None:
+        """End `evaluate`, now and in later calls. Any thread may call it."""
+        self._stop.set()
