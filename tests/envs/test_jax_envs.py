@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from dm_env import specs
 
+from rlframe import compilation
 from rlframe.envs import AsyncEnv, SyncEnv, default_type, list_envs
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs.breakout import Breakout
@@ -126,9 +127,10 @@ def test_frame_stack_of_a_batch_equals_the_wrapper_of_the_host():
     with SyncEnv(Breakout, 6, "jax", frame_stack=3) as pool:
         wrapper = pool._stack
     one, many, actions = single.init(keys), stacked.init(keys), jnp.zeros(6, jnp.int32)
+    step_one, step_many = (compilation.jit(envs.step, differentiates=False) for envs in (single, stacked))
     for _ in range(30):
-        one, timestep = single.step(one, actions)
-        many, expected = stacked.step(many, actions)
+        one, timestep = step_one(one, actions)
+        many, expected = step_many(many, actions)
         ours = wrapper(jax.tree.map(np.asarray, timestep))
         assert expected.observation.shape == (6, 10, 10, 12)
         np.testing.assert_array_equal(expected.observation, ours.observation)

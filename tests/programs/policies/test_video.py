@@ -85,6 +85,7 @@ def record_jax(folder, name, **env_kwargs):
     return next(frames), [np.frombuffer(frame, np.uint8) for frame in frames]
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # The test starts a child process to read the video.
 def test_jax_environment_is_recorded(tmp_path):
     metadata, frames = record_jax(tmp_path, "Blink")
     assert metadata["size"] == (48, 32) and metadata["fps"] == 30.0
