@@ -17,6 +17,10 @@ ALL := $(VENV)/.rlframe-all
 COMPAT_VENV ?= .venv-compat
 COMPAT := $(COMPAT_VENV)/.atroposlib
 
+# An environment for each suite of JAX environments and each Python, because their versions conflict.
+SUITES ?= gymnax jumanji
+SUITES_VENV ?= .venv-suites
+
 # The first interpreter of these minor versions that starts (a pyenv shim may be there and not start) and has venv.
 find = $(shell for v in $(1); do for p in python3.$$v python3 python $(2); do \
 	"$$p" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, '$$v'))' >/dev/null 2>&1 && { echo "$$p"; exit; }; \
@@ -25,7 +29,7 @@ PYTHON ?= $(or $(call find,10),$(call find,13 12 11))
 PYENV := "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.$$v.*/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system test-learning test-compat compat chromium newest results results-long lint format bench clean
+.PHONY: help setup demo test test-system test-learning test-compat test-jax-suites compat chromium newest results results-long lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +55,13 @@ test-learning: $(ALL) ## two scripts of one process and four of the runs of docs
 
 test-compat: $(ALL) $(COMPAT) ## environments of the package atroposlib, unchanged, against the trajectory service
 	RLFRAME_COMPAT_PYTHON="$(abspath $(COMPAT_VENV))/bin/python" $(BIN)/python -m pytest -m compat $(PYTEST_ARGS)
+
+# Each environment has only the core, one suite and pytest.
+test-jax-suites: ## the tests with gymnax and jumanji, on Python 3.10 and the newest one (SUITES= chooses)
+	@for venv in $(foreach suite,$(SUITES),$(foreach python,$(SUITE_PYTHONS),$(SUITES_VENV)/$(suite)-$(python))); do \
+	  $(MAKE) --no-print-directory $$venv/.rlframe && echo "Testing $$venv:" && \
+	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $$venv/bin/python -m pytest -m suites $(PYTEST_ARGS) tests/envs/test_conformance.py tests/envs/test_jax_suites.py \
+	    || exit 1; done
 
 compat: $(COMPAT) ## build .venv-compat, an environment with the package atroposlib
 
@@ -84,8 +95,8 @@ bench: $(ALL) ## this project and its peers, side by side
 newest: # the newest supported Python after 3.10 of this machine; nothing where there is none
 	@echo $(call find,13 12 11,$(PYENV))
 
-clean: ## remove .venv, .venv-modern, .venv-compat and what tools cached
-	rm -rf $(VENV) .venv-modern $(COMPAT_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+clean: ## remove .venv, .venv-modern, .venv-compat, .venv-suites and what tools cached
+	rm -rf $(VENV) .venv-modern $(COMPAT_VENV) $(SUITES_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # uv takes a tenth of pip's time; where it is not on the path, pip puts it into the environment first.
 UV_INTO = uv=$$(uv --version >/dev/null 2>&1 && echo uv || echo $(1)/uv); \
@@ -122,4 +133,13 @@ $(COMPAT):
 	@echo "Setting up $(COMPAT_VENV): atroposlib 0.4.0 and what it needs (half a minute, 0.9 GB)."
 	@"$(PYTHON)" -m venv $(COMPAT_VENV)
 	@$(call UV_INTO,$(COMPAT_VENV)/bin) atroposlib==0.4.0 'transformers<5'
+	@touch $@
+
+# Pythons of the suites that are here: py310, modern or both. The two words are also parts of files in constraints/.
+SUITE_PYTHONS = $(if $(call find,10),py310) $(if $(call find,13 12 11,$(PYENV)),modern)
+
+$(SUITES_VENV)/%/.rlframe: setup.py constraints/%.txt
+	@echo "Setting up $(@D): the core, one suite and pytest (half a minute, 1.4 GB)."
+	@"$(if $(findstring py310,$*),$(call find,10),$(call find,13 12 11,$(PYENV)))" -m venv --clear $(@D)
+	@$(call UV_INTO,$(@D)/bin) -e '.[$(firstword $(subst -, ,$*))]' pytest pytest-timeout -c constraints/$*.txt
 	@touch $@

@@ -80,6 +80,9 @@ EXTRAS = {
     "lint": ["import-linter", "mypy", "ruff"],
 }
 EXTRAS["all"] = sorted({requirement for requirements in EXTRAS.values() for requirement in requirements})
+# Not in `all`, because each one limits the versions of other packages. For example, gymnax 1.0 needs jax < 0.12.
+EXTRAS["gymnax"] = [f"gymnax==0.0.9; {REFERENCE}", f"gymnax>=1.0.1; {MODERN}", "six"]  # gymnax does not declare six
+EXTRAS["jumanji"] = ["jumanji>=1.1.2"]
 EXTRAS["gpu"] = EXTRAS["cuda"] = ["jax[cuda12]"]  # not in `all`: it needs an NVIDIA driver to be of use
 
 setup(

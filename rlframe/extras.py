@@ -23,6 +23,8 @@ MODULES = {
     "gymnasium": ("gymnasium", "imageio_ffmpeg"),
     "box2d": ("Box2D",),
     "dm_control": ("dm_control",),
+    "gymnax": ("gymnax",),
+    "jumanji": ("jumanji",),
     "launchpad": ("launchpad", "courier"),
     "reverb": ("reverb", "tensorflow"),
     "ray": ("ray",),

@@ -9,6 +9,8 @@ import pytest
 
 from rlframe import extras
 
+NOT_IN_ALL = {"gymnax", "jumanji"}  # extras that `make setup` does not install, because their versions conflict
+
 
 def needs(*names: str) -> None:
     """Skip a test or a test module if one of these extras is missing: `needs("launchpad", "reverb")`."""

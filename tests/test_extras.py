@@ -12,7 +12,7 @@ import rlframe
 from rlframe import extras
 from rlframe.errors import UsageError
 from tests import hiding
-from tests.extras import needs
+from tests.extras import NOT_IN_ALL, needs
 
 NOT_IMPORTED = {"all", "cuda", "gpu", "lint", "test"}  # extras whose packages rlframe does not import
 PACKAGE = pathlib.Path(rlframe.__file__).parent
@@ -132,8 +132,9 @@ def test_extras_table_matches_setup_py():
     of_setup = hiding.setup_arguments()["extras_require"]
     assert set(extras.MODULES) == set(of_setup) - NOT_IMPORTED
     for extra, modules in extras.MODULES.items():
-        if not extras.has_wheel(extra):
+        if not extras.has_wheel(extra) or extra in NOT_IN_ALL:
             continue
+        assert set(of_setup[extra]) <= set(of_setup["all"]), extra
         needs(extra)
         assert set(modules) <= hiding.visible((extra,)), extra
 

@@ -21,8 +21,8 @@ from rlframe.programs.presets import PRESETS, Preset
 _ENVS = (
     "List the names of available environments. A name is looked up in this order: ids that you registered, EnvPool "
     "tasks, Gymnasium ids. "
-    "A prefix selects the library: `gymnasium:NAME`, `envpool:NAME`, `dm_control:NAME`. To use your own environment, "
-    "write file.py:make_env."
+    "A prefix selects the library: `gymnasium:NAME`, `envpool:NAME`, `dm_control:NAME`, `jax:NAME`, `gymnax:NAME`, "
+    "`jumanji:NAME`. To use your own environment, write file.py:make_env."
 )
 _AGENTS = "List the agents with their options and presets. To use your own agent, write file.py:Class."
 

@@ -29,6 +29,7 @@ class JaxEnv(Protocol):
 
     For videos, it may also have `render(state)`, which returns an RGB image `[H, W, 3]` uint8, and `render_fps`, the
     number of images per second (30 by default). JAX does not trace `render`: the state has numpy arrays.
+    It may have `name`, a text for messages in place of the class name.
 
     Attributes:
         observation_space: a gymnasium space, a `dm_env.specs` spec, or a dict or tuple of specs.
@@ -158,7 +159,7 @@ class BatchedJaxEnv:
 
     def _check_outputs(self) -> None:
         """Trace one reset and one step, and compare the shapes and dtypes with the spaces."""
-        name, key = type(self.env).__name__, jax.random.PRNGKey(0)
+        name, key = getattr(self.env, "name", type(self.env).__name__), jax.random.PRNGKey(0)
         spec = self.codec.action_spec
         action = self._decode(jnp.zeros((1, *spec.shape), spec.dtype))[0]
         state, observation = _traced(name, "reset", self.env.reset, key)
@@ -229,7 +230,7 @@ def _push(frames: jax.Array, leaf: jax.Array, first: jax.Array) -> jax.Array:
 def _traced(name: str, call: str, function: Any, *args: Any) -> Any:
     try:
         return jax.eval_shape(function, *args)
-    except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+    except Exception as error:
         raise UsageError(f"{name}.{call} cannot be traced by JAX: {type(error).__name__}: {error}") from error
 
 

@@ -2,7 +2,7 @@
 
 A name without a prefix is searched first in the ids that the user registered with Gymnasium, then in EnvPool's tasks,
 then in Gymnasium's own ids. A prefix selects the library: `gymnasium:CartPole-v1`, `envpool:CartPole-v1`,
-`dm_control:cartpole-swingup`, `jax:CartPole-v1`.
+`dm_control:cartpole-swingup`, `jax:CartPole-v1`, `gymnax:CartPole-v1`, `jumanji:Game2048-v1`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rlframe import extras
 from rlframe.envs import gymnasium_registry
 from rlframe.envs.adapters import SingleEnv, env_seed, is_environment, wrap
 from rlframe.envs.gymnasium_registry import gymnasium_ids, user_spec
-from rlframe.envs.jax_envs import jax_tasks, looks_like_jax_env
+from rlframe.envs.jax_envs import JAX_PREFIXES, jax_tasks, looks_like_jax_env
 from rlframe.errors import EnvError, RlframeError, UsageError, suggest
 from rlframe.user_code.files import import_module, module_directories, restore_module_directories
 
-PREFIXES = ("gymnasium", "envpool", "dm_control", "jax")
+PREFIXES = ("gymnasium", "envpool", "dm_control", *JAX_PREFIXES)
 CHANGED = ", as your code has registered it"  # added by `describe_backend` if the user registered a Gymnasium class
 
 
@@ -111,7 +111,7 @@ def default_type(name_or_pybuilder: Any, size: int, *, is_sync: bool = True) -> 
 def is_jax(name_or_pybuilder: Any) -> bool:
     """Return True for a name of a JAX environment, or a class of JAX environments."""
     if isinstance(name_or_pybuilder, str):
-        return split(name_or_pybuilder)[0] == "jax"
+        return split(name_or_pybuilder)[0] in JAX_PREFIXES
     return looks_like_jax_env(name_or_pybuilder)
 
 
@@ -125,7 +125,7 @@ def list_envs() -> list[tuple[str, str]]:
     rows = [(name, "envpool") for name in envpool_tasks()]
     rows += [(name, "gymnasium") for name in gymnasium_ids()]
     rows += [(name, "dm_control") for name in dm_control_tasks()]
-    rows += [(f"jax:{task}", "jax") for task in jax_tasks()]
+    rows += [(f"{prefix}:{task}", prefix) for prefix in JAX_PREFIXES for task in jax_tasks(prefix)]
     return sorted(rows)
 
 
@@ -239,7 +239,7 @@ def describe_backend(name: str) -> str:
         made_by = gymnasium_registry.describe(spec)
         is_changed = made_by.startswith("gymnasium.") and user_spec(split(name)[1]) is not None
         return f"Gymnasium ({made_by}{CHANGED if is_changed else ''})"
-    return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "dm_control": "dm_control", "jax": "rlframe (JAX)"}[library]
+    return {"envpool": "EnvPool", "gymnasium": "Gymnasium", "jax": "rlframe (JAX)"}.get(library, library)
 
 
 def takes_seed(builder: Callable[..., Any]) -> bool:
@@ -253,7 +253,7 @@ def takes_seed(builder: Callable[..., Any]) -> bool:
 def check_name(name: str) -> None:
     """Raise UsageError if the name cannot create single environments. The types loop, thread and process need these."""
     prefix, task = split(name)
-    if prefix == "jax":
+    if prefix in JAX_PREFIXES:
         raise UsageError(f"{name!r} is a JAX environment: use type 'jax' (--env-type jax, or auto).")
     # Ask EnvPool last, because importing EnvPool also imports JAX.
     if prefix == "envpool" or (prefix is None and task not in gymnasium_ids() and task in envpool_tasks()):

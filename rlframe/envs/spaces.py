@@ -103,6 +103,8 @@ def _action_of_space(space: Any) -> ActionLeaf:
 
 
 def _action_of_spec(spec: Any) -> ActionLeaf:
+    if isinstance(spec, MultiDiscreteArray):
+        return ActionLeaf(_multi_discrete(spec.num_values, "action", spec), spec.dtype)
     if isinstance(spec, specs.BoundedArray) and spec.dtype.kind in "iu" and spec.shape == ():
         low, high = int(spec.minimum), int(spec.maximum)
         return ActionLeaf(_discrete(high - low + 1, "action", spec), spec.dtype, low)

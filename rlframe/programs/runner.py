@@ -18,6 +18,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.group_rules import ending_group
+from rlframe.envs.jax_envs import SUITES
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
@@ -132,8 +133,9 @@ def check_extras(experiment: Experiment, *, with_control: bool = False) -> None:
         experiment: The experiment.
         with_control: True if the run has an HTTP service.
     """
-    if split(experiment.env)[0] == "dm_control":
-        extras.require(f"--env {experiment.env}", "dm_control")
+    prefix = split(experiment.env)[0]
+    if prefix in ("dm_control", *SUITES):
+        extras.require(f"--env {experiment.env}", prefix)
     config = experiment.topology_config
     if with_control and config.control_group is None:  # only the option --http requested the service
         extras.require("--http", "trajectories")

@@ -1,17 +1,23 @@
-"""All types of pools meet the same requirements, with scripted environments, Gymnasium and EnvPool."""
+"""All types of pools meet the same requirements, with scripted environments, Gymnasium, EnvPool and JAX environments.
+
+The tests with environments of gymnax and jumanji run with `make test-jax-suites`.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from rlframe.envs import AsyncEnv, SyncEnv
+from rlframe.envs.jax_envs import SUITES
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, MID
 from tests.envs.scripted import NUM_ACTIONS, ScriptedDictEnv, ScriptedDmEnv, ScriptedEnv, Stream, rows
+from tests.extras import needs
 
 PYTHON_TYPES = ("loop", "thread", "process")
 SIZE = 5
@@ -107,13 +113,35 @@ MAKERS = {
        for t in ("thread", "process")},
     "sync envpool": (play, functools.partial(SyncEnv, size=3, type="envpool")),
     "async envpool": (play_async, functools.partial(AsyncEnv, size=3, wait_num=2, type="envpool")),
+    "sync jax": (play, functools.partial(SyncEnv, size=3, type="jax")),
+    "sync gymnax": (play, functools.partial(SyncEnv, size=3, type="jax")),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+def params(names, system=()):
+    """Return the parameters of a test, one for each kind of pool. Mark the kinds that need a suite."""
+    return [
+        pytest.param(
+            name,
+            marks=[pytest.mark.suites] * (name.split()[-1] in SUITES) + [pytest.mark.system] * (name in system),
+        )
+        for name in names
+    ]
+
+
+def name_for(maker, task):
+    """Return the name of a task for a maker: with a prefix for JAX environments. Skip the test without the suite."""
+    kind = maker.split()[-1]
+    if kind in SUITES:
+        needs(kind)
+    return f"{kind}:{task}" if kind in ("jax", *SUITES) else task
+
+
+@pytest.mark.parametrize("maker", params(MAKERS))
 def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker):
     run, make = MAKERS[maker]
-    step_type, reward, discount, observation = run(functools.partial(make, "CartPole-v1", seed=3), 60, 1)
+    name = name_for(maker, "CartPole-v1")
+    step_type, reward, discount, observation = run(functools.partial(make, name, seed=3), 60, 1)
     last = step_type == LAST
     assert (step_type[0] == FIRST).all() and last.sum() > 9 and not last[0].any()
     np.testing.assert_array_equal(step_type[1:] == FIRST, last[:-1])
@@ -124,10 +152,11 @@ def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker)
     assert (np.abs(observation[last][:, 2]) > 0.2095).all()
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", params(MAKERS))
 def test_pendulum_is_truncated_at_its_time_limit_with_discount_one(maker):
     run, make = MAKERS[maker]
-    step_type, reward, discount, observation = run(functools.partial(make, "Pendulum-v1", seed=3), 202, 0.5)
+    name = name_for(maker, "Pendulum-v1")
+    step_type, reward, discount, observation = run(functools.partial(make, name, seed=3), 202, 0.5)
     assert (step_type[200] == LAST).all() and (step_type[201] == FIRST).all() and (step_type[202] == MID).all()
     assert (step_type == LAST).sum() == 3
     assert (discount == 1.0).all()
@@ -135,58 +164,79 @@ def test_pendulum_is_truncated_at_its_time_limit_with_discount_one(maker):
     assert observation.dtype == np.float32 and observation.shape == (203, 3, 3)
 
 
-@pytest.mark.parametrize(
-    "maker", [pytest.param(name, marks=[pytest.mark.system] * (name == "async process")) for name in MAKERS]
-)
+@pytest.mark.parametrize("maker", params(MAKERS, system=["async process"]))
 def test_equal_seeds_give_equal_episodes(maker):
     run, make = MAKERS[maker]
-    first, again, other = [run(functools.partial(make, "CartPole-v1", seed=seed), 25, 1) for seed in (1, 1, 2)]
+    name = name_for(maker, "CartPole-v1")
+    first, again, other = [run(functools.partial(make, name, seed=seed), 25, 1) for seed in (1, 1, 2)]
     for one, two in zip(first, again, strict=True):
         np.testing.assert_array_equal(one, two)
     starts, other_starts = first[3][0].tolist(), other[3][0].tolist()
     assert len({tuple(row) for row in starts + other_starts}) == 6
-    if "envpool" not in maker:
+    if "envpool" not in maker and ":" not in name:
         np.testing.assert_array_equal(first[3], play(functools.partial(SyncEnv, "CartPole-v1", 3, seed=1), 25, 1)[3])
 
 
-@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_returned_timesteps_are_not_overwritten(type):
-    with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
+# Kind of pool -> (environment, type).
+KINDS = {
+    **{type: ("CartPole-v1", type) for type in (*PYTHON_TYPES, "envpool")},
+    "jax": ("jax:CartPole-v1", "jax"),
+    "gymnax": ("gymnax:CartPole-v1", "jax"),
+    "jumanji": ("jumanji:Snake-v1", "jax"),
+}
+
+
+def open_pool(kind):
+    """Open a pool of three environments. Skip the test if a suite is missing."""
+    if kind in SUITES:
+        needs(kind)
+    name, type = KINDS[kind]
+    return SyncEnv(name, 3, type, seed=1, num_workers=None if type == "jax" else 2)
+
+
+@pytest.mark.parametrize("kind", params(KINDS))
+def test_returned_timesteps_are_not_overwritten(kind):
+    with open_pool(kind) as pool:
         kept = [pool.reset()]
-        copies = [[array.copy() for array in kept[0]]]
+        copies = [jax.tree.map(np.copy, kept[0])]
         for _ in range(15):
             kept.append(pool.step(np.ones(3, np.int32)))
-            copies.append([array.copy() for array in kept[-1]])
-    for timestep, copy in zip(kept, copies, strict=True):
-        for array, expected in zip(timestep, copy, strict=True):
-            np.testing.assert_array_equal(array, expected)
+            copies.append(jax.tree.map(np.copy, kept[-1]))
+    jax.tree.map(np.testing.assert_array_equal, kept, copies)
 
 
-@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_pool_does_not_overwrite_observations_while_the_caller_keeps_a_slice(type):
-    with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
+@pytest.mark.parametrize("kind", params(KINDS))
+def test_pool_does_not_overwrite_observations_while_the_caller_keeps_a_slice(kind):
+    with open_pool(kind) as pool:
         pool.reset()
-        slices = [pool.step(np.ones(3, np.int32)).observation[1:2, :2] for _ in range(8)]
+        slices = []
+        for _ in range(8):
+            leaves = jax.tree.leaves(pool.step(np.ones(3, np.int32)).observation)
+            slices += [leaf[1:2, :2] if leaf.ndim > 1 else leaf[1:2] for leaf in leaves]
         values = [part.tolist() for part in slices]
         for _ in range(8):
             pool.step(np.ones(3, np.int32))
         assert [part.tolist() for part in slices] == values
 
 
-@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_reset_starts_new_episodes(type):
-    with SyncEnv("CartPole-v1", 3, type, seed=1, num_workers=2) as pool:
+@pytest.mark.parametrize("kind", params(KINDS))
+def test_reset_starts_new_episodes(kind):
+    with open_pool(kind) as pool:
         pool.reset()
         for _ in range(3):
             pool.step(np.ones(3, np.int32))
         timestep = pool.reset()
-        assert (timestep.step_type == FIRST).all() and (np.abs(timestep.observation) <= 0.05).all()
-        assert (pool.step(np.ones(3, np.int32)).step_type == MID).all()
+        assert (timestep.step_type == FIRST).all()
+        if kind == "jumanji":
+            assert (timestep.observation["step_count"] == 0).all()
+        else:
+            assert (np.abs(timestep.observation) <= 0.05).all()
+            assert (pool.step(np.ones(3, np.int32)).step_type == MID).all()
 
 
-@pytest.mark.parametrize("type", [*PYTHON_TYPES, "envpool"])
-def test_reset_and_step_of_a_closed_pool_raise(type):
-    pool = SyncEnv("CartPole-v1", 3, type, num_workers=1)
+@pytest.mark.parametrize("kind", params(KINDS))
+def test_reset_and_step_of_a_closed_pool_raise(kind):
+    pool = open_pool(kind)
     pool.reset()
     pool.step(np.zeros(3, np.int32))
     pool.close()

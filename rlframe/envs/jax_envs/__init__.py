@@ -1,4 +1,4 @@
-"""JAX environments: rlframe's own, which a name such as `jax:CartPole-v1` selects, and environments of users.
+"""JAX environments: rlframe's own (`jax:CartPole-v1`), those of suites (`gymnax:CartPole-v1`), and those of users.
 
 This module does not import JAX, so that a name can be looked up quickly.
 """
@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from rlframe.errors import UsageError, suggest
+from rlframe import extras
+from rlframe.errors import EnvError, RlframeError, UsageError, suggest
+
+# Libraries of JAX environments. Each one is the prefix of its names, the extra that installs it, and the module in this
+# package that adapts it. The module has `tasks()` and `make(task, kwargs)`.
+SUITES = ("gymnax", "jumanji")
+JAX_PREFIXES = ("jax", *SUITES)
 
 # The task names of rlframe's own environments -> (module in this package, class).
 _TASKS = {
@@ -22,9 +28,11 @@ _TASKS = {
 }
 
 
-def jax_tasks() -> list[str]:
-    """Return the names of rlframe's own JAX environments, without the prefix `jax:`."""
-    return sorted(_TASKS)
+def jax_tasks(prefix: str = "jax") -> Collection[str]:
+    """Return the names with a prefix in `JAX_PREFIXES`, without the prefix. Return no names if a suite is missing."""
+    if prefix == "jax":
+        return _TASKS
+    return _suite(prefix).tasks() if extras.is_installed(prefix) else ()
 
 
 def looks_like_jax_env(env: Any) -> bool:
@@ -40,21 +48,24 @@ def looks_like_jax_env(env: Any) -> bool:
 
 
 def make_jax_env(name_or_builder: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Make a JAX environment from a name with the prefix `jax:`, or from a class or function that returns one.
+    """Make a JAX environment from a name with a prefix in `JAX_PREFIXES`, or from a class or function.
 
     Raises:
-        UsageError: the name or an argument is unknown, or the callable returns another kind of environment.
+        UsageError: the name or an argument is unknown, a suite is not installed or cannot express the environment, or
+            the callable returns another kind of environment.
+        EnvError: a suite failed to make the environment.
     """
     make: Any = name_or_builder
     name = getattr(make, "__name__", str(make))
     if isinstance(make, str):
-        known = {f"jax:{task}": place for task, place in _TASKS.items()}
-        if make not in known:
-            hint = suggest(make, known) or suggest(f"jax:{make}", known)
-            raise UsageError(
-                f"{make} is not a JAX environment: expected one of {', '.join(known)}, or file.py:Class.{hint}"
-            )
-        module, cls = known[make]
+        prefix, _, task = make.partition(":")
+        if prefix in SUITES:
+            extras.require(f"The environment {name}", prefix)
+        if prefix not in JAX_PREFIXES or task not in jax_tasks(prefix):
+            raise _unknown_name_error(make, prefix)
+        if prefix in SUITES:
+            return _make_of_suite(prefix, task, kwargs)
+        module, cls = _TASKS[task]
         make = getattr(importlib.import_module(f"{__name__}.{module}"), cls)
     try:
         inspect.signature(make).bind(**kwargs)
@@ -66,4 +77,38 @@ def make_jax_env(name_or_builder: Any, kwargs: Mapping[str, Any]) -> Any:
     raise UsageError(
         f"type='jax' needs a JAX environment, with reset(rng) and step(rng, state, action), but {name} returned "
         f"{type(env).__name__}. Use type 'loop', 'thread' or 'process' for other environments."
+    )
+
+
+def check_kwargs(name: str, kwargs: Mapping[str, Any], accepted: Collection[str]) -> None:
+    """Raise UsageError if a suite's environment does not accept one of these keyword arguments."""
+    for key in kwargs:
+        if key not in accepted:
+            raise UsageError(
+                f"The environment {name} does not accept env_kwargs {dict(kwargs)}: expected "
+                f"{', '.join(sorted(accepted)) or 'none'}.{suggest(key, accepted)}"
+            )
+
+
+def _make_of_suite(suite: str, task: str, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return _suite(suite).make(task, kwargs)
+    except RlframeError:
+        raise
+    except Exception as error:  # for example, the environment downloads data
+        raise EnvError(f"Building {suite}:{task} failed: {type(error).__name__}: {error}") from error
+
+
+def _suite(suite: str) -> Any:
+    with extras.explain_import_error(f"An environment of {suite}", suite):
+        return importlib.import_module(f"{__name__}.{suite}")
+
+
+def _unknown_name_error(name: str, prefix: str) -> UsageError:
+    prefix = prefix if prefix in JAX_PREFIXES else "jax"
+    known = [f"{prefix}:{task}" for task in jax_tasks(prefix)]
+    hint = suggest(name, known) or suggest(f"{prefix}:{name}", known)
+    return UsageError(
+        f"{name} is not a JAX environment: expected a name such as {known[0]}, or file.py:Class.{hint} `rlframe envs` "
+        "lists all names."
     )

@@ -31,7 +31,7 @@ CHECKPOINTS_KEPT = 3
 RUN, SEEDS, SWEEP = "config.json", "seeds.json", "sweep.json"
 
 _NAMED = 5  # maximum number of runs to list in an error message
-_VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium")
+_VERSIONED = ("rlframe", "jax", "jaxlib", "dm-haiku", "optax", "numpy", "envpool", "gymnasium", "gymnax", "jumanji")
 
 
 class RunDir:
