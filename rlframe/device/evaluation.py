@@ -41,8 +41,8 @@ class _Playing(NamedTuple):
 class _Steps(NamedTuple):
     """The steps of one call. The host counts their episodes."""
 
-    count: jax.Array  # [] int32: number of steps
-    step_type: jax.Array  # [_MOST_STEPS, N] uint8; rows from `count` on are 0
+    total: jax.Array  # [] int32: number of steps
+    step_type: jax.Array  # [_MOST_STEPS, N] uint8; rows from `total` on are 0
     reward: jax.Array  # [_MOST_STEPS, N] float32
 
 
@@ -98,7 +98,7 @@ class DeviceEvaluator:
             with COMPUTING:
                 playing, steps = self._jitted_play(params, playing, episodes.left, most)
                 steps, timestep = jax.device_get((steps, playing.timestep))
-            count = int(steps.count)
+            count = int(steps.total)
             self._call_length.choose(count, time.perf_counter() - began)
             self.steps += count * len(self._env_keys)
             if self._check_finite is not None:
@@ -111,12 +111,13 @@ class DeviceEvaluator:
     def _begin(self) -> _Playing:
         """The state before the first step. Every environment is at LAST, so its first step resets it."""
         num_envs, spec = len(self._env_keys), self._envs.codec.action_spec
-        envs = self._envs.init(self._env_keys)
+        envs = self._envs.init(jnp.asarray(self._env_keys))
         shapes = jax.eval_shape(self._envs.step, envs, np.zeros((num_envs, *spec.shape), spec.dtype))[1]
         timestep = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         timestep = timestep._replace(step_type=np.full_like(timestep.step_type, LAST))
         state = jax.tree.map(jnp.asarray, self._agent.initial_state(num_envs))
-        return _Playing(envs, timestep, state, jax.random.PRNGKey(self._seed), call_number(EVALUATOR_RANK, 0))
+        call = jnp.asarray(call_number(EVALUATOR_RANK, 0))
+        return _Playing(envs, timestep, state, jax.random.PRNGKey(self._seed), call)
 
     def _play(self, params: Params, playing: _Playing, left: jax.Array, most: jax.Array) -> tuple[_Playing, _Steps]:
         """Make up to `most` steps, until each environment has completed its `left` [N] episodes."""
@@ -125,7 +126,7 @@ class DeviceEvaluator:
 
         def is_within(loop: Any) -> jax.Array:
             playing, steps, left = loop
-            is_within = (steps.count < most) & jnp.any(left > 0)
+            is_within = (steps.total < most) & jnp.any(left > 0)
             return is_within if self._check_finite is None else is_within & are_finite(playing.timestep)
 
         def step(loop: Any) -> Any:
@@ -134,9 +135,9 @@ class DeviceEvaluator:
             envs, timestep = self._envs.step(envs, output.action)
             state = reset_at_first(timestep, state, initial, jnp)
             steps = _Steps(
-                steps.count + 1,
-                steps.step_type.at[steps.count].set(timestep.step_type),
-                steps.reward.at[steps.count].set(timestep.reward),
+                steps.total + 1,
+                steps.step_type.at[steps.total].set(timestep.step_type),
+                steps.reward.at[steps.total].set(timestep.reward),
             )
             return _Playing(envs, timestep, state, rng, call + 1), steps, left - (timestep.step_type == LAST)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import jax
 import numpy as np
 import psutil
@@ -11,13 +13,17 @@ from rlframe.device import driver
 from rlframe.device.ring import StepRing
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.metrics.files import read_jsonl
-from rlframe.programs import make_experiment, run_experiment
+from rlframe.programs import evaluate, make_experiment, run_experiment
 from rlframe.replay.tables import UniformTable
 from tests.programs.test_single_process import LOGS_AN_ARRAY, saved_arrays
 
 SMALL = {"network": "mlp", "network.hidden": (16,)}
 PPO = {"unroll_length": 8, "num_minibatches": 2, "num_epochs": 2, **SMALL}
 DQN = {"batch_size": 16, "min_replay_size": 40, "n_step": 3, "update_period": 4, **SMALL}
+R2D2 = {"batch_size": 8, "sequence_length": 8, "burn_in": 4, "period": 4, "min_replay_size": 20, "update_period": 8}
+R2D2 |= {"network": "gru", "network.hidden": (8,), "env": "jax:PositionOnlyCartPole-v1"}
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+AGENT, ENV = f"{EXAMPLES}/custom_agent.py:Reinforce", f"{EXAMPLES}/jax_environment.py:Target"
 
 
 def experiment(agent, topology="fused", env="jax:CartPole-v1", **options):
@@ -37,7 +43,9 @@ def largest_difference(run_dir, other) -> float:
     ("agent", "options"),
     [
         ("ppo", PPO),
+        (AGENT, {"env": ENV, "unroll_length": 8}),
         pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
+        pytest.param("pqn", PPO, marks=pytest.mark.system),
         pytest.param(
             "ppo",
             {
@@ -70,7 +78,7 @@ def largest_difference(run_dir, other) -> float:
             marks=pytest.mark.system,
         ),
     ],
-    ids=["ppo", "impala", "recurrent ppo with wrappers", "ppo with images"],
+    ids=["ppo", "examples", "impala", "pqn", "recurrent ppo with wrappers", "ppo with images"],
 )
 def test_fused_training_gives_the_same_parameters_as_a_single_process(agent, options, tmp_path):
     for topology in ("fused", "single_process"):
@@ -79,6 +87,14 @@ def test_fused_training_gives_the_same_parameters_as_a_single_process(agent, opt
         )
         assert result.learner_steps == 20 and result.params_version == 21
     assert largest_difference(tmp_path / "fused", tmp_path / "single_process") < 1e-5
+
+
+@pytest.mark.system
+def test_examples_run_in_a_program_of_several_processes(tmp_path):
+    values = experiment(AGENT, "heavy_env", ENV, num_actors=2, steps=2000, eval_episodes=2)
+    result = run_experiment(values, run_dir=tmp_path / "run")
+    assert result.learner_steps > 5 and result.episodes == 2
+    assert evaluate(tmp_path / "run", episodes=2)["return_mean"] == result.return_mean
 
 
 @pytest.mark.parametrize(
@@ -90,8 +106,19 @@ def test_fused_training_gives_the_same_parameters_as_a_single_process(agent, opt
             {"env": "jax:Pendulum-v1", "batch_size": 16, "min_replay_size": 40, **SMALL},
             marks=pytest.mark.system,
         ),
+        pytest.param(
+            "td3",
+            {
+                "env": "jax:Pendulum-v1",
+                "batch_size": 16,
+                "min_replay_size": 40,
+                "normalize_observations": True,
+                **SMALL,
+            },
+            marks=pytest.mark.system,
+        ),
     ],
-    ids=["dqn", "sac"],
+    ids=["dqn", "sac", "normalized td3"],
 )
 def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_path, monkeypatch):
     drawn = []
@@ -122,8 +149,9 @@ def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_pa
     [
         ("dqn", {**DQN, "prioritized": True}),
         pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
+        pytest.param("r2d2", R2D2, marks=pytest.mark.system),
     ],
-    ids=["prioritized dqn", "impala"],
+    ids=["prioritized dqn", "impala", "r2d2"],
 )
 def test_resumed_run_equals_an_uninterrupted_run(agent, options, tmp_path):
     values = experiment(agent, **{**options, "steps": 1200, "eval_episodes": 2})
