@@ -26,6 +26,7 @@ QUICK = ["train", "--env", "CartPole-v1", "--preset", "none", "--num-envs", "4",
 QUICK += ["--num-minibatches", "1", "--num-epochs", "1", "--eval-episodes", "1", "--network", "mlp"]
 QUICK += ["--network.hidden", "4"]
 BOTH = ["--steps", "200", "--seeds", "3,4"]
+FUSED = ["--env", "jax:CartPole-v1", "--topology", "fused"]
 
 
 @pytest.mark.parametrize(
@@ -206,12 +207,71 @@ def test_failed_seed_is_reported_and_other_results_are_kept(tmp_path, capfd):
         ("--steps 10", "A run of 10 environment steps would make no update"),
         ("--env CartPole-v7", "Unknown environment 'CartPole-v7'. Did you mean 'CartPole-v1'?"),
         ("--http-host 0.0.0.0", "http_host is an option of the HTTP service, but this run has none"),
+        (" ".join([*FUSED, "--wandb"]), "--wandb needs a process for each run, but the topology fused runs all seeds"),
+        (" ".join([*FUSED, "--profile"]), "--profile is only for a single run, but --seeds starts several."),
     ],
 )
 def test_invalid_options_are_refused_before_any_run_starts(arguments, why, tmp_path, capfd):
     assert main([*QUICK, "--seeds", "1-2", "--run-dir", str(tmp_path / "all"), *arguments.split()]) == 2
     assert why in capfd.readouterr().err
     assert not (tmp_path / "all").exists()
+
+
+def test_fused_runs_all_seeds_in_one_process(tmp_path, capfd):
+    folder = tmp_path / "all"
+    assert main([*QUICK, *FUSED, *BOTH, "--run-dir", str(folder), "--json"]) == 0
+    out, err = capfd.readouterr()
+    runs = [folder / "seed-3", folder / "seed-4"]
+    results = [json.loads((run / "result.json").read_text()) for run in runs]
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["seeds"], summary["returns"]) == ([3, 4], [result["return_mean"] for result in results])
+    assert all(result["stopped_by"] == "steps" and 200 <= result["env_steps"] < 264 for result in results)
+    assert "2 seeds: mean" in err and f"seed 4: started in {runs[1]}" in err and "seed 4: return" in err
+    assert {json.loads((run / "status.json").read_text())["pid"] for run in runs} == {os.getpid()}
+    picture = (folder / "learning_curve.png").read_bytes()
+    assert main(["plot", str(folder)]) == 0 and (folder / "learning_curve.png").read_bytes() == picture
+    evaluated = rlframe.evaluate(runs[1], episodes=1)
+    assert evaluated["return_mean"] == results[1]["return_mean"] and rlframe.load(runs[1]) is not None
+    assert main(["train", "--resume", "--seeds", "3,4", "--run-dir", str(folder), "--quiet"]) == 0
+    assert [json.loads((run / "result.json").read_text()) for run in runs] == results
+
+
+@pytest.mark.system
+def test_ctrl_c_and_the_stop_command_end_all_seeds_in_one_process(tmp_path):
+    folder = tmp_path / "all"
+    command = [sys.executable, "-m", "rlframe", *QUICK, *FUSED, "--seeds", "1-2", "--run-dir", str(folder)]
+    command += ["--log-every", "1000", "--steps", "100000000"]
+    resume = ["rlframe", "train", "--seeds", "1-2", "--resume", "--run-dir", str(folder)]
+    runs = [folder / f"seed-{seed}" for seed in (1, 2)]
+
+    def steps() -> list[int]:
+        return [json.loads((run / "result.json").read_text())["env_steps"] for run in runs]
+
+    def stop_after_rows(command, stop, signal_number) -> str:
+        before = [(run / "metrics.jsonl").stat().st_size if run.exists() else 0 for run in runs]
+        process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+        try:
+            rows = [run / "metrics.jsonl" for run in runs]
+            wait_until(
+                lambda: all(path.exists() and path.stat().st_size > size for path, size in zip(rows, before)),
+                seconds=240.0,
+            )
+            stop(process)
+            _, err = process.communicate(timeout=60.0)
+        finally:
+            process.kill()
+        assert process.returncode == 128 + signal_number, err
+        *_, first, second, last = err.decode().splitlines()
+        assert sorted((first, second)) == ["seed 1: stopped", "seed 2: stopped"]
+        assert last.endswith(f"Resume with: {' '.join(resume)}")
+        return err.decode()
+
+    stop_after_rows(command, lambda process: os.killpg(process.pid, signal.SIGINT), signal.SIGINT)
+    before = steps()
+    assert min(before) > 0 and all(list((run / "checkpoints").iterdir()) for run in runs)
+    resume_here = [sys.executable, "-m", *resume]
+    stop_after_rows(resume_here, lambda process: main(["stop", str(folder)]), signal.SIGTERM)
+    assert all(after > number for after, number in zip(steps(), before))
 
 
 @pytest.mark.system

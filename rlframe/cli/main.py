@@ -72,7 +72,7 @@ def _run(arguments: list[str]) -> int:
             return 0
         if "--traceback" in arguments:
             traceback.print_exc()
-        return _failed(_one_sentence(error), error.exit_code if isinstance(error, RlframeError) else 1)
+        return _failed(one_sentence(error), error.exit_code if isinstance(error, RlframeError) else 1)
 
 
 def _failed(sentence: str, code: int) -> int:
@@ -118,7 +118,8 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _one_sentence(error: Exception) -> str:
+def one_sentence(error: BaseException) -> str:
+    """Return the message of an error for users."""
     if isinstance(error, RlframeError):
         return str(error)
     where = traceback.extract_tb(error.__traceback__)

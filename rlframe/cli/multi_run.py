@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from rlframe.cli.main import one_sentence
 from rlframe.cli.train_options import TrainOptions
 from rlframe.engines.stopping import StopSignal
-from rlframe.errors import UsageError
+from rlframe.errors import RlframeError, UsageError
 from rlframe.metrics.curves import plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options.config_file import save_experiment
@@ -71,7 +72,7 @@ def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: s
             f"--http {options.http} is a port for a single run, but {by} starts several. Use --http 0: each run gets a "
             "free port."
         )
-    if options.at_once < 1:
+    if options.at_once is not None and options.at_once < 1:
         raise UsageError(f"--at-once must be at least 1, got {options.at_once}.")
     if experiment.topology_config.learns_from != "steps":
         raise UsageError(f"{by} compares returns, but runs of --agent {experiment.agent} have none.")
@@ -137,6 +138,7 @@ class SeedRun:
     Attributes:
         log: the output file of the run, `DIRECTORY/logs/seed-N.log`.
         was_stopped: True once `stop` was called.
+        error: the error that ended a run in this process, or None.
     """
 
     def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
@@ -147,10 +149,13 @@ class SeedRun:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.was_stopped = False
+        self.error: BaseException | None = None
 
     @property
     def code(self) -> int | None:
         """Exit code of the run's process; None while it is running, or if it was not started."""
+        if self.error is not None:
+            return self.error.exit_code if isinstance(self.error, RlframeError) else 1
         return self._process.poll() if self._process is not None else None
 
     @property
@@ -194,6 +199,8 @@ class SeedRun:
     def outcome(self) -> str:
         """Describe how the run ended, for users."""
         result = self.result
+        if self.error is not None:
+            return f"failed: {one_sentence(self.error)}"
         # A run that has just started has no signal handler yet, so the signal kills it.
         if self.was_stopped and self.code in (128 + signal.SIGINT, -signal.SIGINT):
             return "stopped"

@@ -6,6 +6,7 @@
     with lock_multi_run(directory, experiment, options):                # no other process writes to runs/x
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
         _run_unfinished(runs, options)                                  # calls `run_all`: options.at_once at a time
+        _run_together(experiment, runs, options)                        # instead, with fused: all in this process
         _report(directory.path, runs, options)                          # prints the table, draws the plot
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import traceback
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, interquartile_mean, interval, plus_minus
+from rlframe.programs.api import TRACKERS, make_control_address
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
@@ -36,7 +39,9 @@ from rlframe.programs.run_dir.lock import holder_of
 
 
 def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
-    """Train once for each seed, each in its own process. Print a table and draw a plot of all runs.
+    """Train once for each seed. Print a table and draw a plot of all runs.
+
+    Each run has its own process. With the topology fused and without `--at-once`, all runs are in this process.
 
     The runs are RUN_DIR/seed-1 and so on. Their output is in RUN_DIR/logs. `--resume` skips finished runs and continues
     the others. On Ctrl-C, the runs save and end. If this process is killed by SIGKILL, its runs keep running:
@@ -49,6 +54,12 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
     assert options.seeds is not None
     seeds = parse_seeds(options.seeds)
     check_multi_run_options(experiment, options, "--seeds")
+    is_joined = experiment.topology_config.joins_seeds and options.at_once is None
+    if is_joined and (trackers := [name for name in TRACKERS if getattr(options, name)]):
+        raise UsageError(
+            f"--{trackers[0]} needs a process for each run, but the topology fused runs all seeds in one process. "
+            "Add --at-once 1, which starts a process for each run."
+        )
     directory = RunDir(options.run_dir if options.run_dir is not None else default_path(experiment))
     if options.resume:
         directory.check_kind(SEEDS)
@@ -58,12 +69,12 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
                 f"train --seeds {options.seeds} --resume --run-dir {directory.path}. For other options, start new runs."
             )
     else:
-        _check_can_start(experiment, options)
+        _check_can_start(experiment, options, uses_device=is_joined)
     with lock_multi_run(directory, experiment, options):
         _write_seeds(directory, options.seeds, seeds)
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
         _check_not_in_use(runs, options)
-        stopped_by = _run_unfinished(runs, options)
+        stopped_by = _run_together(experiment, runs, options) if is_joined else _run_unfinished(runs, options)
         code = _report(directory.path, runs, options)
     if stopped_by is None:
         return code
@@ -76,18 +87,19 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
     return 128 + stopped_by
 
 
-def _check_can_start(experiment: Experiment, options: TrainOptions) -> None:
+def _check_can_start(experiment: Experiment, options: TrainOptions, *, uses_device: bool) -> None:
     """Raise the errors that every run would raise before its first step, so that no run starts."""
     import jax
 
-    from rlframe.programs.api import check_trackers, make_control_address
+    from rlframe.programs.api import check_trackers
     from rlframe.programs.runner import check_extras
     from rlframe.programs.topologies.makers import make_agent
     from rlframe.programs.training.updates import check_updates
 
     check_trackers(options)
     check_extras(experiment, with_control=make_control_address(experiment, options) is not None)
-    jax.config.update("jax_platforms", "cpu")  # keep the accelerator's memory free for the runs
+    if not uses_device:
+        jax.config.update("jax_platforms", "cpu")  # keep the accelerator's memory free for the runs
     check_updates(experiment, make_agent(experiment))
 
 
@@ -114,17 +126,47 @@ def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
     """Run the unfinished runs. Return the number of the signal that stopped them; None if there was no signal."""
     waiting = [run for run in runs if run.result is None]
 
-    def print_progress(run: SeedRun, text: str) -> None:
-        if not options.quiet:
-            print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
-
     def next_run() -> SeedRun | None:
         if not waiting:
             return None
-        print_progress(waiting[0], f"started in {waiting[0].path}")
+        _print_progress(waiting[0], f"started in {waiting[0].path}", options)
         return waiting.pop(0)
 
-    return run_all(next_run, lambda run: print_progress(run, run.outcome()), options.at_once)
+    return run_all(next_run, lambda run: _print_progress(run, run.outcome(), options), options.at_once or 1)
+
+
+def _run_together(experiment: Experiment, runs: list[SeedRun], options: TrainOptions) -> int | None:
+    """Like `_run_unfinished`, but run all unfinished runs in this process."""
+    from rlframe.programs.seed_runs import Outcome, run_seeds
+
+    unfinished = {run.seed: run for run in runs if run.result is None}
+
+    def ended(seed: int, outcome: Outcome) -> None:
+        run = unfinished[seed]
+        if isinstance(outcome, BaseException):
+            run.error = outcome
+            if options.traceback:
+                traceback.print_exception(None, outcome, outcome.__traceback__)
+        elif outcome.signal is not None:
+            _print_progress(run, "stopped", options)
+            return
+        _print_progress(run, run.outcome(), options)
+
+    for run in unfinished.values():
+        _print_progress(run, f"started in {run.path}", options)
+    return run_seeds(
+        experiment,
+        {seed: run.path for seed, run in unfinished.items()},
+        ended=ended,
+        resume=options.resume,
+        take_over=options.take_over,
+        control_address=make_control_address(experiment, options),
+    )[1]
+
+
+def _print_progress(run: SeedRun, text: str, options: TrainOptions) -> None:
+    if not options.quiet:
+        print(f"seed {run.seed}: {text}", file=sys.stderr, flush=True)
 
 
 def _report(directory: pathlib.Path, runs: list[SeedRun], options: TrainOptions) -> int:

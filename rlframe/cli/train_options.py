@@ -53,7 +53,8 @@ class TrainOptions(CommandOptions, SessionOptions):
 
     # Seeds such as 1-5 or 1,2,7. Each seed is one run, in RUN_DIR/seed-N.
     seeds: Union[str, None] = option(None, multi_run="command")
-    at_once: int = option(1, multi_run="command")  # With --seeds: number of runs at a time.
+    # With --seeds: number of runs at a time, each in its own process. None: 1, or with fused all in one process.
+    at_once: Union[int, None] = option(None, multi_run="command")
     json: bool = option(False, multi_run="command")  # Print the result as one JSON object in the last line.
 
 

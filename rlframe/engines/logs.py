@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import logging
 import pathlib
@@ -119,13 +120,21 @@ class NodeLogs:
 
 
 @contextlib.contextmanager
-def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
-    """Also append the warnings of this package to a log file during a `with`."""
+def logging_to_file(logs: pathlib.Path, node: str, *, of_this_thread: bool = False) -> Iterator[None]:
+    """Also append the warnings of this package to a log file during a `with`.
+
+    Args:
+        logs: directory of the log file.
+        node: name of the node.
+        of_this_thread: only the warnings of the current thread.
+    """
     logger = logging.getLogger("rlframe")
     has_own = logger.hasHandlers()
     logs.mkdir(exist_ok=True)
     file = _LogFile(log_file(logs, node), delay=True, **_ENCODING)
     file.setFormatter(logging.Formatter(_format(node)))
+    if of_this_thread:
+        file.addFilter(functools.partial(_is_of_thread, threading.get_ident()))
     logger.addHandler(file)
     try:
         # Keep showing warnings. Python uses its handler of last resort only for loggers without handlers.
@@ -135,6 +144,10 @@ def logging_to_file(logs: pathlib.Path, node: str) -> Iterator[None]:
         logger.removeHandler(file)
         with contextlib.suppress(OSError):
             file.close()
+
+
+def _is_of_thread(ident: int, record: logging.LogRecord) -> bool:
+    return record.thread == ident
 
 
 class _LogFile(logging.FileHandler):

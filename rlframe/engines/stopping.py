@@ -58,7 +58,8 @@ class StopSignal:
     """A context in which the first stop signal sets `number`, and a second signal raises KeyboardInterrupt.
 
     Inside `with stop.interruptible():`, the first signal also raises KeyboardInterrupt. Use this for work that a signal
-    may break off. Outside the main thread this class does nothing, because Python allows no signal handlers there.
+    may break off. Outside the main thread, signals arrive only through `receive`, because Python allows no signal
+    handlers there.
 
     Args:
         quiet: do not print a message when a signal arrives.
@@ -74,6 +75,7 @@ class StopSignal:
         self.number: int | None = None
         self.is_repeated = False
         self._raises = False
+        self._end: Callable[[], None] | None = None
         self._handling = contextlib.ExitStack()
 
     def __enter__(self) -> StopSignal:
@@ -84,13 +86,20 @@ class StopSignal:
         self._handling.close()
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at the first signal during a `with`."""
-        self._raises = True
+    def interruptible(self, end: Callable[[], None] | None = None) -> Iterator[None]:
+        """Raise KeyboardInterrupt at the first signal during a `with`. In another thread, call `end` instead."""
+        self._raises, self._end = True, end
         try:
             yield
         finally:
-            self._raises = False
+            self._raises, self._end = False, None
+
+    def receive(self, number: int) -> None:
+        """Pass a signal of the main thread to the thread that uses this object."""
+        self.is_repeated = self.number is not None
+        self.number = self.number or number
+        if (end := self._end) is not None:
+            end()
 
     def _handle(self, number: int) -> None:
         self.is_repeated = self.number is not None

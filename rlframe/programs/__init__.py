@@ -37,7 +37,8 @@ _PUBLIC = {
     "make_experiment": "rlframe.programs.options.make_experiment",
     "load_experiment": "rlframe.programs.options.config_file",
     "run_experiment": "rlframe.programs.runner",
+    "run_seeds": "rlframe.programs.seed_runs",
 }
 
-__all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "run_experiment"]
+__all__ = ["Experiment", "Result", "evaluate", "load_experiment", "make_experiment", "run_experiment", "run_seeds"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

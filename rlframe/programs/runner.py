@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,7 +33,7 @@ from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import StatusFile
-from rlframe.programs.session import Session
+from rlframe.programs.session import Session, Shared
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ProgramConfig, find_topology
 from rlframe.programs.topologies.makers import check_answer_timeout, make_agent, read_codec
@@ -45,6 +46,7 @@ from rlframe.user_code.files import check_main_is_guarded, check_not_loading, ke
 
 _log = logging.getLogger(__name__)
 
+_drawing = threading.Lock()  # matplotlib is not thread-safe
 _EXIT_SECONDS = 22.0  # maximum seconds from the end of the nodes to the end of this process
 
 
@@ -63,6 +65,7 @@ def run_experiment(
     notes: dict[str, Any] | None = None,
     control_address: ControlAddress | None = None,
     quiet: bool = False,
+    shared: Shared | None = None,
 ) -> Result:
     """Train the agent of an experiment to the last step, and evaluate the final policy.
 
@@ -87,6 +90,7 @@ def run_experiment(
         notes: Additional information for readers of `config.json`. A resumed run keeps its first notes.
         control_address: Address of the HTTP service that shows and controls the run. None means no service.
         quiet: Print nothing, including the output of the nodes.
+        shared: Connects this run with the runs of other seeds in this process. `seed_runs.py` sets it.
 
     Returns:
         The result. If the run had already reached its last step, this is the earlier result.
@@ -99,7 +103,7 @@ def run_experiment(
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     _check_can_run(experiment, stop_at, profile, with_control=control_address is not None)
     launcher = _Launcher(
-        directory, stop_at, Callbacks(callbacks), open_loggers, progress, profile, control_address, quiet
+        directory, stop_at, Callbacks(callbacks), open_loggers, progress, profile, control_address, quiet, shared
     )
     import_env(experiment)
     with keep_files():
@@ -161,6 +165,7 @@ class _Launcher:
     profile: Profile | None
     control_address: ControlAddress | None
     quiet: bool
+    shared: Shared | None
 
     def begin_run(self, experiment: Experiment, notes: dict[str, Any]) -> Result:
         """Run the first session of a run, in a new directory. Remove the directory if the nodes cannot be made."""
@@ -231,7 +236,8 @@ class _Launcher:
     def _make_session(self, experiment: Experiment, opened: contextlib.ExitStack) -> Session:
         """Make the agent and the session. Until the session ends, warnings of this process also go to a log file."""
         is_program = isinstance(experiment.topology_config, ProgramConfig)
-        opened.enter_context(logs.logging_to_file(self.directory.logs, "launcher" if is_program else "train"))
+        node, is_shared = "launcher" if is_program else "train", self.shared is not None
+        opened.enter_context(logs.logging_to_file(self.directory.logs, node, of_this_thread=is_shared))
         codec = read_codec(experiment)
         return Session(
             experiment,
@@ -243,6 +249,7 @@ class _Launcher:
             quiet=self.quiet,
             profile=self.profile,
             codec=codec,
+            shared=self.shared,
         )
 
     def _print_plan(self, session: Session, updates: str = "") -> None:
@@ -347,7 +354,8 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
 def _draw_learning_curve(directory: RunDir) -> None:
     """Draw the learning curve. If this fails, log a warning and continue, because the run is already saved."""
     try:
-        plot_learning_curve(directory.path, directory.learning_curve)
+        with _drawing:
+            plot_learning_curve(directory.path, directory.learning_curve)
     except Exception as error:
         _log.warning(
             "The learning curve could not be drawn: %s To draw it later, run: rlframe plot %s", error, directory.path

@@ -18,7 +18,17 @@ from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.config import EnvOptions, TopologyConfig
 
 if TYPE_CHECKING:
+    from rlframe.device.seeds import SeedGroup
+    from rlframe.engines.stopping import StopSignal
     from rlframe.programs.training.profile import Profile
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """The objects that connect a run with the runs of other seeds in this process; see `seed_runs.py`."""
+
+    group: SeedGroup
+    stop: StopSignal  # receives the signals of the main thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +51,7 @@ class Session:
     loggers: tuple[Logger, ...] = ()  # loggers that receive each row
     progress: Logger | None = None  # progress display: gets each row, and the current step a few times a second
     profile: Profile | None = None  # measures the time of each part of a single process
+    shared: Shared | None = None  # set if the runs of several seeds are in this process
 
     @property
     def directory(self) -> RunDir:

@@ -74,6 +74,7 @@ class TopologyConfig:
         defaults: Default values of `Experiment` fields that differ for this topology.
         can_profile: True if `--profile` can measure the parts of a run.
         hidden: Names of inherited options that have only one valid value. `--help` does not show them.
+        joins_seeds: True if `run_seeds` can run several seeds in one process.
     """
 
     learns_from: ClassVar[str] = "steps"
@@ -82,6 +83,7 @@ class TopologyConfig:
     defaults: ClassVar[dict[str, Any]] = {}
     can_profile: ClassVar[bool] = False
     hidden: ClassVar[tuple[str, ...]] = ()
+    joins_seeds: ClassVar[bool] = False
 
     name: str = ""  # Name on the command line.
 

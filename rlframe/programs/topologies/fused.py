@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from rlframe.actors.actor import env_seed
-from rlframe.device.driver import FusedDriver, Program, SingleCalls, Start
+from rlframe.device.driver import Calls, FusedDriver, Program, SingleCalls, Start
 from rlframe.engines import Engine
 from rlframe.envs.jax_pool import env_keys
 from rlframe.envs.names import default_type, describe, is_jax
@@ -28,6 +28,7 @@ class Fused(GameConfig):
     hidden = ("replay", "env_type", "num_workers", "async_envs", "wait_num", "answer_timeout")
     replays = ("local",)
     accepts_custom_replay = False
+    joins_seeds = True
 
     name: str = "fused"
 
@@ -53,5 +54,9 @@ def fused(engine: Engine, session: Session) -> None:
     keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
     start = Start(jax.random.PRNGKey(experiment.seed), *learner.state, keys)
     restored = None if learner.restored is None else learner.restored.extras["device"]
-    driver = FusedDriver(session.agent, learner, SingleCalls(program, start, restored), config.until_learner_steps)
+    if session.shared is None:
+        calls: Calls = SingleCalls(program, start, restored)
+    else:
+        calls = session.shared.group.join(experiment.seed, program, start, restored)
+    driver = FusedDriver(session.agent, learner, calls, config.until_learner_steps)
     engine.add("train", TrainingLoop, session, driver)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.engines.stopping import StopSignal
-from rlframe.errors import CheckpointError, EnvError, ForcedExitError
+from rlframe.errors import CheckpointError, EnvError, ForcedExitError, StoppedError
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation
 from rlframe.programs.session import EarlyStop, Schedule, Session
@@ -47,7 +47,8 @@ class TrainingLoop:
         self._session, self._directory = session, session.directory
         experiment = self._experiment = session.experiment
         self._evaluations = Evaluations(experiment, session.agent, self.learner)
-        self._stop, self._early_stop = StopSignal(session.quiet), EarlyStop(session)
+        self._stop = StopSignal(session.quiet) if session.shared is None else session.shared.stop
+        self._early_stop = EarlyStop(session)
         self._learner_logs: Logs | None = None  # logs of the newest update since the last row, if any
         self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
         self._first_step = self._saved_env_steps = driver.env_steps
@@ -173,10 +174,10 @@ class TrainingLoop:
             return self._newest_evaluation
         evaluate = functools.partial(self._evaluations.evaluate, self.driver.free_envs if final else None)
         try:
-            with self._stop.interruptible():
+            with self._stop.interruptible(self._evaluations.stop):
                 outcome = try_evaluation(evaluate, now, final=final)
-        except KeyboardInterrupt:
-            if self._stop.number is None:  # the KeyboardInterrupt does not come from a signal
+        except (KeyboardInterrupt, StoppedError):
+            if self._stop.number is None:  # the error does not come from a signal
                 raise
             return EvaluationOutcome(now)
         if outcome.values is not None:

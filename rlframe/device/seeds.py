@@ -1,0 +1,239 @@
+"""Several seeds in the topology `fused`: the rounds of all runs are one vmapped, jitted call.
+
+Each run has its own thread, `TrainingLoop`, `FusedDriver` and `SeedCalls`, so it writes the same files as a single run.
+A call of `SeedCalls.run` waits until all runs that have not ended have called it. Then one thread makes the call for
+all:
+
+    thread of seed 1: FusedDriver.advance -> SeedCalls.run ─┐
+    thread of seed 2: FusedDriver.advance -> SeedCalls.run ─┼─ SeedGroup: `run_rounds`, in one call
+    thread of seed 3: FusedDriver.advance -> SeedCalls.run ─┘
+
+The call ends at the first end of a round at which a run has reached a limit, so each run makes the rounds of a single
+run with its seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlframe import compilation
+from rlframe.device.driver import (
+    CallLength,
+    CallResult,
+    Calls,
+    Program,
+    SingleCalls,
+    Start,
+    state_of,
+    with_state,
+)
+from rlframe.device.rounds import CallLimits, Carry, Rounds, check_memory, no_tally, num_bytes
+from rlframe.learners.update import copy_arrays
+from rlframe.types import Tree
+
+
+class JointCall:
+    """A function that several threads call together: it runs once, with the arguments of all of them.
+
+    Args:
+        members: names of the threads.
+    """
+
+    def __init__(self, members: Iterable[Hashable]) -> None:
+        self._members = set(members)
+        self._arguments: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
+        self._changed = threading.Condition()
+
+    def __call__(self, member: Hashable, argument: Any, function: Callable[[dict[Any, Any]], dict[Any, Any]]) -> Any:
+        """Wait until all members have called. Then one of them calls `function` with member -> argument.
+
+        Returns:
+            The member's value in the result of `function`. If `function` raises, all members raise its exception.
+        """
+        with self._changed:
+            self._arguments[member] = argument
+            while member in self._arguments:
+                if len(self._arguments) < len(self._members):
+                    self._changed.wait()
+                    continue
+                arguments, self._arguments = self._arguments, {}
+                try:
+                    self._results = function(arguments)
+                except BaseException as error:
+                    self._results = dict.fromkeys(arguments, error)
+                self._changed.notify_all()
+            result = self._results.pop(member)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def leave(self, member: Hashable) -> None:
+        """Remove a member, so that the others do not wait for it. Its own thread must call this."""
+        with self._changed:
+            self._members.discard(member)
+            self._changed.notify_all()
+
+
+class _Joining(NamedTuple):
+    """The arguments of `SeedGroup.join`."""
+
+    program: Program
+    start: Start
+    restored: list[np.ndarray] | None
+
+
+class SeedGroup:
+    """The runs that make their rounds together.
+
+    The thread of each run calls `join`. It must call `leave` when the run ends, in any way.
+
+    Args:
+        seeds: the seeds of all runs.
+    """
+
+    def __init__(self, seeds: Iterable[int]) -> None:
+        self._joint = JointCall(seeds)
+        self._length = CallLength()
+        self._rows: dict[int, int] = {}  # seed -> row in all arrays
+        self.leave = self._joint.leave
+
+    def join(self, seed: int, program: Program, start: Start, restored: list[np.ndarray] | None) -> Calls:
+        """Wait for the other runs. Then make the state of all runs on the device, and return the calls of this run.
+
+        Args:
+            seed: seed of the run.
+            program: the jitted functions. All runs must have equal agents, environments and options.
+            start: see `SingleCalls`.
+            restored: see `SingleCalls`.
+
+        Raises:
+            UsageError: the replays do not fit into memory.
+        """
+        return self._joint(seed, _Joining(program, start, restored), self._start)
+
+    def run(self, seed: int, env_steps: int, updates: int) -> CallResult:
+        """See `Calls.run`."""
+        return self._joint(seed, (env_steps, updates), self._run_all)
+
+    def get_state(self, seed: int) -> list[np.ndarray]:
+        """See `Calls.get_state`."""
+        leaves = self._row(jax.tree.leaves(state_of(self._carry)), self._rows[seed])
+        return jax.tree.map(np.asarray, leaves)
+
+    def replay_stats(self, seed: int) -> dict[str, int]:
+        """See `Calls.replay_stats`."""
+        replay = self._carry.replay
+        return {"items": int(replay.size[self._rows[seed]]), "bytes": num_bytes(replay) // len(self._rows)}
+
+    def _start(self, joined: dict[int, _Joining]) -> dict[int, Calls]:
+        program = next(iter(joined.values())).program
+        if program.in_parts:
+            # A convolution with other weights for each seed is slow on a CPU. So each run makes its own calls, and the
+            # runs share the compiled functions.
+            return {seed: SingleCalls(program, start, restored) for seed, (_, start, restored) in joined.items()}
+        self._rows = {seed: row for row, seed in enumerate(joined)}
+        starts = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.start for each in joined.values()))
+        init = jax.vmap(program.rounds.init)
+        check_memory(jax.eval_shape(init, *starts).replay)
+        self._carry: Carry = copy_arrays(compilation.jit(init, differentiates=False)(*starts))
+        put = compilation.jit(_put, donate_argnums=(0,), differentiates=False)
+        for seed, (_, _, restored) in joined.items():
+            if restored is not None:
+                self._carry = put(self._carry, self._rows[seed], restored)
+        run = functools.partial(run_rounds, program.rounds)
+        self._run = compilation.jit(run, donate_argnums=(0,), differentiates=True)
+        self._row = compilation.jit(_row, differentiates=False)
+        self._split = compilation.jit(functools.partial(_split, len(joined)), differentiates=False)
+        return {seed: SeedCalls(self, seed) for seed in joined}
+
+    def _run_all(self, limits: dict[int, tuple[int, int]]) -> dict[int, CallResult]:
+        began = time.perf_counter()
+        limits_of_rows = [(self._length.rounds, *limits.get(seed, (0, 0))) for seed in self._rows]
+        self._carry = carry = self._run(self._carry, CallLimits(*np.array(limits_of_rows, np.int32).T))
+        tally, logs = jax.device_get((carry.tally, carry.logs))
+        self._length.choose(int(tally.rounds[0]), time.perf_counter() - began)
+        learned, results = self._split((carry.params, carry.learner_state)), {}
+        for seed in limits:
+            row = self._rows[seed]
+            results[seed] = CallResult(*learned[row], *_row((tally, logs), row))
+        return results
+
+
+class SeedCalls:
+    """The calls of one run of a `SeedGroup`. See `Calls`."""
+
+    def __init__(self, group: SeedGroup, seed: int) -> None:
+        self._group, self._seed = group, seed
+
+    def run(self, env_steps: int, updates: int) -> CallResult:
+        """See `Calls`. Wait for the other runs."""
+        return self._group.run(self._seed, env_steps, updates)
+
+    def get_state(self) -> list[np.ndarray]:
+        """See `Calls`."""
+        return self._group.get_state(self._seed)
+
+    def replay_stats(self) -> dict[str, int]:
+        """See `Calls`."""
+        return self._group.replay_stats(self._seed)
+
+    def close(self) -> None:
+        """See `Calls`. The other runs continue."""
+        self._group.leave(self._seed)
+
+
+def run_rounds(rounds: Rounds, carry: Carry, limits: CallLimits) -> Carry:
+    """Make rounds of S seeds until one of them reaches a limit. All arrays are [S, ...].
+
+    A seed with `limits.updates` 0 has ended. It makes steps, but ends no call and does no updates that are not part of
+    every round.
+    """
+    is_active = limits.updates > 0
+
+    def is_within(carry: Carry) -> jax.Array:
+        return (jax.vmap(rounds.is_within)(carry, limits) | ~is_active).all()
+
+    def may_learn(carry: Carry) -> jax.Array:
+        return jax.vmap(rounds.may_learn)(carry, limits).any()
+
+    def learn_if_due(carry: Carry, limits: CallLimits) -> Carry:
+        is_due, learned = rounds.may_learn(carry, limits), rounds.learn(carry)
+        # An update does not change the steps in a replay, so they are not copied.
+        return jax.tree.map(lambda old, new: old if new is old else jnp.where(is_due, new, old), carry, learned)
+
+    def learn(carry: Carry) -> Carry:
+        return jax.vmap(learn_if_due)(carry, limits)
+
+    def make_round(carry: Carry) -> Carry:
+        carry = jax.vmap(rounds.collect)(carry)
+        if rounds.replay.updates_per_round == "one":
+            return jax.vmap(rounds.learn)(carry)
+        if rounds.replay.updates_per_round == "at most one":
+            return jax.lax.cond(may_learn(carry), learn, lambda carry: carry, carry)
+        return jax.lax.while_loop(may_learn, learn, carry)
+
+    tally = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, is_active.shape), no_tally())
+    return jax.lax.while_loop(is_within, make_round, carry._replace(tally=tally))
+
+
+def _put(carry: Carry, row: int, leaves: list[np.ndarray]) -> Carry:
+    """Return the carry [S, ...] with the saved state of one seed in a row."""
+    state = jax.tree.leaves(state_of(carry))
+    return with_state(carry, [rows.at[row].set(leaf) for rows, leaf in zip(state, leaves, strict=True)])
+
+
+def _row(tree: Tree, row: Any) -> Tree:
+    return jax.tree.map(lambda leaf: leaf[row], tree)
+
+
+def _split(count: int, tree: Tree) -> list[Tree]:
+    return [_row(tree, row) for row in range(count)]

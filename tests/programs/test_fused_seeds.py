@@ -1,0 +1,116 @@
+"""Several seeds of the topology fused in one process: each run gives the results of a single run with its seed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rlframe.device.seeds import JointCall
+from rlframe.errors import UsageError
+from rlframe.metrics.files import read_jsonl
+from rlframe.programs import run_experiment, run_seeds
+from rlframe.programs.options.make_experiment import with_fields
+from tests.programs.test_fused import DQN, PPO, SMALL, experiment, largest_difference
+
+IMAGES = {"env": "jax:Breakout-MinAtar", "network": "nature_cnn", "network.channels": (4,), "network.kernels": (3,)}
+IMAGES |= {"network.strides": (1,), "network.hidden": (16,)}
+
+
+class FailsOnce:
+    """A callback that raises when it is called for the first time."""
+
+    def __init__(self) -> None:
+        self.has_failed, self._lock = False, threading.Lock()
+
+    def __call__(self, info) -> None:
+        with self._lock:
+            fails, self.has_failed = not self.has_failed, True
+        if fails:
+            raise ValueError("the callback of one run failed")
+
+
+@pytest.mark.parametrize(
+    ("agent", "options"),
+    [
+        ("ppo", PPO),
+        pytest.param("dqn", DQN, marks=pytest.mark.system),
+        pytest.param("dqn", {**DQN, "prioritized": True, "update_period": 1}, marks=pytest.mark.system),
+        pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
+        pytest.param(
+            "ppo",
+            {"unroll_length": 8, "num_minibatches": 2, **IMAGES, "normalize_observations": True},
+            marks=pytest.mark.system,
+        ),
+    ],
+    ids=["ppo", "dqn", "prioritized dqn", "impala", "ppo with images"],
+)
+def test_seeds_give_the_results_of_single_runs_after_a_failure_and_a_resume(agent, options, tmp_path):
+    is_dqn = agent == "dqn"
+    values = {"until_learner_steps": 20, "log_every": 20 if is_dqn else 150, **options}
+    values = experiment(agent, **values)
+    runs = {seed: tmp_path / f"seed-{seed}" for seed in (3, 4, 8)}
+    outcomes, signal = run_seeds(values, runs, stop_at=90 if is_dqn else 300, callbacks=[FailsOnce()])
+    errors = [each for each in outcomes.values() if isinstance(each, ValueError)]
+    steps = [each.env_steps for each in outcomes.values() if each not in errors]
+    assert len(errors) == 1 and len(steps) == 2 and signal is None, outcomes
+    assert all(90 <= each < 100 if is_dqn else 300 <= each < 340 for each in steps)
+    outcomes, _ = run_seeds(values, runs, resume=True)
+    for seed in (3, 4):
+        alone = run_experiment(with_fields(values, seed=seed), run_dir=tmp_path / f"alone-{seed}")
+        assert (outcomes[seed].env_steps, outcomes[seed].learner_steps) == (alone.env_steps, 20)
+        assert largest_difference(runs[seed], tmp_path / f"alone-{seed}") < 1e-5
+        rows, expected = (read_jsonl(path / "metrics.jsonl") for path in (runs[seed], tmp_path / f"alone-{seed}"))
+        last = {row["step"]: row for row in rows}
+        assert all(last[row["step"]].get("episode_return") == row.get("episode_return") for row in expected[-1:])
+    assert largest_difference(runs[3], runs[4]) > 1e-3
+
+
+def test_joint_call_waits_for_all_members_that_have_not_left():
+    calls, results = [], {}
+    joint = JointCall("abc")
+
+    def double(arguments):
+        calls.append(dict(arguments))
+        return {member: 2 * argument for member, argument in arguments.items()}
+
+    def run(member: str, arguments: list[int]) -> None:
+        results[member] = [joint(member, argument, double) for argument in arguments]
+        joint.leave(member)
+
+    threads = [threading.Thread(target=run, args=(name, list(range(count)))) for name, count in zip("abc", (1, 2, 4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert results == {"a": [0], "b": [0, 2], "c": [0, 2, 4, 6]}
+    assert calls == [{"a": 0, "b": 0, "c": 0}, {"b": 1, "c": 1}, {"c": 2}, {"c": 3}]
+
+
+def test_error_of_a_joint_call_reaches_all_members():
+    joint, errors = JointCall("ab"), {}
+
+    def run(member: str) -> None:
+        try:
+            joint(member, None, lambda arguments: {}[0])
+        except KeyError as error:
+            errors[member] = error
+
+    threads = [threading.Thread(target=run, args=(member,)) for member in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert errors.keys() == {"a", "b"} and errors["a"] is errors["b"]
+
+
+def test_seeds_whose_replays_do_not_fit_into_memory_are_refused_together(tmp_path):
+    values = experiment("dqn", **{**DQN, "replay_capacity": 10**9})
+    outcomes, _ = run_seeds(values, {seed: tmp_path / str(seed) for seed in (1, 2)})
+    assert all("of device memory" in str(outcome) for outcome in outcomes.values())
+    assert not any((tmp_path / str(seed)).exists() for seed in (1, 2))
+
+
+def test_other_topologies_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="run_seeds needs the topology fused, but the topology is single_process"):
+        run_seeds(experiment("ppo", "single_process", **PPO), {1: tmp_path / "1"})
