@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,25 +25,27 @@ def to_record(step):
     return jax.tree.map(np.copy, record)
 
 
-def compare(data, reference, batch_size):
-    """Check that each row of a batch is an item of the reference. Return the ids of the items."""
-    batch = type("Batch", (), {"data": jax.tree.map(np.asarray, data), "keys": range(batch_size)})
-    for first, item in zip(first_ids(batch).tolist(), batch_items(batch), strict=True):
-        content = reference.items[first][0]
-        assert item.keys() == content.keys()
-        for name, value in content.items():
-            np.testing.assert_allclose(item[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-    return first_ids(batch).tolist()
+def compare(data, reference, rows=slice(None)):
+    """Check that each of these rows of a batch is an item of the reference. Return the ids of the items."""
+    data = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], data)
+    batch = types.SimpleNamespace(data=data, keys=range(len(data.reward)))
+    firsts = first_ids(batch).tolist()
+    items, contents = batch_items(batch), [reference.items[first][0] for first in firsts]
+    assert all(item.keys() == content.keys() for item, content in zip(items, contents, strict=True))
+    for name in items[0]:
+        item, content = (np.stack([each[name] for each in some]) for some in (items, contents))
+        np.testing.assert_allclose(item, content, rtol=1e-5, atol=1e-6, err_msg=name)
+    return firsts
 
 
-def all_items(ring, state):
-    """Return the places (times, environments) of all items of a ring."""
-    times = np.arange(max(0, int(state.head) + 1 - ring.rows), int(state.head))
+def places_of_items(ring, state, is_item):
+    """Return all places of a ring (times, environments), and a mask of the places where an item begins."""
+    times = np.arange(int(state.head) + 1 - ring.rows, int(state.head))
     period = getattr(ring._spec.item, "period", 1)
-    times = times[(times % period == 0) & (times + (ring._span if period > 1 or ring._span > 3 else 0) <= state.head)]
+    length = ring._span if period > 1 or ring._span > 3 else 0
+    mask = (times >= 0) & (times % period == 0) & (times + length <= state.head)
     times, envs = (grid.ravel() for grid in np.meshgrid(times, np.arange(NUM_ENVS), indexing="ij"))
-    mask = np.asarray(ring._is_item(state, jnp.asarray(times), jnp.asarray(envs)))
-    return times[mask], envs[mask]
+    return times, envs, np.repeat(mask, NUM_ENVS) & np.asarray(is_item(state, times, envs))
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
@@ -52,6 +55,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
     ring, stream, reference = StepRing(spec, NUM_ENVS), StepStream(NUM_ENVS), ReferenceReplay(item)
     reference.claim_rank(NUM_ENVS, 0)
     add, draw = jax.jit(ring.add_step), jax.jit(ring.draw_places)
+    read, is_item = jax.jit(ring.read), jax.jit(ring._is_item)
     state = None
     for _ in range(60):
         ids, step = stream.step()
@@ -59,19 +63,20 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
         state = ring.init(record) if state is None else state
         state = add(state, record)
         reference.add(ids, step)
-        times, envs = all_items(ring, state)
-        assert int(state.size) == len(times)
-        if not len(times):
+        times, envs, mask = places_of_items(ring, state, is_item)
+        assert int(state.size) == mask.sum()
+        if not mask.any():
             continue
-        data = ring.read(state, times, envs, np.ones(len(times), np.float32)).data
-        found = compare(data, reference, len(times))
+        data = read(state, times, envs, np.ones(len(times), np.float32)).data
+        found = compare(data, reference, mask)
         # The ring has the newest items, and no others.
         newest = sorted(reference.items)[-len(found) :]
         assert sorted(found) == newest
         if state.head < ring.rows:
             assert len(found) == len(reference.items)
         times, envs, probabilities, state = draw(RNG, state)
-        drawn = compare(ring.read(state, times, envs, probabilities).data, reference, spec.batch_size)
+        drawn = compare(read(state, times, envs, probabilities).data, reference)
+        assert len(drawn) == spec.batch_size
         assert set(drawn) <= set(found)
         np.testing.assert_allclose(probabilities, 1 / len(found), rtol=1e-5)
 
@@ -121,7 +126,8 @@ def test_queue_returns_each_unroll_once_in_order(batch_size):
         state = add(state, jax.tree.map(lambda *leaves: np.stack(leaves), *records))
         while queue.is_ready(state):
             state, batch, _ = draw(RNG, state)
-            seen += compare(batch.data, reference, size)
+            seen += compare(batch.data, reference)
+            assert len(batch.data.reward) == size
     assert (queue.updates_per_round == "one") == (size == NUM_ENVS)
     assert seen == list(reference.items)[: len(seen)]
     assert len(reference.items) - len(seen) < size
@@ -131,14 +137,14 @@ def test_sum_tree_draws_in_proportion_to_the_leaves():
     tree = DeviceSumTree(1000)
     rng = np.random.default_rng(0)
     values = np.zeros(1000, np.float32)
-    levels = tree.init()
+    levels, put = tree.init(), jax.jit(tree.set)
     for _ in range(20):
         leaves = rng.integers(0, 1000, 16)
         values[leaves] = new = (rng.random(16) * (rng.random(16) < 0.7)).astype(np.float32)
         values[leaves] = np.array([new[np.flatnonzero(leaves == leaf)[-1]] for leaf in leaves])
-        levels = tree.set(levels, leaves, values[leaves])
+        levels = put(levels, leaves, values[leaves])
     np.testing.assert_allclose(levels[-1].sum(), values.sum(), rtol=1e-6)
-    drawn, probabilities = tree.draw(jax.random.PRNGKey(0), levels, 100_000)
+    drawn, probabilities = jax.jit(tree.draw, static_argnums=2)(jax.random.PRNGKey(0), levels, 100_000)
     np.testing.assert_allclose(probabilities, values[drawn] / values.sum(), rtol=1e-5)
     counts = np.bincount(drawn, minlength=1000)
     np.testing.assert_allclose(counts / 100_000, values / values.sum(), atol=2e-5)
