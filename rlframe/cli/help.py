@@ -172,13 +172,17 @@ def field_comments(cls: type) -> dict[str, str]:
     """Return the comments of a dataclass's fields by field name, including fields of base classes."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(each)) if dataclasses.is_dataclass(each) else ""
-            found |= _comments(source)
-        # Python finds no source, or a wrong source, for a class that was created at run time or in a notebook.
-        except (OSError, TypeError, SyntaxError, tokenize.TokenError):
-            continue
+        found |= _own_comments(each)
     return found
+
+
+@functools.cache
+def _own_comments(cls: type) -> dict[str, str]:
+    try:
+        return _comments(textwrap.dedent(inspect.getsource(cls))) if dataclasses.is_dataclass(cls) else {}
+    # Python finds no source, or a wrong source, for a class that was created at run time or in a notebook.
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return {}
 
 
 def _comments(source: str) -> dict[str, str]:

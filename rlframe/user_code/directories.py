@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -199,6 +200,7 @@ def _user_modules() -> dict[str, tuple[ModuleType, str]]:
     return found
 
 
+@functools.cache
 def _is_user_module(name: str, file: str) -> bool:
     if name in ("__main__", "__mp_main__") or name.partition(".")[0] == "rlframe" or not file.endswith(".py"):
         return False
