@@ -24,6 +24,7 @@ def act_and_learn(**case: Any) -> None:
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.system
 def test_agent_acts_on_one_large_image_and_learns_from_eight():
     act_and_learn(shape=[210, 160, 3], batches=[1, 8], learn=[8])
 

@@ -26,6 +26,7 @@ def test_command_works_with_closed_streams(closed, tmp_path):
     assert wrong.returncode == 2 and wrong.stdout == b""
 
 
+@pytest.mark.system
 def test_run_works_with_closed_streams_in_ascii_locale(tmp_path):
     assert (
         shell(f"{TRAIN} --run-dir run >&- 2>&-", tmp_path).returncode == 0

@@ -12,11 +12,7 @@ from benchmarks.report import Row
 from benchmarks.runner import BENCHMARKS, NEEDS
 from rlframe import extras
 
-FAST = {
-    "actor",
-    "calls",
-    "replay",
-}  # These benchmarks take a few seconds. Other benchmarks compile more or start processes.
+FAST = {"calls", "replay"}  # These benchmarks take a few seconds. Other benchmarks compile more or start processes.
 PEERS = (
     "--peers-python",
     "--cleanrl",

@@ -123,6 +123,7 @@ def test_program_fails_if_a_node_hangs_after_each_restart():
     assert re.match(r"The node learner hung: in phase computing for .* \(and 1 time before\)", str(program.failure))
 
 
+@pytest.mark.system
 def test_phase_may_take_longer_than_the_hang_timeout():
     slow = BEATS + "for name in ('compiling', 'stepping'):\n  with Phase(name, 60.0): time.sleep(4.0)\nprint('done')"
     with Program(node("learner", slow), hang_timeout=3.0) as program:
@@ -155,6 +156,7 @@ print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("suspended", "hang_timeout"), [pytest.param("all", 6.0, marks=pytest.mark.system), ("launcher", 3.0)]
 )

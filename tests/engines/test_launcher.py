@@ -8,6 +8,7 @@ import re
 import signal
 
 import psutil
+import pytest
 
 from tests.engines import processes
 from tests.engines.processes import finish, wait_for_nodes
@@ -41,6 +42,7 @@ def test_first_output_line_warns_about_ports_open_on_all_interfaces():
     process.communicate(timeout=60.0)
 
 
+@pytest.mark.system
 def test_failed_node_is_reported_with_its_traceback():
     code, output, _ = finish(start("raise"))
     assert code == 1
@@ -48,12 +50,14 @@ def test_failed_node_is_reported_with_its_traceback():
     assert output.rstrip().endswith("ValueError: the client is unhappy")
 
 
+@pytest.mark.system
 def test_lp_stop_ends_the_program_without_an_error():
     code, output, lines = finish(start("stop"))
     assert (code, output) == (0, "launched: None\n")
     assert "[server] server stops" in lines
 
 
+@pytest.mark.system
 def test_killed_server_restarts_at_its_address():
     code, output, lines = finish(start("kill server"))
     assert (code, output) == (0, "launched: None\n")

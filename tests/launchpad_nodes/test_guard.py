@@ -141,7 +141,10 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
             marks=pytest.mark.system,
         ),
         pytest.param(
-            in_own_class(RAISES), "ValueError: a fault", id="class without rlframe, which is imported before launchpad"
+            in_own_class(RAISES),
+            "ValueError: a fault",
+            id="class without rlframe, which is imported before launchpad",
+            marks=pytest.mark.system,
         ),
         pytest.param(in_tables(RAISES), "ValueError: a fault", id="Reverb tables", marks=pytest.mark.system),
         pytest.param(rlframe_first(in_run("sys.exit(3)")), "SystemExit: 3", id="sys.exit", marks=pytest.mark.system),
@@ -303,6 +306,7 @@ BARE_NODE = """
 """
 
 
+@pytest.mark.system
 def test_program_ends_if_its_learner_gets_no_data_within_the_timeout(start: Start):
     program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"))
     assert program.ends_within(120.0) not in (0, None), program.output()

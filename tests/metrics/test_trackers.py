@@ -51,6 +51,7 @@ def test_resumed_run_keeps_its_wandb_id(tmp_path):
     assert (tmp_path / "wandb_run_id").read_text() == run_id
 
 
+@pytest.mark.system
 def test_trackio_stores_rows_and_prints_nothing_on_stdout(tmp_path):
     needs("trackio")
     # Use another process, because Trackio reads TRACKIO_DIR when it is imported.

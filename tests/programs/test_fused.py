@@ -263,6 +263,7 @@ class Counter:
 """
 
 
+@pytest.mark.system
 def test_environment_of_a_user_trains_and_truncation_bootstraps(tmp_path):
     """Every reward is 1, so the value is 1 / (1 - 0.5) = 2. If truncation ended the rewards, the mean would be 1.42."""
     (tmp_path / "counter.py").write_text(COUNTER)

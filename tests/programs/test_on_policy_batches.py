@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from rlframe.agents.networks import MLPConfig
 from rlframe.programs import make_experiment, run_experiment
@@ -38,6 +39,7 @@ def batches_of(tmp_path, topology: str, **fields: Any) -> list[Any]:
     return load_object(f"{path}:batches", "agent")
 
 
+@pytest.mark.system
 def test_one_actor_on_the_threads_engine_gives_the_same_batches_as_a_single_process(tmp_path):
     expected_batches = batches_of(tmp_path, "single_process")
     batches = batches_of(tmp_path, "heavy_env", engine="threads", num_actors=1)

@@ -141,12 +141,12 @@ def test_misspelled_option_is_refused():
     ("agent", "network", "observation", "action"),
     [
         ("dqn", "mlp", VECTOR, DISCRETE),
-        ("pqn", "mlp", VECTOR, DISCRETE),
-        ("pqn", "nature_cnn", IMAGE, DISCRETE),
+        pytest.param("pqn", "mlp", VECTOR, DISCRETE, marks=pytest.mark.system),
+        pytest.param("pqn", "nature_cnn", IMAGE, DISCRETE, marks=pytest.mark.system),
         ("r2d2", "lstm", VECTOR, DISCRETE),
         ("impala", "nature_cnn", IMAGE, DISCRETE),
         ("sac", "mlp", VECTOR, BOX),
-        ("td3", "mlp", VECTOR, BOX),
+        pytest.param("td3", "mlp", VECTOR, BOX, marks=pytest.mark.system),
     ],
 )
 def test_network_by_name_has_the_same_initial_params_as_the_default(agent, network, observation, action):

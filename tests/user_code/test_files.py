@@ -47,6 +47,7 @@ def run(**options):
     )
 
 
+@pytest.mark.system
 def test_next_run_uses_changed_files_in_any_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     write(tmp_path, 1, 1, "a")

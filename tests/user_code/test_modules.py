@@ -46,6 +46,7 @@ def run(env, quiet=True, **options):
     return rlframe.train("ppo", env, num_envs=2, steps=64, unroll_length=8, num_minibatches=2, quiet=quiet, **options)
 
 
+@pytest.mark.system
 def test_next_run_uses_changed_modules(tmp_path):
     returns = []
     for reward, factor in ((1, 1), (1, 3), (5, 3)):
@@ -70,6 +71,7 @@ def test_resumed_run_finds_its_module_from_another_directory(tmp_path):
     assert run("moved_module:Own-v0", run_dir=tmp_path / "other").return_mean == 14.0
 
 
+@pytest.mark.system
 def test_error_for_a_missing_module_names_its_directory(tmp_path):
     write(tmp_path / "here", "gone_module", 1, 1)
     os.chdir(tmp_path / "here")
@@ -103,6 +105,7 @@ def test_error_for_a_missing_module_names_its_directory(tmp_path):
     assert f"The run was started with the module in {tmp_path}/here." in done.stderr
 
 
+@pytest.mark.system
 def test_resumed_run_refuses_another_environment_with_the_same_id(tmp_path, capsys):
     class Nine(gymnasium.Env):
         observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)

@@ -192,7 +192,7 @@ def test_call_of_a_slow_worker_is_repeated_until_the_worker_ends() -> None:
     slow = sim.live("collector")[0]
     seconds = sim.work_seconds
     sim.work_seconds = lambda method, who: 1e9 if who is slow else seconds(method, who)  # type: ignore[method-assign]
-    sim.run(900.0)
+    sim.run(400.0)
     assert state(sim, "collector/0") is WorkerState.BUSY and sim.job.accounts.restarts == 0
     sim.kill(slow)
     assert sim.run(30.0, lambda: sim.job.accounts.restarts == 1 and at_work(sim) == 1)

@@ -281,6 +281,7 @@ def run_script(tmp_path, last_line):
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.system
 def test_config_json_stores_classes_of_a_script_by_its_file_name(tmp_path):
     out = run_script(tmp_path, "go()")
     assert out.stdout.split() == ["4.0", "4.0"], out.stderr
