@@ -90,7 +90,10 @@ class jit:
         with COMPILING:
             with self._choosing:
                 if self._jitted is jitted:  # otherwise another thread has already replaced `_jitted`
-                    self._jitted = self._choose(args)
+                    chosen = self._choose(args)
+                    result = chosen(*args)  # other threads wait, because each of them would compile it again
+                    self._jitted = chosen
+                    return result
             return self(*args)
 
     def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:

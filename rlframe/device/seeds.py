@@ -1,8 +1,10 @@
-"""Several seeds in the topology `fused`: the rounds of all runs are one vmapped, jitted call.
+"""Several seeds in the topology `fused`, in one process.
 
-Each run has its own thread, `TrainingLoop`, `FusedDriver` and `SeedCalls`, so it writes the same files as a single run.
-A call of `SeedCalls.run` waits until all runs that have not ended have called it. Then one thread makes the call for
-all:
+Each run has its own thread, `TrainingLoop` and `FusedDriver`, so it writes the same files as a single run. All runs use
+the same compiled functions.
+
+On an accelerator, the rounds of all runs are one vmapped, jitted call. A call of `SeedCalls.run` waits until all runs
+that have not ended have called it. Then one thread makes the call for all:
 
     thread of seed 1: FusedDriver.advance -> SeedCalls.run ─┐
     thread of seed 2: FusedDriver.advance -> SeedCalls.run ─┼─ SeedGroup: `run_rounds`, in one call
@@ -10,6 +12,8 @@ all:
 
 The call ends at the first end of a round at which a run has reached a limit, so each run makes the rounds of a single
 run with its seed.
+
+On a CPU, each run makes its own calls (`SingleCalls`), at the same time as the others.
 """
 
 from __future__ import annotations
@@ -136,9 +140,7 @@ class SeedGroup:
 
     def _start(self, joined: dict[int, _Joining]) -> dict[int, Calls]:
         program = next(iter(joined.values())).program
-        if program.in_parts:
-            # A convolution with other weights for each seed is slow on a CPU. So each run makes its own calls, and the
-            # runs share the compiled functions.
+        if program.in_parts or not _is_vmapped():
             return {seed: SingleCalls(program, start, restored) for seed, (_, start, restored) in joined.items()}
         self._rows = {seed: row for row, seed in enumerate(joined)}
         starts = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.start for each in joined.values()))
@@ -223,6 +225,15 @@ def run_rounds(rounds: Rounds, carry: Carry, limits: CallLimits) -> Carry:
 
     tally = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, is_active.shape), no_tally())
     return jax.lax.while_loop(is_within, make_round, carry._replace(tally=tally))
+
+
+def _is_vmapped() -> bool:
+    """Return False on a CPU.
+
+    There, one vmapped call takes more processor time than a call for each seed, and uses fewer cores (see
+    docs/jax-environments.md). A vmapped convolution has other weights for each seed, which is much slower.
+    """
+    return jax.default_backend() != "cpu"
 
 
 def _put(carry: Carry, row: int, leaves: list[np.ndarray]) -> Carry:
