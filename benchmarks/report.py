@@ -23,7 +23,7 @@ class Row:
     value: float | None  # None if not measured; `note` contains the reason
     target: float | None = None  # target of our figure, as a multiple of this one
     note: str = ""
-    processor: float | None = None  # microseconds of processor time per step, for rows of rlframe
+    processor: float | None = None  # microseconds of processor time per step, for rows of rlframe and of PureJaxRL
 
 
 @dataclasses.dataclass(frozen=True)

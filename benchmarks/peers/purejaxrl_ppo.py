@@ -57,9 +57,9 @@ def main():
     rng = jax.block_until_ready(jax.random.PRNGKey(args.seed))
     began = time.perf_counter()
     train = jax.jit(make_train(config)).lower(rng).compile()
-    compiled = time.perf_counter()
+    compiled, processor = time.perf_counter(), time.process_time()
     metrics = jax.block_until_ready(train(rng))["metrics"]
-    seconds = time.perf_counter() - compiled
+    seconds, processor = time.perf_counter() - compiled, time.process_time() - processor
     steps = metrics["returned_episode"].size
     late = slice(len(metrics["returned_episode"]) * 9 // 10, None)  # the last tenth of the updates
     ended = np.asarray(metrics["returned_episode"][late])
@@ -67,6 +67,7 @@ def main():
     result = {
         "steps_per_second": steps / seconds,
         "steps": steps,
+        "processor_us": 1e6 * processor / steps,
         "compile_seconds": compiled - began,
         "return": float(np.asarray(metrics["returned_episode_returns"][late])[ended].mean()),
         "versions": {name: metadata.version(name) for name in packages},
