@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
@@ -69,12 +70,17 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield from imported(child)
 
 
+@functools.cache
+def parsed(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of_files() -> Graph:
     """Return the modules of the package that each file of the package imports."""
     files = modules()
     graph: dict[str, set[str]] = {}
     for module, path in files.items():
-        names = [(name if not part else f"{name}.{part}", name) for name, part in imported(ast.parse(path.read_text()))]
+        names = [(name if not part else f"{name}.{part}", name) for name, part in imported(parsed(path))]
         graph[module] = {one if one in files else other for one, other in names if one in files or other in files}
         graph[module].discard(module)
     return graph
@@ -83,7 +89,7 @@ def imports_of_files() -> Graph:
 def defined(path: pathlib.Path) -> set[str]:
     """Return the names that a file defines or imports, including lazy imports."""
     names: set[str] = set()
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(parsed(path)))
     if any(isinstance(node, ast.Name) and node.id == "lazy_names" for node in nodes):
         names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     for node in nodes:
@@ -139,7 +145,7 @@ def test_every_imported_name_exists():
     files, missing = modules(), []
     names = {module: defined(path) for module, path in files.items()}
     for module, path in files.items():
-        for other, name in imported(ast.parse(path.read_text())):
+        for other, name in imported(parsed(path)):
             if other.partition(".")[0] != "rlframe" or f"{other}.{name}" in files:
                 continue
             if other not in files or (name and name not in names[other]):

@@ -221,6 +221,7 @@ def test_failed_trial_is_reported_and_the_sweep_continues(sweep, tmp_path):
     assert not (folder / "trial-1" / "logs" / "seed-2.log").exists()
 
 
+@pytest.mark.system
 def test_other_runs_of_a_failed_trial_are_stopped(sweep, tmp_path):
     folder = tmp_path / "sweep"
     vary = ["--vary", "learning-rate=1e-3,0.75", "--seeds", "1-2", "--at-once", "2"]
@@ -229,6 +230,7 @@ def test_other_runs_of_a_failed_trial_are_stopped(sweep, tmp_path):
     assert (folder / "trial-1" / "logs" / "seed-2.log").exists() and not (folder / "trial-1" / "seed-2").exists()
 
 
+@pytest.mark.system
 def test_trial_fails_if_rlframe_train_refuses_its_combination_of_options(sweep, tmp_path):
     vary = ["--vary", "topology=single_process,heavy_env", "--vary", "num-actors=2,4"]
     _, said, _ = sweep(*vary, "--run-dir", str(tmp_path / "sweep"))

@@ -29,6 +29,7 @@ def test_agent_acts_on_one_large_image_and_learns_from_eight():
     act_and_learn(shape=[210, 160, 3], batches=[1, 8], learn=[8])
 
 
+@pytest.mark.system
 def test_layer_with_150528_inputs_acts_and_learns():
     act_and_learn(shape=[150528], layers=[64], batches=[1, 2], learn=[2])
 

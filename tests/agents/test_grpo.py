@@ -175,6 +175,7 @@ def test_advantage_that_is_set_to_zero_does_not_change_the_advantages_of_other_s
     np.testing.assert_allclose(advantages, relative[:, None] * data.mask[:, 1:], rtol=1e-5)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "loss", ["grpo", *(pytest.param(one, marks=pytest.mark.system) for one in ("policy_gradient", "dpo"))]
 )

@@ -139,6 +139,7 @@ def test_node_that_waits_for_another_node_is_not_killed():
     assert program.failure is None
 
 
+@pytest.mark.system
 def test_suspended_node_is_not_killed_if_the_hang_timeout_is_zero():
     with Program(node("actor", SERVES), hang_timeout=0.0) as program:
         program.wait_for(program.pids)

@@ -19,7 +19,8 @@ def start(behavior: str) -> subprocess.Popen[str]:
     return processes.start("tests.engines.small_program", behavior, "local")
 
 
-@pytest.mark.parametrize("behavior", [pytest.param("once", marks=pytest.mark.system), "stop"])
+@pytest.mark.system  # `make test` checks the same behavior in a complete training run
+@pytest.mark.parametrize("behavior", ["once", "stop"])
 def test_program_ends_when_its_monitor_ends_or_when_a_node_ends_the_program(behavior: str):
     code, output, lines = finish(start(behavior))
     assert (code, output) == (0, "ran: None\n")

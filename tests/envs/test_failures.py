@@ -37,7 +37,8 @@ def run_async(fault, type, victim=2, **options):
             pool.send(env_ids, np.zeros(2, np.int32))
 
 
-RUNS = [(run_sync, type) for type in SYNC_TYPES] + [(run_async, type) for type in ("thread", "process")]
+RUNS = [(run_sync, type) for type in SYNC_TYPES]
+RUNS += [(run_async, "thread"), pytest.param(run_async, "process", marks=pytest.mark.system)]
 
 
 @pytest.mark.parametrize(("run", "type"), RUNS)

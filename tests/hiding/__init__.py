@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pathlib
@@ -44,12 +45,18 @@ def distributions_of(requirements: Iterable[str]) -> set[str]:
             continue
         new = wanted - found.setdefault(name, set())
         found[name] |= wanted
-        distribution = installed().get(name)
-        for each in map(Requirement, distribution.requires or [] if distribution is not None else []):
+        for each in requirements_of(name):
             if any(each.marker is None or each.marker.evaluate({"extra": extra}) for extra in new):
-                each.marker = None
-                todo.append(each)
+                todo.append(copy.copy(each))
+                todo[-1].marker = None
     return set(found)
+
+
+@functools.cache
+def requirements_of(name: str) -> list[Requirement]:
+    """Return the requirements of an installed package. Return [] if the package is not installed."""
+    distribution = installed().get(name)
+    return [Requirement(each) for each in distribution.requires or []] if distribution is not None else []
 
 
 @functools.cache

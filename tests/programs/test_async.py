@@ -62,7 +62,8 @@ def test_single_process_learns_from_the_environments_that_answer_first(tmp_path)
     assert more.env_steps >= 1_500 and more.learner_steps > result.learner_steps
 
 
-@pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
 def test_actors_act_on_the_environments_that_answer_first(tmp_path, monkeypatch, topology):
     waited = []
     recv = AsyncEnv.recv

@@ -56,7 +56,8 @@ def test_row_of_a_single_process_contains_means_of_environment_values(tmp_path, 
     assert len(rows) == 4
 
 
-@pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
 def test_row_of_a_program_contains_means_of_environment_values(tmp_path, topology):
     more = ["--topology", topology, "--engine", "threads", "--run-dir", str(tmp_path / "run")]
     assert main(["train", *OPTIONS, *more]) == 0

@@ -26,7 +26,7 @@ def small_experiment(agent: str, topology: str, **fields) -> Experiment:
     return make_experiment(agent, **values)
 
 
-@pytest.mark.parametrize("topology", ["heavy_env", "light_env"])
+@pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
 def test_program_writes_the_same_files_and_result_as_a_single_process(tmp_path, topology, learning_curves):
     rows = []
     experiment = small_experiment("impala", topology, unroll_length=8, batch_size=4)

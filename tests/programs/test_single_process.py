@@ -192,7 +192,7 @@ def test_equal_seeds_give_equal_parameters_and_different_seeds_do_not(make, tmp_
 
 
 @pytest.mark.parametrize(
-    "make", [ppo, dqn, *(pytest.param(make, marks=pytest.mark.system) for make in (rainbow, impala))]
+    "make", [dqn, *(pytest.param(make, marks=pytest.mark.system) for make in (ppo, rainbow, impala))]
 )
 def test_resumed_run_is_identical_to_an_uninterrupted_run(make, tmp_path):
     experiment = make(anneal_learning_rate=True)

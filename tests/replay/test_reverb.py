@@ -178,6 +178,7 @@ def test_error_contains_the_address_of_a_server_that_never_answers(silent: str) 
                 assert time.monotonic() - began < 30.0
 
 
+@pytest.mark.system
 def test_error_of_a_dead_server_contains_the_name_of_the_call(own_process: Any) -> None:
     agent, stream = fake_agent("prioritized", Transition(1), 8, 1000), StepStream(4, end=0.0)
     process = own_process()

@@ -86,6 +86,7 @@ def test_page_shows_the_job_and_its_workers(coordinator, server, open_page):
     assert "dropped3" in (page.locator("#accounts").text_content() or "")
 
 
+@pytest.mark.system
 def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     coordinator.returns, coordinator.evaluations = [[1000, 10.0], [2000, 40.0], [3000, 25.5]], [[2500, 33.0, 17]]
     page = open_page(server.url)
@@ -106,6 +107,7 @@ def test_plot_shows_points_and_their_values(coordinator, server, open_page):
     expect(page.locator("#plot")).to_have_attribute("aria-label", f"{told} Use the arrow keys to read single points.")
 
 
+@pytest.mark.system
 def test_message_of_a_refused_evaluation_request_is_shown(coordinator, server, open_page):
     coordinator.evaluates = True
     page = open_page(server.url)
@@ -134,6 +136,7 @@ def test_buttons_call_the_coordinator(coordinator, server, open_page):
     ]
 
 
+@pytest.mark.system
 def test_scale_buttons_are_disabled_at_the_limits(coordinator, server, open_page):
     coordinator.scale("collector", MAX_ACTORS)
     page = open_page(server.url)
@@ -179,6 +182,7 @@ def test_page_shows_problems_of_the_job_and_the_operator(coordinator, server, op
     expect(page.get_by_role("button", name="Evaluate now")).to_be_disabled()
 
 
+@pytest.mark.system
 def test_page_keeps_the_last_status_while_the_coordinator_is_unreachable(coordinator, server, open_page):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
@@ -195,6 +199,7 @@ def test_page_keeps_the_last_status_while_the_coordinator_is_unreachable(coordin
     expect(page.locator("#events li").last).to_contain_text("It was started again.")
 
 
+@pytest.mark.system
 def test_log_follows_new_events_until_the_user_scrolls_up(coordinator, server, open_page):
     for i in range(100):
         coordinator.happen("worker", f"number {i}")

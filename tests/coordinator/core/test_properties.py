@@ -18,7 +18,7 @@ from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.simulation import Simulation
 
 # Set RLFRAME_SCHEDULES=2000 for a long test.
-SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "8"))
+SCHEDULES = int(os.environ.get("RLFRAME_SCHEDULES", "4"))
 ENDLESS = 10**9
 
 which = st.integers(0, 7)

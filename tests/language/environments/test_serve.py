@@ -417,6 +417,7 @@ def test_environment_ends_after_many_failures_in_a_row(url, model):
     assert envs_of(url)["letters_0"]["connected"] is False
 
 
+@pytest.mark.system
 def test_group_with_mismatched_rows_is_an_error(url, model):
     class Ragged(Letters):
         async def collect_trajectories(self, item):

@@ -79,8 +79,11 @@ def test_text_offsets_of_a_prompt_are_positions_in_its_text(client):
         assert choice.text == text + ByteTokenizer().decode(choice.token_ids, skip_special_tokens=True)
 
 
+LONG = pytest.param([(7 * i) % 256 for i in range(512)], marks=pytest.mark.system)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("prompt", [PROMPT, [7], [(7 * i) % 256 for i in range(512)]], ids=len)
+@pytest.mark.parametrize("prompt", [PROMPT, [7], LONG], ids=len)
 def test_max_tokens_0_with_echo_scores_the_prompt(client, prompt, stream):
     options = {"model": "policy", "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 2, "stream": stream}
     answer = client.completions.create(**options, extra_body=AS_IDS)

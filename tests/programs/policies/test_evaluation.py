@@ -155,9 +155,9 @@ def test_eval_every_is_refused_without_eval_episodes():
     ("options", "why"),
     [
         ({"eval_env_kwargs": {"fails": "build"}}, "Building environment 0 failed: OSError: the port 5000 is in use"),
-        ({"eval_env_kwargs": {"fails": "reset"}}, "the port 5000 is in use"),
+        pytest.param({"eval_env_kwargs": {"fails": "reset"}}, "the port 5000 is in use", marks=pytest.mark.system),
         ({"eval_env_kwargs": {"endless": True}, "eval_max_episode_length": 30}, "has run for 31 steps without ending"),
-        ({"eval_env_kwargs": {"color": "red"}}, "color"),
+        pytest.param({"eval_env_kwargs": {"color": "red"}}, "color", marks=pytest.mark.system),
     ],
 )
 def test_message_about_a_failed_final_evaluation_contains_the_checkpoint(env, tmp_path, topology, options, why):

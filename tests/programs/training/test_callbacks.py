@@ -227,7 +227,7 @@ def test_invalid_callbacks_are_refused_before_the_run(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("place", ["single_process", "threads"])
+@pytest.mark.parametrize("place", ["single_process", pytest.param("threads", marks=pytest.mark.system)])
 def test_failing_tracker_does_not_end_the_run(tmp_path, caplog, place):
     from rlframe.programs import make_experiment, run_experiment
 

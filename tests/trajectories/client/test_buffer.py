@@ -256,6 +256,7 @@ def test_lost_lease_is_counted(client, make_buffer):
     assert buffer.stats()["lost_leases"] == 1
 
 
+@pytest.mark.system
 def test_every_group_is_read_once_despite_kills_of_the_service(tmp_path):
     with running_service(tmp_path) as service, TrajectoryClient(service.url, timeout=DEADLINE) as client:
         client.register(**SETTINGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import httpx
+import pytest
 
 from tests.extras import needs
 
@@ -124,6 +125,7 @@ def test_metrics_require_token(tmp_path: pathlib.Path) -> None:
     assert scraped.requests("GET", "other", 401) == 1
 
 
+@pytest.mark.system
 def test_counters_survive_restart(tmp_path: pathlib.Path) -> None:
     with running_service(tmp_path) as service:
         with httpx.Client(base_url=service.url, timeout=60.0) as client:

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 
 import httpx
 import pytest
 
+from rlframe.cli import main
 from tests.small_disk import small_disk
 from tests.trajectories.api import Api, group
 from tests.trajectories.redis_server import running_redis
-from tests.trajectories.serving import ROOT, outer_address, running_service, under_uvicorn
+from tests.trajectories.serving import outer_address, running_service, under_uvicorn
 from tests.waiting import wait_until
 
 __all__ = ["small_disk"]
 DEADLINE = 60.0
 
 
-def refusal(folder, *arguments):
-    """Run the command. Check that it exits with a one-line error, and return the error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rlframe", "serve", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
-    return done.stderr
+@pytest.fixture
+def refusal(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command, checks that it exits with a one-line error, and returns the error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        assert main(["serve", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error and error.count("\n") == 1
+        return error
+
+    return run
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.system)])
@@ -188,23 +185,23 @@ def test_uvicorn_with_no_token_answers_other_machines(tmp_path):
             assert httpx.get(url, headers={"Host": host}, timeout=DEADLINE).status_code == status
 
 
-def test_port_in_use_is_one_line_error(tmp_path):
+def test_port_in_use_is_one_line_error(refusal):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"Port {port} of 127.0.0.1 is in use" in refusal(tmp_path, "trajectories", "--port", port)
+        assert f"Port {port} of 127.0.0.1 is in use" in refusal("trajectories", "--port", port)
 
 
-def test_invalid_options_are_one_line_errors(tmp_path):
-    output = refusal(tmp_path, "trajectories", "--port", "0", "--store", "sqlite:no/such/folder/x.db")
+def test_invalid_options_are_one_line_errors(refusal):
+    output = refusal("trajectories", "--port", "0", "--store", "sqlite:no/such/folder/x.db")
     assert "its directory does not exist" in output
-    assert "Did you mean 'trajectories'?" in refusal(tmp_path, "trajectory")
-    assert "cannot be read" in refusal(tmp_path, "trajectories", "--token-file", "nothing")
+    assert "Did you mean 'trajectories'?" in refusal("trajectory")
+    assert "cannot be read" in refusal("trajectories", "--token-file", "nothing")
 
 
-def test_service_on_all_interfaces_requires_token_or_option_no_token(tmp_path):
-    output = refusal(tmp_path, "trajectories", "--host", "0.0.0.0", "--port", "0")
+def test_service_on_all_interfaces_requires_token_or_option_no_token(tmp_path, refusal):
+    output = refusal("trajectories", "--host", "0.0.0.0", "--port", "0")
     assert "--token-file" in output and "--no-token" in output
     arguments = (
         "--host",
