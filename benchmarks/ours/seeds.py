@@ -10,6 +10,7 @@ import contextlib
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.ours.train import experiment
 from rlframe.cli.main import main as rlframe
@@ -30,17 +31,19 @@ def main() -> None:
         config, runs = Path(directory) / "config.json", Path(directory) / "runs"
         save_experiment(described, config, {})
         code = rlframe(["train", "--config", str(config), "--seeds", args.seeds, "--run-dir", str(runs), "--quiet"])
-        rates = [_rate(path, warm_up=args.steps // 10) for path in sorted(runs.glob("seed-*/metrics.jsonl"))]
+        rows = [_rows(path, warm_up=args.steps // 10) for path in sorted(runs.glob("seed-*/metrics.jsonl"))]
     if code:
         raise SystemExit(code)
-    print(json.dumps({"steps_per_second": sum(rates), "seeds": len(rates)}))
+    # All seeds start at the same time, and run at the same time.
+    steps = sum(last["step"] - first["step"] for first, last in rows)
+    seconds = max(last["wall_seconds"] for _, last in rows) - min(first["wall_seconds"] for first, _ in rows)
+    print(json.dumps({"steps_per_second": steps / seconds, "seeds": len(rows)}))
 
 
-def _rate(path: Path, warm_up: int) -> float:
-    """Return the steps per second of a seed after `warm_up` steps. All seeds run at the same time."""
+def _rows(path: Path, warm_up: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the first row after `warm_up` steps, and the last row of training."""
     rows = [row for row in read_jsonl(path) if "wall_seconds" in row]
-    first = next(row for row in rows if row["step"] >= warm_up)
-    return (rows[-1]["step"] - first["step"]) / (rows[-1]["wall_seconds"] - first["wall_seconds"])
+    return next(row for row in rows if row["step"] >= warm_up), rows[-1]
 
 
 if __name__ == "__main__":
