@@ -56,7 +56,7 @@ def evaluate_on_host(experiment, agent, source, num_envs, episodes):
     ("agent", "env", "options"),
     [
         (RandomPPO, "jax:CartPole-v1", SMALL),
-        (
+        pytest.param(
             RandomPPO,
             "jax:PositionOnlyCartPole-v1",
             {
@@ -67,12 +67,14 @@ def evaluate_on_host(experiment, agent, source, num_envs, episodes):
                 "action_repeat": 2,
                 "clip_rewards": 0.5,
             },
+            marks=pytest.mark.system,
         ),
         ("sac", "jax:Pendulum-v1", SMALL),
-        (
+        pytest.param(
             RandomPPO,
             "jax:Breakout-MinAtar",
             {"network": "nature_cnn", "network.channels": (4,), "network.kernels": (3,), "network.strides": (1,)},
+            marks=pytest.mark.system,
         ),
     ],
     ids=["random actions", "recurrent with wrappers", "sac", "images"],

@@ -125,6 +125,7 @@ def check(folder, observation_space, action_space, frame_stack):
     node.stop()
 
 
+@pytest.mark.system
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(**cases)
 def test_policy_actions_are_valid_in_the_training_environment(tmp_path_factory, **case):

@@ -147,11 +147,12 @@ def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_pa
 @pytest.mark.parametrize(
     ("agent", "options"),
     [
-        ("dqn", {**DQN, "prioritized": True}),
+        ("ppo", PPO),
+        pytest.param("dqn", {**DQN, "prioritized": True}, marks=pytest.mark.system),
         pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
         pytest.param("r2d2", R2D2, marks=pytest.mark.system),
     ],
-    ids=["prioritized dqn", "impala", "r2d2"],
+    ids=["ppo", "prioritized dqn", "impala", "r2d2"],
 )
 def test_resumed_run_equals_an_uninterrupted_run(agent, options, tmp_path):
     values = experiment(agent, **{**options, "steps": 1200, "eval_episodes": 2})

@@ -405,6 +405,7 @@ def test_resumed_run_without_its_replay_fills_a_new_replay_with_new_seeds(tmp_pa
     assert evaluated_again == evaluated
 
 
+@pytest.mark.system
 def test_replay_file_is_ignored_if_its_checkpoint_does_not_exist(tmp_path):
     experiment = dqn(checkpoint_every=100)
     run_experiment(experiment, run_dir=tmp_path / "whole")

@@ -56,6 +56,7 @@ def test_next_run_uses_changed_modules(tmp_path):
     assert returns == [2.0, 6.0, 30.0]
 
 
+@pytest.mark.system
 def test_resumed_run_finds_its_module_from_another_directory(tmp_path):
     write(tmp_path / "here", "moved_module", 1, 1)
     os.chdir(tmp_path / "here")

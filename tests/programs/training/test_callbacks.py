@@ -28,6 +28,7 @@ PLACES = [
     ("heavy_env", "threads"),
     pytest.param("light_env", "threads", marks=pytest.mark.system),
 ]
+ONLY_SINGLE_PROCESS_IS_FAST = [PLACES[0], pytest.param(*PLACES[1], marks=pytest.mark.system), PLACES[2]]
 PROCESSES = [
     ("heavy_env", "local"),
     ("light_env", "local"),
@@ -99,15 +100,13 @@ def check_callback_exception(run_dir: pathlib.Path, topology: str, engine: str |
     assert written.learner_steps == Checkpointer(run_dir / "checkpoints").steps()[-1]  # the last update is saved
 
 
-@pytest.mark.parametrize(("topology", "engine"), PLACES)
+@pytest.mark.parametrize(("topology", "engine"), ONLY_SINGLE_PROCESS_IS_FAST)
 def test_run_stopped_by_a_callback_saves_and_evaluates_and_can_be_resumed(tmp_path, topology, engine):
     check_callback_stops_the_run(tmp_path / "run", topology, engine)
     check_run_continues(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
 
-@pytest.mark.parametrize(
-    ("topology", "engine"), [PLACES[0], pytest.param(*PLACES[1], marks=pytest.mark.system), PLACES[2]]
-)
+@pytest.mark.parametrize(("topology", "engine"), ONLY_SINGLE_PROCESS_IS_FAST)
 def test_callback_exception_is_raised_after_saving_and_the_run_can_be_resumed(tmp_path, topology, engine):
     check_callback_exception(tmp_path / "run", topology, engine)
     check_run_continues(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
