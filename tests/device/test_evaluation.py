@@ -24,7 +24,7 @@ from rlframe.params.publication import LocalParams
 from rlframe.programs import make_experiment
 from rlframe.programs.policies.evaluation import Evaluations
 from rlframe.programs.topologies.makers import make_agent, make_pool
-from tests.fakes import FixedParams, counting_agent
+from tests.fakes import ACTION_SPEC, OBSERVATION_SPEC, CountingAgent, CountingConfig, FixedParams, counting_agent
 from tests.waiting import wait_until
 
 SMALL = {"network": "mlp", "network.hidden": (16,)}
@@ -69,7 +69,7 @@ def evaluate_on_host(experiment, agent, source, num_envs, episodes):
             },
             marks=pytest.mark.system,
         ),
-        ("sac", "jax:Pendulum-v1", SMALL),
+        pytest.param("sac", "jax:Pendulum-v1", SMALL, marks=pytest.mark.system),
         pytest.param(
             RandomPPO,
             "jax:Breakout-MinAtar",
@@ -111,10 +111,13 @@ class Counter:
         return state, observation, 1.0, state >= self.length, False
 
 
-def evaluator(env, learner=None, num_envs=2, episodes=3, max_episode_length=100, **options) -> DeviceEvaluator:
+def evaluator(
+    env, learner=None, num_envs=2, episodes=3, max_episode_length=100, agent=None, **options
+) -> DeviceEvaluator:
     learner = learner or FixedParams({"w": np.float32(0.0)})
     keys, options = env_keys(1, num_envs), {"max_episode_length": max_episode_length, **options}
-    return DeviceEvaluator(counting_agent(), BatchedJaxEnv(env), keys, learner, episodes, seed=0, **options)
+    agent = agent or counting_agent()
+    return DeviceEvaluator(agent, BatchedJaxEnv(env), keys, learner, episodes, seed=0, **options)
 
 
 def test_evaluations_are_compiled_once_and_use_the_newest_parameters():
@@ -127,6 +130,28 @@ def test_evaluations_are_compiled_once_and_use_the_newest_parameters():
         assert logs["returns"].tolist() == [4.0, 4.0, 4.0] and logs["params_version"] == version
     assert env.traced == traced
     assert again.steps == 2 * (1 + 4 + 1 + 4), "An evaluation must end when its episodes are complete."
+
+
+class ActionReward(Counter):
+    """A `Counter` whose reward is the action."""
+
+    def step(self, rng, state, action):
+        state, observation, _, *ended = super().step(rng, state, action)
+        return state, observation, 1.0 * action, *ended
+
+
+class Cycling(CountingAgent):
+    """An agent whose actions are 1, 2, 0, 1, ... from the start of an episode."""
+
+    def eval_step(self, rng, params, timestep, state):
+        output, state = self.actor_step(rng, params, timestep, state)
+        return output._replace(action=state["seen"].astype(jnp.int32) % 3), state
+
+
+def test_recurrent_state_is_reset_at_the_start_of_each_episode():
+    agent = Cycling(CountingConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+    recurrent = evaluator(ActionReward(length=4), agent=agent)
+    assert recurrent.evaluate()["returns"].tolist() == [1 + 2 + 0 + 1] * 3
 
 
 def test_error_of_an_endless_episode_equals_that_of_the_host():
