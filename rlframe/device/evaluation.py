@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from typing import Any, NamedTuple
@@ -46,78 +45,35 @@ class _Steps(NamedTuple):
     reward: jax.Array  # [_MOST_STEPS, N] float32
 
 
-class DeviceEvaluator:
-    """Plays episodes like `Evaluator`, with many steps in one jitted call. The result is the same.
-
-    A call ends after about half a second, or when all episodes are complete. Between calls, signals and `stop` take
-    effect. The calls are compiled once, for all evaluations.
+class EvaluationProgram:
+    """The jitted function of evaluations. It does not depend on the seed, so several runs can share it.
 
     Args:
         agent: the agent.
         envs: the environments.
-        env_keys: `[N, 2]` uint32, a key for each environment.
-        learner: source of the parameters.
-        episodes: number of episodes to play.
-        seed: seed of agents that draw random numbers.
-        max_episode_length: maximum number of steps in an episode. A longer episode is an error.
-        check_finite: raise EnvError for NaN and infinity in rewards and observations.
-
-    Attributes:
-        steps: environment steps in the current or last evaluation, over all environments.
+        check_finite: a call ends at a timestep with NaN or infinity, and `check` raises EnvError for it.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        envs: BatchedJaxEnv,
-        env_keys: np.ndarray,
-        learner: ParamSource,
-        episodes: int,
-        *,
-        seed: int,
-        max_episode_length: int,
-        check_finite: bool = True,
-    ) -> None:
-        self._agent, self._envs, self._env_keys, self._learner = agent, envs, env_keys, learner
-        self._episodes, self._seed, self._max_episode_length = episodes, seed, max_episode_length
-        self._check_finite = FiniteCheck(agent.observation_spec) if check_finite else None
-        self._jitted_play = compilation.jit(self._play, differentiates=False)
-        self._call_length = CallLength()
-        self._stop = threading.Event()
-        self.steps = 0
+    def __init__(self, agent: Agent, envs: BatchedJaxEnv, check_finite: bool = True) -> None:
+        self._agent, self._envs = agent, envs
+        self._finite_check = FiniteCheck(agent.observation_spec) if check_finite else None
+        self.play = compilation.jit(self._play, differentiates=False)
 
-    def evaluate(self) -> Logs:
-        """Play the episodes. See `Evaluator.evaluate`."""
-        version, params = self._learner.get_params(-1)
-        params, playing, self.steps = jax.device_put(params), self._begin, 0
-        episodes = PlayedEpisodes(self._episodes, len(self._env_keys), self._max_episode_length)
-        while not episodes.are_complete:
-            if self._stop.is_set():
-                raise StoppedError("The evaluation was stopped.")
-            began, most = time.perf_counter(), np.int32(min(self._call_length.rounds, _MOST_STEPS))
-            with COMPUTING:
-                playing, steps = self._jitted_play(params, playing, episodes.left, most)
-                steps, timestep = jax.device_get((steps, playing.timestep))
-            count = int(steps.total)
-            self._call_length.choose(count, time.perf_counter() - began)
-            self.steps += count * len(self._env_keys)
-            if self._check_finite is not None:
-                self._check_finite(timestep)  # a call ends at a timestep that is not finite
-            for step_type, reward in zip(steps.step_type[:count], steps.reward[:count], strict=True):
-                episodes.count(step_type, reward)
-        return episodes.result(version)
-
-    @functools.cached_property
-    def _begin(self) -> _Playing:
-        """The state before the first step. Every environment is at LAST, so its first step resets it."""
-        num_envs, spec = len(self._env_keys), self._envs.codec.action_spec
-        envs = self._envs.init(jnp.asarray(self._env_keys))
+    def begin(self, env_keys: np.ndarray, seed: int) -> _Playing:
+        """Return the state before the first step. Every environment is at LAST, so its first step resets it."""
+        num_envs, spec = len(env_keys), self._envs.codec.action_spec
+        envs = self._envs.init(jnp.asarray(env_keys))
         shapes = jax.eval_shape(self._envs.step, envs, np.zeros((num_envs, *spec.shape), spec.dtype))[1]
         timestep = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         timestep = timestep._replace(step_type=np.full_like(timestep.step_type, LAST))
         state = jax.tree.map(jnp.asarray, self._agent.initial_state(num_envs))
         call = jnp.asarray(call_number(EVALUATOR_RANK, 0))
-        return _Playing(envs, timestep, state, jax.random.PRNGKey(self._seed), call)
+        return _Playing(envs, timestep, state, jax.random.PRNGKey(seed), call)
+
+    def check(self, timestep: TimeStep) -> None:
+        """Raise EnvError if a timestep [N, ...] is not finite."""
+        if self._finite_check is not None:
+            self._finite_check(timestep)
 
     def _play(self, params: Params, playing: _Playing, left: jax.Array, most: jax.Array) -> tuple[_Playing, _Steps]:
         """Make up to `most` steps, until each environment has completed its `left` [N] episodes."""
@@ -127,7 +83,7 @@ class DeviceEvaluator:
         def is_within(loop: Any) -> jax.Array:
             playing, steps, left = loop
             is_within = (steps.total < most) & jnp.any(left > 0)
-            return is_within if self._check_finite is None else is_within & are_finite(playing.timestep)
+            return is_within if self._finite_check is None else is_within & are_finite(playing.timestep)
 
         def step(loop: Any) -> Any:
             (envs, timestep, state, rng, call), steps, left = loop
@@ -143,6 +99,62 @@ class DeviceEvaluator:
 
         no_steps = _Steps(jnp.zeros((), jnp.int32), jnp.zeros(shape, jnp.uint8), jnp.zeros(shape, jnp.float32))
         return jax.lax.while_loop(is_within, step, (playing, no_steps, left))[:2]
+
+
+class DeviceEvaluator:
+    """Plays episodes like `Evaluator`, with many steps in one jitted call. The result is the same.
+
+    A call ends after about half a second, or when all episodes are complete. Between calls, signals and `stop` take
+    effect. The calls are compiled once, for all evaluations.
+
+    Args:
+        program: the jitted function.
+        env_keys: `[N, 2]` uint32, a key for each environment.
+        learner: source of the parameters.
+        episodes: number of episodes to play.
+        seed: seed of agents that draw random numbers.
+        max_episode_length: maximum number of steps in an episode. A longer episode is an error.
+
+    Attributes:
+        steps: environment steps in the current or last evaluation, over all environments.
+    """
+
+    def __init__(
+        self,
+        program: EvaluationProgram,
+        env_keys: np.ndarray,
+        learner: ParamSource,
+        episodes: int,
+        *,
+        seed: int,
+        max_episode_length: int,
+    ) -> None:
+        self._program, self._env_keys, self._learner = program, env_keys, learner
+        self._episodes, self._max_episode_length = episodes, max_episode_length
+        self._begin = program.begin(env_keys, seed)
+        self._call_length = CallLength()
+        self._stop = threading.Event()
+        self.steps = 0
+
+    def evaluate(self) -> Logs:
+        """Play the episodes. See `Evaluator.evaluate`."""
+        version, params = self._learner.get_params(-1)
+        params, playing, self.steps = jax.device_put(params), self._begin, 0
+        episodes = PlayedEpisodes(self._episodes, len(self._env_keys), self._max_episode_length)
+        while not episodes.are_complete:
+            if self._stop.is_set():
+                raise StoppedError("The evaluation was stopped.")
+            began, most = time.perf_counter(), np.int32(min(self._call_length.rounds, _MOST_STEPS))
+            with COMPUTING:
+                playing, steps = self._program.play(params, playing, episodes.left, most)
+                steps, timestep = jax.device_get((steps, playing.timestep))
+            count = int(steps.total)
+            self._call_length.choose(count, time.perf_counter() - began)
+            self.steps += count * len(self._env_keys)
+            self._program.check(timestep)
+            for step_type, reward in zip(steps.step_type[:count], steps.reward[:count], strict=True):
+                episodes.count(step_type, reward)
+        return episodes.result(version)
 
     def stop(self) -> None:
         """End `evaluate`, now and in later calls. Any thread may call it."""

@@ -39,6 +39,7 @@ from rlframe.device.driver import (
     state_of,
     with_state,
 )
+from rlframe.device.evaluation import EvaluationProgram
 from rlframe.device.rounds import CallLimits, Carry, Rounds, check_memory, no_tally, num_bytes
 from rlframe.learners.update import copy_arrays
 from rlframe.types import Tree
@@ -109,6 +110,15 @@ class SeedGroup:
         self._length = CallLength()
         self._rows: dict[int, int] = {}  # seed -> row in all arrays
         self.leave = self._joint.leave
+        self._sharing = threading.Lock()
+        self._evaluation: EvaluationProgram | None = None
+
+    def share(self, make: Callable[[], EvaluationProgram]) -> EvaluationProgram:
+        """Return the result of the first call of `make`, so that all runs use one jitted function in evaluations."""
+        with self._sharing:
+            if self._evaluation is None:
+                self._evaluation = make()
+            return self._evaluation
 
     def join(self, seed: int, program: Program, start: Start, restored: list[np.ndarray] | None) -> Calls:
         """Wait for the other runs. Then make the state of all runs on the device, and return the calls of this run.

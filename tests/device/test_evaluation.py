@@ -14,7 +14,8 @@ from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import PPO
-from rlframe.device.evaluation import DeviceEvaluator
+from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
+from rlframe.device.seeds import SeedGroup
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, StoppedError
@@ -115,9 +116,10 @@ def evaluator(
     env, learner=None, num_envs=2, episodes=3, max_episode_length=100, agent=None, **options
 ) -> DeviceEvaluator:
     learner = learner or FixedParams({"w": np.float32(0.0)})
-    keys, options = env_keys(1, num_envs), {"max_episode_length": max_episode_length, **options}
-    agent = agent or counting_agent()
-    return DeviceEvaluator(agent, BatchedJaxEnv(env), keys, learner, episodes, seed=0, **options)
+    program = EvaluationProgram(agent or counting_agent(), BatchedJaxEnv(env), **options)
+    return DeviceEvaluator(
+        program, env_keys(1, num_envs), learner, episodes, seed=0, max_episode_length=max_episode_length
+    )
 
 
 def test_evaluations_are_compiled_once_and_use_the_newest_parameters():
@@ -130,6 +132,16 @@ def test_evaluations_are_compiled_once_and_use_the_newest_parameters():
         assert logs["returns"].tolist() == [4.0, 4.0, 4.0] and logs["params_version"] == version
     assert env.traced == traced
     assert again.steps == 2 * (1 + 4 + 1 + 4), "An evaluation must end when its episodes are complete."
+
+
+def test_runs_of_several_seeds_share_one_compiled_call():
+    env, group = Counter(length=4), SeedGroup([1, 2])
+    programs = [group.share(lambda: EvaluationProgram(counting_agent(), BatchedJaxEnv(env))) for _ in range(2)]
+    source, options = FixedParams({"w": np.float32(0.0)}), {"seed": 0, "max_episode_length": 100}
+    one, other = (DeviceEvaluator(each, env_keys(1, 2), source, 2, **options) for each in programs)
+    one.evaluate()
+    traced = env.traced
+    assert other.evaluate()["returns"].tolist() == [4.0, 4.0] and env.traced == traced
 
 
 class ActionReward(Counter):

@@ -36,7 +36,9 @@ class FailsOnce:
         ("ppo", PPO),
         pytest.param("dqn", DQN, marks=pytest.mark.system),
         pytest.param("dqn", {**DQN, "prioritized": True, "update_period": 1}, marks=pytest.mark.system),
-        pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
+        pytest.param(
+            "impala", {"unroll_length": 8, "batch_size": 6, "eval_episodes": 2, **SMALL}, marks=pytest.mark.system
+        ),
         pytest.param(
             "ppo",
             {"unroll_length": 8, "num_minibatches": 2, **IMAGES, "normalize_observations": True},
@@ -57,6 +59,7 @@ def test_seeds_give_the_results_of_single_runs_after_a_failure_and_a_resume(agen
     outcomes, _ = run_seeds(values, runs, resume=True)
     alone = run_experiment(values, run_dir=tmp_path / "alone")  # its seed is 3
     assert (outcomes[3].env_steps, outcomes[3].learner_steps) == (alone.env_steps, 20)
+    assert outcomes[3].return_mean == alone.return_mean
     assert largest_difference(runs[3], tmp_path / "alone") < 1e-5 < 1e-3 < largest_difference(runs[3], runs[4])
     last, expected = (read_jsonl(path / "metrics.jsonl")[-1] for path in (runs[3], tmp_path / "alone"))
     assert {name: last.get(name) for name in ("step", "episode_return")} == {

@@ -12,7 +12,8 @@ from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
-from rlframe.device.evaluation import DeviceEvaluator
+from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
+from rlframe.device.seeds import SeedGroup
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -46,12 +47,20 @@ class Evaluations:
         agent: the agent.
         learner: source of the parameters.
         seed: seed of the environments. None means the run's seed.
+        group: the runs of other seeds in this process, which use the same jitted function. None without other runs.
     """
 
-    def __init__(self, experiment: Experiment, agent: Agent, learner: Any, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        agent: Agent,
+        learner: Any,
+        seed: int | None = None,
+        group: SeedGroup | None = None,
+    ) -> None:
         self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
         cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER_SYNC)
-        self._agent, self._learner = agent, learner
+        self._agent, self._learner, self._group = agent, learner, group
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
         self._num_envs = num_eval_envs(experiment)
@@ -102,19 +111,22 @@ class Evaluations:
         """Return the evaluator of JAX environments. All evaluations use the same one, because it compiles."""
         if not isinstance(self._evaluator, DeviceEvaluator):
             config = EvaluationOptions.of(self._experiment)
+            make = self._make_program
             self._evaluator = DeviceEvaluator(
-                self._agent,
-                make_jax_envs(self._experiment),
+                make() if self._group is None else self._group.share(make),
                 env_keys(env_seed(self._seed, EVALUATOR_RANK), self._num_envs),
                 self._learner,
                 config.eval_episodes,
                 seed=self._seed,
                 max_episode_length=config.eval_max_episode_length,
-                check_finite=EnvOptions.of(self._experiment).check_finite is not False,
             )
             if self._stopped:
                 self._evaluator.stop()
         return self._evaluator
+
+    def _make_program(self) -> EvaluationProgram:
+        checks = EnvOptions.of(self._experiment).check_finite is not False
+        return EvaluationProgram(self._agent, make_jax_envs(self._experiment), checks)
 
     def _ready(self, num_envs: int) -> Evaluator:
         """Create an evaluator and reset its environments."""

@@ -46,7 +46,8 @@ class TrainingLoop:
         self.driver, self.learner = driver, driver.learner
         self._session, self._directory = session, session.directory
         experiment = self._experiment = session.experiment
-        self._evaluations = Evaluations(experiment, session.agent, self.learner)
+        group = None if session.shared is None else session.shared.group
+        self._evaluations = Evaluations(experiment, session.agent, self.learner, group=group)
         self._stop = StopSignal(session.quiet) if session.shared is None else session.shared.stop
         self._early_stop = EarlyStop(session)
         self._learner_logs: Logs | None = None  # logs of the newest update since the last row, if any
