@@ -67,6 +67,7 @@ def test_process_writes_groups_and_a_page_without_a_service(tmp_path, model):
     assert (tmp_path / "out/groups_1.jsonl").exists() and (tmp_path / "out/groups_1.html").exists()
 
 
+@pytest.mark.system
 def test_process_fails_if_many_items_give_no_group(tmp_path, model):
     printed = finish(start(model, tmp_path, "process", "--env.total_steps", "1", "--env.gives_no_group", "true"), 1)
     assert f"EnvError: {MAX_ITEMS_WITHOUT_GROUP} items in a row gave no group" in printed

@@ -153,6 +153,7 @@ def names_in(run_dir):
     return [experiment["agent"], experiment["env"], experiment["topology"]["network"]]
 
 
+@pytest.mark.system
 def test_classes_of_notebook_cells_can_be_used_and_redefined(notebook):
     notebook.run(ENV, AGENT, NETWORK)
     given = {"agent": notebook["Mine"], "env": notebook["Catch"], "network": notebook["make_net"]}

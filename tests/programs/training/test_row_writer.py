@@ -26,6 +26,7 @@ def single_process_columns(tmp_path_factory):
     return training, evaluation
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("topology", ["heavy_env", pytest.param("light_env", marks=pytest.mark.system)])
 def test_program_rows_have_the_same_columns_as_a_single_process(tmp_path, single_process_columns, topology):
     assert columns(tmp_path / "run", topology=topology, engine="threads") == single_process_columns
