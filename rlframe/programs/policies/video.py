@@ -101,7 +101,12 @@ class VideoRecorder(Closeable):
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             writer = imageio_ffmpeg.write_frames(
-                str(self._path), (width, height), fps=fps, macro_block_size=2, ffmpeg_log_level="error"
+                str(self._path),
+                (width, height),
+                fps=fps,
+                codec="libvpx-vp9" if self._path.suffix == ".webm" else "libx264",
+                macro_block_size=2,
+                ffmpeg_log_level="error",
             )
             with warnings.catch_warnings():
                 # JAX warns about the fork here, although the child process starts another program immediately.

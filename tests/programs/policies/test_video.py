@@ -75,13 +75,13 @@ def record_jax(folder, name, **env_kwargs):
     imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
     (folder / "env.py").write_text(BLINK)
     experiment = make_experiment("ppo", f"{folder}/env.py:{name}", preset="none", env_kwargs=env_kwargs)
-    with VideoRecorder(experiment, folder / "film.mkv") as recorder:
+    with VideoRecorder(experiment, folder / "film.webm") as recorder:
         pool = recorder.make_pool(seed=1)
         pool.reset()
         for _ in range(4):
             pool.step(np.zeros(1, np.int32))
         assert recorder.frames == 5
-    frames = imageio_ffmpeg.read_frames(str(folder / "film.mkv"))
+    frames = imageio_ffmpeg.read_frames(str(folder / "film.webm"))
     return next(frames), [np.frombuffer(frame, np.uint8) for frame in frames]
 
 
