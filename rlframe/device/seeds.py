@@ -149,14 +149,14 @@ class SeedGroup:
         return {"items": int(replay.size[self._rows[seed]]), "bytes": num_bytes(replay) // len(self._rows)}
 
     def _start(self, joined: dict[int, _Joining]) -> dict[int, Calls]:
-        program = next(iter(joined.values())).program
+        program, start, _ = next(iter(joined.values()))
+        check_memory([jax.eval_shape(program.rounds.init, *start).replay] * len(joined))
         if program.in_parts or not _is_vmapped():
             return {seed: SingleCalls(program, start, restored) for seed, (_, start, restored) in joined.items()}
         self._rows = {seed: row for row, seed in enumerate(joined)}
         starts = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.start for each in joined.values()))
-        init = jax.vmap(program.rounds.init)
-        check_memory(jax.eval_shape(init, *starts).replay)
-        self._carry: Carry = copy_arrays(compilation.jit(init, differentiates=False)(*starts))
+        init = compilation.jit(jax.vmap(program.rounds.init), differentiates=False)
+        self._carry: Carry = copy_arrays(init(*starts))
         put = compilation.jit(_put, donate_argnums=(0,), differentiates=False)
         for seed, (_, _, restored) in joined.items():
             if restored is not None:

@@ -5,6 +5,8 @@ Each run is a complete `run_experiment` in its own thread. `rlframe/device/seeds
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import threading
@@ -15,17 +17,21 @@ from rlframe.device.seeds import SeedGroup
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.make_experiment import with_fields
+from rlframe.programs.options.make_experiment import fill_configs, with_fields
 from rlframe.programs.options.resume import import_env
 from rlframe.programs.run_dir.control import ControlAddress
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Shared
+from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.training.callbacks import Callback
 from rlframe.streams import root_handler
 
 Outcome = Union[Result, BaseException]  # a result, or the error that ended the run
 
+# Modules that a run imports when it first needs them.
+_LATE_IMPORTS = ("orbax.checkpoint", "tensorboardX.record_writer")
+_SERVICE = "rlframe.coordinator.control.app"
 _POLL = 0.1  # seconds between two checks for a signal
 
 
@@ -57,14 +63,14 @@ def run_seeds(
         (outcomes, signal): seed -> outcome, and the number of the signal that ended the runs, or None.
 
     Raises:
-        UsageError: the topology cannot run several seeds in one process.
+        UsageError: the topology cannot run several seeds in one process, or the experiment is invalid.
     """
     if not experiment.topology_config.joins_seeds:
         raise UsageError(
             f"run_seeds needs the topology fused, but the topology is {experiment.topology_config.name}. Call "
             "run_experiment for each seed."
         )
-    import_env(experiment)  # here, because several threads must not import the same file
+    _import_modules(experiment, [*_LATE_IMPORTS, *[_SERVICE] * (control_address is not None)])
     group, callbacks = SeedGroup(run_dirs), list(callbacks)
     outcomes: dict[int, Outcome] = {}
     stops = {seed: StopSignal() for seed in run_dirs}
@@ -100,6 +106,15 @@ def run_seeds(
             _wait(threads, lambda: _forward(stop, stops.values()))
             raise
     return outcomes, stop.number
+
+
+def _import_modules(experiment: Experiment, names: list[str]) -> None:
+    """Import the modules of the runs in this thread. Threads that import a package at the same time can fail."""
+    import_env(experiment)
+    make_agent(fill_configs(experiment))
+    for name in names:
+        with contextlib.suppress(ImportError):  # the runs raise an error that explains it
+            importlib.import_module(name)
 
 
 def _forward(stop: StopSignal, stops: Iterable[StopSignal]) -> None:

@@ -33,15 +33,15 @@ class FailsOnce:
 @pytest.mark.parametrize(
     ("agent", "options"),
     [
-        ("ppo", PPO),
+        ("ppo", {**PPO, "normalize_observations": True, "normalize_rewards": True}),
         pytest.param("dqn", DQN, marks=pytest.mark.system),
-        pytest.param("dqn", {**DQN, "prioritized": True, "update_period": 1}, marks=pytest.mark.system),
+        pytest.param("dqn", {**DQN, "prioritized": True, "update_period": 2}, marks=pytest.mark.system),
         pytest.param(
             "impala", {"unroll_length": 8, "batch_size": 6, "eval_episodes": 2, **SMALL}, marks=pytest.mark.system
         ),
         pytest.param(
             "ppo",
-            {"unroll_length": 8, "num_minibatches": 2, **IMAGES, "normalize_observations": True},
+            {"unroll_length": 8, "num_minibatches": 2, **IMAGES},
             marks=pytest.mark.system,
         ),
     ],
@@ -52,10 +52,10 @@ def test_seeds_give_the_results_of_single_runs_after_a_failure_and_a_resume(agen
     is_dqn = agent == "dqn"
     values = experiment(agent, **{"until_learner_steps": 20, "log_every": 20 if is_dqn else 150, **options})
     runs = {seed: tmp_path / f"seed-{seed}" for seed in (3, 4)}
-    outcomes, signal = run_seeds(values, runs, stop_at=90 if is_dqn else 300, callbacks=[FailsOnce()])
+    outcomes, signal = run_seeds(values, runs, stop_at=60 if is_dqn else 300, callbacks=[FailsOnce()])
     (failed,) = (seed for seed, outcome in outcomes.items() if isinstance(outcome, ValueError))
     steps = outcomes[7 - failed].env_steps
-    assert signal is None and (90 <= steps < 100 if is_dqn else 300 <= steps < 340)
+    assert signal is None and (60 <= steps < 70 if is_dqn else 300 <= steps < 340)
     outcomes, _ = run_seeds(values, runs, resume=True)
     alone = run_experiment(values, run_dir=tmp_path / "alone")  # its seed is 3
     assert (outcomes[3].env_steps, outcomes[3].learner_steps) == (alone.env_steps, 20)
