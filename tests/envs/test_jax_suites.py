@@ -26,9 +26,9 @@ CART_POLE = "gymnax:CartPole-v1"
 PUSH = 1  # a constant action with which the pole falls after about 10 steps
 
 
-def play(name: str, steps: int, env_kwargs=None, seed: int = 5):
+def play(env, steps: int, env_kwargs=None, seed: int = 5):
     """Return the timesteps [T, ...] of one environment after a reset, with the action 1."""
-    with SyncEnv(name, 1, "jax", seed=seed, env_kwargs=env_kwargs) as pool:
+    with SyncEnv(env, 1, "jax", seed=seed, env_kwargs=env_kwargs) as pool:
         timesteps = [pool.reset()] + [pool.step(np.array([PUSH])) for _ in range(steps)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *timesteps)
 
@@ -99,6 +99,22 @@ def test_jumanji_steps_equal_those_of_the_library():
     assert (types == LAST).sum() >= 4 and (discounts[types == LAST] == 0.0).all()
 
 
+def test_last_step_of_jumanji_with_a_discount_of_one_is_a_truncation():
+    needs("jumanji")
+    from jumanji.environments import Game2048
+    from jumanji.types import StepType
+
+    from rlframe.envs.jax_envs.jumanji import JumanjiEnv
+
+    class Limited(Game2048):
+        def step(self, state, action):
+            state, timestep = super().step(state, action)
+            return state, timestep.replace(step_type=jnp.where(state.step_count >= 2, StepType.LAST, StepType.MID))
+
+    types, _, discounts, _ = play(lambda: JumanjiEnv("limited", Limited()), 3)
+    assert types.tolist() == [FIRST, MID, LAST, FIRST] and discounts.tolist() == [1.0] * 4
+
+
 # Environments that rlframe refuses -> a part of the message. Sokoban and MNIST download data.
 AGENTS = "one reward to each of several agents"
 REFUSED = {
@@ -143,13 +159,15 @@ def test_installed_suites_are_listed(suite, name):
 
 
 @pytest.mark.parametrize("topology", ["fused", "single_process", "heavy_env", "light_env", "distributed", "elastic"])
-@pytest.mark.parametrize(
-    ("name", "env_kwargs"), [(CART_POLE, {"max_steps_in_episode": 5}), ("jumanji:Game2048-v1", {"board_size": 2})]
+@pytest.mark.parametrize(  # no evaluation of Game2048, which a greedy policy may never end
+    ("name", "env_kwargs", "episodes"),
+    [(CART_POLE, {"max_steps_in_episode": 5}, 1), ("jumanji:Game2048-v1", {"board_size": 3}, 0)],
+    ids=["gymnax", "jumanji"],
 )
-def test_environment_of_a_suite_trains_in_every_topology(name, env_kwargs, topology, tmp_path):
+def test_environment_of_a_suite_trains_in_every_topology(name, env_kwargs, episodes, topology, tmp_path):
     needs(name.partition(":")[0])
     engine = {"engine": "threads"} if topology in ("heavy_env", "light_env", "distributed") else {}
-    options = {"num_envs": 2, "unroll_length": 8, "network": "mlp", "network.hidden": (8,), "eval_episodes": 1}
+    options = {"num_envs": 2, "unroll_length": 8, "network": "mlp", "network.hidden": (8,), "eval_episodes": episodes}
     options |= {"num_minibatches": 2, "num_epochs": 1, "steps": 64, "env_kwargs": env_kwargs, **engine}
     result = run_experiment(make_experiment("ppo", name, topology=topology, **options), run_dir=tmp_path / "run")
-    assert result.env_steps >= 64 and result.learner_steps > 0 and result.episodes == 1
+    assert result.env_steps >= 64 and result.learner_steps > 0 and result.episodes == episodes
