@@ -7,7 +7,7 @@ On an accelerator, the rounds of all runs are one vmapped, jitted call. A call o
 that have not ended have called it. Then one thread makes the call for all:
 
     thread of seed 1: FusedDriver.advance -> SeedCalls.run ─┐
-    thread of seed 2: FusedDriver.advance -> SeedCalls.run ─┼─ SeedGroup: `run_rounds`, in one call
+    thread of seed 2: FusedDriver.advance -> SeedCalls.run ─┼─ JointSeeds: `run_rounds`, in one call
     thread of seed 3: FusedDriver.advance -> SeedCalls.run ─┘
 
 The call ends at the first end of a round at which a run has reached a limit, so each run makes the rounds of a single
@@ -89,14 +89,14 @@ class JointCall:
 
 
 class _Joining(NamedTuple):
-    """The arguments of `SeedGroup.join`."""
+    """The arguments of `JointSeeds.join`."""
 
     program: Program
     start: Start
     restored: list[np.ndarray] | None
 
 
-class SeedGroup:
+class JointSeeds:
     """The runs that make their rounds together.
 
     The thread of each run calls `join`. It must call `leave` when the run ends, in any way.
@@ -181,9 +181,9 @@ class SeedGroup:
 
 
 class SeedCalls:
-    """The calls of one run of a `SeedGroup`. See `Calls`."""
+    """The calls of one run of a `JointSeeds`. See `Calls`."""
 
-    def __init__(self, group: SeedGroup, seed: int) -> None:
+    def __init__(self, group: JointSeeds, seed: int) -> None:
         self._group, self._seed = group, seed
 
     def run(self, env_steps: int, updates: int) -> CallResult:

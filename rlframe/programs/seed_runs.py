@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Union
 
-from rlframe.device.seeds import SeedGroup
+from rlframe.device.seeds import JointSeeds
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
@@ -71,7 +71,7 @@ def run_seeds(
             "run_experiment for each seed."
         )
     _import_modules(experiment, [*_LATE_IMPORTS, *[_SERVICE] * (control_address is not None)])
-    group, callbacks = SeedGroup(run_dirs), list(callbacks)
+    group, callbacks = JointSeeds(run_dirs), list(callbacks)
     outcomes: dict[int, Outcome] = {}
     stops = {seed: StopSignal() for seed in run_dirs}
 

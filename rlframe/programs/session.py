@@ -18,7 +18,7 @@ from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.config import EnvOptions, TopologyConfig
 
 if TYPE_CHECKING:
-    from rlframe.device.seeds import SeedGroup
+    from rlframe.device.seeds import JointSeeds
     from rlframe.engines.stopping import StopSignal
     from rlframe.programs.training.profile import Profile
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Shared:
     """The objects that connect a run with the runs of other seeds in this process; see `seed_runs.py`."""
 
-    group: SeedGroup
+    group: JointSeeds
     stop: StopSignal  # receives the signals of the main thread
 
 

@@ -15,7 +15,7 @@ from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import PPO
 from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
-from rlframe.device.seeds import SeedGroup
+from rlframe.device.seeds import JointSeeds
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, StoppedError
@@ -135,7 +135,7 @@ def test_evaluations_are_compiled_once_and_use_the_newest_parameters():
 
 
 def test_runs_of_several_seeds_share_one_compiled_call():
-    env, group = Counter(length=4), SeedGroup([1, 2])
+    env, group = Counter(length=4), JointSeeds([1, 2])
     programs = [group.share(lambda: EvaluationProgram(counting_agent(), BatchedJaxEnv(env))) for _ in range(2)]
     source, options = FixedParams({"w": np.float32(0.0)}), {"seed": 0, "max_episode_length": 100}
     one, other = (DeviceEvaluator(each, env_keys(1, 2), source, 2, **options) for each in programs)

@@ -13,7 +13,7 @@ from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
 from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
-from rlframe.device.seeds import SeedGroup
+from rlframe.device.seeds import JointSeeds
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -56,7 +56,7 @@ class Evaluations:
         agent: Agent,
         learner: Any,
         seed: int | None = None,
-        group: SeedGroup | None = None,
+        group: JointSeeds | None = None,
     ) -> None:
         self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
         cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER_SYNC)
