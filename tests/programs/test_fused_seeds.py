@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
+import psutil
 import pytest
 
 from rlframe.device import seeds
@@ -79,7 +81,10 @@ def test_joint_call_waits_for_all_members_that_have_not_left():
         results[member] = [joint(member, argument, double) for argument in arguments]
         joint.leave(member)
 
-    threads = [threading.Thread(target=run, args=(name, list(range(count)))) for name, count in zip("abc", (1, 2, 4))]
+    threads = [
+        threading.Thread(target=run, args=(name, list(range(count))), daemon=True)
+        for name, count in zip("abc", (1, 2, 4))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -97,7 +102,7 @@ def test_error_of_a_joint_call_reaches_all_members():
         except KeyError as error:
             errors[member] = error
 
-    threads = [threading.Thread(target=run, args=(member,)) for member in "ab"]
+    threads = [threading.Thread(target=run, args=(member,), daemon=True) for member in "ab"]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,10 +110,14 @@ def test_error_of_a_joint_call_reaches_all_members():
     assert errors.keys() == {"a", "b"} and errors["a"] is errors["b"]
 
 
-def test_seeds_whose_replays_do_not_fit_into_memory_are_refused_together(tmp_path):
-    values = experiment("dqn", **{**DQN, "replay_capacity": 10**9})
+def test_replays_that_do_not_fit_into_memory_together_are_refused(tmp_path):
+    bytes_per_step = 4 * 4 + 1 + 3 * 4  # observation, step type, and action, reward and discount
+    capacity = int(0.7 * psutil.virtual_memory().available / bytes_per_step)  # one replay fits, but two do not
+    values = experiment("dqn", **{**DQN, "replay_capacity": capacity})
     outcomes, _ = run_seeds(values, {seed: tmp_path / str(seed) for seed in (1, 2)})
-    assert all("of device memory" in str(outcome) for outcome in outcomes.values())
+    for outcome in outcomes.values():
+        needed = float(re.match(r"The replay needs (\d+.\d) GiB of device memory", str(outcome))[1])
+        assert needed * 2**30 == pytest.approx(2 * capacity * bytes_per_step, rel=0.01)
     assert not any((tmp_path / str(seed)).exists() for seed in (1, 2))
 
 
