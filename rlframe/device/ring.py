@@ -244,11 +244,12 @@ class StepRing:
         weights = ring.weights
         if self._tree is not None:
             envs = jnp.arange(self._num_envs)
-            weights = self._tree.set(weights, next_row * self._num_envs + envs, jnp.zeros(self._num_envs))
             leaf = ring.highest**self._spec.priority_exponent
+            leaves, values = [next_row * self._num_envs + envs], [jnp.zeros(self._num_envs)]
             for back, mask in complete:
-                leaves = (ring.head - back) % self.rows * self._num_envs + envs
-                weights = self._tree.set(weights, leaves, jnp.where(mask, leaf, weights[0][leaves]))
+                leaves.append((ring.head - back) % self.rows * self._num_envs + envs)
+                values.append(jnp.where(mask, leaf, weights[0][leaves[-1]]))
+            weights = self._tree.set(weights, jnp.concatenate(leaves), jnp.concatenate(values))
         count = jnp.stack([jnp.count_nonzero(mask) for _, mask in complete]).sum().astype(jnp.int32)
         inserted = jnp.minimum(ring.inserted + count, self._spec.min_size)
         beyond = count - (inserted - ring.inserted)  # items after the first `min_size`

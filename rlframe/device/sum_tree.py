@@ -30,7 +30,10 @@ class DeviceSumTree:
         return [jnp.zeros(size, jnp.float32) for size in self._sizes]
 
     def set(self, levels: Levels, leaves: jax.Array, values: jax.Array) -> Levels:
-        """Set the leaves ([n] int) to `values` [n], and compute their sums."""
+        """Set the leaves ([n] int) to `values` [n], and compute their sums.
+
+        Make one call for all leaves: XLA copies the whole tree if it is read between two calls.
+        """
         levels = [levels[0].at[leaves].set(values), *levels[1:]]
         nodes = leaves
         for depth in range(1, len(levels)):
@@ -53,7 +56,9 @@ class DeviceSumTree:
             # Rounding can leave a mass that is at least the sum. Then take the last child that is not 0.
             is_beyond = sums <= jnp.minimum(mass[:, None], jnp.nextafter(sums[:, -1:], jnp.float32(0.0)))
             child = jnp.count_nonzero(is_beyond, axis=1).astype(jnp.int32)
-            before = jnp.take_along_axis(sums - values, child[:, None], axis=1)[:, 0]
+            value, before = (
+                jnp.take_along_axis(each, child[:, None], axis=1)[:, 0] for each in (values, sums - values)
+            )
             mass = jnp.maximum(mass - before, 0.0)
             nodes = nodes * _FANOUT + child
-        return nodes, levels[0][nodes] / total
+        return nodes, value / total
