@@ -146,6 +146,7 @@ def test_evaluator_rejects_inferencer_without_refresh():
         Evaluator(CountingEnv(), OnlyInference(), episodes=1).evaluate()
 
 
+@pytest.mark.system
 def test_node_outside_a_program_is_rejected_with_the_fix():
     needs("launchpad")
     import launchpad as lp

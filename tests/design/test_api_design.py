@@ -163,7 +163,10 @@ class Rows(list):
         self.append((step, values))
 
 
-@pytest.mark.parametrize("type", ["single env", "thread", pytest.param("process", marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "type",
+    [pytest.param("single env", marks=pytest.mark.system), "thread", pytest.param("process", marks=pytest.mark.system)],
+)
 def test_single_process_program_in_the_design_document_runs(type):
     env_builder = an_env if type == "single env" else functools.partial(a_pool, type)
 

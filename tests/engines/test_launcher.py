@@ -28,6 +28,7 @@ def test_program_ends_when_its_client_ends():
     assert "[server] server stops" in lines
 
 
+@pytest.mark.system
 def test_first_output_line_warns_about_ports_open_on_all_interfaces():
     process = start("wait")
     assert process.stderr is not None

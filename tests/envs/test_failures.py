@@ -299,6 +299,7 @@ def test_builder_that_cannot_be_pickled_is_refused():
         SyncEnv(lambda: (lock, ScriptedEnv())[1], 2, "process")
 
 
+@pytest.mark.system
 def test_interrupted_pool_raises_at_the_next_step():
     with SyncEnv(functools.partial(FaultyEnv, "hang", 2), 4, "process", num_workers=2) as pool:
         pool.reset()

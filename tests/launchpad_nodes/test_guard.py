@@ -314,6 +314,7 @@ def test_program_ends_if_its_learner_gets_no_data_within_the_timeout(start: Star
     assert re.search(named, program.output()), program.output()
 
 
+@pytest.mark.system
 def test_output_in_a_file_names_the_failed_node(start: Start, tmp_path: pathlib.Path):
     program = start(RLFRAME_PROGRAM.format(timeout=1.0, added="pass"), redirect=True)
     assert program.ends_within(120.0) not in (0, None)

@@ -161,7 +161,7 @@ def test_restore_raises_if_the_server_restarted_without_its_items(own_process: A
         assert other.claim_rank(4) == (1, 0)  # the first buffer has registered its claim of rank 0 with the new server
 
 
-@pytest.mark.parametrize("silent", ["no answer", "no listener"])
+@pytest.mark.parametrize("silent", ["no answer", pytest.param("no listener", marks=pytest.mark.system)])
 def test_error_contains_the_address_of_a_server_that_never_answers(silent: str) -> None:
     needs("reverb")
     connection.import_reverb()  # import TensorFlow before the test measures time

@@ -67,6 +67,7 @@ def test_next_run_uses_changed_files_in_any_working_directory(tmp_path, monkeypa
     assert result.env_steps == 128 and list((tmp_path / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.system
 def test_default_run_directory_is_in_the_initial_working_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     write(tmp_path, 1, 1, "b")

@@ -400,6 +400,7 @@ def test_table_of_rollouts_contains_only_the_newest_groups(model, per_group, tex
     assert [text for text, _ in asyncio.run(run())] == texts
 
 
+@pytest.mark.system
 def test_environment_ends_after_many_failures_in_a_row(url, model):
     class Hopeless(Failing):
         fails_before = 10**9
