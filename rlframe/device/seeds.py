@@ -97,7 +97,7 @@ class _Joining(NamedTuple):
 
 
 class JointSeeds:
-    """The runs that make their rounds together.
+    """The runs that share jitted functions, and on an accelerator make their rounds in one call.
 
     The thread of each run calls `join`. It must call `leave` when the run ends, in any way.
 

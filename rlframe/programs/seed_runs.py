@@ -1,6 +1,7 @@
-"""`run_seeds`: the runs of several seeds in one process, in one vmapped call, for the topology `fused`.
+"""`run_seeds`: the runs of several seeds in one process, for the topology `fused`.
 
-Each run is a complete `run_experiment` in its own thread. `rlframe/device/seeds.py` joins their calls.
+Each run is a complete `run_experiment` in its own thread. They share their jitted functions, and on an accelerator their
+calls; see `rlframe/device/seeds.py`.
 """
 
 from __future__ import annotations
