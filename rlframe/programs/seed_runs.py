@@ -1,7 +1,7 @@
 """`run_seeds`: the runs of several seeds in one process, for the topology `fused`.
 
-Each run is a complete `run_experiment` in its own thread. They share their jitted functions, and on an accelerator their
-calls; see `rlframe/device/seeds.py`.
+Each run is a complete `run_experiment` in its own thread. They share jitted functions, and on an accelerator
+also calls; see `rlframe/device/seeds.py`.
 """
 
 from __future__ import annotations
