@@ -36,6 +36,7 @@ _PUBLIC = {
     "ReverbReplayBuffer": "rlframe.replay.reverb",
     "SharedMemReplayBuffer": "rlframe.replay",
     "SyncEnv": "rlframe.envs",
+    "check_env": "rlframe.programs.env_check.check",
     "evaluate": "rlframe.programs.policies.evaluation",
     "export": "rlframe.programs.policies.exported",
     "launch": "rlframe.engines.launchpad",

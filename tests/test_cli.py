@@ -151,7 +151,7 @@ def test_option_config_loads_a_config_that_other_options_change(trained):
         ("envs NoSuchThing", "No environment has 'NoSuchThing' in its name."),
         (
             "trian",
-            "there are train, sweep, evaluate, plot, envs, agents, serve, "
+            "there are train, sweep, evaluate, plot, check-env, envs, agents, serve, "
             "status, scale, pause, unpause, stop, bench. Did you mean 'train'?",
         ),
     ],

@@ -32,6 +32,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "rlframe"
 COMMANDS = (
     "evaluate",
     "plot",
+    "check-env",
     "envs",
     "agents",
     "serve trajectories",
@@ -73,7 +74,7 @@ def commands() -> Inventory:
     scripts = metadata.entry_points(group="console_scripts")
     found = {
         "programs": [each.name for each in scripts if each.value.startswith("rlframe.")],
-        "commands": re.findall(r"^  rlframe (\w+)", shown("--help"), re.MULTILINE),
+        "commands": re.findall(r"^  rlframe ([\w-]+)", shown("--help"), re.MULTILINE),
         "services": re.findall(r"^  (\w+)", shown("serve", "--help"), re.MULTILINE),
     }
     by_flag: dict[str, list[str]] = collections.defaultdict(list)

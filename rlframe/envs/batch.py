@@ -90,10 +90,10 @@ class SyncEnv(PoolWrapper):
         self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
 
     @classmethod
-    def from_env(cls, env: Any, *, seed: int = 0) -> SyncEnv:
+    def from_env(cls, env: Any, *, seed: int = 0, check_finite: bool = True) -> SyncEnv:
         """Return a pool of size 1 with an existing environment."""
         pool = cls.__new__(cls)
-        pool._attach(LoopPool(EnvGroup([wrap(env)], [env_seed(seed, 0)], 0)))
+        pool._attach(LoopPool(EnvGroup([wrap(env)], [env_seed(seed, 0)], 0)), check_finite=check_finite)
         return pool
 
     def reset(self) -> TimeStep:

@@ -60,7 +60,7 @@ class WorkerProcesses(abc.ABC):
         self._connections: list[Connection] = []
         self._finalizer = weakref.finalize(self, _shut_down, self.processes, self._connections, descriptor, None)
         try:
-            self._start(_pickle(builder), is_sync, descriptor)
+            self._start(pickle_builder(builder), is_sync, descriptor)
         except BaseException:
             self.close()
             raise
@@ -166,7 +166,8 @@ def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
     )
 
 
-def _pickle(builder: Any) -> bytes:
+def pickle_builder(builder: Any) -> bytes:
+    """Pickle a `names.Builder` for a worker process. Raise UsageError if this is not possible."""
     try:
         return snapshot.dumps(builder, builder.code)
     except Exception as error:
