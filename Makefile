@@ -28,8 +28,13 @@ find = $(shell for v in $(1); do for p in python3.$$v python3 python $(2); do \
 PYTHON ?= $(or $(call find,10),$(call find,13 12 11))
 PYENV := "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.$$v.*/bin/python
 
+# The documentation site is built with the newest Python here, without Launchpad and Reverb.
+DOCS_VENV ?= .venv-docs
+DOCS := $(DOCS_VENV)/.rlframe-docs
+DOCS_PYTHON ?= $(or $(call find,13 12 11,$(PYENV)),$(PYTHON))
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system test-learning test-compat test-jax-suites compat chromium newest results results-long lint format bench clean
+.PHONY: help setup demo test test-system test-learning test-compat test-jax-suites compat chromium docs newest results results-long lint format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -48,7 +53,7 @@ test: $(ALL) ## the tests (PYTEST_ARGS= adds options)
 test-system: $(ALL) ## the tests that run whole programs
 	$(BIN)/python -m pytest -m system $(PYTEST_ARGS)
 
-test-learning: $(ALL) ## two scripts of one process and four of the runs of docs/engines.md must solve CartPole
+test-learning: $(ALL) ## two scripts of one process and four of the runs of docs/project/results-engines.md must solve CartPole
 	$(BIN)/python -m pytest -m system tests/programs/test_learning.py \
 		'tests/test_examples.py::test_single_process_script_learns[single_process]' \
 		'tests/test_examples.py::test_callback_stops_a_solved_run_in_every_topology[single_process]' $(PYTEST_ARGS)
@@ -72,7 +77,7 @@ chromium: ## install Chromium, in which the live page is tested, where we are ro
 	  timeout 60 apt-get update -qq >/dev/null && timeout 240 apt-get install -qq -y --no-install-recommends chromium >/dev/null; \
 	} || echo 'rlframe: Chromium cannot be installed here; the tests of the live page will be skipped.' >&2
 
-results: $(ALL) ## train what docs/results.md lacks, and write it (RESULTS_ARGS= adds options; about 16 hours in all)
+results: $(ALL) ## train what docs/project/results.md lacks, and write it (RESULTS_ARGS= adds options; about 16 hours in all)
 	$(BIN)/python -m benchmarks.results $(RESULTS_ARGS)
 
 results-long: $(ALL) ## the same, and SAC on HalfCheetah for a million steps, and MinAtar (needs the extra gymnax)
@@ -85,6 +90,11 @@ lint: $(ALL) ## ruff, mypy, the layers of the design, and plain English
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.plain_english
 
+docs: $(DOCS) ## the documentation site, in build/docs; every notebook runs, and a warning is an error
+	PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" $(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -j 2 -b html docs build/docs
+	@$(DOCS_VENV)/bin/python docs/pages.py | tail -n 1
+	@echo "The site is in build/docs/index.html."
+
 format: $(ALL) ## let ruff lay the code out
 	$(BIN)/ruff check --fix-only --select I .
 	$(BIN)/ruff format .
@@ -95,8 +105,8 @@ bench: $(ALL) ## this project and its peers, side by side
 newest: # the newest supported Python after 3.10 of this machine; nothing where there is none
 	@echo $(call find,13 12 11,$(PYENV))
 
-clean: ## remove .venv, .venv-modern, .venv-compat, .venv-suites and what tools cached
-	rm -rf $(VENV) .venv-modern $(COMPAT_VENV) $(SUITES_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+clean: ## remove .venv, .venv-modern, .venv-compat, .venv-docs, .venv-suites and what tools cached
+	rm -rf $(VENV) .venv-modern $(COMPAT_VENV) $(DOCS_VENV) $(SUITES_VENV) build docs/_generated docs/reference/api *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # uv takes a tenth of pip's time; where it is not on the path, pip puts it into the environment first.
 UV_INTO = uv=$$(uv --version >/dev/null 2>&1 && echo uv || echo $(1)/uv); \
@@ -104,7 +114,7 @@ UV_INTO = uv=$$(uv --version >/dev/null 2>&1 && echo uv || echo $(1)/uv); \
 	"$$uv" pip install -q --python $(1)/python
 
 # The exact versions that are tested.
-install = $(call UV_INTO,$(BIN)) -e '.[$(1)]' -c constraints/$$($(BIN)/python -c \
+install = $(call UV_INTO,$(1)) -e '.[$(2)]' -c constraints/$$($(1)/python -c \
 	'import sys; print("py310" if sys.version_info[:2] == (3, 10) else "modern")').txt
 
 LEFT_OUT = $(BIN)/python -c 'import sys; v = sys.version_info[1]; v > 10 and \
@@ -119,12 +129,12 @@ $(CORE): setup.py constraints/py310.txt constraints/modern.txt
 	  echo 'rlframe: PYTHON=$(PYTHON) does not start, or is not Python 3.10 to 3.13.' >&2; exit 1; }
 	@echo "Setting up $(VENV): the core (half a minute, 1.2 GB)."
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(call install,gymnasium)
+	@$(call install,$(BIN),gymnasium)
 	@touch $@
 
 $(ALL): $(CORE)
 	@echo "Setting up $(VENV): every extra, the tests and the linters (half a minute, 2.2 GB more)."
-	@$(call install,all)
+	@$(call install,$(BIN),all)
 	@touch $@
 
 # Its tokenizers are used as transformers 4 had them. No model runs, so PyTorch is not needed.
@@ -142,4 +152,10 @@ $(SUITES_VENV)/%/.rlframe: setup.py constraints/%.txt
 	@echo "Setting up $(@D): the core, one suite and pytest (half a minute, 1.4 GB)."
 	@"$(if $(findstring py310,$*),$(call find,10),$(call find,13 12 11,$(PYENV)))" -m venv --clear $(@D)
 	@$(call UV_INTO,$(@D)/bin) -e '.[$(firstword $(subst -, ,$*))]' pytest pytest-timeout -c constraints/$*.txt
+	@touch $@
+
+$(DOCS): setup.py constraints/py310.txt constraints/modern.txt
+	@echo "Setting up $(DOCS_VENV), which builds the documentation (1.4 GB)."
+	@"$(DOCS_PYTHON)" -m venv $(DOCS_VENV)
+	@$(call install,$(DOCS_VENV)/bin,docs)
 	@touch $@

@@ -83,6 +83,17 @@ EXTRAS["all"] = sorted({requirement for requirements in EXTRAS.values() for requ
 # Not in `all`, because each one limits the versions of other packages. For example, gymnax 1.0 needs jax < 0.12.
 EXTRAS["gymnax"] = [f"gymnax==0.0.9; {REFERENCE}", f"gymnax>=1.0.1; {MODERN}", "six"]  # gymnax does not declare six
 EXTRAS["jumanji"] = ["jumanji>=1.1.2"]
+# The documentation site (`make docs`), with the extras whose packages its pages import.
+EXTRAS["docs"] = sorted(
+    {
+        *("furo", "ipykernel", "myst-nb", "sphinx", "sphinx-copybutton", "sphinx-design", "sphobjinv"),
+        *(
+            requirement
+            for extra in ("gymnasium", "trajectories", "envs", "lm", "sweep")
+            for requirement in EXTRAS[extra]
+        ),
+    }
+)
 EXTRAS["gpu"] = EXTRAS["cuda"] = ["jax[cuda12]"]  # not in `all`: it needs an NVIDIA driver to be of use
 
 setup(

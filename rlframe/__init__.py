@@ -11,7 +11,7 @@ Shared by packages:  types (TimeStep, Batch), errors, retry (backoff), compilati
 User code and setup: user_code (files that users name), extras (optional packages, lazy imports), streams (stdout),
                      testing (checks for users' classes)
 
-docs/architecture.md lists the files and their contents.
+docs/project/architecture.md lists the files and their contents.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 JAX before 0.6 has two CPU runtimes. With the older one, a small network acts in two thirds of the time and trains twice
 as fast. But the older runtime can crash the process: it passes large matrix products to oneDNN, which crashes for some
 shapes. So `jit` uses XLA's default runtime, except for functions that are safe and faster with the older one. The
-measurements are in docs/performance.md.
+measurements are in docs/project/speed.md.
 
 Later versions of JAX have only the newer runtime. It is slow for small functions, because it splits each call between
 threads. For these versions, `jit` selects the memory-optimized scheduler, which runs the parts one after another.

@@ -1,4 +1,4 @@
-"""Test that imports have no cycles, and that the diagram in docs/architecture.md shows the imports between packages.
+"""Test that imports have no cycles, and that the diagram in docs/project/architecture.md shows the imports between packages.
 
 `python -m tests.test_architecture` updates the diagram.
 """
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE = ROOT / "docs/architecture.md"
+PAGE = ROOT / "docs/project/architecture.md"
 _DIAGRAM = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 
 # Boxes of the diagram: package or subpackage -> text about its contents. All other files belong to the box "basics".

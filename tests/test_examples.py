@@ -176,7 +176,7 @@ def test_language_model_learns_with_separately_started_services(tmp_path: pathli
     ]
     assert len(rewards) == 100
     # The reward's noise is 0.05 for single updates, and 0.01 for means of 20 updates. In 200 updates, the reward
-    # increases by 0.12 to 0.31 (docs/results.md).
+    # increases by 0.12 to 0.31 (docs/project/results.md).
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.03, rewards
 
 

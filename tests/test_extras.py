@@ -14,7 +14,7 @@ from rlframe.errors import UsageError
 from tests import hiding
 from tests.extras import NOT_IN_ALL, needs
 
-NOT_IMPORTED = {"all", "cuda", "gpu", "lint", "test"}  # extras whose packages rlframe does not import
+NOT_IMPORTED = {"all", "docs", "cuda", "gpu", "lint", "test"}  # extras whose packages rlframe does not import
 PACKAGE = pathlib.Path(rlframe.__file__).parent
 
 

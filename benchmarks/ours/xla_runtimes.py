@@ -3,7 +3,7 @@
 `suits_older_runtime` in `rlframe/compilation.py` is based on these figures. Acting is a call of one network (two
 layers, four outputs) from numpy to numpy: microseconds, minimum of five turns. Learning is an update of two networks
 (17 inputs, two layers, one output) with Adam, as one call and as sixteen updates in a scan: milliseconds per update,
-medians of five turns. Prints the two tables of docs/performance.md, or the named one.
+medians of five turns. Prints the two tables of docs/project/speed.md, or the named one.
 
 python -m benchmarks.ours.xla_runtimes [acting|learning]
 """

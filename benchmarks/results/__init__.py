@@ -1,1 +1,1 @@
-"""Learning results: trains all runs of docs/results.md with the command line, and writes the page. `make results`."""
+"""Learning results: train all runs of docs/project/results.md with the command line, and write it (`make results`)."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.results [NAME...]` trains missing runs, then writes docs/results.md."""
+"""`python -m benchmarks.results [NAME...]` trains missing runs, then writes docs/project/results.md."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def main() -> None:
     tasks: dict[str, Task | LanguageTask] = {task.name: task for task in (*TASKS, *language.TASKS)}
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.results",
-        description="Train the runs of docs/results.md that have no record yet, and write the page. An interrupted run "
-        "is resumed.",
+        description="Train the runs of docs/project/results.md that have no record yet, and write the page. An "
+        "interrupted run is resumed.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"tasks: {', '.join(tasks)} (default: all)")
     parser.add_argument("--seeds", help="only these seeds of each task: 1,2 or 101-105")

@@ -1,4 +1,4 @@
-"""Records of finished runs: one small file per run, stored in git. docs/results.md is generated from them."""
+"""Records of finished runs: one small file per run, stored in git. docs/project/results.md is generated from them."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Program:
         spec = agent.replay_spec
         replay = UnrollQueue(spec, num_envs) if spec.kind == "queue" else StepRing(spec, num_envs)
         self.rounds = Rounds(agent, envs, replay, num_envs, clip_rewards)
-        # On a CPU, the gradient of a convolution takes many times as long inside a loop (docs/performance.md).
+        # On a CPU, the gradient of a convolution takes many times as long inside a loop (docs/project/speed.md).
         self.in_parts = has_images(agent.observation_spec) and jax.default_backend() == "cpu"
         self.run: Callable[[Carry, CallLimits], Carry]
         if self.in_parts:

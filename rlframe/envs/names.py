@@ -73,7 +73,7 @@ def backend(name: str) -> str:
 
 
 # Maximum number of environments for which a loop over Gymnasium's environments is faster than EnvPool. EnvPool wakes a
-# thread, which takes 60 us and displaces data from the CPU caches (docs/performance.md).
+# thread, which takes 60 us and displaces data from the CPU caches (docs/project/speed.md).
 _LOOP_IS_FASTER = {
     "CartPole-v0": 8,
     "CartPole-v1": 8,

@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc for a learner's process. docs/performance.md has the measurements.
+"""Settings of glibc's malloc for a learner's process. docs/project/speed.md has the measurements.
 
 `use_one_arena`: By default, glibc splits the memory of a process into arenas, up to 8 per core. An arena keeps the
 memory that its threads freed, and threads of other arenas cannot use this memory. Orbax starts about 19 threads for

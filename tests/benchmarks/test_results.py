@@ -1,4 +1,4 @@
-"""Tests of the page with learning results (docs/results.md), and of the records from which it is written."""
+"""Tests of the page with learning results (docs/project/results.md), and of the records from which it is written."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ RESULT = {
 @pytest.fixture
 def temporary_results(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Redirect the runs, the records and the page to `tmp_path`, with one task of each kind."""
+    (tmp_path / "docs/project").mkdir(parents=True)
     monkeypatch.setattr(runs, "ROOT", tmp_path)
     monkeypatch.setattr(records, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(page, "PAGE", tmp_path / "docs/results.md")
+    monkeypatch.setattr(page, "PAGE", tmp_path / "docs/project/results.md")
     monkeypatch.setattr(page, "IMAGES", tmp_path / "docs/images")
     for module in (page, command):
         monkeypatch.setattr(module, "TASKS", (TASK,))
@@ -137,14 +138,14 @@ def test_page_shows_every_seed_and_the_picture(temporary_results):
     write_record(1, {50: 5.0, 100: 10.5})
     write_record(3, {50: 5.0, 100: 9.0}, sessions=2)
     page.write()
-    text = (temporary_results / "docs/results.md").read_text()
+    text = (temporary_results / "docs/project/results.md").read_text()
     assert "| 1 | 100 | 1 min 5 s | 1,234 | 7.8 | 10.5 ± 0.2 | 100 |" in text
     assert "| 3 | 100 | 1 min 5 s, 2 sessions | 1,234 | 7.0 | 9.0 ± 0.2 | never |" in text
     assert "| [PPO on Toy-v0](#ppo-on-toy-v0) | 10 | 7.4 | 7.8; 7.0 | 100 steps | 1 min 5 s |" in text
     assert "| 2 of 3 seeds so far |" in text
     assert "Machine: 2 cores, AMD EPYC, no accelerator. python 3.10.13, jax 0.5.3. 2026-01-02, commit abc1234." in text
     assert "load average" not in text
-    assert "![PPO on Toy-v0: returns over environment steps](images/results-toy.png)" in text
+    assert "![PPO on Toy-v0: returns over environment steps](../images/results-toy.png)" in text
     assert (temporary_results / "docs/images/results-toy.png").is_file()
     write_record(2, {50: 5.0, 100: 30.0}, load=4.2, beside="2 runs at once", note="By hand.")
     assert page.text().count("| yes |") == 1
@@ -286,7 +287,7 @@ def test_run_with_a_record_is_not_trained_again(program, monkeypatch):
     record = records.read(Record, "toy", 1)
     assert (record.env_steps, record.return_mean, record.return_std, record.sessions) == (100, 11.0, 2.0, 1)
     assert record.evaluations == [[60, 5.0, 0.5]] and record.training == [[30, 1.0, 2]]
-    assert "| 1 of 3 seeds so far |" in (program / "docs/results.md").read_text()
+    assert "| 1 of 3 seeds so far |" in (program / "docs/project/results.md").read_text()
     assert record.config == {"agent": "ppo", "env": "Toy-v0", "num_envs": 8}
     assert record.beside == "1 of JAX's threads each"
     assert record.command == "rlframe train --agent ppo --env Toy-v0 --steps 100 --eval-every 10 --seed 1"

@@ -1,4 +1,4 @@
-"""Presets solve CartPole in four rows (engine, topology, agent) of the table in docs/engines.md."""
+"""Presets solve CartPole in four rows (engine, topology, agent) of the table in docs/project/results-engines.md."""
 
 from __future__ import annotations
 

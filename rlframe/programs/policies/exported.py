@@ -34,15 +34,15 @@ def export(
     `jax.export.deserialize(file.read_bytes()).call(observation, begins, state, seed)` returns (action, state), for any
     number B of environments. The policy acts without exploration.
 
-    observation: [B, ...], observations of the environments: dicts and tuples as in the space, dtypes of at most 32
-        bits, float16 as float32.
-    begins: [B] bool, True for environments at the start of an episode.
-    state: list of arrays [B, ...], the state from the previous call. Its values do not matter at the start of an
-        episode. The list is empty for an agent without recurrent state and without frame stacking.
-    seed: [] uint32, seed for agents that draw random numbers. Use a new seed in each call.
-    action: [B, ...], actions for the environments, with dtypes of at most 32 bits. For an observation outside its
-        space, the action is NaN or the smallest integer (unsigned: the largest), because a compiled function cannot
-        raise errors.
+    - `observation`: [B, ...], observations of the environments: dicts and tuples as in the space, dtypes of at most 32
+      bits, float16 as float32.
+    - `begins`: [B] bool, True for environments at the start of an episode.
+    - `state`: list of arrays [B, ...], the state from the previous call. Its values do not matter at the start of an
+      episode. The list is empty for an agent without recurrent state and without frame stacking.
+    - `seed`: [] uint32, seed for agents that draw random numbers. Use a new seed in each call.
+    - `action`: [B, ...], actions for the environments, with dtypes of at most 32 bits. For an observation outside its
+      space, the action is NaN or the smallest integer (unsigned: the largest), because a compiled function cannot
+      raise errors.
 
     Args:
         run_dir, checkpoint, agent, network: as for `load`.

@@ -28,7 +28,7 @@ REVERSE = Preset(
         # After this warm-up, some answers of every length are correct. With a warm-up learning rate of 7e-4, the model
         # solves half of the held-out strings but almost none of the longest, and GRPO takes several times as long.
         **settings(
-            "our experiments with one seed; see docs/results.md for three other seeds",
+            "our experiments with one seed; see docs/project/results.md for three other seeds",
             agent__model=SMALL,
             agent__learning_rate=3e-4,
             agent__learning_rate_rise=20,
@@ -47,7 +47,7 @@ GUESS = Preset(
     fields={
         **LOSS,
         **settings(
-            "our experiments, with other seeds than docs/results.md",
+            "our experiments, with other seeds than docs/project/results.md",
             agent__model=SMALL,
             agent__learning_rate=1e-3,
             agent__learning_rate_rise=20,
