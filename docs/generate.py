@@ -133,7 +133,7 @@ def api_page(package: str) -> str:
             lines += [f"- {{py:obj}}`{name} <{other}.{name}>`", ""]
             continue
         is_ours = (getattr(value, "__module__", None) or "").startswith("rlframe")
-        if not is_ours or not inspect.isclass(value) and not inspect.isfunction(value):
+        if not is_ours or (not inspect.isclass(value) and not inspect.isfunction(value)):
             lines += ["```{eval-rst}", f".. py:data:: {package}.{name}", "", f"   {comments.get(name, '')}", "```", ""]
             continue
         kind = "function" if inspect.isfunction(value) else "exception" if issubclass(value, Exception) else "class"

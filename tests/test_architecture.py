@@ -1,4 +1,4 @@
-"""Test that imports have no cycles, and that the diagram in docs/project/architecture.md shows the imports between packages.
+"""Test that imports have no cycles, and that the diagram of docs/project/architecture.md shows them.
 
 `python -m tests.test_architecture` updates the diagram.
 """
