@@ -40,6 +40,25 @@ MODULES = {
     "trackio": ("trackio",),
 }
 
+# Extra -> the commands and options that need it. `rlframe doctor` shows them.
+USES = {
+    "gymnasium": "--env NAME of Gymnasium, evaluate --video",
+    "box2d": "--env LunarLander-v3",
+    "dm_control": "--env dm_control:NAME",
+    "gymnax": "--env gymnax:NAME",
+    "jumanji": "--env jumanji:NAME",
+    "launchpad": "train --engine launchpad",
+    "reverb": "train --replay reverb",
+    "ray": "train --engine ray, several machines",
+    "trajectories": "train --topology elastic, --http, scale, pause, serve, --agent grpo",
+    "envs": "environments of language models, --agent grpo",
+    "lm": "published language models",
+    "tokenizers": "serve trajectories --tokenizer",
+    "sweep": "sweep",
+    "wandb": "train --wandb",
+    "trackio": "train --trackio",
+}
+
 # Extra -> (M, alternative): its package has wheels up to Python 3.M. Messages name the alternative for later versions.
 LAST_PYTHON = {
     "launchpad": (10, "--engine local, on one machine"),
@@ -138,13 +157,17 @@ def missing_extra_error(by: str, *extras: str, otherwise: str = "") -> UsageErro
     """Return an error that says which option needs these extras and how to install them."""
     gone = [extra for extra in extras if not has_wheel(extra)]
     several = len(gone or extras) > 1
-    sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}"
-    if gone:
+    have = f", which {'have no wheels' if several else 'has no wheel'} for Python 3.{_MINOR}" if gone else ""
+    sentence = f"{by} needs the extra{'s' * several} {_listed(gone or extras)}{have}: {how_to_install(*extras)}"
+    return UsageError(sentence if gone or not otherwise else f"{sentence}, {otherwise}")
+
+
+def how_to_install(*extras: str) -> str:
+    """Return the command that installs extras. If one has no wheel for this Python, return the alternatives."""
+    if gone := [extra for extra in extras if not has_wheel(extra)]:
         last = min(LAST_PYTHON[extra][0] for extra in gone)
-        instead = "; or ".join(LAST_PYTHON[extra][1] for extra in gone)
-        have = "which have no wheels" if several else "which has no wheel"
-        return UsageError(f"{sentence}, {have} for Python 3.{_MINOR}: use Python 3.{last}, or instead {instead}")
-    return UsageError(f"{sentence}: pip install 'rlframe[{','.join(extras)}]'{otherwise and ', '}{otherwise}")
+        return f"use Python 3.{last}, or instead {'; or '.join(LAST_PYTHON[extra][1] for extra in gone)}"
+    return f"pip install 'rlframe[{','.join(extras)}]'"
 
 
 def _listed(names: Sequence[str]) -> str:

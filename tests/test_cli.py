@@ -152,7 +152,7 @@ def test_option_config_loads_a_config_that_other_options_change(trained):
         (
             "trian",
             "there are train, sweep, evaluate, plot, check-env, envs, agents, serve, "
-            "status, scale, pause, unpause, stop, bench. Did you mean 'train'?",
+            "status, scale, pause, unpause, stop, doctor, bench. Did you mean 'train'?",
         ),
     ],
 )

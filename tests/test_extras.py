@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -130,13 +131,24 @@ def test_needs_skips_a_test_for_missing_packages_but_not_for_broken_packages(pac
 
 def test_extras_table_matches_setup_py():
     of_setup = hiding.setup_arguments()["extras_require"]
-    assert set(extras.MODULES) == set(of_setup) - NOT_IMPORTED
+    assert set(extras.MODULES) == set(extras.USES) == set(of_setup) - NOT_IMPORTED
     for extra, modules in extras.MODULES.items():
         if not extras.has_wheel(extra) or extra in NOT_IN_ALL:
             continue
         assert set(of_setup[extra]) <= set(of_setup["all"]), extra
         needs(extra)
         assert set(modules) <= hiding.visible((extra,)), extra
+
+
+def test_extras_page_names_every_extra():
+    page = (PACKAGE.parent / "docs/howto/extras.md").read_text()
+    table, versions = page.split("## Python versions")
+    of_commands = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*\|(.*)\|$", table, re.MULTILINE))))
+    assert of_commands == {*extras.MODULES, "gpu"}
+    for minors, missing in re.findall(r"^\| (3\..*?) \| (.*) \|$", versions, re.MULTILINE):
+        for minor in re.findall(r"3\.(\d+)", minors):
+            gone = {extra for extra, (last, _) in extras.LAST_PYTHON.items() if last < int(minor)}
+            assert set(re.findall(r"`(\w+)`", missing)) == gone
 
 
 def test_every_import_belongs_to_the_core_or_an_extra():

@@ -120,6 +120,8 @@ CORE = [
     Call("plot RUN"),
     Call("envs CartPole"),
     Call("agents"),
+    Call("check-env CartPole-v1 --num-envs 64 --seconds 0.1"),
+    Call("doctor"),
     Call("bench --list"),
     *(
         Call(f"import rlframe.{package}")
@@ -284,7 +286,7 @@ def run_for_real(line: str, folder, *names: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# Commands that must work if only the extras that README.md names for them are installed.
+# Commands that must work if only the extras that docs/howto/extras.md names for them are installed.
 WORKS = [
     *(call for call in TOPOLOGIES if "--replay reverb" not in call.line or "heavy_env" in call.line),
     training("--topology light_env --engine threads"),
@@ -299,6 +301,6 @@ WORKS = [
 
 @pytest.mark.system
 @pytest.mark.parametrize("call", WORKS, ids=str)
-def test_extras_that_the_readme_names_are_sufficient(tmp_path, trained, call):
+def test_extras_that_the_page_names_are_sufficient(tmp_path, trained, call):
     needs(*call.needs)
     run_for_real(call.line.replace("RUN", str(trained)), tmp_path, *call.needs)

@@ -42,6 +42,7 @@ COMMANDS = (
     "pause",
     "unpause",
     "stop",
+    "doctor",
     "bench",
 )
 # Modules from which users import names. All other modules are internal.

@@ -37,6 +37,7 @@ COMMANDS = {
     "pause": Command("run_control:pause", "pause a run with the elastic topology"),
     "unpause": Command("run_control:unpause", "continue a paused run"),
     "stop": Command("run_control:stop", "save and end a run; rlframe train --resume continues it"),
+    "doctor": Command("doctor:run", "show what works on this machine, and what to install for the rest"),
     "bench": Command("finished_runs:bench", "compare the speed of rlframe and other libraries"),
 }
 
