@@ -87,10 +87,10 @@ def _act_with_trained_policy(agent: Agent, learner: Learner, env: SyncEnv) -> No
     source.publish(version, PackedParams.of(params))
     policy = TrainedPolicy(agent, Codec.of_specs(agent.observation_spec, agent.action_spec), source)
     observation = env.reset().observation
-    for greedy in (True, False):
+    for explore in (False, True):
         for each in (observation[0], observation, observation[0]):
             policy.reset()
-            policy.act(each, greedy=greedy)
+            policy.act(each, explore=explore)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
 from rlframe.metrics.curves import plus_minus
 
-_EVALUATE = "Play episodes with the latest checkpoint of a run, without exploration."
+_EVALUATE = "Play episodes with a checkpoint of a run, without exploration."
 _PLOT = (
     "Draw the learning curves of runs, one panel per environment. Runs that differ only by their seed become one line. "
     "With four or more seeds, the line is the interquartile mean and the band is its 95% confidence interval "
@@ -32,6 +32,8 @@ class EvaluateOptions(CommandOptions):
     """Options of `rlframe evaluate`."""
 
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]  # directory of the run
+    # name of a checkpoint, or best: the one whose evaluation had the highest return; None means the newest one
+    checkpoint: Union[str, None] = None
     episodes: int = 20  # number of episodes to play
     num_envs: Union[int, None] = None  # number of environments; None means as many as in the run's own evaluations
     # maximum steps of an episode; a longer episode is an error; None means the run's limit
@@ -58,10 +60,13 @@ def evaluate(arguments: list[str]) -> int:
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
         raise UsageError(f"--seed must be between 0 and {MAX_SEED}, got {options.seed}.")
     from rlframe.programs.policies import evaluation
+    from rlframe.programs.policies.saved import parse_checkpoint
 
+    checkpoint = None if options.checkpoint is None else parse_checkpoint(options.checkpoint, "--checkpoint")
     limit = options.max_episode_length
     result = evaluation.evaluate(
         options.run_dir,
+        checkpoint=checkpoint,
         episodes=options.episodes,
         seed=options.seed,
         num_envs=options.num_envs,
@@ -76,7 +81,13 @@ def evaluate(arguments: list[str]) -> int:
         file=sys.stderr,
     )
     if options.video is not None:
-        filmed = evaluation.record(options.run_dir, options.video, seed=options.seed, max_episode_length=limit)
+        filmed = evaluation.record(
+            options.run_dir,
+            options.video,
+            checkpoint=checkpoint,
+            seed=options.seed,
+            max_episode_length=limit,
+        )
         values["video"] = options.video
         print(f"{options.video}: return {filmed['return_mean']:.1f}, {filmed['frames']} frames", file=sys.stderr)
     if options.json:

@@ -9,7 +9,8 @@ nodes, checkpoints. One iteration of the loop:
    actors.
 3. `VersionCounter` (versions.py) returns the next version, and a `Publication` (`rlframe.params`) publishes it.
 4. `LearnerReplay.update_priorities` passes priorities to the buffer. Every `log_every` steps, the logger gets a row.
-5. `Saver` decides whether a checkpoint is due. If so, `Checkpointer` writes it (checkpoints.py).
+5. `Saver` decides whether a checkpoint is due. If so, `Checkpointer` writes it (checkpoints.py). `BestCheckpoint`
+   keeps the checkpoint with the best evaluation (best.py).
 
 Other nodes call the Learner at the same time: inferencers call `get_packed` and `publication_reader`, and the monitor
 calls `stats` and `finish`.

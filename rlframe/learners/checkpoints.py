@@ -9,7 +9,8 @@
 
 Orbax saves arrays and extras in `directory/STEP`. The replay buffer is saved in `directory/replay/STEP`, before its
 checkpoint, so the newest checkpoint is complete even if a save is interrupted. A large replay is saved with only some
-of the checkpoints. A checkpoint without a replay is restored with the newest older replay.
+of the checkpoints. A checkpoint without a replay is restored with the newest older replay. `directory/best` has a copy
+of the checkpoint with the best evaluation (best.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.interprocess.files import NativePath
 from rlframe.interprocess.phases import SAVING
+from rlframe.learners.best import BestCheckpoint
 from rlframe.learners.config import LearnerConfig
 from rlframe.replay.replay_files import ReplayFiles
 from rlframe.streams import root_handler
@@ -43,8 +45,37 @@ _log = logging.getLogger(__name__)
 class RestoredCheckpoint(NamedTuple):
     """The checkpoint that a learner was restored from."""
 
-    extras: Any  # object saved with the checkpoint, for example the counters of the actor
+    # Object saved with the checkpoint, for example the counters of the actor. None for the initial checkpoint of a run.
+    extras: Any
     has_replay: bool  # True if this checkpoint had a replay, and that replay was also restored
+
+
+class SavedCheckpoint(NamedTuple):
+    """The content of a checkpoint, without the replay."""
+
+    path: pathlib.Path
+    leaves: list[np.ndarray]  # arrays of the saved tree
+    extras: Any  # object saved with the checkpoint
+
+    def tree(self, template: Tree) -> Tree:
+        """Return the arrays with the structure of `template`.
+
+        Raises:
+            CheckpointError: the shapes differ from `template`: another agent or network has written the checkpoint.
+        """
+        expected = jax.tree.leaves_with_path(template)
+        if len(expected) != len(self.leaves):
+            raise CheckpointError(
+                f"Checkpoint {self.path} has {len(self.leaves)} arrays, but this agent has {len(expected)}. It was "
+                "written by another agent or network. Use the run's own config.json."
+            )
+        for (path, want), got in zip(expected, self.leaves, strict=True):
+            if np.shape(want) != got.shape:
+                raise CheckpointError(
+                    f"Checkpoint {self.path}: {jax.tree_util.keystr(path)} has shape {got.shape}, but this agent has "
+                    f"{np.shape(want)}. Use the run's own config.json."
+                )
+        return jax.tree.unflatten(jax.tree.structure(template), self.leaves)
 
 
 class Checkpointer:
@@ -118,19 +149,19 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it belongs to another agent or network.
         """
-        step = self._existing(step)
-        leaves, extras = self._read(step)
-        self._check(template, leaves, step)
+        step = self.existing(step)
+        saved = self._read(step)
+        tree = saved.tree(template)
         has_replay = replay_buffer is not None and self.replays.restore(replay_buffer, step) == step
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), extras, has_replay
+        return tree, saved.extras, has_replay
 
-    def extras(self, step: int | None = None) -> Any:
-        """Return the extras of the checkpoint of `step` (by default the latest). Check that it is undamaged.
+    def read(self, step: int | None = None) -> SavedCheckpoint:
+        """Read the checkpoint of `step` (by default the latest) without its replay. Check that it is undamaged.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged.
         """
-        return self._read(self._existing(step))[1]
+        return self._read(self.existing(step))
 
     def go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
         """Go back to an earlier checkpoint: check it, and move all newer checkpoints and replays to another directory.
@@ -147,7 +178,7 @@ class Checkpointer:
         steps = self.steps()
         if not steps and step is None:
             return
-        chosen = self._existing(step, UsageError)
+        chosen = self.existing(step, UsageError)
         try:
             self._read(chosen)
         except CheckpointError as error:
@@ -155,6 +186,7 @@ class Checkpointer:
         # Move all checkpoints (the newest first), then the replays.
         # A checkpoint that remains after an interrupted move then still has its replay.
         newer = [self.directory / str(one) for one in reversed(steps) if one > chosen]
+        newer += [copy for copy in BestCheckpoint(self.directory).copies() if int(copy.stem) > chosen]
         if newer:
             newer += [self.replays.path(one) for one in self.replays.numbers() if one > chosen]
             _move(newer, self.directory.parent, aside / time.strftime("%Y%m%d-%H%M%S"))
@@ -166,7 +198,7 @@ class Checkpointer:
                 return f"The newest good checkpoint is {step}. Use --resume --resume-from {step} to continue from it."
         return "No other checkpoint is good. Start a new run with --config RUN_DIR/config.json."
 
-    def _existing(self, step: int | None, error: type[RlframeError] = CheckpointError) -> int:
+    def existing(self, step: int | None, error: type[RlframeError] = CheckpointError) -> int:
         """Return `step`, or the latest step if `step` is None. Raise `error` if there is no such checkpoint."""
         steps = self.steps()
         if step is not None and step not in steps:
@@ -176,7 +208,7 @@ class Checkpointer:
             raise error(f"There is no checkpoint in {self.directory}. Start the run without resuming.")
         return steps[-1] if step is None else step
 
-    def _read(self, step: int) -> tuple[list[np.ndarray], Any]:
+    def _read(self, step: int) -> SavedCheckpoint:
         with self._explain("read", step):
             import orbax.checkpoint as ocp
 
@@ -185,7 +217,7 @@ class Checkpointer:
             pickled = np.asarray(saved["extras"])
             if [_checksum(array) for array in (*leaves, pickled)] != np.asarray(saved["checksums"]).tolist():
                 raise ValueError("the checksums of its arrays do not match")
-            return leaves, pickle.loads(pickled.tobytes())
+            return SavedCheckpoint(self.directory / str(step), leaves, pickle.loads(pickled.tobytes()))
 
     def close(self) -> None:
         """Stop Orbax's threads. A later call starts them again."""
@@ -205,20 +237,6 @@ class Checkpointer:
             manager = ocp.CheckpointManager(native.path, options=options)
             self._open_manager = self._closing.enter_context(contextlib.closing(manager))
         return self._open_manager
-
-    def _check(self, template: Tree, leaves: list[np.ndarray], step: int) -> None:
-        expected = jax.tree.leaves_with_path(template)
-        if len(expected) != len(leaves):
-            raise CheckpointError(
-                f"Checkpoint {self.directory / str(step)} has {len(leaves)} arrays, but this agent has "
-                f"{len(expected)}. It was written by another agent or network. Resume with the run's own config.json."
-            )
-        for (path, want), got in zip(expected, leaves, strict=True):
-            if np.shape(want) != got.shape:
-                raise CheckpointError(
-                    f"Checkpoint {self.directory / str(step)}: {jax.tree_util.keystr(path)} has shape {got.shape}, "
-                    f"but this agent has {np.shape(want)}. Resume with the run's own config.json."
-                )
 
     def _remove_unfinished(self) -> None:
         for unfinished in self.directory.glob("*.orbax-checkpoint-tmp*"):

@@ -27,6 +27,7 @@ from rlframe.learners.update import (
     check_params,
     check_update,
     copy_arrays,
+    initial_state,
 )
 from rlframe.learners.versions import VersionCounter, mean_version
 from rlframe.params.packing import PackedParams, Packing
@@ -110,12 +111,9 @@ class Learner:
 
     def _publish_initial_params(self) -> None:
         agent = self._agent
-        init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(self._cfg.seed))
-        params = agent.initial_params(init_rng)
-        learner_state = agent.seeded(agent.initial_learner_state(params), learner_rng)
         # Copy, because updates donate these arrays, and no array may occur twice. The initial target network can share
         # its arrays with the parameters.
-        self._params, self._learner_state = copy_arrays((params, learner_state))
+        self._params, self._learner_state = copy_arrays(initial_state(agent, self._cfg.seed))
         self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
         self._update = LearnerUpdate(agent, self._packing)
         self._pack_params()

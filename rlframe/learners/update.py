@@ -14,7 +14,20 @@ from rlframe import compilation
 from rlframe.agents.base import Agent
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.params.packing import Packing
-from rlframe.types import Batch, Logs, Tree
+from rlframe.types import Batch, Logs, Params, Tree
+
+
+def initial_state(agent: Agent, seed: int, params: Params | None = None) -> tuple[Params, Any]:
+    """Return the parameters and the learner state of a Learner with this seed, before the first update.
+
+    Args:
+        agent: the agent.
+        seed: seed of the parameters and of the random numbers in the learner state.
+        params: parameters to start from, in place of random ones.
+    """
+    init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(seed))
+    params = agent.initial_params(init_rng) if params is None else params
+    return params, agent.seeded(agent.initial_learner_state(params), learner_rng)
 
 
 class UpdateResult(NamedTuple):

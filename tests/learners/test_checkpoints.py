@@ -43,7 +43,7 @@ def test_save_adds_no_handler_to_the_root_logger(tmp_path, monkeypatch):
     opened, added = Checkpointer(tmp_path), logging.NullHandler()
     opened.save(1, np.zeros(2))
     opened.close()
-    opened.extras(1)
+    opened.read(1)
     opened.close()
     assert logging.getLogger().handlers == []
     # Simulate another thread that configures logging during a save.

@@ -39,7 +39,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_checkpoint_can_be_resumed(tm
     assert (second.env_steps, second.learner_steps) == (first.env_steps, first.learner_steps)
     assert second.params_version > first.params_version  # no version number is used twice
     (aside,) = (run_dir / "aside").iterdir()
-    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "replay"])
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == sorted([str(bad), "best", "replay"])
     assert [path.name for path in (aside / "checkpoints" / "replay").iterdir()] == [str(bad)]
     run_experiment(experiment, run_dir=tmp_path / "other")
     assert_same_arrays(run_dir, tmp_path / "other")

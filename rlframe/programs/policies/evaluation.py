@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Union
 
+import jax
+
 from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
@@ -18,17 +20,30 @@ from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.phases import STARTING
+from rlframe.learners.best import BestCheckpoint
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.resume import check_backend
-from rlframe.programs.policies.saved import NEVER_SYNC, read_policy
+from rlframe.programs.policies.saved import (
+    NEVER_SYNC,
+    Checkpoint,
+    checkpoint_of_version,
+    read_checkpoint,
+    read_policy,
+)
 from rlframe.programs.policies.video import VideoRecorder
 from rlframe.programs.run_dir.directory import RunDir, open_run
 from rlframe.programs.topologies.config import EnvOptions, EvaluationOptions
-from rlframe.programs.topologies.makers import env_pool_type, make_agent, make_jax_envs, make_pool
-from rlframe.types import Logs
+from rlframe.programs.topologies.makers import (
+    env_pool_type,
+    make_agent,
+    make_jax_envs,
+    make_pool,
+    read_codec,
+)
+from rlframe.types import Logs, Tree
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +63,7 @@ class Evaluations:
         learner: source of the parameters.
         seed: seed of the environments. None means the run's seed.
         group: the runs of other seeds in this process, which use the same jitted function. None without other runs.
+        best: keeps the checkpoint of the evaluated version if it is the best one. None keeps nothing.
     """
 
     def __init__(
@@ -57,10 +73,11 @@ class Evaluations:
         learner: Any,
         seed: int | None = None,
         group: JointSeeds | None = None,
+        best: BestCheckpoint | None = None,
     ) -> None:
         self._experiment, self._seed = experiment.for_evaluation, experiment.seed if seed is None else seed
         cfg = InferencerConfig(greedy=True, seed=self._seed, sync_interval=NEVER_SYNC)
-        self._agent, self._learner, self._group = agent, learner, group
+        self._agent, self._learner, self._group, self._best = agent, learner, group, best
         self._inferencer = Inferencer(cfg, agent, learner)
         self._begin = self._inferencer.get_state()
         self._num_envs = num_eval_envs(experiment)
@@ -74,6 +91,17 @@ class Evaluations:
             free_envs: function that closes the training environments. It is called if no evaluation environment can
                 be built while the training environments are open. None means that they stay open.
         """
+        if self._best is None:
+            return self._play(free_envs)
+        step = checkpoint_of_version(self._best.checkpoints, self._learner.version)
+        if step is not None:
+            self._best.keep(step)
+        logs = self._play(free_envs)
+        if step is not None:
+            self._best.offer(step, logs["return_mean"])
+        return logs
+
+    def _play(self, free_envs: Callable[[], Any] | None) -> Logs:
         wanted, env = self._num_envs, registry.env_name_or_builder(self._experiment.env)
         if env_pool_type(self._experiment, wanted, env) == "jax":
             return self._on_device().evaluate()
@@ -232,54 +260,94 @@ def try_evaluation(evaluate: Callable[[], Logs], step: int, *, final: bool) -> E
 def evaluate(
     run_dir: str | os.PathLike,
     *,
+    checkpoint: Checkpoint = None,
     episodes: int = 20,
     seed: int | None = None,
     num_envs: int | None = None,
     max_episode_length: int | None = None,
     env: Any = None,
+    env_kwargs: dict[str, Any] | None = None,
     agent: Any = None,
     network: Any = None,
 ) -> Logs:
-    """Play episodes with the latest checkpoint of a run, without exploration. Write no files.
+    """Play episodes with a checkpoint of a run, without exploration. Write no files.
 
     Args:
         run_dir: directory of the run.
+        checkpoint: name of a checkpoint, "best", or None for the newest one (see `rlframe.load`).
         episodes: number of episodes to play.
         seed: seed of the environments. None means the run's seed, which repeats the run's own evaluation.
         num_envs: number of environments. None means the number in the run's own evaluations.
         max_episode_length: maximum steps of an episode. None means the limit of the run's own evaluations.
         env: environment to use instead of the run's environment (see `rlframe.train`). Required if the run's
             environment was defined in a notebook and does not exist in this process.
+        env_kwargs: keyword arguments of `env`. Without `env`, changes of those of the run's own evaluations.
         agent, network: replace the run's agent and network, in the same way as `env`.
 
     Returns:
         The result of `Evaluator.evaluate`.
 
     Raises:
-        UsageError: the directory contains no run, or a number is too small.
-        CheckpointError: the run has no checkpoint, or a damaged one.
+        UsageError: the directory contains no run, a number is too small, or the environment has other observations or
+            actions than the environment of the run.
+        CheckpointError: the checkpoint does not exist or is damaged.
         EnvError: no environment could be built, an environment failed, or an episode was too long.
     """
     names = {"env": env, "agent": agent, "network": network}
     limits = {"num_envs": num_envs, "max_episode_length": max_episode_length}
     directory, experiment, seed = _open(run_dir, names, episodes, seed, **limits)
-    made = make_agent(experiment)
-    return Evaluations(experiment, made, read_policy(made, directory), seed).evaluate()
+    changes = convert(Union[dict[str, Any], None], env_kwargs, "env_kwargs")
+    if changes is not None and env is not None:
+        experiment = with_fields(experiment, env_kwargs=changes, eval_env_kwargs={})
+    elif changes is not None:
+        of_run = EvaluationOptions.of(experiment).eval_env_kwargs
+        experiment = with_fields(experiment, eval_env_kwargs={**of_run, **changes})
+    saved = read_checkpoint(directory, convert(Checkpoint, checkpoint, "checkpoint"))
+    codec = read_codec(experiment.for_evaluation)
+    of_run = saved.extras.get("codec")
+    if of_run is not None:
+        _check_fits("observations", codec.observation_spec, of_run.observation_spec)
+        _check_fits("actions", codec.action_spec, of_run.action_spec)
+    made = make_agent(experiment, codec)
+    return Evaluations(experiment, made, read_policy(made, saved), seed).evaluate()
+
+
+def _check_fits(name: str, spec: Tree, spec_of_run: Tree) -> None:
+    """Raise UsageError if the observations or actions have other sizes than those that the policy was trained with."""
+    ours, theirs = _sizes(spec), _sizes(spec_of_run)
+    if ours != theirs:
+        raise UsageError(
+            f"The policy cannot act in this environment, which has the {name} {ours}: it was trained with the {name} "
+            f"{theirs}. Use an environment with the same spaces."
+        )
+
+
+def _sizes(spec: Tree) -> str:
+    """Describe the sizes of a spec, such as `(4,)`, `2 choices`, or `['angle'] (2,), ['speed'] (1,)`."""
+
+    def describe(leaf: Any) -> str:
+        return f"{leaf.num_values} choices" if hasattr(leaf, "num_values") else str(leaf.shape)
+
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)} {describe(leaf)}".strip() for path, leaf in jax.tree.leaves_with_path(spec)
+    )
 
 
 def record(
     run_dir: str | os.PathLike,
     path: str | os.PathLike,
     *,
+    checkpoint: Checkpoint = None,
     episodes: int = 1,
     seed: int | None = None,
     max_episode_length: int | None = None,
 ) -> Logs:
-    """Record a video of episodes with the latest checkpoint of a run, without exploration.
+    """Record a video of episodes with a checkpoint of a run, without exploration.
 
     Args:
         run_dir: directory of the run.
         path: video file. Its suffix (.mp4, .mkv, .webm) determines the format.
+        checkpoint: name of a checkpoint, "best", or None for the newest one.
         episodes: number of episodes to record.
         seed: seed of the environment. None means the run's seed.
         max_episode_length: maximum steps of an episode. None means the limit of the run's own evaluations.
@@ -289,14 +357,15 @@ def record(
 
     Raises:
         UsageError: the environment does not render, or a required package is missing.
-        CheckpointError: the run has no checkpoint, or a damaged one.
+        CheckpointError: the checkpoint does not exist or is damaged.
     """
     directory, experiment, seed = _open(run_dir, {}, episodes, seed, max_episode_length=max_episode_length)
     limit = EvaluationOptions.of(experiment).eval_max_episode_length
     with VideoRecorder(experiment, path) as recorder:
         pool = recorder.make_pool(seed=env_seed(seed, EVALUATOR_RANK))
         agent = make_agent(experiment, pool.codec)
-        inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, read_policy(agent, directory))
+        policy = read_policy(agent, read_checkpoint(directory, checkpoint))
+        inferencer = Inferencer(InferencerConfig(greedy=True, seed=seed), agent, policy)
         result = Evaluator(pool, inferencer, episodes, seed=seed, max_episode_length=limit).evaluate()
     return {**result, "frames": recorder.frames}
 
@@ -307,7 +376,7 @@ def _open(
     """Open a run to evaluate it. Return its directory, its experiment with the given limits, and the seed."""
     given = _given(seed=seed, episodes=convert(int, episodes, "episodes"), **limits)
     directory, experiment = open_run(run_dir, names)
-    check_backend(directory.notes(), experiment)
+    check_backend(directory.notes() if names.get("env") is None else {}, experiment)
     seed = given.pop("seed", experiment.seed)
     return directory, with_fields(experiment, **{f"eval_{name}": value for name, value in given.items()}), seed
 

@@ -16,6 +16,7 @@ from rlframe.envs.wrappers import merge_stack
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.options.fields import convert
+from rlframe.programs.policies.saved import Checkpoint
 from rlframe.programs.policies.trained import load_trained
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.types import FIRST, MID, TimeStep, Tree
@@ -24,7 +25,7 @@ from rlframe.types import FIRST, MID, TimeStep, Tree
 def export(
     run_dir: str | os.PathLike[str],
     file: str | os.PathLike[str],
-    checkpoint: int | None = None,
+    checkpoint: Checkpoint = None,
     *,
     agent: Any = None,
     network: Any = None,

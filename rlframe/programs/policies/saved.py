@@ -8,19 +8,22 @@ import math
 import pathlib
 import threading
 import time
-from typing import Any
-
-import jax
+from typing import Any, Literal, Union
 
 from rlframe import handles
 from rlframe.agents import Agent
-from rlframe.errors import CheckpointError, StoppedError
+from rlframe.errors import CheckpointError, StoppedError, UsageError
 from rlframe.learners import Checkpointer
+from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.checkpoints import SavedCheckpoint
+from rlframe.learners.update import initial_state
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import LocalParams
 from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
+
+Checkpoint = Union[int, Literal["best"], None]  # name of a checkpoint, the best one, or the newest one
 
 NEVER_SYNC = 2**62  # `sync_interval` of an Inferencer that never loads newer parameters
 
@@ -29,24 +32,68 @@ _REQUEST_EVERY = 5.0  # seconds between two requests to save, because a restarte
 _SAVE_WITHIN = 120.0  # maximum seconds to wait for the checkpoint, because a save can fail
 
 
-def read_policy(agent: Agent, directory: RunDir, checkpoint: int | None = None) -> LocalParams:
-    """Read the parameters for acting from a checkpoint. Write nothing, so that the run can continue to train.
+def parse_checkpoint(text: str, option: str) -> Checkpoint:
+    """Return the number in `text`, or "best". Raise UsageError for another text. `option` is for the message."""
+    if text != "best" and not text.isdigit():
+        raise UsageError(f"{option}: expected the number of a checkpoint, or best, got {text!r}.")
+    return "best" if text == "best" else int(text)
+
+
+def read_checkpoint(directory: RunDir, checkpoint: Checkpoint = None) -> SavedCheckpoint:
+    """Read a checkpoint of a run. Write nothing, so that the run can continue to train.
 
     Args:
-        agent: agent of the run.
         directory: directory of the run.
-        checkpoint: name of the checkpoint. None means the newest one.
+        checkpoint: name of the checkpoint, "best" for the one with the best evaluation, or None for the newest one.
 
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    params = agent.initial_params(jax.random.PRNGKey(0))
-    template = params, agent.initial_learner_state(params)
-    with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
-        (params, learner_state), saved, _ = checkpointer.restore(template, checkpoint)
+    found = _find(directory, checkpoint)
+    while True:
+        try:
+            with contextlib.closing(Checkpointer(found.parent)) as checkpointer:
+                return checkpointer.read(int(found.name))
+        except CheckpointError:
+            before, found = found, _find(directory, checkpoint)
+            if found == before:  # otherwise, the run has replaced the checkpoint while it was read
+                raise
+
+
+def _find(directory: RunDir, checkpoint: Checkpoint) -> pathlib.Path:
+    """Return the path of a checkpoint. See `read_checkpoint` for the arguments and errors."""
+    if checkpoint != "best":
+        return directory.checkpoints / str(Checkpointer(directory.checkpoints).existing(checkpoint))
+    best = BestCheckpoint(directory.checkpoints)
+    if (found := best.read()) is None:
+        raise CheckpointError(
+            f"There is no best checkpoint in {directory.checkpoints}: the run has not completed an evaluation. A run "
+            "of a game evaluates every --eval-every steps and at its end, unless eval_episodes is 0. Leave the "
+            "checkpoint out to use the newest one."
+        )
+    return best.directory / str(found.step)
+
+
+def read_policy(agent: Agent, saved: SavedCheckpoint) -> LocalParams:
+    """Return the parameters for acting in a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another agent or network.
+    """
+    params, learner_state = saved.tree(initial_state(agent, seed=0))
     found = LocalParams()
-    found.publish(saved["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
+    found.publish(saved.extras["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
     return found
+
+
+def checkpoint_of_version(checkpoints: pathlib.Path, version: int) -> int | None:
+    """Return the name of the newest checkpoint with this version of the parameters, or None if there is none."""
+    with contextlib.closing(Checkpointer(checkpoints)) as checkpointer:
+        for step in reversed(checkpointer.steps()):
+            with contextlib.suppress(CheckpointError):  # deleted, because there are newer ones now
+                if checkpointer.read(step).extras["counters"]["version"] == version:
+                    return step
+    return None
 
 
 def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Event) -> None:
@@ -105,18 +152,9 @@ class SavedPolicy(LocalParams):
             PeerError: the learner does not answer.
         """
         wait_until_saved(self._learner, self._directory.checkpoints, stop)
-        newest = self._read() or self._learner
+        newest = self._learner
+        try:
+            newest = read_policy(self._agent, read_checkpoint(self._directory))
+        except CheckpointError as error:
+            _log.warning("The newest checkpoint cannot be evaluated. %s", error)
         self.publish(*newest.get_packed(-1))  # a learner always has parameters
-
-    def _read(self) -> LocalParams | None:
-        """Return the parameters of the newest checkpoint, or None if there is no checkpoint or it cannot be read."""
-        checkpointer = Checkpointer(self._directory.checkpoints)
-        while steps := checkpointer.steps():
-            try:
-                return read_policy(self._agent, self._directory, steps[-1])
-            except CheckpointError as error:
-                # if there is a newer checkpoint now, read that one instead
-                if checkpointer.steps()[-1:] == steps[-1:]:
-                    _log.warning("The newest checkpoint cannot be evaluated. %s", error)
-                    return None
-        return None

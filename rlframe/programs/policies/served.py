@@ -14,7 +14,7 @@ from rlframe.language.model import ModelConfig, weights
 from rlframe.learners import Checkpointer
 from rlframe.params.publication import LocalParams
 from rlframe.programs.options.config_file import load_experiment
-from rlframe.programs.policies.saved import read_policy
+from rlframe.programs.policies.saved import read_checkpoint, read_policy
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.language import Language
 from rlframe.programs.topologies.makers import make_agent
@@ -94,7 +94,7 @@ class NewestCheckpoint:
             steps = Checkpointer(self._directory.checkpoints).steps()
             if self._newest is None or (steps and steps != self._steps):
                 try:
-                    self._newest = read_policy(self._agent, self._directory)
+                    self._newest = read_policy(self._agent, read_checkpoint(self._directory))
                 except CheckpointError as error:
                     raise PeerError(str(error)) from error
                 self._steps = steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Union
+from typing import Any
 
 import dm_env
 import numpy as np
@@ -12,16 +12,16 @@ import numpy as np
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import Agent
+from rlframe.agents.transforms import NormalizedParams
 from rlframe.envs.codec import Codec
 from rlframe.envs.layout import SpecMismatchError
 from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.learners.checkpoints import Checkpointer
 from rlframe.params.publication import LocalParams
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.fields import convert
-from rlframe.programs.policies.saved import NEVER_SYNC, read_policy
+from rlframe.programs.policies.saved import NEVER_SYNC, Checkpoint, read_checkpoint, read_policy
 from rlframe.programs.run_dir.directory import open_run
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.makers import make_agent
@@ -42,6 +42,9 @@ class TrainedPolicy:
     Attributes:
         agent, codec: see Args.
         version: version of the parameters.
+        params: parameters for acting, a tree of numpy arrays. Do not write to them.
+        statistics: mean and variance of the observations if the run normalizes them (`RunningStatistics`), else `()`. A
+            tree of numpy arrays.
         state: recurrent state after the last call, a tree of arrays [B, ...]; `()` for an agent without state.
     """
 
@@ -55,13 +58,19 @@ class TrainedPolicy:
         check_finite: bool = True,
     ) -> None:
         self.agent, self.codec, self.version = agent, codec, params.version
+        _, self.params = params.get_params()
+        self.statistics: Tree = ()
+        if isinstance(self.params, NormalizedParams):
+            self.params, self.statistics = self.params
         self._codec_of_pool = Codec.of_specs(agent.observation_spec, agent.action_spec)
         self._frame_stack, self._check_finite = frame_stack, check_finite
         self._stack: FrameStack | None = None
         self.state: AgentState = ()
         self._inferencers = {
-            greedy: Inferencer(InferencerConfig(sync_interval=NEVER_SYNC, greedy=greedy, seed=seed), agent, params)
-            for greedy in (True, False)
+            explore: Inferencer(
+                InferencerConfig(sync_interval=NEVER_SYNC, greedy=not explore, seed=seed), agent, params
+            )
+            for explore in (False, True)
         }
         self._begins = np.zeros(0, bool)  # True for environments that begin an episode in the next call
         self.reset()
@@ -80,14 +89,14 @@ class TrainedPolicy:
         else:
             self._begins = self._begins | np.asarray(ended, bool)
 
-    def act(self, observation: Tree, *, state: AgentState = None, greedy: bool = True) -> Tree:
+    def act(self, observation: Tree, *, state: AgentState = None, explore: bool = False) -> Tree:
         """Act on one observation, or on a batch with one observation of each environment.
 
         Args:
             observation: observation of an environment, [...], or of B environments, [B, ...]. It can also be a
                 `TimeStep` of a dm_env environment or of an rlframe pool, whose `step_type` marks the start of episodes.
             state: recurrent state to use, [B, ...]. None means the state after the previous call.
-            greedy: if True, act without exploration.
+            explore: if True, explore as in training: sample the action, or act at random with the agent's probability.
 
         Returns:
             The action for the environment, [...] or [B, ...]. For a pool's TimeStep, the action for the pool.
@@ -102,7 +111,7 @@ class TrainedPolicy:
             begins, observation = np.atleast_1d(observation.step_type) == FIRST, observation.observation
         leaves, is_single = self._encoded(codec, observation)
         size = len(leaves[0])
-        inferencer = self._inferencers[convert(bool, greedy, "greedy")]
+        inferencer = self._inferencers[convert(bool, explore, "explore")]
         initial = inferencer.initial_state(size)
         if not len(self._env_ids):
             self._env_ids = global_env_ids(EVALUATOR_RANK, np.arange(size))
@@ -153,13 +162,14 @@ class TrainedPolicy:
 
 
 def load(
-    run_dir: str | os.PathLike[str], checkpoint: int | None = None, *, agent: Any = None, network: Any = None
+    run_dir: str | os.PathLike[str], checkpoint: Checkpoint = None, *, agent: Any = None, network: Any = None
 ) -> TrainedPolicy:
     """Load the trained policy of a run. This creates no environments and writes no files.
 
     Args:
         run_dir: directory of the run. The run can still be training.
-        checkpoint: name of a checkpoint in RUN_DIR/checkpoints. None means the newest one.
+        checkpoint: name of a checkpoint in RUN_DIR/checkpoints, or "best" for the checkpoint whose evaluation had the
+            highest mean return. None means the newest one.
         agent, network: as for `rlframe.train`, to replace the run's agent and network. Required if they were defined in
             a notebook and do not exist in this process.
 
@@ -175,18 +185,18 @@ def load(
 
 
 def load_trained(
-    run_dir: str | os.PathLike[str], checkpoint: int | None, agent: Any, network: Any
+    run_dir: str | os.PathLike[str], checkpoint: Checkpoint, agent: Any, network: Any
 ) -> tuple[Agent, Codec, LocalParams, Experiment]:
     """Load an agent, its environments' codec, its parameters and its experiment. Arguments are as for `load`."""
-    checkpoint = convert(Union[int, None], checkpoint, "checkpoint")
+    checkpoint = convert(Checkpoint, checkpoint, "checkpoint")
     directory, experiment = open_run(run_dir, {"agent": agent, "network": network})
-    with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
-        codec = checkpointer.extras(checkpoint).get("codec")
+    saved = read_checkpoint(directory, checkpoint)
+    codec = saved.extras.get("codec")
     if codec is None:
         raise CheckpointError(
-            f"The checkpoint {'' if checkpoint is None else f'{checkpoint} '}in {directory.checkpoints} was written by "
-            "an earlier version of rlframe. It does not contain the environments' codec, which a policy needs to act. "
-            f"Load it with that version, or train again: rlframe train --config {directory.config}"
+            f"The checkpoint {saved.path} was written by an earlier version of rlframe. It does not contain the "
+            "environments' codec, which a policy needs to act. Load it with that version, or train again: "
+            f"rlframe train --config {directory.config}"
         )
     made = make_agent(experiment, codec)
-    return made, codec, read_policy(made, directory, checkpoint), experiment
+    return made, codec, read_policy(made, saved), experiment

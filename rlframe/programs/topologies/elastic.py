@@ -28,6 +28,7 @@ from rlframe.engines.base import MakeWorker, StartsWorkers
 from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import NullStream
 from rlframe.errors import PeerError, StoppedError, UsageError
+from rlframe.learners.best import BestCheckpoint
 from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
@@ -111,6 +112,7 @@ def elastic(engine: Engine, session: Session) -> None:
 def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dict[str, MakeWorker]:
     """Return a dict: role -> function that makes a worker of this role, and is called in the worker's process."""
     experiment, agent = session.experiment, session.agent
+    evaluations = functools.partial(Evaluations, experiment, best=BestCheckpoint(session.directory.checkpoints))
     return {
         "learner": functools.partial(LearnerWorker, learner_config(session), agent, replay_buffer, param_store),
         "collector": functools.partial(
@@ -120,7 +122,7 @@ def worker_makers(session: Session, replay_buffer: Any, param_store: Any) -> dic
             param_store,
             seed=experiment.seed,
         ),
-        "evaluator": functools.partial(EvaluatorWorker, functools.partial(Evaluations, experiment), agent, param_store),
+        "evaluator": functools.partial(EvaluatorWorker, evaluations, agent, param_store),
     }
 
 

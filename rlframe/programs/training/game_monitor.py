@@ -9,6 +9,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError
+from rlframe.learners.best import BestCheckpoint
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations
 from rlframe.programs.policies.saved import SavedPolicy
 from rlframe.programs.run_dir.directory import Result
@@ -38,7 +39,8 @@ class GameMonitor(Monitor):
             handles.resolve(actor, "actor", deadline=_CLOSE_TIMEOUT, stop=self._stop) for actor in actors
         ]
         self._saved = SavedPolicy(session.agent, session.directory, self._learner)
-        self._evaluations = Evaluations(self._experiment, session.agent, self._saved)
+        best = BestCheckpoint(session.directory.checkpoints)
+        self._evaluations = Evaluations(self._experiment, session.agent, self._saved, best=best)
 
     @property
     def step(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import CheckpointError, EnvError, ForcedExitError, StoppedError
+from rlframe.learners import Checkpointer
+from rlframe.learners.best import BestCheckpoint
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation
 from rlframe.programs.session import EarlyStop, Schedule, Session
@@ -50,6 +53,8 @@ class TrainingLoop:
         self._evaluations = Evaluations(experiment, session.agent, self.learner, group=group)
         self._stop = StopSignal(session.quiet) if session.shared is None else session.shared.stop
         self._early_stop = EarlyStop(session)
+        self._thread_id: int | None = None  # thread of `run`
+        self._save_requested = threading.Event()  # set by another thread
         self._learner_logs: Logs | None = None  # logs of the newest update since the last row, if any
         self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
         self._first_step = self._saved_env_steps = driver.env_steps
@@ -65,7 +70,7 @@ class TrainingLoop:
         Returns:
             The number of the signal that ended the run, or None.
         """
-        session = self._session
+        session, self._thread_id = self._session, threading.get_ident()
         self._counts = ActorCounts()
         self._counts.add(self.driver.stats())
         self._rows = RowWriter(session, self._first_step, self._counts)
@@ -89,6 +94,17 @@ class TrainingLoop:
     def end(self, by: str, evaluate: bool = True) -> None:
         """End `run()` after the current step. Any thread can call this. See `EarlyStop.request` for the arguments."""
         self._early_stop.request(by, evaluate)
+
+    def save_soon(self) -> None:
+        """Save a checkpoint: in the thread of `run` at once, in another thread before the next steps."""
+        if threading.get_ident() == self._thread_id:
+            self._save(final=False)
+        else:
+            self._save_requested.set()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the number of updates, as in `Learner.stats`."""
+        return {"learner_steps": self.learner.learner_steps}
 
     def stop(self) -> None:
         """Do nothing, because signals end the loop."""
@@ -131,6 +147,9 @@ class TrainingLoop:
             if due <= now < until:  # at the last step, the caller runs all tasks
                 self._run_due_tasks(now)
                 due = self._next_due()
+            if self._save_requested.is_set():
+                self._save_requested.clear()
+                self._save(final=False)
             if progress is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
                 shown = time.monotonic()
                 progress.write(now, {})
@@ -185,6 +204,9 @@ class TrainingLoop:
             self._newest_evaluation = outcome
             if not final:
                 self._save(final=False)
+            if self._saved_env_steps == now:
+                newest = Checkpointer(self._directory.checkpoints).existing(None)
+                BestCheckpoint(self._directory.checkpoints).offer(newest, outcome.values["return_mean"])
             self._rows.log_evaluation(now, evaluation_row(outcome.values))
         return outcome
 

@@ -14,7 +14,7 @@ from rlframe.errors import CheckpointError, StoppedError
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.programs import make_experiment
 from rlframe.programs.policies import saved
-from rlframe.programs.policies.saved import SavedPolicy, read_policy, wait_until_saved
+from rlframe.programs.policies.saved import SavedPolicy, read_checkpoint, read_policy, wait_until_saved
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.makers import make_agent
 from rlframe.replay import ReplayBuffer
@@ -38,7 +38,7 @@ def test_evaluated_policy_is_in_a_new_checkpoint(agent, learner, tmp_path, monke
     policy.update(threading.Event())
     assert Checkpointer(tmp_path / "checkpoints").steps() == [5]
     assert policy.version == learner.params_version
-    of_checkpoint = read_policy(agent, RunDir(tmp_path), 5).get_params()[1]
+    of_checkpoint = read_policy(agent, read_checkpoint(RunDir(tmp_path), 5)).get_params()[1]
     for ours, theirs in zip(jax.tree.leaves(policy.get_params()[1]), jax.tree.leaves(of_checkpoint)):
         np.testing.assert_array_equal(ours, theirs)
 

@@ -11,7 +11,7 @@ from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.errors import CheckpointError, RlframeError, UsageError
-from rlframe.learners.checkpoints import Checkpointer
+from rlframe.learners.checkpoints import Checkpointer, SavedCheckpoint
 from rlframe.programs.options import registry
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.run_dir.directory import RunDir
@@ -231,11 +231,11 @@ def test_exploring_policy_keeps_its_state(tmp_path):
                   min_replay_size=100, epsilon_end=1.0, exploration_duration_exponent=2.0, eval_episodes=1)  # fmt: skip
     policy = rlframe.load(tmp_path / "run")
     observation = np.zeros((64, 4), np.float32)
-    drawn = [policy.act(observation, greedy=False) for _ in range(3)]
+    drawn = [policy.act(observation, explore=True) for _ in range(3)]
     assert len(set(drawn[0].tolist())) == 2
     assert policy.state.action.shape == (64,) and (drawn[1][policy.state.steps_left > 0] >= 0).all()
     kept = policy.state
-    again = policy.act(observation, state=kept._replace(steps_left=np.full(64, 9, np.int32)), greedy=False)
+    again = policy.act(observation, state=kept._replace(steps_left=np.full(64, 9, np.int32)), explore=True)
     np.testing.assert_array_equal(again, kept.action)  # the policy repeats the actions that its state stores
 
 
@@ -253,7 +253,8 @@ def test_checkpoints_are_loaded_by_name_and_missing_checkpoints_are_refused(tmp_
     with pytest.raises(UsageError, match="There is no run in"):
         rlframe.load(tmp_path)
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match=r"earlier version.* train --config .*"):
-        patched.setattr(Checkpointer, "extras", lambda self, step: {"counters": {}})  # no codec
+        without_codec = SavedCheckpoint(tmp_path, [], {"counters": {}})
+        patched.setattr(Checkpointer, "read", lambda self, step: without_codec)
         rlframe.load(tmp_path / "run")
     with pytest.raises(RlframeError, match="Could not write /proc/nope/policy: No such file"):
         rlframe.export(tmp_path / "run", "/proc/nope/policy")
@@ -294,7 +295,7 @@ def test_evaluate_refuses_invalid_input(options, why):
 
 
 def test_load_and_export_refuse_invalid_input():
-    with pytest.raises(UsageError, match=r"^checkpoint: expected int or None, got '256' \(str\)\.$"):
+    with pytest.raises(UsageError, match=r"^checkpoint: expected int or 'best' or None, got '256' \(str\)\.$"):
         rlframe.load("nowhere", "256")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"^run_dir: expected str, got b'nowhere' \(bytes\)\.$"):
         rlframe.load(b"nowhere")  # type: ignore[arg-type]
