@@ -30,7 +30,8 @@ class LearnerState(NamedTuple):
     """Everything that learning changes, except the parameters.
 
     An agent with more state (target parameters, observation statistics) defines its own NamedTuple with these three
-    fields and additional ones. The Learner sets `rng` from its seed.
+    fields and additional ones. The Learner sets `rng` from its seed. A new run that starts from another run
+    (`--init-from`) loads the parameters and the field `statistics`, if there is one.
     """
 
     opt_state: Any

@@ -76,7 +76,7 @@ class FusedDriver:
         self.spec, self.learner = agent.replay_spec, learner
         self._calls, self._max_learner_steps = calls, max_learner_steps
         self._counts = {"env_steps": 0, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
-        if learner.restored is not None:
+        if learner.restored is not None and learner.restored.extras is not None:
             self._counts = dict(learner.restored.extras["counts"])
 
     @property

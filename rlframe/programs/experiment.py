@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import os
+from typing import Any, Union
 
 from rlframe.envs.gymnasium_registry import restore
 from rlframe.envs.names import backend, registration
@@ -41,6 +42,9 @@ class Experiment:
     eval_every: int = number(0, at_least=0)  # Steps between evaluations. 0 means only the final one.
     checkpoint_every: int = number(100_000, at_least=0)  # Steps between checkpoints. 0 means only at the end.
     log_every: int = number(0, at_least=0)  # Steps between log rows. 0 means 1% of the run, at most 10,000.
+    # Start from the parameters and statistics of another run: RUN_DIR, RUN_DIR@STEP or RUN_DIR@best.
+    init_from: Union[str, None] = None
+    init_skip_mismatched: bool = False  # With --init-from: load only the arrays that fit.
     # Options of the topology, which include network, evaluation and limits: see docs/programs.md.
     topology_config: TopologyConfig = dataclasses.field(
         default_factory=lambda: config_class_of(find_topology("single_process"))()
@@ -51,6 +55,10 @@ class Experiment:
         check_numbers(self)
         if not 0 <= self.seed <= MAX_SEED:
             raise UsageError(f"seed must be between 0 and {MAX_SEED}, got {self.seed}.")
+        if self.init_from is not None:  # make it absolute now: user code may change the working directory
+            object.__setattr__(self, "init_from", os.path.abspath(self.init_from))
+        elif self.init_skip_mismatched:
+            raise UsageError("init_skip_mismatched needs init_from: the run to start from.")
         if not isinstance(self.topology_config, TopologyConfig):
             raise UsageError(
                 f"topology_config of an Experiment must be a TopologyConfig, got {self.topology_config!r}. To give a "

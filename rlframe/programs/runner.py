@@ -29,6 +29,7 @@ from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import fill_configs, with_fields
 from rlframe.programs.options.resume import backend_note, check_backend, import_env, resume_experiment
 from rlframe.programs.policies.evaluation import describe_evaluation
+from rlframe.programs.policies.warm_start import write_initial_checkpoint
 from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
@@ -176,7 +177,9 @@ class _Launcher:
                 # Write the config first, so that a run that is killed early can be resumed.
                 self.directory.write_config(experiment, {**notes, **backend_note(experiment)})
                 session = self._make_session(experiment, opened)
-                self._print_plan(session, check_updates(experiment, session.agent))
+                plan = check_updates(experiment, session.agent)
+                start = write_initial_checkpoint(session) if experiment.init_from is not None else ""
+                self._print_plan(session, plan, start)
                 program = self._make_program(session, opened)
             except BaseException:
                 self.directory.remove()
@@ -196,6 +199,11 @@ class _Launcher:
                 has_checkpoint = bool(checkpointer.steps())
             if resume_from is None and (earlier := self._earlier_result(saved, experiment)) is not None:
                 return earlier
+            if not has_checkpoint and experiment.init_from is not None:
+                raise UsageError(
+                    f"The run in {directory.path} ended before it had loaded {experiment.init_from}. Start it again in "
+                    "another directory."
+                )
             session = self._make_session(experiment, opened)
             if not has_checkpoint:
                 _log.warning(
@@ -252,10 +260,14 @@ class _Launcher:
             shared=self.shared,
         )
 
-    def _print_plan(self, session: Session, updates: str = "") -> None:
-        """Print the library that makes the environment, the number of updates, and the settings of the evaluation."""
+    def _print_plan(self, session: Session, updates: str = "", start: str = "") -> None:
+        """Print the library that makes the environment, the number of updates, and the settings of the evaluation.
+
+        `start` is a sentence about the run that this run starts from.
+        """
         experiment = session.experiment
         lines = [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
+        lines += [start] if start else []
         if experiment.topology_config.learns_from == "steps":
             lines.append(f"{updates} {describe_evaluation(experiment)}".lstrip())
         if self.progress is not None and lines:
@@ -308,11 +320,14 @@ class _Launcher:
         """Run the nodes of a program. Return the number of the signal that ended it, or None."""
         if self.callbacks:  # to end the run, a callback ends the node of `group`
             group = ending_group(engine.groups) or next(iter(engine.groups))
-            self.callbacks.connect(engine.handle_of(group), group)
+            saver = "learner" if "learner" in engine.groups else group
+            self.callbacks.connect(engine.handle_of(group), group, engine.handle_of(saver), self.directory.path)
         try:
             return engine.run(status.watch)
         except ProgramError as error:
             raise ProgramError(f"{error}\n{self.directory.describe_checkpoint()}") from self.callbacks.error or error
+        finally:
+            self.callbacks.disconnect()
 
     def _write_result(self, session: Session, signal_number: int | None) -> Result:
         """Complete `result.json`, and draw the learning curve. If a callback raised an error, raise it again."""

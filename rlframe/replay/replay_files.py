@@ -112,6 +112,8 @@ class ReplayFiles:
     def restore(self, replay_buffer: Any, number: int) -> int | None:
         """Restore a buffer from the newest file that is not newer than `number`. Warn if there is no file.
 
+        Checkpoint 0 causes no warning, because it can be the initial checkpoint of a run that starts from another run.
+
         Returns:
             The number of the file, or None.
 
@@ -119,14 +121,14 @@ class ReplayFiles:
             CheckpointError: the file is damaged.
         """
         found = max((each for each in self.numbers() if each <= number), default=None)
-        if found is None:
+        if found is not None:
+            replay_buffer.restore(self.path(found))
+        elif number:
             _log.warning(
                 "Checkpoint %d has no replay buffer in %s. Learning waits until the buffer is full enough again.",
                 number,
                 self._directory,
             )
-        else:
-            replay_buffer.restore(self.path(found))
         return found
 
     def path(self, number: int) -> Path:

@@ -9,6 +9,8 @@ import os
 import socket
 
 import httpx
+import jax
+import numpy as np
 import pytest
 
 from rlframe.agents.grpo import GRPO, GRPOConfig
@@ -20,6 +22,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.evaluation import evaluate
+from rlframe.programs.policies.warm_start import read_source
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Session
@@ -85,6 +88,20 @@ def test_resumed_run_continues_from_its_checkpoint(tmp_path):
     assert result.learner_steps >= 4
     steps = [row["step"] for row in rows_of(tmp_path / "run") if "reward" in row]
     assert steps == sorted(set(steps))
+
+
+@pytest.mark.system
+def test_run_starts_from_the_model_of_another_run(tmp_path):
+    run_experiment(grpo_experiment(steps=2), run_dir=tmp_path / "source")
+    source = tmp_path / "source"
+    with pytest.raises(UsageError, match="init_from starts from a trained model.*Set supervised_steps=0"):
+        grpo_experiment(agent={"supervised_steps": 3, "supervised_batch_size": 4}, init_from=source)
+    result = run_experiment(grpo_experiment(steps=2, init_from=source, seed=5), run_dir=tmp_path / "run")
+    assert result.learner_steps >= 2
+    of_source, of_run = read_source(f"{source}", {}), read_source(f"{tmp_path / 'run'}@0", {})
+    for ours, theirs in zip(jax.tree.leaves(of_run.params), jax.tree.leaves(of_source.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert of_run.learner_state.steps == 0 and of_source.learner_state.steps == 2
 
 
 COUNTING = f"""

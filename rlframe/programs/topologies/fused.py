@@ -53,7 +53,8 @@ def fused(engine: Engine, session: Session) -> None:
     program = Program(session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards)
     keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
     start = Start(jax.random.PRNGKey(experiment.seed), *learner.state, keys)
-    restored = None if learner.restored is None else learner.restored.extras["device"]
+    extras = None if learner.restored is None else learner.restored.extras
+    restored = None if extras is None else extras["device"]
     if session.shared is None:
         calls: Calls = SingleCalls(program, start, restored)
     else:

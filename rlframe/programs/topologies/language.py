@@ -55,6 +55,15 @@ class Language(ProgramConfig):
             if not 0 <= getattr(self, name) < 2**16:
                 raise UsageError(f"{name} must be from 0 to 65535, got {getattr(self, name)}.")
 
+    def check(self, experiment: Experiment) -> None:
+        """See `TopologyConfig`."""
+        super().check(experiment)
+        if experiment.init_from is not None and experiment.agent_config is not None and self.warm_up_steps(experiment):
+            raise UsageError(
+                "init_from starts from a trained model, but supervised_steps starts from the weights of the supervised "
+                "warm-up. Set supervised_steps=0."
+            )
+
     @property
     def service_url(self) -> str:
         """URL of the trajectory service."""

@@ -75,6 +75,7 @@ class InlineDriver:
     """Steps an Actor and a Learner in turn. See `Driver`.
 
     If the learner was restored from a checkpoint, the constructor restores the other states from the same checkpoint.
+    The initial checkpoint of a run with `init_from` has no other states.
 
     Args:
         env_builder: Function `env_builder(seed=...)` that makes the environment pool of the actor.
@@ -107,7 +108,7 @@ class InlineDriver:
             return self.pool
 
         make = functools.partial(Actor, build, self.inferencer, self.replay_buffer, seed=self._seed)
-        if self.learner.restored is None:
+        if self.learner.restored is None or self.learner.restored.extras is None:
             return make()
         saved, self.has_replay = self.learner.restored
         self.inferencer.set_state(saved["inferencer"])
