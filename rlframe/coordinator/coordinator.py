@@ -62,13 +62,11 @@ class Coordinator:
 
         `submit`                     starts the loop in a thread; the first event, `Submitted`, starts the job
         `run`                        submits the job, waits for its end, and raises if it failed
-        `wait`                       waits for the end of a submitted job
         `cancel`, `end`              a person or a callback requests the end with the event `EndRequested`
         `close`                      the program requests the end, and waits for a bounded time
         `TrainingJob.begin_ending`   the core starts the ending: on request, after the commander's `stop`, or in `fail`
         `EndingStep`                 the core closes the tasks step by step; its last effect is `Over`
         `_write_result`              carries out `Over`: writes the result to journal, status file and recorder
-        `_tear_down`                 ends the threads and the connections
 
     Args:
         commander: Chooses the workers' tasks, and decides when the job is over.
@@ -132,8 +130,7 @@ class Coordinator:
         cores = len(os.sched_getaffinity(0)) if cfg.cores is None else cfg.cores
         self._scaling = Scaling(cfg.min_collectors, cfg.max_collectors, cores, cfg.mean_staleness)
         self._rates = Rates(2)
-        self._journaled_accounts = self._job.accounts.to_json()
-        self._journaled_at = 0.0
+        self._journaled_accounts, self._journaled_at = self._job.accounts.to_json(), 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -250,6 +247,15 @@ class Coordinator:
         """Save the learner at its next update. If this process samples from the replay buffer, save the buffer now."""
         self._request_change(ev.CheckpointRequested())
 
+    def save_soon(self) -> None:
+        """See `Learner.save_soon`. Do nothing if the job is ending, because the learner then saves anyway."""
+        with contextlib.suppress(UsageError):
+            self.checkpoint()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of the job, such as `learner_steps`."""
+        return self.status()["job"]
+
     def restore(self) -> None:
         """Restart the learner from its latest checkpoint. Version numbers keep rising."""
         self._request_change(ev.RestoreRequested())
@@ -323,10 +329,9 @@ class Coordinator:
     def _next_events(self) -> list[Any]:
         """Send the delayed calls that are due. Wait for a short time, and return the events since the last call."""
         self._clock.tick()
-        wait = min(_TICK, self._calls.send_due())
         found: list[Any] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._events.get(wait))
+            found.append(self._events.get(min(_TICK, self._calls.send_due())))
             while len(found) < 256:
                 found.append(self._events.get(0.0))
         return found
@@ -338,8 +343,7 @@ class Coordinator:
             for event in happened:
                 if not isinstance(event, _JournaledMarker):
                     effects += advance(self._job, event, self._clock())
-            wanted = self._scaling.wanted(self._job, self._clock())
-            if wanted is not None:
+            if (wanted := self._scaling.wanted(self._job, self._clock())) is not None:
                 effects += advance(self._job, ev.ScaleRequested("collector", wanted, "load"), self._clock())
             self._write_journal(effects)
         for event in happened:

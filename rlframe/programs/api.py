@@ -88,8 +88,9 @@ def train(
             they were defined in a notebook that has ended.
         stop_at: Step at which to stop and save. Schedules still end at `steps`.
         callbacks: Functions that are called as `callback(info)` for each row of the logs. `info` has `step`, `values`
-            (name -> number) and `stop()`, which ends the run early. If a callback raises, the run saves everything and
-            ends, and this function raises the exception. See docs/api.md.
+            (name -> number), `run_dir`, `policy` (the current policy), `save()`, which saves a checkpoint now, and
+            `stop()`, which ends the run early. If a callback raises, the run saves everything and ends, and this
+            function raises the exception. `rlframe.StopAt` and `rlframe.EvaluateOn` are ready-made callbacks.
         quiet: Print nothing: no progress, no warnings, no output of nodes. (`--quiet` only hides the progress.) The
             files in `RUN_DIR/logs` and the handlers of `logging` still receive everything.
         **options: Options of `rlframe train`, with underscores: `steps=50_000`, `seed=2`, `num_envs=16`,

@@ -14,5 +14,6 @@ The loop and the monitors use the same classes:
 
 For example, the row of step 2,000 contains `episode_return` and `steps_per_second`, computed since the row of step
 1,000. It also contains `loss` and `learner_steps`, from the newest stats of the learner. The row is written to
-`metrics.jsonl`, to trackers and to the terminal, and the user's callbacks receive it (`callbacks.py`).
+`metrics.jsonl`, to trackers and to the terminal, and the user's callbacks receive it (`callbacks.py`, with
+ready-made ones in `ready_callbacks.py`).
 """

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 import math
+import pathlib
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from rlframe import handles
-from rlframe.errors import NoMethodError, RlframeError, UsageError
+from rlframe.errors import NoMethodError, PeerError, RlframeError, UsageError
+from rlframe.learners import Checkpointer
 from rlframe.metrics.base import Values, on_host
 from rlframe.programs.options import registry
+from rlframe.programs.policies.saved import wait_until_saved
+from rlframe.programs.policies.trained import TrainedPolicy, load
+from rlframe.programs.run_dir.directory import RunDir
 
 _log = logging.getLogger(__name__)
 
@@ -28,13 +36,23 @@ class CallbackInfo:
         step: Environment steps so far. For a language model: learner steps.
         values: The row as a dict, name -> number. If it contains `return_mean`, it comes from an evaluation, and a
             checkpoint contains the evaluated policy.
+        run_dir: The run directory.
         stop: Function `stop()` that ends the run early. The run still saves, evaluates and returns its result. Any
             thread can call it.
+        save: Function `save()` that saves a checkpoint now, waits until it is written, and returns its name in
+            `run_dir/checkpoints`. If it cannot be written, the run logs a warning, and the newest one is returned.
     """
 
     step: int
     values: dict[str, Any]
+    run_dir: pathlib.Path
     stop: Callable[[], None] = dataclasses.field(repr=False, compare=False)
+    save: Callable[[], int] = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def policy(self) -> TrainedPolicy:
+        """The current policy, as `rlframe.load` returns it. The first use saves a checkpoint, and reads it."""
+        return load(self.run_dir, self.save())
 
 
 Callback = Callable[[CallbackInfo], Any]
@@ -70,6 +88,8 @@ class Callbacks:
         self.error: BaseException | None = None
         self._stop_requested = self._warned = False
         self._end: Callable[[str, bool], None] | None = None
+        self._saver: Any = None
+        self._over = threading.Event()  # set at the end of the current program
 
     def __bool__(self) -> bool:
         """Return True if there are callbacks."""
@@ -82,7 +102,7 @@ class Callbacks:
             if self.error is not None:
                 return
             try:
-                function(CallbackInfo(step, dict(row), self._request_stop))
+                function(CallbackInfo(step, dict(row), self._run_dir, self._request_stop, self._save))
             except BaseException as error:  # `BaseException` includes SystemExit, which a thread would silently ignore
                 self.error = error
                 self.request_end()
@@ -90,19 +110,27 @@ class Callbacks:
     def close(self) -> None:
         """Do nothing."""
 
-    def connect(self, node: Any, name: str) -> None:
-        """Set the node that receives requests to end the current program.
+    def connect(self, node: Any, name: str, saver: Any, run_dir: pathlib.Path) -> None:
+        """Set the nodes that receive requests to end the current program, and to save a checkpoint.
 
         Args:
             node: A node with a method `end(by, evaluate)`, or a handle to it.
             name: Name of the node, for messages.
+            saver: A node with the methods `save_soon` and `stats` of a Learner, or a handle to it.
+            run_dir: The run directory.
         """
+        self._run_dir, self._over = run_dir, threading.Event()
+        self._saver = handles.resolve(saver, "learner", stop=self._over)
         end = getattr(handles.resolve(node, name, deadline=_END_TIMEOUT), "end", None)
         if end is None:
             raise UsageError(
                 f"Callbacks need a node {name} with a method end(by, evaluate), for example a Monitor. Got {node!r}."
             )
         self._end = end
+
+    def disconnect(self) -> None:
+        """Note the end of the program: its last checkpoint is the newest one, and no node can be called."""
+        self._over.set()
 
     def request_end(self) -> None:
         """If a callback raised or called `stop()`, request the node to end the run.
@@ -119,6 +147,14 @@ class Callbacks:
             self._warned = True
         except RlframeError:  # the node is being restarted, or the program has ended
             pass
+
+    def _save(self) -> int:
+        """See `CallbackInfo.save`. After the end of the program, return its last checkpoint."""
+        checkpoints = RunDir(self._run_dir).checkpoints
+        with contextlib.suppress(PeerError):  # the program has ended
+            self._saver.save_soon()
+            wait_until_saved(self._saver, checkpoints, self._over)
+        return Checkpointer(checkpoints).existing(None)
 
     def _request_stop(self) -> None:
         self._stop_requested = True

@@ -6,8 +6,11 @@ import os
 import pathlib
 import signal
 import threading
+import types
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import rlframe
@@ -17,7 +20,7 @@ from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.metrics.files import rows_after
 from rlframe.programs.policies.evaluation import Evaluations
-from rlframe.programs.policies.saved import read_policy
+from rlframe.programs.policies.saved import read_checkpoint, read_policy
 from rlframe.programs.run_dir.directory import Result, RunDir, open_run
 from rlframe.programs.topologies.makers import make_agent
 from tests.extras import needs
@@ -131,6 +134,91 @@ def test_callback_exception_is_raised_in_the_caller_in_every_topology_and_engine
     check_run_continues(tmp_path / "run", Result.read(RunDir(tmp_path / "run").result).env_steps)
 
 
+def check_save_and_policy(run_dir: pathlib.Path, topology: str, engine: str | None) -> None:
+    policies, last = [], []
+
+    def callback(info):
+        if "return_mean" in info.values:
+            last.append(info.save())  # the program can have ended
+        elif info.values.get("learner_steps", 0) > 0 and len(policies) < 2:
+            step = info.save()
+            assert step >= info.values["learner_steps"] and step in Checkpointer(run_dir / "checkpoints").steps()
+            assert info.policy is info.policy and info.policy.version >= info.values["params_version"]
+            assert info.policy.act(np.zeros((3, 4), np.float32)).shape == (3,)
+            policies.append(info.policy)
+        elif len(policies) == 2:
+            info.stop()
+
+    result = train(run_dir, topology, engine, callbacks=[callback], checkpoint_every=0)
+    assert policies[0].version < policies[1].version <= result.params_version
+    assert last == Checkpointer(run_dir / "checkpoints").steps()[-1:]
+    params = rlframe.load(run_dir).params
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((params, policies[0].params)))
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(policies[0].params)))
+
+
+@pytest.mark.parametrize(("topology", "engine"), ONLY_SINGLE_PROCESS_IS_FAST)
+def test_callback_can_save_and_use_the_current_policy(tmp_path, topology, engine):
+    check_save_and_policy(tmp_path / "run", topology, engine)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("topology", "engine"), [*PROCESSES[:3], ("heavy_env", "ray")])
+def test_callback_can_save_and_use_the_current_policy_in_every_topology_and_engine(tmp_path, topology, engine):
+    check_save_and_policy(tmp_path / "run", topology, engine)
+
+
+def test_save_is_exact_in_one_process_and_unused_policies_save_nothing(tmp_path):
+    checkpoints, threads, saved = Checkpointer(tmp_path / "run/checkpoints"), [], []
+
+    def callback(info):
+        if not saved:
+            assert checkpoints.steps() == []  # neither earlier rows nor their policies have saved
+        if info.step >= 300 and not saved:
+            saved.append(info.save())
+            assert saved == checkpoints.steps() == [info.values["learner_steps"]]
+            assert info.policy.version == info.values["params_version"]
+        if info.step >= 500 and not threads:  # another thread saves before the next steps
+            threads.append(threading.Thread(target=lambda: saved.append(info.save())))
+            threads[0].start()
+        if len(saved) == 2:
+            info.stop()
+
+    result = train(tmp_path / "run", "single_process", None, callbacks=[callback], checkpoint_every=0, eval_episodes=0)
+    assert result.stopped_by == "callback" and saved[0] < saved[1]
+    # The first checkpoint contains the environments and the replay, so the run can continue from it.
+    resumed = rlframe.train(run_dir=tmp_path / "run", resume=True, resume_from=saved[0], stop_at=400, quiet=True)
+    assert resumed.env_steps == 400
+
+
+def test_stop_at_ends_the_run_after_enough_rows_with_a_high_value(tmp_path):
+    stops = []
+
+    def row(**values: float) -> Any:
+        return types.SimpleNamespace(values=values, stop=lambda: stops.append(values))
+
+    stop_at = rlframe.StopAt(10.0, "loss", rows=2)
+    for values in ({"loss": 11.0}, {"loss": 9.0}, {"loss": 10.0}, {"other": 99.0}, {"loss": 12.0}):
+        assert not stops
+        stop_at(row(**values))
+    assert stops == [{"loss": 12.0}]
+    with pytest.raises(UsageError, match="rows must be at least 1, got 0"):
+        rlframe.StopAt(1.0, rows=0)
+    result = train(tmp_path / "run", "single_process", None, callbacks=[rlframe.StopAt(1.0, "episode_return")])
+    assert result.stopped_by == "callback" and result.env_steps < 1_000
+
+
+@pytest.mark.parametrize(("topology", "engine"), ONLY_SINGLE_PROCESS_IS_FAST[:2])
+def test_evaluate_on_evaluates_in_another_environment_after_each_evaluation(tmp_path, topology, engine):
+    shorter = rlframe.EvaluateOn("CartPole-v1", env_kwargs={"max_episode_steps": 5}, episodes=2)
+    options = {"callbacks": [shorter], "steps": 400, "eval_every": 200, "log_every": 1_000}
+    train(tmp_path / "run", topology, engine, **options)
+    steps = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "return_mean" in row]
+    assert [row["step"] for row in shorter.rows] == steps and len(steps) >= 2
+    assert {row["return_mean"] for row in shorter.rows} == {5.0}
+    assert shorter.rows[0]["params_version"] < shorter.rows[-1]["params_version"]
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_run_is_saved_if_a_callback_raises_system_exit(tmp_path, error):
     def callback(info):
@@ -197,7 +285,7 @@ def test_evaluated_policy_is_saved_before_callbacks_receive_its_row_in_elastic(t
             directory, experiment = open_run(tmp_path / "run", {})
             agent = make_agent(experiment)
             steps = Checkpointer(directory.checkpoints).steps()  # two, if the next evaluation has started
-            for policy in [read_policy(agent, directory, step) for step in steps]:
+            for policy in [read_policy(agent, read_checkpoint(directory, step)) for step in steps]:
                 saved[policy.version] = Evaluations(experiment, agent, policy).evaluate()["return_mean"]
             info.stop()
 
