@@ -118,7 +118,7 @@ def wait_until_saved(learner: Any, checkpoints: pathlib.Path, stop: threading.Ev
             return
         if now > until:
             _log.warning(
-                "The checkpoint for an evaluation was not written within %g s. The evaluation continues without it.",
+                "The requested checkpoint was not written within %g s. The run continues without it.",
                 _SAVE_WITHIN,
             )
             return

@@ -80,7 +80,7 @@ def test_learner_that_cannot_save_is_evaluated_with_current_parameters(agent, le
     policy = SavedPolicy(agent, RunDir(tmp_path), learner)
     policy.update(threading.Event())
     assert policy.version == learner.params_version
-    assert any("The evaluation continues without it" in record.getMessage() for record in caplog.records)
+    assert any("The run continues without it" in record.getMessage() for record in caplog.records)
 
 
 def test_stop_event_ends_the_wait_for_a_checkpoint(agent, learner, tmp_path, monkeypatch):
