@@ -95,6 +95,7 @@ def test_default_number_of_actors_is_at_most_the_number_of_environments():
         read_arguments([*sac, "--num-actors", "2"])
 
 
+@pytest.mark.system
 def test_option_config_loads_a_config_that_other_options_change(trained):
     again, _, preset = read_arguments(["--config", f"{trained}/config.json", "--seed", "6", "--discount", "0.5"])
     assert preset is None

@@ -30,7 +30,7 @@ COMMAND += ["--unroll-length", "16", "--num-epochs", "1", "--json", "--log-every
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.system)]
 )
-def test_signal_saves_the_run_and_prints_the_resume_command(tmp_path, number, code):
+def test_signal_saves_the_run_and_prints_the_resume_command(tmp_path, number, code, capsys):
     run_dir = tmp_path / "run"
     with subprocess.Popen(
         [*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -50,9 +50,9 @@ def test_signal_saves_the_run_and_prints_the_resume_command(tmp_path, number, co
     assert (run_dir / "learning_curve.png").exists()
     if number != signal.SIGINT:
         return
-    resumed = [sys.executable, "-m", "rlframe", "train", "--resume", "--run-dir", str(run_dir), "--quiet", "--json"]
-    resumed += ["--stop-at", str(result["env_steps"] + 50), "--eval-episodes", "1"]
-    again = json.loads(subprocess.run(resumed, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    resumed = ["train", "--resume", "--run-dir", str(run_dir), "--quiet", "--json", "--eval-episodes", "1"]
+    assert main([*resumed, "--stop-at", str(result["env_steps"] + 50)]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["env_steps"] >= result["env_steps"] + 50
     assert again["learner_steps"] > result["learner_steps"] > 0
 
@@ -179,7 +179,7 @@ def test_run_of_another_process_is_resumed_only_with_option_take_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["train --help", *(pytest.param(one, marks=pytest.mark.system) for one in ("--help", "envs"))]
+    "command", ["--help", *(pytest.param(one, marks=pytest.mark.system) for one in ("train --help", "envs"))]
 )
 def test_command_ends_silently_if_the_reader_of_its_output_exits(command):
     assert run_with_closed_pipe([sys.executable, "-m", "rlframe", *command.split()]) == (0, "")

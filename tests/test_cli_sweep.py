@@ -238,6 +238,7 @@ def test_trial_fails_if_rlframe_train_refuses_its_combination_of_options(sweep, 
     assert said["trials"][3]["failed"].startswith("num_actors=4 is for the topology heavy_env")
 
 
+@pytest.mark.system
 def test_sweep_ends_with_an_error_if_its_first_trial_fails(sweep, tmp_path):
     folder = tmp_path / "sweep"
     vary = ["--vary", "normalize-observations=True,false", "--vary", "learning-rate=1,1e-3"]

@@ -151,7 +151,7 @@ def test_concurrent_calls_compile_once_for_each_runtime(monkeypatch):
 
 
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
-@pytest.mark.parametrize("agent", ["ppo", "dqn"])
+@pytest.mark.parametrize("agent", ["dqn", pytest.param("ppo", marks=pytest.mark.system)])
 def test_functions_of_the_cartpole_presets_use_the_older_runtime(monkeypatch, tmp_path, agent):
     found, real = [], compilation.suits_older_runtime
 

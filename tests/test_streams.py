@@ -17,6 +17,7 @@ def shell(command, cwd):
     return subprocess.run(["bash", "-c", line], cwd=cwd, capture_output=True, env={**os.environ, **ASCII})
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "closed", ["2>&-", *(pytest.param(one, marks=pytest.mark.system) for one in (">&-", ">&- 2>&-", "<&- >&- 2>&-"))]
 )

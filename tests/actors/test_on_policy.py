@@ -124,6 +124,7 @@ def test_actor_is_ahead_of_the_learner_by_at_most_max_staleness_and_stop_ends_it
     assert [batch.behind for batch in learner.learned] == [[min(i, max_staleness)] for i in range(4)]
 
 
+@pytest.mark.system
 def test_actor_starts_another_unroll_when_the_previous_one_was_lost(caplog):
     agent = make_agent()
     buffer = ReplayBuffer(agent, lapse_after=0.2)

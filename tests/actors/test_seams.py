@@ -168,6 +168,7 @@ def test_node_outside_a_program_is_rejected_with_the_fix():
             make()
 
 
+@pytest.mark.system
 def test_reverb_node_of_the_buffer_class_is_rejected_with_the_fix():
     needs("launchpad", "reverb")
     import launchpad as lp

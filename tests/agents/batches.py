@@ -43,9 +43,8 @@ def timestep(observation_spec, batch_size, seed=0) -> TimeStep:
 def act(agent, params, learner_state, batch_size=4, seed=0) -> AgentOutput:
     actor_params = agent.actor_params(params, learner_state)
     observed = timestep(agent.observation_spec, batch_size, seed)
-    return jax.jit(agent.actor_step)(jax.random.PRNGKey(seed), actor_params, observed, agent.initial_state(batch_size))[
-        0
-    ]
+    step = _jitted(agent, "actor_step")
+    return step(jax.random.PRNGKey(seed), actor_params, observed, agent.initial_state(batch_size))[0]
 
 
 def sequences(agent, params, learner_state, batch_size=4, length=8, seed=0) -> Batch:
@@ -103,7 +102,7 @@ def gradients(agent, params, learner_state, batch):
     return _jitted(agent, "compute_gradients")(params, learner_state, batch)[1]
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=32)
 def _jitted(agent, method):
     """Return the jitted method of an agent. The cache avoids a new compilation for each call."""
     return jax.jit(getattr(agent, method))

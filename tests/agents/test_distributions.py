@@ -53,6 +53,7 @@ def test_categorical_agrees_with_distrax(distrax):
     np.testing.assert_array_equal(ours.mode(logits), oracle.mode())
 
 
+@pytest.mark.system
 def test_multi_categorical_is_the_product_of_categorical_distributions(distrax):
     policy, logits = MultiCategorical((2, 3)), jax.random.normal(RNG, (6, 5))
     samples = policy.sample(RNG, logits)

@@ -323,6 +323,7 @@ def test_annealed_learning_rate_ends_at_zero():
     assert_trees_equal(after, params)
 
 
+@pytest.mark.system
 def test_adam_uses_clipped_gradients_and_the_configured_epsilon():
     agent = make(optimizer="adam", learning_rate=1e-2, max_grad_norm=0.01, adam_epsilon=0.1)
     params, learner_state = started(agent)

@@ -45,6 +45,7 @@ def test_replay_spec_follows_the_config():
     assert spec.capacity == 2 * 6 * 16
 
 
+@pytest.mark.system
 def test_loss_is_the_weighted_sum_of_its_terms():
     logs = learned(make(value_cost=0.7, entropy_cost=0.3))[2]
     expected = logs["policy_loss"] + 0.7 * logs["value_loss"] - 0.3 * logs["entropy"]
@@ -71,6 +72,7 @@ def test_terms_of_the_loss_match_worked_example():
     np.testing.assert_allclose(total, 2 * (logs["policy_loss"] + 0.5 * logs["value_loss"]), rtol=1e-5)
 
 
+@pytest.mark.system
 def test_loss_is_summed_over_unmasked_steps():
     agent = make()
     params, learner_state = started(agent)
@@ -81,6 +83,7 @@ def test_loss_is_summed_over_unmasked_steps():
     np.testing.assert_allclose(total, steps * logs["loss"], rtol=1e-5)
 
 
+@pytest.mark.system
 def test_ignored_actions_do_not_change_the_update():
     def disturbed(data):
         ignored = data.step_type[:, :-1] == LAST
@@ -143,6 +146,7 @@ def learns(action_spec, reward, measure):
     return float(before), float(measure(agent.network.apply(params, observation)[0]))
 
 
+@pytest.mark.system
 def test_probability_of_the_rewarded_action_increases():
     before, after = learns(
         DISCRETE, lambda data: data.action == 1, lambda logits: jnp.mean(jax.nn.softmax(logits)[:, 1])

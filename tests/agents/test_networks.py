@@ -152,6 +152,7 @@ def test_images_with_channels_first_and_last_give_the_same_features():
     )
 
 
+@pytest.mark.system
 def test_image_bytes_are_scaled_to_at_most_one():
     image = np.random.RandomState(0).randint(0, 256, (2, 2, 36, 36)).astype(np.uint8)
     spec = specs.Array((2, 36, 36), np.float32, "image")

@@ -138,6 +138,7 @@ def test_approx_kl_is_computed_from_the_ratios():
     np.testing.assert_allclose(logged, np.mean(ratio - 1.0 - np.log(ratio)), rtol=1e-3)
 
 
+@pytest.mark.system
 def test_update_stops_at_target_kl():
     params, learner_state = started(make())
     batch = batches.sequences(make(), params, learner_state)
@@ -264,6 +265,7 @@ class OnlyValues(PPO):
         return jnp.mean(jnp.square(value - 3.0)), {"value": jnp.mean(value)}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("observation_spec", [VECTOR, pytest.param(IMAGE, marks=pytest.mark.system)])
 def test_subclass_can_replace_the_loss(observation_spec):
     cfg = dataclasses.replace(CONFIG, num_epochs=2, num_minibatches=2, learning_rate=1e-3)

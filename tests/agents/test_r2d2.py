@@ -250,6 +250,7 @@ def test_network_without_a_state_can_be_trained_at_the_sizes_of_the_paper():
     assert np.isfinite(step(params, learner_state, batches.whole(data, rows))[2]["loss"])
 
 
+@pytest.mark.system
 def test_default_network_for_images_is_the_network_of_the_paper():
     agent, paper = (
         R2D2(R2D2Config(), IMAGE, DISCRETE, factory)

@@ -104,6 +104,7 @@ def test_ppo_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
     assert all((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(new)))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", [pytest.param("lstm", marks=pytest.mark.system), "gru"])
 def test_impala_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
     agent = IMPALA(IMPALAConfig(unroll_length=20, batch_size=8), *specs, SMALL[name])
@@ -159,6 +160,7 @@ def test_dueling_recurrent_network_has_separate_layers_after_the_core(name):
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.system
 def test_images_are_processed_by_convolutions_before_the_core():
     network = LSTMConfig(hidden=(8,), size=4).build(IMAGE, HEADS)
     params = network.init(jax.random.PRNGKey(0), random_tree(IMAGE, (1,)))

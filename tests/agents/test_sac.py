@@ -37,6 +37,7 @@ def actions_after(steps, rows=20_000):
     return agent, params, seen, np.asarray(agent.actor_step(jax.random.PRNGKey(1), published, seen, ())[0].action)
 
 
+@pytest.mark.system
 def test_actions_are_uniform_until_the_first_update():
     actions = actions_after(0)[-1]
     for column, low, high in ((0, -2.0, 2.0), (1, 0.0, 1.0)):
@@ -122,11 +123,10 @@ def test_each_loss_has_gradients_only_for_its_own_parameters():
     batch = batches.transitions(agent)
 
     def part(name):
-        return jax.grad(lambda params: agent.loss(params, learner_state, batch)[1][name])(params)
+        return jax.jit(jax.grad(lambda params: agent.loss(params, learner_state, batch)[1][name]))(params)
 
-    critic, policy, whole = part("critic_loss"), part("policy_loss"), agent.compute_gradients(
-        params, learner_state, batch
-    )[1]  # fmt: skip
+    critic, policy = part("critic_loss"), part("policy_loss")
+    whole = jax.jit(agent.compute_gradients)(params, learner_state, batch)[1]
     assert all(np.all(np.asarray(leaf) == 0.0) for leaf in jax.tree.leaves((critic.policy, critic.log_temperature)))
     assert all(np.all(np.asarray(leaf) == 0.0) for leaf in jax.tree.leaves((policy.critics, policy.log_temperature)))
     jax.tree.map(

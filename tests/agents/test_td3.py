@@ -93,7 +93,7 @@ def test_policy_update_uses_the_updated_critics():
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
     after, _, _ = jax.jit(agent.learner_step)(params, learner_state, batch)
-    slope = jax.grad(agent.policy_loss)
+    slope = jax.jit(jax.grad(agent.policy_loss))
     new, old = (slope(params.policy, critics, batch.data.observation) for critics in (after.critics, params.critics))
     adam = optax.adam(1e-2)
     expected, with_old = (

@@ -198,6 +198,7 @@ def test_checkout_with_four_times_the_work_is_reported_as_slower(tmp_path, monke
     assert "Slower:\n  tiny: rlframe\n  tiny: again" in printed
 
 
+@pytest.mark.system
 def test_checkout_with_a_quarter_of_the_work_is_not_reported_as_slower(tmp_path, monkeypatch, capsys):
     code, result, printed = measure(
         "tiny", tiny(tmp_path / "new", 0.001), tiny(tmp_path / "old", 0.004), 1, monkeypatch, capsys
@@ -256,8 +257,18 @@ def test_benchmark_that_hangs_is_killed_with_its_processes(tmp_path, monkeypatch
     ("new", "code", "result"),
     [
         ("RATE, PROCESSOR = 50.0, 20.0", 1, "\nSlower:\n  tiny: rlframe"),
-        ("RATE, PROCESSOR = 50.0, 10.0", 1, "\nSlower without more processor time (waiting):\n  tiny: rlframe"),
-        ("RATE, PROCESSOR = 100.0, 20.0", 0, "is slower.\nNot slower, but more processor time:\n  tiny: rlframe"),
+        pytest.param(
+            "RATE, PROCESSOR = 50.0, 10.0",
+            1,
+            "\nSlower without more processor time (waiting):\n  tiny: rlframe",
+            marks=pytest.mark.system,
+        ),
+        pytest.param(
+            "RATE, PROCESSOR = 100.0, 20.0",
+            0,
+            "is slower.\nNot slower, but more processor time:\n  tiny: rlframe",
+            marks=pytest.mark.system,
+        ),
     ],
 )
 def test_summary_lists_slower_rows_and_leftover_processes_are_ended(new, code, result, tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from benchmarks.report import Row
 from benchmarks.runner import BENCHMARKS, NEEDS
 from rlframe import extras
 
-FAST = {"calls", "replay"}  # These benchmarks take a few seconds. Other benchmarks compile more or start processes.
+FAST = {"calls"}  # This benchmark takes a second. Other benchmarks take longer, compile more or start processes.
 PEERS = (
     "--peers-python",
     "--cleanrl",

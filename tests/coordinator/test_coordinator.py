@@ -159,7 +159,7 @@ def test_late_collector_is_used(coordinators: Coordinators) -> None:
     ("how", "role"),
     [
         ("kill", "learner/0"),
-        ("stop", "collector/0"),
+        pytest.param("stop", "collector/0", marks=pytest.mark.system),
         pytest.param("kill", "collector/0", marks=pytest.mark.system),
         pytest.param("stop", "learner/0", marks=pytest.mark.system),
     ],
@@ -194,6 +194,7 @@ def test_task_that_raises_is_retried(coordinators: Coordinators, role: str) -> N
     assert (job(coordinator)["state"], job(coordinator)["restarts"]) == ("RUNNING", 0)
 
 
+@pytest.mark.system
 def test_busy_and_idle_workers_can_be_removed(coordinators: Coordinators) -> None:
     coordinator = coordinators.running(collectors=2)
     coordinator.scale("collector", 1)

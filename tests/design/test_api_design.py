@@ -165,7 +165,7 @@ class Rows(list):
 
 @pytest.mark.parametrize(
     "type",
-    [pytest.param("single env", marks=pytest.mark.system), "thread", pytest.param("process", marks=pytest.mark.system)],
+    [pytest.param(one, marks=pytest.mark.system) for one in ("single env", "thread", "process")],
 )
 def test_single_process_program_in_the_design_document_runs(type):
     env_builder = an_env if type == "single env" else functools.partial(a_pool, type)

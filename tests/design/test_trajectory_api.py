@@ -151,6 +151,7 @@ def test_app_runs_under_uvicorn_as_documented(tmp_path):
         assert httpx.get(f"{url}/info", timeout=60).json()["batch_size"] == 4
 
 
+@pytest.mark.system
 def test_app_with_a_token_file_refuses_requests_without_the_token(tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")

@@ -17,6 +17,12 @@ from rlframe.types import ReplaySpec, Sequence, Transition
 NUM_ENVS = 4
 RNG = jax.random.PRNGKey(0)
 ITEMS = [Transition(1), Transition(3, 0.9), Sequence(4), Sequence(5, 2)]
+FAST = {("uniform", ITEMS[1]), ("prioritized", ITEMS[3])}
+KINDS_AND_ITEMS = [
+    pytest.param(kind, item, id=f"{item}-{kind}", marks=[] if (kind, item) in FAST else pytest.mark.system)
+    for item in ITEMS
+    for kind in ("uniform", "prioritized")
+]
 
 
 def to_record(step):
@@ -48,9 +54,8 @@ def places_of_items(ring, state, is_item):
     return times, envs, np.repeat(mask, NUM_ENVS) & np.asarray(is_item(state, times, envs))
 
 
-@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
-@pytest.mark.parametrize("item", ITEMS, ids=str)
-def test_ring_contains_the_items_of_the_reference_replay(item, kind):
+@pytest.mark.parametrize(("kind", "item"), KINDS_AND_ITEMS)
+def test_ring_contains_the_items_of_the_reference_replay(kind, item):
     spec = ReplaySpec(kind, item, batch_size=16, capacity=60, min_size=10)
     ring, stream, reference = StepRing(spec, NUM_ENVS), StepStream(NUM_ENVS), ReferenceReplay(item)
     reference.claim_rank(NUM_ENVS, 0)
@@ -81,7 +86,7 @@ def test_ring_contains_the_items_of_the_reference_replay(item, kind):
         np.testing.assert_allclose(probabilities, 1 / len(found), rtol=1e-5)
 
 
-@pytest.mark.parametrize("ratio", [None, 0.25, 1 / 3, 4.0])
+@pytest.mark.parametrize("ratio", [None, 1 / 3, *(pytest.param(one, marks=pytest.mark.system) for one in (0.25, 4.0))])
 def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
     spec = ReplaySpec("uniform", Transition(2), batch_size=8, capacity=1000, min_size=20, samples_per_insert=ratio)
     ring, stream, limiter = StepRing(spec, NUM_ENVS), StepStream(NUM_ENVS), RateLimiter(spec)
@@ -107,7 +112,7 @@ def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
         assert updates == expected
 
 
-@pytest.mark.parametrize("batch_size", [None, 3, 4, 6, 8])
+@pytest.mark.parametrize("batch_size", [None, 3, 6, *(pytest.param(one, marks=pytest.mark.system) for one in (4, 8))])
 def test_queue_returns_each_unroll_once_in_order(batch_size):
     item = Sequence(3)
     queue = UnrollQueue(ReplaySpec("queue", item, batch_size, capacity=100), NUM_ENVS)

@@ -84,6 +84,7 @@ class Program:
         assert not self._thread.is_alive(), self.output
 
 
+@pytest.mark.system
 def test_suspended_node_is_killed_and_uses_up_a_restart():
     with Program(node("actor/1", SERVES, max_restarts=1), hang_timeout=3.0) as program:
         for starts in (1, 2):
@@ -131,6 +132,7 @@ def test_phase_may_take_longer_than_the_hang_timeout():
     assert program.failure is None and program.output == "[learner] done\n"
 
 
+@pytest.mark.system
 def test_node_that_waits_for_another_node_is_not_killed():
     waits = BEATS + "from rlframe.interprocess.phases import waiting_for\nwith Phase('stepping', 2.0):\n"
     waits += "  with waiting_for('the learner'): time.sleep(3.0)\nprint('done')"

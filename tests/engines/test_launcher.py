@@ -20,6 +20,7 @@ needs("launchpad")
 start = functools.partial(processes.start, "tests.engines.launched")
 
 
+@pytest.mark.system
 def test_program_ends_when_its_client_ends():
     code, output, lines = finish(start("once"))
     assert (code, output) == (0, "launched: None\n")
@@ -68,6 +69,7 @@ def test_killed_server_restarts_at_its_address():
     assert re.search(r"^\[client\] the count of the restarted server is [1-9]$", lines, re.M)
 
 
+@pytest.mark.system
 def test_all_processes_end_after_the_launcher_is_killed(tmp_path: pathlib.Path):
     process = start("wait", TMPDIR=str(tmp_path))
     pids = wait_for_nodes(process)

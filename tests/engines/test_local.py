@@ -46,6 +46,7 @@ def test_killed_server_restarts_at_its_address():
     assert re.search(r"^\[monitor\] the count of the restarted server is 1$", lines, re.M)
 
 
+@pytest.mark.system
 def test_no_process_listens_on_a_port_and_ctrl_c_ends_all_processes():
     process = start("wait")
     wait_for_nodes(process)

@@ -271,6 +271,7 @@ def test_environments_may_share_objects_that_the_pool_does_not_step(shared):
     assert step(lambda: Holds(shared, "env")).reward.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.system
 def test_builder_that_returns_the_same_object_twice_is_refused_in_a_worker_process():
     env = Env()
     made = [Env(), Env(), env, env]

@@ -78,6 +78,7 @@ class OutsideInAProcess(ListEnv):
         super().__init__(g.Discrete(3), [2, 7])
 
 
+@pytest.mark.system
 def test_error_from_a_worker_process_contains_the_environment_id_and_the_value():
     with SyncEnv(OutsideInAProcess, 2, "process", num_workers=1) as pool:
         pool.reset()

@@ -137,7 +137,7 @@ def name_for(maker, task):
     return f"{kind}:{task}" if kind in ("jax", *SUITES) else task
 
 
-@pytest.mark.parametrize("maker", params(MAKERS))
+@pytest.mark.parametrize("maker", params(MAKERS, system=["async process"]))
 def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker):
     run, make = MAKERS[maker]
     name = name_for(maker, "CartPole-v1")
@@ -152,7 +152,7 @@ def test_cart_pole_terminates_with_discount_zero_and_resets_automatically(maker)
     assert (np.abs(observation[last][:, 2]) > 0.2095).all()
 
 
-@pytest.mark.parametrize("maker", params(MAKERS))
+@pytest.mark.parametrize("maker", params(MAKERS, system=["async process"]))
 def test_pendulum_is_truncated_at_its_time_limit_with_discount_one(maker):
     run, make = MAKERS[maker]
     name = name_for(maker, "Pendulum-v1")
@@ -164,7 +164,7 @@ def test_pendulum_is_truncated_at_its_time_limit_with_discount_one(maker):
     assert observation.dtype == np.float32 and observation.shape == (203, 3, 3)
 
 
-@pytest.mark.parametrize("maker", params(MAKERS, system=["async process"]))
+@pytest.mark.parametrize("maker", params(MAKERS, system=["sync process", "async process"]))
 def test_equal_seeds_give_equal_episodes(maker):
     run, make = MAKERS[maker]
     name = name_for(maker, "CartPole-v1")

@@ -176,6 +176,7 @@ def test_worker_killed_during_a_step_raises():
         killer.join()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("is_sync", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_hung_worker_raises_after_the_answer_timeout(is_sync):
     message = "No answer from environment 2 within 3 s: it hangs"  # 3 s, because a healthy environment can need 1 s
@@ -253,7 +254,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("fault", ["none", "hang", "hang in C"])
+@pytest.mark.parametrize("fault", ["none", pytest.param("hang", marks=pytest.mark.system), "hang in C"])
 def test_workers_end_after_their_parent_is_killed(fault):
     parent = subprocess.Popen([sys.executable, "-c", ORPHAN, fault], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]

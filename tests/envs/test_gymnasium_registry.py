@@ -65,7 +65,7 @@ def test_id_is_found_if_the_user_registers_it_after_a_failed_search(type):
     assert backend("Seven-v0") == "gymnasium"
 
 
-@pytest.mark.parametrize("task", ["CartPole-v1", "Pong-v5"])
+@pytest.mark.parametrize("task", ["CartPole-v1", pytest.param("Pong-v5", marks=pytest.mark.system)])
 def test_id_that_the_user_registered_takes_precedence_over_envpool(task):
     assert backend(task) == "envpool"
     gymnasium.register(task, Seven)
@@ -175,6 +175,7 @@ def test_error_in_an_imported_module_is_reported(code, message, tmp_path, monkey
         SyncEnv("Maze-v0", 1)
 
 
+@pytest.mark.system
 def test_module_in_the_working_directory_can_register_ids(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text(

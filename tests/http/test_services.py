@@ -97,6 +97,7 @@ def test_no_token_option_lets_other_machines_reach_the_trajectory_service():
         )
 
 
+@pytest.mark.system
 def test_no_token_option_lets_other_machines_reach_the_policy_server():
     with policy(host="0.0.0.0", no_token=True) as target:
         outer = f"http://{outer_address()}:{target.port}/v1/completions"

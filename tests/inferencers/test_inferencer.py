@@ -85,6 +85,7 @@ def test_equal_seeds_give_equal_actions_and_different_seeds_different_actions():
     assert len({str(actions) for actions in ppo_actions(4, seed=1)}) > 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("sync_interval", [pytest.param(1, marks=pytest.mark.system), 3])
 def test_resumed_inferencer_continues_with_the_same_actions(sync_interval):
     assert ppo_actions(6, resume_at=4, sync_interval=sync_interval) == ppo_actions(6, sync_interval=sync_interval)

@@ -159,6 +159,7 @@ def test_call_after_a_wrong_request_uses_shared_memory_again():
         assert service.shared > before
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.system)])
 def test_client_uses_another_service_after_a_kill_and_later_the_restarted_service(asynchronous):
     addresses = [free_address() for _ in range(2)]

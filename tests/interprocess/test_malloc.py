@@ -80,6 +80,7 @@ print(json.dumps([arenas_of_six_threads()]))
     assert arenas > 1 if several else arenas == 1
 
 
+@pytest.mark.system
 def test_learner_in_a_user_program_has_one_arena():
     code = """
 from rlframe.learners import Learner, LearnerConfig

@@ -151,7 +151,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         pytest.param(
             in_function("sys.exit(3)"), "SystemExit: 3", id="sys.exit in a function", marks=pytest.mark.system
         ),
-        pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL"),
+        pytest.param(in_run("os.kill(os.getpid(), 9)"), "killed or crashed", id="SIGKILL", marks=pytest.mark.system),
         pytest.param(in_run("os.abort()"), "killed or crashed", id="abort", marks=pytest.mark.system),
         pytest.param(in_run("os._exit(3)"), "killed or crashed", id="exit", marks=pytest.mark.system),
         pytest.param(in_run("os._exit(0)"), "killed or crashed", id="exit with 0", marks=pytest.mark.system),
@@ -201,6 +201,7 @@ def test_all_nodes_end_when_their_launcher_is_killed_even_if_one_holds_the_gil(s
     assert "stops." in program.output()
 
 
+@pytest.mark.system
 def test_ctrl_c_during_imports_ends_nodes_before_launchpad_kills_them(start: Start, tmp_path: pathlib.Path):
     (tmp_path / "slow.py").write_text(
         "import time\nif 'process_entry.py' in open('/proc/self/cmdline').read(): time.sleep(99)\n"

@@ -170,7 +170,7 @@ AGENTS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["dqn_prioritized", "ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn", "sac"))]
+    "name", ["ppo", *(pytest.param(one, marks=pytest.mark.system) for one in ("dqn_prioritized", "dqn", "sac"))]
 )
 def test_agent_never_acts_with_non_finite_parameters(name, tmp_path):
     agent_cls, cfg, env_name = AGENTS[name]

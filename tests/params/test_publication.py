@@ -280,6 +280,7 @@ def read_forever(address, connection):
         connection.send(version)
 
 
+@pytest.mark.system
 def test_killed_reader_blocks_no_other_process():
     before = set(threading.enumerate())  # learners of other tests may have left threads
     address = free_address()

@@ -62,7 +62,7 @@ def test_program_makes_updates_at_the_configured_ratio(agent, topology, tmp_path
 @pytest.mark.parametrize(
     ("replay", "options"),
     [
-        ("shared_memory", {}),
+        pytest.param("shared_memory", {}, marks=pytest.mark.system),
         pytest.param("service", {}, marks=pytest.mark.system),
         pytest.param("service", {"replay_shards": 2}, marks=pytest.mark.system),
         pytest.param("reverb", {}, marks=pytest.mark.system),

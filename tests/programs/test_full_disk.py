@@ -14,6 +14,7 @@ from tests.small_disk import small_disk
 __all__ = ["small_disk"]
 
 
+@pytest.mark.system
 def test_run_survives_a_full_disk_and_saves_again_later(small_disk, caplog):
     run_dir = small_disk.path / "run"
     steps: dict[str, list[int]] = {}

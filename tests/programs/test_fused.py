@@ -43,7 +43,7 @@ def largest_difference(run_dir, other) -> float:
     ("agent", "options"),
     [
         ("ppo", PPO),
-        (AGENT, {"env": ENV, "unroll_length": 8}),
+        pytest.param(AGENT, {"env": ENV, "unroll_length": 8}, marks=pytest.mark.system),
         pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
         pytest.param("pqn", PPO, marks=pytest.mark.system),
         pytest.param(
@@ -144,13 +144,14 @@ def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_pa
     assert largest_difference(tmp_path / "fused", tmp_path / "single_process") < 1e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("agent", "options"),
     [
         ("ppo", PPO),
-        pytest.param("dqn", {**DQN, "prioritized": True}, marks=pytest.mark.system),
-        pytest.param("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}, marks=pytest.mark.system),
-        pytest.param("r2d2", R2D2, marks=pytest.mark.system),
+        ("dqn", {**DQN, "prioritized": True}),
+        ("impala", {"unroll_length": 8, "batch_size": 6, **SMALL}),
+        ("r2d2", R2D2),
     ],
     ids=["ppo", "prioritized dqn", "impala", "r2d2"],
 )
@@ -198,6 +199,7 @@ def test_live_arrays_and_memory_do_not_grow(tmp_path):
     assert seen[-2][1] < seen[2][1] + 20 * 2**20
 
 
+@pytest.mark.system
 def test_error_of_an_update_that_is_not_finite_names_the_first_one(tmp_path, monkeypatch):
     from rlframe.agents import PPO as PPOAgent
 
@@ -236,6 +238,7 @@ def test_replay_that_does_not_fit_into_memory_is_refused(tmp_path):
         run_experiment(experiment("dqn", **{**DQN, "replay_capacity": 10**10}), run_dir=tmp_path / "run")
 
 
+@pytest.mark.system
 def test_agent_that_logs_an_array_is_refused(tmp_path):
     (tmp_path / "agent.py").write_text(LOGS_AN_ARRAY)
     with pytest.raises(UsageError, match=r"logs 'td_errors' as float32 of shape \(8,\); a log is one number"):

@@ -35,7 +35,9 @@ class FailsOnce:
 @pytest.mark.parametrize(
     ("agent", "options"),
     [
-        ("ppo", {**PPO, "normalize_observations": True, "normalize_rewards": True}),
+        pytest.param(
+            "ppo", {**PPO, "normalize_observations": True, "normalize_rewards": True}, marks=pytest.mark.system
+        ),
         pytest.param("dqn", DQN, marks=pytest.mark.system),
         pytest.param("dqn", {**DQN, "prioritized": True, "update_period": 2}, marks=pytest.mark.system),
         pytest.param(

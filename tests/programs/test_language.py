@@ -220,6 +220,7 @@ def test_invalid_options_are_refused_before_processes_start(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.system
 def test_train_command_runs_all_services_as_processes(tmp_path):
     with RunningProgram(tmp_path / "run", *SMALL, "--steps", "5") as program:
         program.wait_until(lambda: set(SERVICES) <= set(program.nodes()))

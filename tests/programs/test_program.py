@@ -75,6 +75,7 @@ def test_resumed_program_continues_its_counts(tmp_path):
     assert steps == sorted(steps)
 
 
+@pytest.mark.system
 def test_stopped_program_reports_a_failed_save(tmp_path, monkeypatch):
     experiment = small_experiment("impala", "heavy_env", unroll_length=8, batch_size=4, steps=10**8, log_every=100)
 

@@ -88,6 +88,7 @@ def test_quiet_run_prints_nothing_and_writes_warnings_to_log_files(topology, eng
         assert "printed by a node" in logged(tmp_path)
 
 
+@pytest.mark.system
 def test_quiet_single_process_passes_warnings_to_the_callers_handlers(tmp_path):
     done = train(tmp_path, "single_process", "-", "--handler")
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)

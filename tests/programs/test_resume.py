@@ -22,6 +22,7 @@ def damage(run_dir: pathlib.Path, step: int) -> None:
             path.write_bytes(b"damaged")
 
 
+@pytest.mark.system
 def test_damaged_checkpoint_is_refused_and_an_older_checkpoint_can_be_resumed(tmp_path):
     run_dir, experiment = tmp_path / "run", dqn(steps=600, checkpoint_every=100)
     first = run_experiment(experiment, run_dir=run_dir)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CallbackLogger, read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
+from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.topologies.single_process import single_process
@@ -32,6 +35,10 @@ def ppo(**fields) -> Experiment:
     """Make a small PPO experiment. Each update uses 16 steps from each of 2 environments."""
     values = {"steps": 600, "num_envs": 2, "env_type": "loop", "eval_episodes": 2, **SMALL_NETWORK}
     return make_experiment("ppo", **{**values, "unroll_length": 16, "num_epochs": 2, "num_minibatches": 2, **fields})
+
+
+FINISHED_FIELDS = {"log_every": 100, "eval_every": 250}
+FINISHED = ppo(**FINISHED_FIELDS)
 
 
 def dqn(**fields) -> Experiment:
@@ -88,6 +95,38 @@ def assert_same_arrays(run_dir, other) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A complete run of `ppo(log_every=100, eval_every=250)`, with the calls of its callback and progress logger."""
+
+    run_dir: pathlib.Path
+    result: Result
+    called: list[tuple[int, dict[str, float]]]
+    logged: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Finished:
+    run_dir, called, logged = tmp_path_factory.mktemp("finished") / "run", [], []
+    result = run_experiment(
+        FINISHED,
+        run_dir=run_dir,
+        callbacks=[lambda info: called.append((info.step, info.values))],
+        progress=CallbackLogger(lambda step, values: logged.append(dict(values))),
+        notes={"preset": "ppo/cartpole"},
+    )
+    return Finished(run_dir, result, called, logged)
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Finished:
+    """Copy a complete run, for tests that resume it."""
+    run_dir = shutil.copytree(finished.run_dir, tmp_path / "run")
+    return dataclasses.replace(
+        finished, run_dir=run_dir, result=dataclasses.replace(finished.result, run_dir=str(run_dir))
+    )
+
+
 def test_run_writes_all_files_to_its_directory(tmp_path, learning_curves):
     result = run_experiment(ppo(), run_dir=tmp_path / "run")
     assert 600 <= result.env_steps < 602
@@ -121,12 +160,10 @@ class Logs(DQN):
 """
 
 
-def test_row_of_the_logs_contains_values_since_the_previous_row(tmp_path):
-    run_experiment(ppo(log_every=100), run_dir=tmp_path / "run")
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6, 6]
-    assert "return_mean" in rows[-1] and "return_mean" not in rows[-2]
-    assert rows[-2]["learner_steps"] in (18, 19)
+def test_row_of_the_logs_contains_values_since_the_previous_row(finished):
+    rows = [row for row in read_jsonl(finished.run_dir / "metrics.jsonl") if "return_mean" not in row]
+    assert [row["step"] // 100 for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["learner_steps"] in (18, 19)
     assert {"loss", "entropy", "staleness", "steps_per_second", "episode_return"} <= set(rows[3])
     assert rows[3]["staleness"] == 0.0  # PPO in a single process is on-policy
     assert rows[3]["replay_items"] < 2  # the queue is empty after the update
@@ -151,34 +188,26 @@ def test_queue_is_large_enough_to_lose_no_unroll(num_envs, batch_size, tmp_path)
     assert stats["sampled"] == unrolls - unrolls % batch_size
 
 
-def test_callback_receives_every_row(tmp_path):
-    seen = []
-    run_experiment(
-        ppo(log_every=300), run_dir=tmp_path / "run", callbacks=[lambda info: seen.append((info.step, info.values))]
-    )
-    assert [step // 300 for step, _ in seen] == [1, 2, 2]
-    assert seen[-1][1]["eval_episodes"] == 2 and "episodes" not in seen[-1][1]
+def test_callback_receives_every_row(finished):
+    assert [step // 100 for step, values in finished.called if "return_mean" not in values] == [1, 2, 3, 4, 5, 6]
+    last = finished.called[-1][1]
+    assert last["eval_episodes"] == 2 and "episodes" not in last
 
 
-def test_progress_logger_receives_every_row_once(tmp_path):
-    rows = []
-    progress = CallbackLogger(lambda step, values: rows.append(tuple(values)))
-    run_experiment(ppo(log_every=300), run_dir=tmp_path / "run", progress=progress)
-    assert sum("return_mean" in row for row in rows) == 1
-    assert sum("episode_return" in row for row in rows) == 2
+def test_progress_logger_receives_every_row_once(finished):
+    assert sum("return_mean" in row for row in finished.logged) == 3
+    assert sum("episode_return" in row for row in finished.logged) == 6
 
 
-def test_evaluations_run_at_their_interval_and_at_the_end(tmp_path):
-    run_experiment(ppo(eval_every=250), run_dir=tmp_path / "run")
-    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "return_mean" in row]
+def test_evaluations_run_at_their_interval_and_at_the_end(finished):
+    rows = [row for row in read_jsonl(finished.run_dir / "metrics.jsonl") if "return_mean" in row]
     assert [row["step"] // 50 for row in rows] == [5, 10, 12]
 
 
-def test_rlframe_evaluate_gives_the_same_return_as_the_run(tmp_path):
-    result = run_experiment(ppo(), run_dir=tmp_path / "run")
-    again = evaluate(tmp_path / "run", episodes=2)
-    assert again["return_mean"] == result.return_mean
-    assert again["params_version"] == result.params_version
+def test_rlframe_evaluate_gives_the_same_return_as_the_run(finished):
+    again = evaluate(finished.run_dir, episodes=2)
+    assert again["return_mean"] == finished.result.return_mean
+    assert again["params_version"] == finished.result.params_version
 
 
 @pytest.mark.system
@@ -213,6 +242,7 @@ def test_resumed_run_is_identical_to_an_uninterrupted_run(make, tmp_path):
     ]
 
 
+@pytest.mark.system
 def test_resumed_run_resets_environments_that_cannot_be_saved(tmp_path):
     experiment = dqn(env_type="envpool")
     stopped = run_experiment(experiment, run_dir=tmp_path / "run", stop_at=200)
@@ -221,6 +251,7 @@ def test_resumed_run_resets_environments_that_cannot_be_saved(tmp_path):
     assert result.learner_steps > stopped.learner_steps > 0
 
 
+@pytest.mark.system
 def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path):
     experiment = ppo(anneal_learning_rate=True)
     run_experiment(experiment, run_dir=tmp_path / "run")
@@ -230,34 +261,33 @@ def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path):
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 
 
-def test_resuming_a_complete_run_returns_its_result(tmp_path, capsys):
-    first = run_experiment(ppo(), run_dir=tmp_path / "run", notes={"preset": "ppo/cartpole"})
+def test_resuming_a_complete_run_returns_its_result(copied, tmp_path, capsys):
+    first = dataclasses.replace(copied.result, run_dir=str(tmp_path / "run"))
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     progress = CallbackLogger(lambda step, values: None)
-    assert run_experiment(ppo(), run_dir=tmp_path / "run", resume=True, progress=progress) == first
+    assert run_experiment(FINISHED, run_dir=tmp_path / "run", resume=True, progress=progress) == first
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
     assert after == before and json.loads(before[tmp_path / "run" / "config.json"])["notes"]["preset"] == "ppo/cartpole"
     assert first.env_steps > 600  # more than 600, because all environments make the last step
-    beyond = dataclasses.replace(ppo(), steps=first.env_steps)
+    beyond = dataclasses.replace(FINISHED, steps=first.env_steps)
     assert run_experiment(beyond, run_dir=tmp_path / "run", resume=True) == first
     (tmp_path / "run").rename(tmp_path / "moved")
     moved = dataclasses.replace(first, run_dir=str(tmp_path / "moved"))
-    assert run_experiment(ppo(), run_dir=tmp_path / "moved", resume=True) == moved
+    assert run_experiment(FINISHED, run_dir=tmp_path / "moved", resume=True) == moved
 
 
-def test_complete_run_is_evaluated_again_with_new_evaluation_options(tmp_path):
-    first = run_experiment(ppo(), run_dir=tmp_path / "run")
-    again = run_experiment(ppo(eval_episodes=3), run_dir=tmp_path / "run", resume=True)
+def test_complete_run_is_evaluated_again_with_new_evaluation_options(copied):
+    first = copied.result
+    again = run_experiment(ppo(**FINISHED_FIELDS, eval_episodes=3), run_dir=copied.run_dir, resume=True)
     assert (again.env_steps, again.learner_steps, again.episodes) == (first.env_steps, first.learner_steps, 3)
 
 
-def test_existing_run_directory_is_refused_and_unchanged(tmp_path):
-    run_experiment(ppo(), run_dir=tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+def test_existing_run_directory_is_refused_and_unchanged(finished):
+    before = (finished.run_dir / "metrics.jsonl").read_bytes()
     with pytest.raises(UsageError, match="exists already"):
-        run_experiment(ppo(), run_dir=tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+        run_experiment(ppo(), run_dir=finished.run_dir)
+    assert (finished.run_dir / "metrics.jsonl").read_bytes() == before
 
 
 def test_run_with_an_invalid_environment_leaves_no_directory(tmp_path):
@@ -302,6 +332,7 @@ def test_environment_exception_ends_the_run_and_keeps_its_progress(tmp_path):
     assert 18 <= result.learner_steps <= 20
 
 
+@pytest.mark.system
 def test_run_without_a_checkpoint_starts_again_on_resume(tmp_path, caplog):
     once = BREAKING_ENV.format(reward="float('nan') if Breaks.steps == 250 else reward").replace("== 300", "== -1")
     (tmp_path / "env.py").write_text(once)
@@ -331,7 +362,8 @@ def make():
 """
 
 
-@pytest.mark.parametrize("topology", ["single_process", pytest.param("heavy_env", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("topology", ["single_process", "heavy_env"])
 def test_run_killed_during_construction_can_be_resumed(tmp_path, topology):
     (tmp_path / "env.py").write_text(KILLED_ENV)
     options = ["--agent", "impala", "--env", f"{tmp_path}/env.py:make", "--steps", "200", "--num-envs", "2"]

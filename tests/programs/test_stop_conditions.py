@@ -39,6 +39,7 @@ def test_run_ends_at_exactly_until_learner_steps(tmp_path, place):
     assert (more.learner_steps, more.stopped_by) == (9, "until_learner_steps")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
 def test_run_ends_after_until_seconds(tmp_path, place):
     result = check(tmp_path / "run", place, {"until_seconds": 1.0})
@@ -54,6 +55,7 @@ def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, lim
         assert result.learner_steps == 20
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("place", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.system)])
 def test_result_of_a_run_that_reaches_its_last_step_has_the_reason_steps(tmp_path, place):
     run_dir = tmp_path / "run"

@@ -33,7 +33,7 @@ from tests.waiting import wait_until
 
 # The in-process buffer is tested in all cases, because writers to Reverb also use its code. Reverb is tested in every
 # third case, because each case needs a server. `make test` runs every sixth case of the in-process buffer (these have
-# all items and all scenarios), and every twelfth case of the other buffers.
+# all items and all scenarios), every twelfth case of the other buffers, and no other test of Reverb in this file.
 EACH_SCENARIO = pytest.mark.parametrize(
     ("make", "item", "scenario"),
     [
@@ -53,7 +53,10 @@ EACH_SCENARIO = pytest.mark.parametrize(
 NOT_REVERB = pytest.mark.parametrize("make", [local, shared_memory], indirect=True, ids=["local", "shared_memory"])
 
 
-@pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
+REVERB = pytest.param(reverb, marks=pytest.mark.system)
+
+
+@pytest.fixture(params=[REVERB if one is reverb else one for one in FACTORIES], ids=[one.__name__ for one in FACTORIES])
 def make(request: pytest.FixtureRequest) -> Any:
     new_replay = []
 

@@ -310,6 +310,7 @@ def test_close_ends_the_waits_of_writers_and_datasets(resources: Resources) -> N
     assert time.monotonic() - began < DEADLINE  # `close` ended the waits before their timeout
 
 
+@pytest.mark.system
 def test_new_sampler_continues_a_queue_after_the_old_sampler_died(resources: Resources) -> None:
     item = Transition(2)
     buffer = resources.buffer("queue", item, 50, 2000, num_writers=2)

@@ -147,6 +147,7 @@ def test_scale_buttons_are_disabled_at_the_limits(coordinator, server, open_page
     expect(page.get_by_role("button", name="Add a collector")).to_be_enabled()
 
 
+@pytest.mark.system
 def test_stop_button_requires_confirmation(coordinator, server, open_page):
     page = open_page(server.url)
     page.get_by_role("button", name="Stop…").click()
@@ -162,6 +163,7 @@ def test_stop_button_requires_confirmation(coordinator, server, open_page):
     expect(page.get_by_role("button", name="Pause")).to_be_disabled()
 
 
+@pytest.mark.system
 def test_message_of_a_refused_checkpoint_request_is_shown(coordinator, server, open_page):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("RUNNING")
@@ -170,6 +172,7 @@ def test_message_of_a_refused_checkpoint_request_is_shown(coordinator, server, o
     expect(page.locator("#said")).to_have_text("The job is not paused.")
 
 
+@pytest.mark.system
 def test_page_shows_problems_of_the_job_and_the_operator(coordinator, server, open_page):
     page = open_page(server.url)
     coordinator.become(JobState.DEGRADED, "The learner was lost.")
@@ -236,6 +239,7 @@ def test_html_in_the_status_is_shown_as_text(coordinator, server, open_page):
     assert page.evaluate("window.injected") is None
 
 
+@pytest.mark.system
 def test_page_reads_the_token_from_the_form_or_the_url(coordinator, tmp_path, open_page):
     (tmp_path / "token").write_text("secret")
     with serve_control(coordinator, port=0, token_file=str(tmp_path / "token")) as server:

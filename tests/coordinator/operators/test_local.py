@@ -146,6 +146,7 @@ def test_released_worker_is_not_replaced_and_its_incarnation_number_continues_la
     assert [info.key for info in one.up("collector", 2)] == [first.key, ("collector/1", 1)]
 
 
+@pytest.mark.system
 def test_workers_survive_a_killed_coordinator_and_are_found_by_the_next_coordinator(local, tmp_path):
     one = local()
     (tmp_path / "handle").write_bytes(one.handle)
@@ -187,6 +188,7 @@ def test_workers_end_when_the_operator_process_ends():
     wait_until(lambda: not os.path.exists(sockets))
 
 
+@pytest.mark.system
 def test_worker_without_heartbeat_is_replaced(local):
     one = local(hang_timeout=1.5)
     one.operator.scale("collector", 1)

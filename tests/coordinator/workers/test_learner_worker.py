@@ -355,7 +355,8 @@ def everything_in(path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("publish_every", [0.0, 1e9])  # with 0.0, the learner publishes first; with 1e9, it saves first
+# With 0.0, the learner publishes first. With 1e9, it saves first.
+@pytest.mark.parametrize("publish_every", [0.0, pytest.param(1e9, marks=pytest.mark.system)])
 def test_learner_that_wakes_up_after_its_replacement_started_writes_nothing(
     make, store, tmp_path, monkeypatch, publish_every
 ):
@@ -521,6 +522,7 @@ def test_dqn_learns_from_collected_data(make, store, cartpole):
     assert dropped == 0 and len({update.keys.tobytes() for update in learned.updates}) == 5
 
 
+@pytest.mark.system
 def test_ppo_publishes_each_version_at_once_and_requests_one_batch(make, store, cartpole):
     agent = PPO(PPOConfig(unroll_length=8, num_epochs=1, num_minibatches=1), *cartpole)
     buffer = LearnerSampledBuffer(agent)
@@ -536,6 +538,7 @@ def test_ppo_publishes_each_version_at_once_and_requests_one_batch(make, store, 
     actor.close()
 
 
+@pytest.mark.system
 def test_too_old_batch_is_dropped_and_counted(make, store, cartpole):
     agent = PPO(PPOConfig(unroll_length=8, num_epochs=1, num_minibatches=1), *cartpole)
     buffer = CoordinatorSampledBuffer(agent)

@@ -175,6 +175,7 @@ def test_values_rejected_by_the_agent_config_are_refused():
     assert with_config(agent, {}) is agent
 
 
+@pytest.mark.system
 def test_overrides_apply_to_the_agent_inside_a_transform():
     agent = Normalized(DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC), observation_clip=3.0)
     other = with_config(agent, {"learning_rate": 0.5})

@@ -79,6 +79,7 @@ def test_answer_with_a_seed_is_independent_of_other_requests(engine):
     assert all(len(handle.result(TIMEOUT).tokens) == 13 for handle in others)
 
 
+@pytest.mark.system
 def test_answers_to_the_same_prompt_differ_and_are_reproducible(engine):
     sampling = SamplingParams(max_tokens=12, seed=3)
     groups = []

@@ -58,6 +58,7 @@ def test_noise_depends_only_on_key_and_position():
     assert not np.array_equal(sampling.row_key(-1), sampling.row_key(1))
 
 
+@pytest.mark.system
 def test_generate_returns_the_log_probs_that_a_learner_computes():
     prompts = [[1, 2, 3], list(range(20)), [7]]
     answers = generate(weights(), CONFIG, prompts, 3, SamplingParams(max_tokens=9, temperature=1.3, top_p=0.9))
@@ -87,6 +88,7 @@ def test_stop_token_ends_only_its_own_answer():
     assert generate(weights(), CONFIG, [[1]], 3, SamplingParams(max_tokens=1))[0].tokens == whole[0].tokens[:1]
 
 
+@pytest.mark.system
 def test_answers_without_max_tokens_end_at_the_maximum_length():
     assert generate(weights(), CONFIG, [], 0, SamplingParams()) == []
     answers = generate(weights(), CONFIG, [[1] * 60, [2] * 58], 0, SamplingParams())

@@ -95,6 +95,7 @@ def service(tmp_path_factory):
         yield service
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.system)]
 )

@@ -220,6 +220,7 @@ def test_example_environment_of_the_docs_runs(tmp_path, monkeypatch, model):
     assert len(groups) == 5 and {score for group in groups for score in group["scores"]} == {0.0, 1.0}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("name", "cls"), [("reverse", "Reverse"), ("guess", "Guess"), ("calculator", "Calculator")])
 def test_each_example_runs_the_process_command(tmp_path, monkeypatch, model, name, cls):
     source = random.Random(0)

@@ -264,6 +264,7 @@ def test_restarted_environment_loads_the_checkpoint(url, model, tmp_path):
             )
 
 
+@pytest.mark.system
 def test_killed_and_restarted_service_loses_no_group(tmp_path, model):
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(running_service(tmp_path))
@@ -433,6 +434,7 @@ def test_group_with_mismatched_rows_is_an_error(url, model):
         running.join()
 
 
+@pytest.mark.system
 def test_worker_timeout_cancels_slow_items(url, model):
     class Slow(Letters):
         async def collect_trajectories(self, item):

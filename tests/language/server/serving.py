@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ LONG = dataclasses.replace(TINY, max_position_embeddings=1 << 15)  # a model for
 ENGINE = EngineConfig(slots=4, steps=2, length=512, max_waiting=64)
 
 
+@functools.cache
 def params_of(seed: int) -> Any:
     """Return random parameters as numpy arrays, the form in which a learner publishes parameters."""
     return jax.tree.map(np.asarray, transformer.init(jax.random.key(seed), TINY))

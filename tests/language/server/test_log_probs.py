@@ -18,7 +18,8 @@ AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_
 
 def forward(tokens):
     """Run the model. Return the log-probabilities `[T, V]` of the next token at each position."""
-    return np.asarray(jax.nn.log_softmax(transformer.apply(params_of(0), TINY, np.array([tokens]))[0], axis=-1))
+    logits = jax.jit(transformer.apply, static_argnums=1)(params_of(0), TINY, np.array([tokens]))
+    return np.asarray(jax.nn.log_softmax(logits[0], axis=-1))
 
 
 def top_log_probs(row, count):
@@ -151,6 +152,7 @@ def test_chat_has_top_logprobs_and_prompt_logprobs(client):
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(top_log_probs(row, 2), abs=1e-4)
 
 
+@pytest.mark.system
 def test_vllm_format_has_top_logprobs_and_prompt_logprobs(server):
     url = server.url().removesuffix("/v1") + "/generate"
     body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 2, "prompt_logprobs": 2, "max_tokens": 3}

@@ -9,16 +9,10 @@ import pytest
 from rlframe.language import SamplingParams, generate
 from rlframe.language.model import transformer
 from rlframe.language.model.tokenizers import ByteTokenizer
-from tests.language.server.serving import DEADLINE, TINY, params_of, serving_policy
+from tests.language.server.serving import DEADLINE, TINY, params_of
 
 TOKENIZER = ByteTokenizer()
 PROMPT = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving_policy() as one:
-        yield one
 
 
 def post(server, body):

@@ -143,6 +143,7 @@ def test_restarted_learner_is_ignored_until_its_version_is_newer(caplog):
     assert caplog.text.count("The learner restarted") == 1
 
 
+@pytest.mark.system
 def test_server_answers_after_its_learner_died_and_uses_the_next_learner():
     needs("launchpad")
     from tests import serving
@@ -229,6 +230,7 @@ def test_server_with_a_full_queue_refuses_only_new_requests():
             assert len(waiting.result(DEADLINE).choices) == 2
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.system)], ids=["stream", "whole"])
 def test_request_fails_after_the_request_timeout(streams):
     with serving_policy(engine=LONG_ENGINE, model_config=LONG, request_timeout=2.0) as server:

@@ -200,6 +200,7 @@ def test_next_run_reloads_changed_user_files(asked, tmp_path):
         assert find_topology(experiment.topology_config.name)(None, None) == value
 
 
+@pytest.mark.system
 def test_resumed_run_keeps_its_options(tmp_path):
     small = {"num_envs": 2, "steps": 64, "unroll_length": 16, "num_minibatches": 2, "eval_episodes": 0, "quiet": True}
     rlframe.train("ppo", "gymnasium:CartPole-v1", run_dir=tmp_path / "run", learning_rate=0.5, network="mlp",

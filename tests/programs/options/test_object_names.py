@@ -204,6 +204,7 @@ def test_run_resumes_after_notebook_class_moved_to_a_file(notebook, tmp_path):
     assert rlframe.evaluate(run_dir, episodes=1)["return_mean"] == 8.0
 
 
+@pytest.mark.system
 def test_run_with_a_lambda_can_be_loaded_only_in_the_same_process(notebook):
     notebook.run(ENV)
     catch = notebook["Catch"]
@@ -218,6 +219,7 @@ def test_run_with_a_lambda_can_be_loaded_only_in_the_same_process(notebook):
     assert rlframe.evaluate(result.run_dir, env=lambda: wrapped(), episodes=1)["return_mean"] == 20.0
 
 
+@pytest.mark.system
 def test_resumed_run_refuses_another_environment(notebook, tmp_path):
     (tmp_path / "catch.py").write_text(ENV)
     run_dir = rlframe.train(env="catch.py:Catch", **SMALL).run_dir
@@ -294,6 +296,7 @@ def test_config_json_stores_classes_of_a_script_by_its_file_name(tmp_path):
     assert rlframe.evaluate(tmp_path / "run", episodes=1)["return_mean"] == 4.0
 
 
+@pytest.mark.system
 def test_script_without_main_guard_is_refused_with_several_processes(tmp_path):
     out = run_script(tmp_path, "go(topology='heavy_env')")
     assert out.returncode != 0 and not (tmp_path / "run").exists()

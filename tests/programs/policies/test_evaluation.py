@@ -118,13 +118,15 @@ def test_evaluation_uses_only_environments_that_can_be_built(env, tmp_path, capl
     assert again["episodes"] == 7 and not list(tmp_path.glob("slot-*"))
 
 
-@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("topology", [{}, THREADS])
 def test_training_environments_are_closed_for_the_final_evaluation(env, tmp_path, topology):
     result = train(env, tmp_path, eval_episodes=3, **licensed(tmp_path, 2), **topology)
     assert (result.episodes, result.return_mean) == (3, 5.0)
     assert not list(tmp_path.glob("slot-*"))
 
 
+@pytest.mark.system
 def test_eval_num_envs_limits_the_number_of_evaluation_environments(env, tmp_path, caplog):
     options = {"eval_episodes": 5, "eval_num_envs": 2, **licensed(tmp_path, 4)}
     assert train(env, tmp_path, **options).episodes == 5
@@ -137,7 +139,8 @@ def test_default_evaluation_has_20_episodes_of_at_most_108_000_steps():
     assert describe_evaluation(make_experiment("ppo", "CartPole-v1")) == said
 
 
-@pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("topology", [{}, THREADS])
 def test_run_without_evaluations_builds_no_evaluation_environment(env, tmp_path, topology):
     result = train(env, tmp_path, eval_episodes=0, eval_env_kwargs={"fails": "build"}, **topology)
     assert (result.return_mean, result.evaluation, result.evaluation_error, result.episodes) == (None, None, None, 0)
@@ -156,7 +159,11 @@ def test_eval_every_is_refused_without_eval_episodes():
     [
         ({"eval_env_kwargs": {"fails": "build"}}, "Building environment 0 failed: OSError: the port 5000 is in use"),
         pytest.param({"eval_env_kwargs": {"fails": "reset"}}, "the port 5000 is in use", marks=pytest.mark.system),
-        ({"eval_env_kwargs": {"endless": True}, "eval_max_episode_length": 30}, "has run for 31 steps without ending"),
+        pytest.param(
+            {"eval_env_kwargs": {"endless": True}, "eval_max_episode_length": 30},
+            "has run for 31 steps without ending",
+            marks=pytest.mark.system,
+        ),
         pytest.param({"eval_env_kwargs": {"color": "red"}}, "color", marks=pytest.mark.system),
     ],
 )
@@ -171,6 +178,7 @@ def test_message_about_a_failed_final_evaluation_contains_the_checkpoint(env, tm
     assert not evaluation_rows(tmp_path) and rlframe.load(tmp_path / "run").version > 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("topology", [{}, pytest.param(THREADS, marks=pytest.mark.system)])
 def test_failed_evaluation_during_training_does_not_end_the_run(env, tmp_path, caplog, topology):
     options = {"eval_episodes": 1, "eval_every": 64, "steps": 1_024, "eval_env_kwargs": {"fails": "build"}}

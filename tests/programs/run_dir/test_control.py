@@ -139,6 +139,7 @@ def test_concurrent_status_requests_read_each_row_of_the_logs_only_once(director
     assert [step for step, _ in target.status()["returns"]] == list(range(400))
 
 
+@pytest.mark.system
 def test_single_process_run_serves_its_status_while_training(tmp_path):
     seen = []
 
@@ -163,6 +164,7 @@ def test_http_host_is_refused_without_an_http_service(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"rlframe: {told}"
 
 
+@pytest.mark.system
 def test_live_page_shows_the_run_and_only_commands_that_it_supports(directory):
     chromium = pytest.importorskip("tests.chromium")
     if chromium.CHROMIUM is None:

@@ -219,6 +219,7 @@ def test_evaluate_on_evaluates_in_another_environment_after_each_evaluation(tmp_
     assert shorter.rows[0]["params_version"] < shorter.rows[-1]["params_version"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_run_is_saved_if_a_callback_raises_system_exit(tmp_path, error):
     def callback(info):
@@ -241,6 +242,7 @@ def test_no_callback_is_called_after_a_callback_has_raised(tmp_path):
     assert len(called) == 1
 
 
+@pytest.mark.system
 def test_another_thread_can_call_stop(tmp_path):
     threads = []
 
@@ -334,6 +336,7 @@ def test_failing_tracker_does_not_end_the_run(tmp_path, caplog, place):
     assert warnings == ["A row of the logs is lost: OSError: the tracker is unavailable"]
 
 
+@pytest.mark.system
 def test_signal_is_reported_as_an_interrupt(tmp_path):
     for place in PLACES[:2]:
         steps = []

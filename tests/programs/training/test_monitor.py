@@ -152,6 +152,7 @@ def test_last_saved_policy_is_evaluated_if_the_learner_dies_during_evaluation(tm
     assert [row["step"] for row in rows] == [200]
 
 
+@pytest.mark.system
 def test_warning_is_logged_if_the_learner_made_too_few_updates(tmp_path, caplog):
     session = make_session(tmp_path, steps=100_000)
     (tmp_path / "gate").touch()

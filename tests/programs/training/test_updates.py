@@ -42,6 +42,7 @@ def test_min_updates_is_lower_if_writers_are_ahead_or_sequences_are_long():
     assert min_updates(sequences, 10_000, 8) == int(0.9 * (int(due * 8 / 32) - 2 * 8 * 8 / 32))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "agent, fields",
     [
@@ -100,6 +101,7 @@ def test_recurrent_agent_with_fewer_environments_than_minibatches_is_refused(tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.system
 def test_session_can_stop_before_the_first_update(tmp_path):
     experiment = make_experiment("ppo", preset="none", num_envs=2, unroll_length=64, steps=256, eval_episodes=1)
     assert run_experiment(experiment, run_dir=tmp_path / "run", stop_at=32).learner_steps == 0

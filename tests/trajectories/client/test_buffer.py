@@ -281,6 +281,7 @@ def test_every_group_is_read_once_despite_kills_of_the_service(tmp_path):
         assert read == list(range(40))
 
 
+@pytest.mark.system
 def test_close_does_not_wait_for_dead_service(tmp_path):
     with running_service(tmp_path, "--store", "memory") as service, TrajectoryClient(service.url) as client:
         client.register(**SETTINGS)
@@ -298,6 +299,7 @@ def test_close_does_not_wait_for_dead_service(tmp_path):
 # The Learner.
 
 
+@pytest.mark.system
 def test_learner_trains_on_groups_sampled_from_its_parameters(client, make_buffer):
     client.register(**{**SETTINGS, "batch_size": 32})
     buffer = make_buffer()

@@ -384,5 +384,5 @@ class RandomCommands(RuleBasedStateMachine):
 
 TestRandomCommands = RandomCommands.TestCase
 TestRandomCommands.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -51,7 +51,7 @@ def test_size_of_oldest_unit_is_chosen_if_other_units_can_fill_the_rest():
     assert oldest_fitting_size(7, {4: 1}, age) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 24), counts_of_sizes)
 def test_can_fill_and_usable_sizes_match_brute_force(target, counts):
     found = list(fillings(target, counts))
@@ -59,7 +59,7 @@ def test_can_fill_and_usable_sizes_match_brute_force(target, counts):
     assert usable_sizes(target, counts) == {size for filling in found for size, n in filling.items() if n}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 24), counts_of_sizes, st.permutations(range(1, 10)))
 def test_oldest_fitting_size_matches_brute_force(target, counts, ages):
     fitting = [size for filling in fillings(target, counts) for size, n in filling.items() if n]
@@ -84,7 +84,7 @@ def test_unit_uses_oldest_undersized_groups_first():
     assert (unit.id, unit.sequences, len(undersized), undersized.sequences) == (3, 8, 1, 3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(2, 12), st.lists(st.integers(1, 11), max_size=25))
 def test_sizes_of_remaining_undersized_groups_never_sum_to_unit_size(unit_size, sizes):
     undersized = UndersizedGroups()

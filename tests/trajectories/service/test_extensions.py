@@ -196,6 +196,7 @@ def test_stale_groups_are_discarded_if_registration_requests_it(client):
     assert api.get("/report").json()["discarded"] == 2
 
 
+@pytest.mark.system
 def test_minimum_share_depends_on_heartbeats(client):
     api = Api(client, fresh_name()).started(lapse_after=3.0)
     api.join(min_batch_allocation=0.5)

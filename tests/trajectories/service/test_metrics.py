@@ -116,6 +116,7 @@ def test_requests_are_counted_per_endpoint_and_all_unknown_paths_have_one_counte
     assert scraped.requests("GET", "/metrics", 200) is None and again.requests("GET", "/metrics", 200) == 1
 
 
+@pytest.mark.system
 def test_metrics_require_token(tmp_path: pathlib.Path) -> None:
     (tmp_path / "token").write_text("secret\n")
     arguments = ("--store", "memory", "--token-file", str(tmp_path / "token"))

@@ -53,6 +53,7 @@ def test_service_prints_its_address_and_answers_waiting_requests_after_signal(tm
         assert httpx.get(f"{service.url}/status", timeout=DEADLINE).json()["queue_size"] == 1
 
 
+@pytest.mark.system
 def test_acknowledged_data_survives_kill_9(tmp_path):
     with running_service(tmp_path) as service:
         with httpx.Client(base_url=service.url, timeout=DEADLINE) as client:
@@ -167,6 +168,7 @@ def test_uvicorn_settings_come_from_environment_variables(tmp_path, app):
         assert (tmp_path / "mine.db").exists()
 
 
+@pytest.mark.system
 def test_uvicorn_on_all_interfaces_requires_token_from_other_machines(tmp_path):
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", store="memory") as (port, _):
         assert httpx.get(f"http://127.0.0.1:{port}/status", timeout=DEADLINE).status_code == 200
@@ -176,6 +178,7 @@ def test_uvicorn_on_all_interfaces_requires_token_from_other_machines(tmp_path):
         assert httpx.get(f"http://127.0.0.1:{port}/reset_data", headers=marked, timeout=DEADLINE).status_code == 403
 
 
+@pytest.mark.system
 def test_uvicorn_with_no_token_answers_other_machines(tmp_path):
     settings = {"store": "memory", "no_token": "true", "allowed_hosts": "rollouts.example"}
     with under_uvicorn(tmp_path, "--host", "0.0.0.0", **settings) as (port, output):

@@ -196,6 +196,7 @@ def test_mistyped_run_is_not_created(command, arguments, answer):
     run(test())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("ends", ["resume", "reset"])
 def test_command_takes_effect_on_run_that_another_process_has_just_created(ends, redis_server):  # noqa: F811
     async def test():
@@ -488,6 +489,7 @@ def test_service_fails_when_its_store_fails():
     run(test())
 
 
+@pytest.mark.system
 def test_no_group_is_lost_or_duplicated_with_two_services_on_one_redis(redis_server):  # noqa: F811
     async def test():
         stores = [open_store(redis_server.url.replace("/0", "/3")) for _ in range(2)]

@@ -255,6 +255,7 @@ def test_append_with_lost_answer_is_stored_once(server):
         proxy.close()
 
 
+@pytest.mark.system
 def test_silent_server_raises_peer_error_by_deadline(server, opened):
     store = opened(server.url, deadline=3.0)
     append(store, b"first")

@@ -73,6 +73,7 @@ def write_and_kill(url, round_, delay, once_it_appends):
     return WriterOutput(lines)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("option", ["", pytest.param("?sync=off", marks=pytest.mark.system)])
 def test_acknowledged_records_are_stored_once_and_in_order_after_kill_9(path, opened, option):
     acknowledged, deleted, before = {}, set(), 0
