@@ -70,3 +70,9 @@ def test_network_of_the_custom_network_page_learns(tmp_path):
     follow("own-network.md", tmp_path)
     assert evaluated(tmp_path / "runs" / "residual") > 150.0
     assert (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("page", ["fine-tune.md", "load-and-act.md", "callbacks.md"])
+def test_code_of_the_pages_about_policies_runs(tmp_path, page):
+    follow(f"howto/{page}", tmp_path)

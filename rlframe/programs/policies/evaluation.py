@@ -305,7 +305,7 @@ def evaluate(
     saved = read_checkpoint(directory, convert(Checkpoint, checkpoint, "checkpoint"))
     codec = read_codec(experiment.for_evaluation)
     of_run = saved.extras.get("codec")
-    if of_run is not None:
+    if codec is not None and of_run is not None:
         _check_fits("observations", codec.observation_spec, of_run.observation_spec)
         _check_fits("actions", codec.action_spec, of_run.action_spec)
     made = make_agent(experiment, codec)
