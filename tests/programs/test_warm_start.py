@@ -181,9 +181,19 @@ def test_target_critics_start_from_the_loaded_parameters(tmp_path, agent):
 @pytest.mark.parametrize("agent", ["impala", "pqn", "r2d2"])
 def test_every_other_agent_starts_from_a_run(tmp_path, agent):
     options: dict[str, Any] = {"num_envs": 4, "preset": "none", "eval_episodes": 1, "env_type": "loop"}
-    options |= {"r2d2": {"min_replay_size": 4, "batch_size": 2, "length": 8, "burn_in": 4, "period": 4}}.get(agent, {})
-    options |= {} if agent == "r2d2" else {"unroll_length": 8}
-    options |= {"impala": {"batch_size": 2}, "pqn": {"num_minibatches": 1, "num_epochs": 1}}.get(agent, {})
+    sequences = {
+        "sequence_length": 8,
+        "burn_in": 4,
+        "period": 4,
+        "n_step": 2,
+        "min_replay_size": 4,
+        "update_period": 32,
+    }
+    options |= {
+        "impala": {"unroll_length": 8, "batch_size": 2},
+        "pqn": {"unroll_length": 8, "num_minibatches": 1, "num_epochs": 1},
+        "r2d2": {**sequences, "batch_size": 2, "replay_capacity": 2_000},
+    }[agent]
     check_start(agent, options, tmp_path)
 
 
