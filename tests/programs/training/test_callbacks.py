@@ -216,7 +216,7 @@ def test_evaluate_on_evaluates_in_another_environment_after_each_evaluation(tmp_
     steps = [row["step"] for row in read_jsonl(tmp_path / "run/metrics.jsonl") if "return_mean" in row]
     assert [row["step"] for row in shorter.rows] == steps and len(steps) >= 2
     assert {row["return_mean"] for row in shorter.rows} == {5.0}
-    assert shorter.rows[0]["params_version"] < shorter.rows[-1]["params_version"]
+    assert shorter.rows[0]["params_version"] <= shorter.rows[-1]["params_version"]
 
 
 @pytest.mark.system
