@@ -22,6 +22,7 @@ from rlframe.programs.options.resume import import_env
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.control import ControlAddress
 from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.training.advice import advise
 from rlframe.programs.training.callbacks import Callback
 from rlframe.programs.training.profile import Profile
 from rlframe.user_code.files import forget_changed
@@ -59,7 +60,7 @@ class SessionOptions:
     token_file: Union[str, None] = None  # File with the token of the HTTP service. None means RUN_DIR/token.
     stop_at: Union[int, None] = None  # Stop and save at this step. Schedules still end at --steps.
     quiet: bool = option(False, multi_run="command")  # Show no progress.
-    profile: bool = False  # Measure the time of each part of the run, and print a table.
+    profile: bool = False  # Measure the time of each part of the run. Print a table and advice.
     profile_trace: bool = False  # Like --profile, and write a JAX trace to RUN_DIR/trace.
     wandb: bool = option(False, multi_run="each")  # Also log to Weights & Biases.
     trackio: bool = option(False, multi_run="each")  # Also log to Trackio.
@@ -167,8 +168,8 @@ def run_with_options(
     finally:
         if progress is not None:
             progress.close()
-    if profile is not None and not silent:
-        profile.print()
+    if profile is not None and profile.spec is not None and not silent:
+        profile.print(advise(profile.rows(), experiment, profile.spec))
     return result
 
 

@@ -466,3 +466,4 @@ def test_profile_covers_the_total_time(tmp_path):
     assert sum(row.share for row in rows.values()) == pytest.approx(1.0, abs=0.02)
     assert rows["learner"].calls in (17, 18)  # one less than the updates, because the first call compiles
     assert rows["environment"].calls == rows["replay add"].calls == rows["inference"].calls + 1
+    assert profile.spec.kind == "queue"

@@ -7,13 +7,18 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from rlframe.interprocess.files import NativePath
 from rlframe.metrics.terminal import console, table
+from rlframe.types import ReplaySpec
+
+# Names of the parts in the table.
+ENVIRONMENT, INFERENCE, ADD, SAMPLE, LEARNER = "environment", "inference", "replay add", "replay sample", "learner"
+COMPILATION, LOOP = "compilation (first calls)", "rlframe (loop, actor, logs)"
 
 
 class ProfileRow(NamedTuple):
@@ -34,7 +39,12 @@ class Profile:
 
     Args:
         traces: Also write a JAX trace, for TensorBoard or Perfetto.
+
+    Attributes:
+        spec: Spec of the replay of the run. None before the measurement.
     """
+
+    spec: ReplaySpec | None = None
 
     def __init__(self, traces: bool = False) -> None:
         self._traces = traces
@@ -46,14 +56,14 @@ class Profile:
     @contextlib.contextmanager
     def measure(self, driver: Any, trace_dir: pathlib.Path) -> Iterator[None]:
         """Measure the time of an `InlineDriver`'s calls until the context ends. `trace_dir` is for a JAX trace."""
-        env = driver.pool
-        self._time_calls(env, "step" if env.is_sync else "recv", "environment")
+        env, self.spec = driver.pool, driver.spec
+        self._time_calls(env, "step" if env.is_sync else "recv", ENVIRONMENT)
         if not env.is_sync:
-            self._time_calls(env, "send", "environment")
-        self._time_calls(driver.inferencer, "inference", "inference")
-        self._time_calls(driver.replay_buffer, "add", "replay add")
-        self._time_calls(driver.replay_buffer, "sample", "replay sample")
-        self._time_calls(driver.learner, "step", "learner", wait=True)
+            self._time_calls(env, "send", ENVIRONMENT)
+        self._time_calls(driver.inferencer, "inference", INFERENCE)
+        self._time_calls(driver.replay_buffer, "add", ADD)
+        self._time_calls(driver.replay_buffer, "sample", SAMPLE)
+        self._time_calls(driver.learner, "step", LEARNER, wait=True)
         began, native = time.perf_counter(), None
         if self._traces:
             trace_dir.mkdir(parents=True, exist_ok=True)
@@ -69,10 +79,10 @@ class Profile:
 
     def rows(self) -> list[ProfileRow]:
         """Return the rows of the table, largest time first. The row `rlframe` has the time of all other parts."""
-        seconds_of = {**self._seconds, "compilation (first calls)": self._compiling}
-        seconds_of["rlframe (loop, actor, logs)"] = max(0.0, self._total - sum(seconds_of.values()))
-        calls = {**self._calls, "compilation (first calls)": len(self._calls)}
-        calls["rlframe (loop, actor, logs)"] = self._calls.get("inference", 0)
+        seconds_of = {**self._seconds, COMPILATION: self._compiling}
+        seconds_of[LOOP] = max(0.0, self._total - sum(seconds_of.values()))
+        calls = {**self._calls, COMPILATION: len(self._calls)}
+        calls[LOOP] = self._calls.get(INFERENCE, 0)
         return [
             ProfileRow(
                 name, calls[name], seconds, 1e6 * seconds / max(calls[name], 1), seconds / max(self._total, 1e-9)
@@ -80,8 +90,8 @@ class Profile:
             for name, seconds in sorted(seconds_of.items(), key=lambda row: -row[1])
         ]
 
-    def print(self) -> None:
-        """Print the table to stderr."""
+    def print(self, advice: Iterable[str] = ()) -> None:
+        """Print the table and lines of advice to stderr."""
         rows = [
             (
                 row.name,
@@ -94,6 +104,8 @@ class Profile:
         ]
         columns = ("part", "calls", "seconds", "us per call", "share")
         console(sys.stderr).print(table(columns, rows, title="time of each part", right=True))
+        for line in advice:
+            print(line, file=sys.stderr)
 
     def _time_calls(self, owner: Any, method: str, name: str, wait: bool = False) -> None:
         function: Callable[..., Any] = getattr(owner, method)
@@ -108,7 +120,7 @@ class Profile:
             if wait:
                 jax.block_until_ready(result)
             seconds = time.perf_counter() - start
-            if first and name in ("inference", "learner"):
+            if first and name in (INFERENCE, LEARNER):
                 self._compiling += seconds
                 first = False
             else:
