@@ -14,6 +14,7 @@ import numpy as np
 
 from rlframe.envs import api_checks, spaces
 from rlframe.envs.codec import Codec
+from rlframe.envs.jax_envs import looks_like_jax_env
 from rlframe.errors import UsageError
 
 
@@ -145,6 +146,11 @@ def is_environment(env: Any) -> bool:
 
 def wrap(env: Any) -> SingleEnv:
     """Adapt a gymnasium or dm_env environment to `SingleEnv`. Raise UsageError for any other object."""
+    if looks_like_jax_env(env):
+        raise UsageError(
+            f"A builder returned {type(env).__name__}, which is a JAX environment: pass its class, or use type 'jax' "
+            "(--env-type jax)."
+        )
     if hasattr(env, "num_envs"):
         raise UsageError(
             f"{type(env).__name__} holds several environments: expected a builder that returns one. "

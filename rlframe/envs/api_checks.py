@@ -154,6 +154,16 @@ def check_not_empty(spec: Any, path: str) -> None:
             )
 
 
+def check_image(name: str, image: Any) -> None:
+    """Raise UsageError unless an image of the environment `name` is an RGB array, uint8 [H, W, 3]."""
+    is_array = isinstance(image, np.ndarray)
+    if not (is_array and image.ndim == 3 and image.shape[-1] == 3 and image.dtype == np.uint8):
+        received = f"{image.dtype} of shape {image.shape}" if is_array else type(image).__name__
+        raise UsageError(
+            f"{name} must render to an RGB array, uint8 of shape (height, width, 3), but it renders to {received}."
+        )
+
+
 def wrapper_chain(env: Any) -> Iterator[Any]:
     """Yield an environment and its inner environments, from the outside to the inside.
 

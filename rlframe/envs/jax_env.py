@@ -16,10 +16,10 @@ import numpy as np
 from rlframe.envs import spaces
 from rlframe.envs.api_checks import check_not_empty
 from rlframe.envs.codec import Codec
-from rlframe.envs.layout import SpecMismatchError
+from rlframe.envs.jax_checks import check_outputs
 from rlframe.envs.wrappers import merge_stack
 from rlframe.errors import UsageError
-from rlframe.types import FIRST, LAST, MID, TimeStep, Tree
+from rlframe.types import FIRST, LAST, MID, TimeStep
 
 _RESETS_AT_ONCE = 16  # a batch of B environments resets B / 16 of them at a time, because resets can be expensive
 
@@ -78,7 +78,8 @@ class BatchedJaxEnv:
         self.env = env
         self.codec = codec_of(env)
         self._action_repeat, self._frame_stack = action_repeat, frame_stack
-        self._check_outputs()
+        spec = self.codec.action_spec
+        check_outputs(env, self.codec, self._decode(jnp.zeros((1, *spec.shape), spec.dtype))[0])
 
     def init(self, keys: jax.Array) -> EnvCarry:
         """Return a carry in which every environment is about to reset. `keys` is [B, 2] uint32."""
@@ -157,43 +158,6 @@ class BatchedJaxEnv:
             leaves.append(value.astype(leaf.spec.dtype))
         return leaves
 
-    def _check_outputs(self) -> None:
-        """Trace one reset and one step, and compare the shapes and dtypes with the spaces."""
-        name, key = getattr(self.env, "name", type(self.env).__name__), jax.random.PRNGKey(0)
-        spec = self.codec.action_spec
-        action = self._decode(jnp.zeros((1, *spec.shape), spec.dtype))[0]
-        state, observation = _traced(name, "reset", self.env.reset, key)
-        outputs = _traced(name, "step", lambda *args: self.env.step(*args), key, state, action)
-        if not isinstance(outputs, tuple) or len(outputs) != 5:
-            raise UsageError(
-                f"{name}.step must return (state, observation, reward, terminated, truncated), got "
-                f"{len(outputs) if isinstance(outputs, tuple) else type(outputs).__name__} values."
-            )
-        if (was := _describe(state)) != (now := _describe(outputs[0])):
-            raise UsageError(
-                f"{name}.step must return a state with the shapes and dtypes of the state of reset, {was}, got {now}."
-            )
-        for call, received in (("reset", observation), ("step", outputs[1])):
-            self._check_observation(name, call, received)
-        for part, value in zip(("reward", "terminated", "truncated"), outputs[2:], strict=True):
-            if getattr(value, "shape", ()) != ():
-                raise UsageError(f"{name}.step must return one number as {part!r}, got the shape {value.shape}.")
-
-    def _check_observation(self, name: str, call: str, observation: Any) -> None:
-        try:
-            leaves = self.codec.layout.flatten(observation)
-            for leaf, value in zip(self.codec.leaves, leaves, strict=True):
-                value = jax.eval_shape(jnp.asarray, value)
-                spec, kinds = leaf.spec, "fiub" if leaf.spec.dtype.kind == "f" else "iub"
-                if value.shape != spec.shape or np.dtype(value.dtype).kind not in kinds:
-                    received = f"{value.dtype} of shape {value.shape}"
-                    raise SpecMismatchError(spec.name, received, f"{spec.dtype} of shape {spec.shape}")
-        except SpecMismatchError as error:
-            raise UsageError(
-                f"{name}.{call} returned {error.name!r} as {error.received}, but its observation_space requires "
-                f"{error.expected}. Correct the environment or its observation_space."
-            ) from error
-
 
 def codec_of(env: JaxEnv) -> Codec:
     """Return the codec of a JAX environment. Raise UsageError if a space is not supported."""
@@ -225,14 +189,3 @@ def _push(frames: jax.Array, leaf: jax.Array, first: jax.Array) -> jax.Array:
         return leaf[:, None]
     pushed = jnp.concatenate([frames[:, 1:], leaf[:, None]], axis=1)
     return jnp.where(first.reshape((-1,) + (1,) * leaf.ndim), leaf[:, None], pushed)
-
-
-def _traced(name: str, call: str, function: Any, *args: Any) -> Any:
-    try:
-        return jax.eval_shape(function, *args)
-    except Exception as error:
-        raise UsageError(f"{name}.{call} cannot be traced by JAX: {type(error).__name__}: {error}") from error
-
-
-def _describe(tree: Tree) -> str:
-    return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree))

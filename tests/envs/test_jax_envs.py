@@ -15,6 +15,7 @@ from dm_env import specs
 from rlframe import compilation
 from rlframe.envs import AsyncEnv, SyncEnv, default_type, list_envs
 from rlframe.envs.jax_env import BatchedJaxEnv
+from rlframe.envs.jax_envs import looks_like_jax_env
 from rlframe.envs.jax_envs.breakout import Breakout
 from rlframe.envs.jax_envs.classic import Acrobot, AcrobotState, CartPole, CartPoleState, Pendulum, PendulumState
 from rlframe.envs.jax_envs.drawing import RED
@@ -177,6 +178,8 @@ def test_jax_is_the_default_type_of_jax_environments():
         (lambda: SyncEnv("CartPole-v1", 2, "jax"), "not a JAX environment: .* mean 'jax:CartPole-v1'"),
         (lambda: SyncEnv("jax:CartPol-v1", 2, "jax"), "Did you mean 'jax:CartPole-v1'"),
         (lambda: SyncEnv(lambda: gymnasium.make("CartPole-v1"), 2, "jax"), "Use type 'loop', 'thread' or 'process'"),
+        (lambda: SyncEnv(Countdown(), 2, "jax"), r"got an object of Countdown\."),
+        (lambda: SyncEnv(lambda: Countdown(), 2, "loop"), "Countdown, which is a JAX environment: pass its class"),
         (lambda: SyncEnv("jax:CartPole-v1", 2, "jax", num_workers=2), "leave num_workers out"),
         (
             lambda: SyncEnv("jax:CartPole-v1", 2, "jax", env_kwargs={"gravity": 2}),
@@ -189,6 +192,11 @@ def test_jax_is_the_default_type_of_jax_environments():
 def test_jax_environments_refuse_options_that_they_cannot_use(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def _line(function: Any) -> int:
+    """Return the number of the second line of a function, which is the first line of its body."""
+    return function.__code__.co_firstlineno + 1
 
 
 class WrongShape(Countdown):
@@ -210,18 +218,119 @@ class PythonBranch(Countdown):
         return super().step(rng, state, action if action > 0 else 0)
 
 
+class NumpyFunction(Countdown):
+    def step(self, rng, state, action):
+        return super().step(rng, state, np.square(np.asarray(action)))
+
+
+class OnlyObservation(Countdown):
+    def reset(self, rng):
+        return super().reset(rng)[1]
+
+
+class ComplexReward(Countdown):
+    def step(self, rng, state, action):
+        state, observation, reward, *ends = super().step(rng, state, action)
+        return state, observation, reward + 0j, *ends
+
+
+class NoReward(Countdown):
+    def step(self, rng, state, action):
+        state, observation, _, *ends = super().step(rng, state, action)
+        return state, observation, None, *ends
+
+
+class FloatImage(Countdown):
+    def render(self, state):
+        return np.zeros((int(state[0]), 2, 3), np.float32)  # the state has values, not tracers
+
+
+class NoImage(Countdown):
+    def render(self, state):
+        raise KeyError("screen")
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
         (WrongShape, r"WrongShape.reset returned 'observation' as float32 of shape \(2,\), .* float32 of shape \(3,\)"),
         (WrongState, r"WrongState.step must return a state with the shapes and dtypes .*int32.*, got .*float32"),
         (FourValues, "FourValues.step must return .* got 4 values"),
-        (PythonBranch, "PythonBranch.step cannot be traced by JAX: TracerBoolConversionError"),
+        (OnlyObservation, r"OnlyObservation.reset must return \(state, observation\), got float32\[2\]\."),
+        (ComplexReward, "ComplexReward.step must return a real number or bool as 'reward', got complex64."),
+        (NoReward, "NoReward.step must return one number as 'reward', got NoneType."),
+        (FloatImage, r"FloatImage must render to an RGB array, .* but it renders to float32 of shape \(\d, 2, 3\)\."),
+        (NoImage, r"NoImage.render failed: test_jax_envs.py, line \d+: KeyError: 'screen'"),
+        (
+            PythonBranch,
+            rf"PythonBranch.step cannot be traced by JAX: test_jax_envs.py, line {_line(PythonBranch.step)}: "
+            r"TracerBoolConversionError: [^\n]* Use jnp.where or jax.lax.cond instead of `if`",
+        ),
+        (
+            NumpyFunction,
+            rf"line {_line(NumpyFunction.step)}: TracerArrayConversionError: .* Use those of jax.numpy",
+        ),
     ],
 )
 def test_error_names_the_mistake_of_an_environment(cls, message):
     with pytest.raises(UsageError, match=message):
         SyncEnv(cls, 2, "jax")
+
+
+class NoRng(Countdown):
+    def step(self, state, action):
+        return Countdown.step(self, None, state, action)
+
+
+class RngLast(Countdown):
+    def step(self, state, action, rng):
+        return Countdown.step(self, rng, state, action)
+
+
+class NoResetRng(Countdown):
+    def reset(self):
+        return Countdown.reset(self, jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (NoRng, r"NoRng has step\(state, action\); a JAX environment needs step\(rng, state, action\)."),
+        (RngLast, r"RngLast has step\(state, action, rng\); a JAX environment needs step\(rng, state, action\)."),
+        (NoResetRng, r"NoResetRng has reset\(\); a JAX environment needs reset\(rng\)."),
+    ],
+)
+def test_class_with_other_parameters_is_refused_by_every_pool(cls, message):
+    for make in (
+        lambda: default_type(cls, 2),
+        lambda: SyncEnv(cls, 2, "loop"),
+        lambda: SyncEnv(lambda: cls(), 2, "loop"),
+        lambda: SyncEnv(cls, 2, "jax"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make()
+
+
+def test_other_environments_are_no_jax_environments():
+    class Optional(gymnasium.Env):
+        def step(this, action, state=None):
+            return None
+
+    assert not looks_like_jax_env(Optional) and not looks_like_jax_env(Optional())
+    assert not looks_like_jax_env(gymnasium.make) and looks_like_jax_env(CartPole())
+
+
+class IntegerObservation(Countdown):
+    def reset(self, rng):
+        state, observation = super().reset(rng)
+        return state, observation.astype(jnp.int32)
+
+
+def test_observation_of_another_dtype_gives_one_warning(caplog):
+    for _ in range(2):
+        BatchedJaxEnv(IntegerObservation())
+    (warning,) = caplog.messages
+    assert "returns 'observation' as int32, but its observation_space has float32" in warning
 
 
 class Diverging(Countdown):

@@ -36,15 +36,45 @@ def jax_tasks(prefix: str = "jax") -> Collection[str]:
 
 
 def looks_like_jax_env(env: Any) -> bool:
-    """Return True for a class or object with `reset(rng)` and `step(rng, state, action)`."""
-    step = getattr(env, "step", None)
-    if not callable(step) or not callable(getattr(env, "reset", None)):
+    """Return True for a class or object with `reset(rng)` and `step(rng, state, action)`.
+
+    Raises:
+        UsageError: `reset` or `step` has other parameters, and no other kind of environment has these either.
+    """
+    if not callable(getattr(env, "step", None)) or not callable(getattr(env, "reset", None)):
         return False
+    name = env.__name__ if isinstance(env, type) else type(env).__name__
+    step, reset = _parameters(env, "step"), _parameters(env, "reset")
+    if step is None:
+        return False
+    if list(step)[1:3] != ["state", "action"]:
+        # Pools call `step(action)` of other environments, so `step` must not require a second argument.
+        if _num_required(step) < 2:
+            return False
+        raise UsageError(
+            f"{name} has step({', '.join(step)}); a JAX environment needs step(rng, state, action). Other environments "
+            "need step(action)."
+        )
+    if reset is not None and not (_num_required(reset) <= 1 <= len(reset)):
+        raise UsageError(f"{name} has reset({', '.join(reset)}); a JAX environment needs reset(rng).")
+    return True
+
+
+def _parameters(env: Any, method: str) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a method of a class or object without `self`, or None if they are unknown."""
     try:
-        names = [name for name in inspect.signature(step).parameters if name != "self"]
+        parameters = dict(inspect.signature(getattr(env, method)).parameters)
     except (TypeError, ValueError):  # a function without a signature
-        return False
-    return names[1:3] == ["state", "action"]
+        return None
+    if isinstance(env, type) and not isinstance(inspect.getattr_static(env, method), (staticmethod, classmethod)):
+        parameters.pop(next(iter(parameters), ""), None)
+    return parameters
+
+
+def _num_required(parameters: Mapping[str, inspect.Parameter]) -> int:
+    """Return the number of arguments that a call must have."""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(each.default is each.empty and each.kind not in optional for each in parameters.values())
 
 
 def make_jax_env(name_or_builder: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -67,6 +97,8 @@ def make_jax_env(name_or_builder: Any, kwargs: Mapping[str, Any]) -> Any:
             return _make_of_suite(prefix, task, kwargs)
         module, cls = _TASKS[task]
         make = getattr(importlib.import_module(f"{__name__}.{module}"), cls)
+    if not callable(make):
+        raise UsageError(f"Expected a class, such as file.py:Class, got an object of {type(make).__name__}.")
     try:
         inspect.signature(make).bind(**kwargs)
     except TypeError as error:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlframe import extras
 from rlframe.envs import SyncEnv, gymnasium_registry
+from rlframe.envs.api_checks import check_image
 from rlframe.envs.gymnasium_registry import gymnasium_ids
 from rlframe.envs.jax_envs import make_jax_env
 from rlframe.envs.jax_pool import JaxPool
@@ -78,13 +79,7 @@ class VideoRecorder(Closeable):
 
     def add(self, frame: Any, fps: float) -> None:
         """Add one frame, uint8 [H, W, 3], to the video."""
-        if not (isinstance(frame, np.ndarray) and frame.ndim == 3 and frame.shape[-1] == 3 and frame.dtype == np.uint8):
-            is_array = isinstance(frame, np.ndarray)
-            received = f"{frame.dtype} of shape {frame.shape}" if is_array else type(frame).__name__
-            raise UsageError(
-                f"{self._experiment.env} must render to an RGB array, uint8 of shape (height, width, 3), but it "
-                f"renders to {received}."
-            )
+        check_image(self._experiment.env, frame)
         # Video codecs store colors at half the resolution, so width and height must be even.
         height, width = frame.shape[0] // 2 * 2, frame.shape[1] // 2 * 2
         if self._writer is None:
