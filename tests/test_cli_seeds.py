@@ -18,6 +18,7 @@ from rlframe.cli import seeds as cli_seeds
 from rlframe.cli.main import main
 from rlframe.cli.multi_run import parse_seeds
 from rlframe.errors import UsageError
+from rlframe.metrics.text import format_number
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.run_dir.lock import RunLock
 from tests.waiting import wait_until
@@ -67,8 +68,8 @@ def test_each_seed_is_a_run_and_finished_runs_are_skipped(both, capfd):
     assert summary["returns"] == [result["return_mean"] for result in results]
     assert summary["return_mean"] == sum(summary["returns"]) / 2
     assert summary["return_iqm"] is summary["return_iqm_interval"] is None  # two seeds are too few for them
-    low, high = sorted(summary["returns"])
-    assert f"over seeds (lowest to highest: {low:.1f} to {high:.1f}); see" in err and "2 seeds: mean" in err
+    low, high = map(format_number, sorted(summary["returns"]))
+    assert f"over seeds (lowest to highest: {low} to {high}); see" in err and "2 seeds: mean" in err
     assert (both / "learning_curve.png").stat().st_size > 10_000
     configs = [json.loads((both / f"seed-{seed}" / "config.json").read_text())["experiment"] for seed in (3, 4)]
     assert [config.pop("seed") for config in configs] == [3, 4] and configs[0] == configs[1]
@@ -94,7 +95,8 @@ def test_result_of_four_seeds_is_the_interquartile_mean_with_a_confidence_interv
     assert (summary["returns"], summary["return_iqm"]) == ([10.0, 20.0, 30.0, 100.0], 25.0)
     low, high = summary["return_iqm_interval"]
     assert 10.0 <= low < 25.0 < high <= 100.0
-    assert f"4 seeds: interquartile mean 25.0 (95%: {low:.1f} to {high:.1f}), mean 40.0 ± 35.4 over seeds" in err
+    ends = f"{format_number(low)} to {format_number(high)}"
+    assert f"4 seeds: interquartile mean (IQM) 25.0 (95% interval: {ends}), mean 40.0 ± 35.4 over seeds" in err
 
 
 def test_result_of_one_seed_is_shown_without_a_standard_deviation(both, tmp_path, capfd):
@@ -103,10 +105,10 @@ def test_result_of_one_seed_is_shown_without_a_standard_deviation(both, tmp_path
     assert main(["train", "--resume", "--seeds", "3", "--run-dir", str(folder)]) == 0
     err = capfd.readouterr().err
     returned = json.loads((folder / "seed-3" / "result.json").read_text())["return_mean"]
-    assert f"1 seed: return {returned:.1f}; see" in err and "± 0.0" not in err
+    assert f"1 seed: return {format_number(returned)}; see" in err and "± 0.0" not in err
 
 
-@pytest.mark.parametrize(("episodes", "spread"), [(1, ""), (2, "1.5")])
+@pytest.mark.parametrize(("episodes", "spread"), [(1, ""), (2, "1.50")])
 def test_table_shows_no_standard_deviation_for_a_single_episode(episodes, spread, capfd):
     result = Result(100, 7, 20.0, 1.5, episodes, 50.0, 2.0, 8, "run")
     summary = {"return_mean": 20.0, "return_std": 0.0}

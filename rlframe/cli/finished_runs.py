@@ -16,7 +16,7 @@ import rlframe
 from rlframe import extras
 from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
-from rlframe.metrics.curves import plus_minus
+from rlframe.metrics.text import format_number, plus_minus
 
 _EVALUATE = "Play episodes with a checkpoint of a run, without exploration."
 _PLOT = (
@@ -76,8 +76,8 @@ def evaluate(arguments: list[str]) -> int:
     values: dict[str, Any] = {name: result[name] for name in names}
     values["run_dir"] = options.run_dir
     print(
-        f"return {values['return_mean']:.1f}{plus_minus(values['return_std'], values['episodes'])} "
-        f"over {values['episodes']} episodes of {values['length_mean']:.1f} steps",
+        f"return {format_number(values['return_mean'])}{plus_minus(values['return_std'], values['episodes'])} "
+        f"over {values['episodes']} episodes of {format_number(values['length_mean'])} steps",
         file=sys.stderr,
     )
     if options.video is not None:
@@ -89,7 +89,10 @@ def evaluate(arguments: list[str]) -> int:
             max_episode_length=limit,
         )
         values["video"] = options.video
-        print(f"{options.video}: return {filmed['return_mean']:.1f}, {filmed['frames']} frames", file=sys.stderr)
+        print(
+            f"{options.video}: return {format_number(filmed['return_mean'])}, {filmed['frames']} frames",
+            file=sys.stderr,
+        )
     if options.json:
         print(json.dumps(values))
     return 0

@@ -24,7 +24,7 @@ from rlframe.cli.main import one_sentence
 from rlframe.cli.train_options import TrainOptions
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import RlframeError, UsageError
-from rlframe.metrics.curves import plus_minus
+from rlframe.metrics.text import format_number, plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
@@ -207,7 +207,7 @@ class SeedRun:
         if self.code or result is None:
             return f"ended with exit code {self.code}; see {self.log}: {self._last_output_line()}"
         spread = plus_minus(result.return_std, result.episodes)
-        return f"return {result.return_mean:.1f}{spread}, {result.wall_seconds:.0f} s"
+        return f"return {format_number(result.return_mean)}{spread}, {result.wall_seconds:.0f} s"
 
     def _last_output_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="backslashreplace").split("\n")

@@ -30,7 +30,8 @@ from rlframe.cli.multi_run import (
 from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, interquartile_mean, interval, plus_minus
+from rlframe.metrics.curves import CONFIDENCE, MIN_RUNS_FOR_IQM, interquartile_mean, interval
+from rlframe.metrics.text import format_number, plus_minus
 from rlframe.programs.api import TRACKERS, make_control_address
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
@@ -207,15 +208,18 @@ def _print_table(done: list[tuple[int, Result]], summary: dict[str, Any], pictur
     for seed, result in done:
         numbers = (result.env_steps, result.learner_steps, result.steps_per_second, result.wall_seconds)
         spread = plus_minus(result.return_std, result.episodes).removeprefix(" ± ")
-        rows.append((str(seed), f"{result.return_mean:.1f}", spread, *(f"{number:,.0f}" for number in numbers)))
+        rows.append((str(seed), format_number(result.return_mean), spread, *(f"{number:,.0f}" for number in numbers)))
     columns = ("seed", "return", "± of its episodes", "steps", "updates", "steps/s", "seconds")
     console(sys.stderr).print(table(columns, rows, right=True))
-    text = f"mean {summary['return_mean']:.1f}{plus_minus(summary['return_std'], len(done))} over seeds"
+    mean = format_number(summary["return_mean"])
+    text = f"mean {mean}{plus_minus(summary['return_std'], len(done))} over seeds"
     if len(done) == 1:
-        text = f"return {summary['return_mean']:.1f}"
+        text = f"return {mean}"
     elif len(done) >= MIN_RUNS_FOR_IQM:
-        low, high = summary["return_iqm_interval"]
-        text = f"interquartile mean {summary['return_iqm']:.1f} (95%: {low:.1f} to {high:.1f}), {text}"
+        low, high = map(format_number, summary["return_iqm_interval"])
+        iqm = format_number(summary["return_iqm"])
+        text = f"interquartile mean (IQM) {iqm} ({CONFIDENCE:.0%} interval: {low} to {high}), {text}"
     else:
-        text += f" (lowest to highest: {min(summary['returns']):.1f} to {max(summary['returns']):.1f})"
+        low, high = format_number(min(summary["returns"])), format_number(max(summary["returns"]))
+        text += f" (lowest to highest: {low} to {high})"
     print(f"{len(done)} seed{'s' * (len(done) > 1)}: {text}; see {picture}", file=sys.stderr)

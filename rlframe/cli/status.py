@@ -21,6 +21,7 @@ from rlframe.cli.run_control import (
 )
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from rlframe.metrics.terminal import console, table
+from rlframe.metrics.text import format_number
 
 PROG = "rlframe status"
 DESCRIPTION = "Show the state, progress and processes of a run."
@@ -198,7 +199,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _number(values: dict[str, Any], key: str) -> str:
     value = values.get(key)
-    return "-" if value is None else f"{value:,.1f}"
+    return "-" if value is None else format_number(value)
 
 
 def _duration(seconds: float) -> str:

@@ -32,6 +32,7 @@ from rlframe.cli.trials import Study, Trials, format_value
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import run_name
 from rlframe.metrics.plots import plot_options
+from rlframe.metrics.text import format_number
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import SWEEP, RunDir, default_path
 
@@ -109,6 +110,6 @@ def _print_table(varied: list[VariedOption], rows: list[dict[str, Any]]) -> None
         value = ["failed", ""]
         if row["returns"]:
             several = len(row["returns"]) > 1
-            value = [f"{row['value']:.1f}", f"{np.std(row['returns']):.1f}" if several else ""]
+            value = [format_number(row["value"]), format_number(float(np.std(row["returns"]))) if several else ""]
         lines.append((str(row["trial"]), *value, *(format_value(row["options"].get(name)) for name in names)))
     console(sys.stderr).print(table(("trial", "return", "± over seeds", *names), lines, right=True))

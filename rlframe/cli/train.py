@@ -10,7 +10,7 @@ from rlframe.cli.parsing import raw_option_values
 from rlframe.cli.seeds import run_seeds
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
-from rlframe.metrics.curves import plus_minus
+from rlframe.metrics.text import format_number, plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.directory import Result, RunDir
@@ -70,7 +70,7 @@ def _print_result(experiment: Experiment, result: Result) -> None:
         )
     else:
         text = (
-            f"return {result.return_mean:.1f}{plus_minus(result.return_std, result.episodes)} "
+            f"return {format_number(result.return_mean)}{plus_minus(result.return_std, result.episodes)} "
             f"over {result.episodes} episodes, "
             f"{result.env_steps:,} steps, {result.steps_per_second:,.0f} steps/s, {result.wall_seconds:.1f} s; "
             f"see {directory.learning_curve}"

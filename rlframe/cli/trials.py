@@ -29,6 +29,7 @@ from rlframe.cli.sweep_options import SweepOptions, VariedOption
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import interquartile_mean
+from rlframe.metrics.text import format_number
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.run_dir.directory import SEEDS
@@ -188,7 +189,8 @@ class Trials:
             return
         best = self._study.complete(trial.optuna_trial, returns, value)
         self._in_progress.remove(trial)
-        self._print_progress(f"{trial.name}: return {value:.1f}; the best is {best.value:.1f}, of trial {best.number}")
+        leader = f"the best is {format_number(best.value)}, of trial {best.number}"
+        self._print_progress(f"{trial.name}: return {format_number(value)}; {leader}")
 
     def _fail(self, trial: _Trial, why: str) -> None:
         self._in_progress.remove(trial)

@@ -78,7 +78,7 @@ class SeedGroup:
         return grid, interquartile_mean(each), *interval(each)
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (steps, mean over seeds, lowest value, highest value) of the evaluations, each [m].
+        """Return (steps, mean, low, high) of the evaluations, each [m]: as `curve`, but without smoothing.
 
         Evaluations of several seeds at almost the same step become one point. The steps of seeds differ slightly,
         because an evaluation starts only when a batch of steps is complete.
@@ -87,11 +87,11 @@ class SeedGroup:
         returns = np.concatenate([run.evaluated_returns for run in self.runs])
         point = _points(steps, [run.evaluated_steps for run in self.runs])
         each = [point == index for index in range(point.max(initial=-1) + 1)]
+        ends = [interval(returns[chosen]) for chosen in each]
         return (
             np.array([steps[chosen].mean() for chosen in each]),
-            np.array([returns[chosen].mean() for chosen in each]),
-            np.array([returns[chosen].min() for chosen in each]),
-            np.array([returns[chosen].max() for chosen in each]),
+            np.array([interquartile_mean(returns[chosen]) for chosen in each]),
+            *np.array(ends).reshape(-1, 2).T,
         )
 
 
@@ -180,6 +180,11 @@ def smoothed(returns: np.ndarray, episodes: np.ndarray) -> np.ndarray:
     return (total[high] - total[low]) / np.maximum(weight[high] - weight[low], 1e-12)
 
 
+def statistic(count: int) -> str:
+    """Return the name of the average and the interval of `count` runs, at least 2: `interquartile_mean`, `interval`."""
+    return f"IQM and {CONFIDENCE:.0%} interval" if count >= MIN_RUNS_FOR_IQM else "mean, lowest to highest"
+
+
 def interquartile_mean(values: Any, axis: int = 0) -> np.ndarray:
     """Return the mean over the middle half of `values` along `axis`, or over all if n < MIN_RUNS_FOR_IQM.
 
@@ -200,16 +205,12 @@ def interval(values: Any) -> tuple[np.ndarray, np.ndarray]:
     if len(values) < MIN_RUNS_FOR_IQM:
         return values.min(axis=0), values.max(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(_RESAMPLES, len(values)))
-    # Compute the means in 100 parts, because all resamples of long curves together need gigabytes of memory.
-    means = np.concatenate([interquartile_mean(values[part], axis=1) for part in np.array_split(drawn, 100)])
+    # Compute the means in parts of 8 MB, because all resamples of long curves together need gigabytes of memory.
+    parts = np.array_split(drawn, -(-drawn.size * values[0].size // 1_000_000))
+    means = np.concatenate([interquartile_mean(values[part], axis=1) for part in parts])
     tail = 50.0 * (1.0 - CONFIDENCE)
     low, high = np.percentile(means, [tail, 100.0 - tail], axis=0)
     return low, high
-
-
-def plus_minus(std: float | None, count: int) -> str:
-    """Return text such as " ± 1.5", or "" if `count` is 1, because one value has no standard deviation."""
-    return f" ± {std:.1f}" if std is not None and count > 1 else ""
 
 
 def _read_experiment(path: pathlib.Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import printable, replacing
-from rlframe.metrics.curves import MIN_RUNS_FOR_IQM, Over, RunCurve, SeedGroup, group_runs, load_run
+from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run, statistic
+from rlframe.metrics.text import format_number
 
 # The palette of Okabe and Ito: color-blind readers can distinguish these colors.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -36,8 +37,7 @@ def plot_learning_curve(
 
     Runs that differ only in their seed become one line. With four or more runs, the line is the interquartile mean and
     the band is its 95% confidence interval (`rlframe.metrics.curves`). With two or three runs, the line is the mean and
-    the band goes from the lowest to the highest return. Evaluations are points (the mean over seeds) with bars from the
-    lowest to the highest return.
+    the band goes from the lowest to the highest return. Evaluations are points with the same average and interval.
 
     With `over="seconds"`, the plot shows only evaluations, and each run has its own line, because the seeds are
     evaluated at different times.
@@ -177,7 +177,8 @@ def _draw_panel(axis: Any, env: str, groups: list[SeedGroup], target: float | No
         axis.axhline(target, color=_FAINT, linewidth=1.2, linestyle="--", zorder=1, label=f"target: {target:g}")
     axis.set_xlim(left=0)
     axis.margins(x=0.02)
-    axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best")
+    title = "\n".join(_statistics(groups)) if by_steps and len(groups) > 1 else None
+    axis.legend(frameon=False, fontsize=9, labelcolor=_INK, loc="best", title=title, title_fontsize=8, alignment="left")
 
 
 def _put_legend_below(axis: Any, width: int) -> None:
@@ -190,6 +191,7 @@ def _put_legend_below(axis: Any, width: int) -> None:
     axis.legend(
         handles, [textwrap.fill(label, width) for label in labels], frameon=False, fontsize=8, labelcolor=_INK,
         loc="upper left", bbox_to_anchor=(0.0, 0.0), bbox_transform=below_ticks, borderaxespad=0.0,
+        title=axis.get_legend().get_title().get_text(), title_fontsize=8, alignment="left",
     )  # fmt: skip
 
 
@@ -198,7 +200,18 @@ def _lines_below(groups: Sequence[SeedGroup], width: int) -> int:
     labels = [_labels(group, False)[0] for group in groups]
     if len(groups) == 1 or (len(groups) <= _INSIDE and max(map(len, labels)) <= _SHORT):
         return 0
-    return sum(len(textwrap.wrap(label, width)) for label in labels)
+    return sum(len(textwrap.wrap(label, width)) for label in labels) + len(_statistics(groups))
+
+
+def _statistics(groups: Sequence[SeedGroup]) -> list[str]:
+    """Return a line for each kind of average in a plot: its name and, if there are two kinds, the numbers of seeds."""
+    counts: dict[str, list[int]] = {}
+    for group in groups:
+        if len(group.runs) > 1:
+            counts.setdefault(statistic(len(group.runs)), []).append(len(group.runs))
+    if len(counts) < 2:
+        return list(counts)
+    return [f"{', '.join(map(str, sorted({*each})))} seeds: {name}" for name, each in counts.items()]
 
 
 def _frame(axis: Any, x: str, y: str) -> None:
@@ -249,12 +262,12 @@ def _labels(group: SeedGroup, alone: bool) -> tuple[str, str | None]:
     count = len(group.runs)
     _, returns, _, _ = group.evaluations()
     if alone:
-        shown = "IQM and 95% interval" if count >= MIN_RUNS_FOR_IQM else "mean, lowest to highest"
-        line = f"training, {count} seeds: {shown}" if count > 1 else "training"
-        return line, f"evaluation: {returns[-1]:,.1f} at the end" if len(returns) else None
+        line = f"training, {count} seeds: {statistic(count)}" if count > 1 else "training"
+        points = f"evaluation: {statistic(count)}, " if count > 1 else "evaluation: "
+        return line, f"{points}{format_number(returns[-1])} at the end" if len(returns) else None
     # If there are several groups, give each group one short entry, so that the legend does not cover the curves.
     line = f"{group.label}, {count} seeds" if count > 1 else group.label
-    return f"{line}: evaluated {returns[-1]:,.1f}" if len(returns) else line, None
+    return f"{line}: evaluated {format_number(returns[-1])}" if len(returns) else line, None
 
 
 def _title(env: str, groups: list[SeedGroup]) -> str:

@@ -9,17 +9,12 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from rlframe.metrics.base import Values, on_host, scalars
-
-
-def _return(value: float) -> str:
-    """Format a return with one decimal, or with three decimals if it is between -1 and 1."""
-    return f"{value:.1f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
-
+from rlframe.metrics.text import format_number
 
 # Values to show: (label, name in a row, format). The value comes from the newest row that contains the name.
 _SHOWN = (
-    ("return", "episode_return", _return),
-    ("evaluated", "return_mean", _return),
+    ("return", "episode_return", format_number),
+    ("evaluated", "return_mean", format_number),
     ("length", "length", "{:.1f}".format),
     ("loss", "loss", "{:.3g}".format),
     ("staleness", "staleness", "{:.1f}".format),

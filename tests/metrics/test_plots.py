@@ -9,6 +9,7 @@ from matplotlib import image
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.metrics import JSONLLogger, plot_learning_curve, plots
+from rlframe.metrics.curves import interquartile_mean, interval
 from tests.metrics.test_curves import make_run
 
 
@@ -57,12 +58,41 @@ def test_plot_has_a_panel_per_environment_and_a_line_per_agent(tmp_path, figures
     plot_learning_curve(runs, tmp_path / "out" / "all.png")
     first, second = figures[0].axes
     assert first.get_title(loc="left") == "A-v1"
-    assert labels(first) == ["PPO, 2 seeds: evaluated 9.0", "DQN, 2 seeds: evaluated 9.0"]
+    assert labels(first) == ["PPO, 2 seeds: evaluated 9.00", "DQN, 2 seeds: evaluated 9.00"]
+    assert first.get_legend().get_title().get_text() == "mean, lowest to highest"
     assert second.get_title(loc="left") == "PPO on B-v1"
-    assert labels(second) == ["training, 2 seeds: mean, lowest to highest", "evaluation: 9.0 at the end"]
+    assert labels(second) == [
+        "training, 2 seeds: mean, lowest to highest",
+        "evaluation: mean, lowest to highest, 9.00 at the end",
+    ]
     more = [make_run(tmp_path / f"more{seed}", {0: 0.0}, agent="ppo", env="B-v1", seed=seed) for seed in (3, 4)]
     plot_learning_curve([*runs[4:], *more], tmp_path / "four.png")
     assert labels(figures[1].axes[0])[0] == "training, 4 seeds: IQM and 95% interval"
+
+
+def test_legend_of_groups_with_different_numbers_of_seeds_names_both_averages(tmp_path, figures):
+    runs = [
+        make_run(tmp_path / f"{agent}{seed}", {0: 0.0, 9: 9.0}, {9: 9.0}, agent=agent, env="A-v1", seed=seed)
+        for agent, count in (("ppo", 5), ("dqn", 3), ("pqn", 1))
+        for seed in range(count)
+    ]
+    plot_learning_curve(runs, tmp_path / "out.png")
+    title = figures[0].axes[0].get_legend().get_title().get_text()
+    assert title.split("\n") == ["5 seeds: IQM and 95% interval", "3 seeds: mean, lowest to highest"]
+
+
+def test_evaluations_have_the_average_and_interval_of_the_table(tmp_path, figures):
+    returns = [0.9, 0.6, 0.8, 0.85, 0.95, 0.9, 0.2, 0.7]
+    runs = [
+        make_run(tmp_path / str(seed), {0: 0.0, 9: 1.0}, {9: value}, agent="ppo", env="A-v1", seed=seed)
+        for seed, value in enumerate(returns)
+    ]
+    plot_learning_curve(runs, tmp_path / "out.png")
+    (axis,) = figures[0].axes
+    assert float(interquartile_mean(returns)) == pytest.approx(0.8125)
+    assert labels(axis)[1] == "evaluation: IQM and 95% interval, 0.812 at the end"
+    (bar,) = axis.collections[1].get_segments()
+    assert bar[:, 1].tolist() == pytest.approx(interval(returns))
 
 
 def test_ten_lines_have_different_styles(tmp_path, figures):
