@@ -228,6 +228,7 @@ def test_fused_runs_all_seeds_in_one_process(tmp_path, capfd):
     summary = json.loads(out.splitlines()[-1])
     assert (summary["seeds"], summary["returns"]) == ([3, 4], [result["return_mean"] for result in results])
     assert all(result["stopped_by"] == "steps" and 200 <= result["env_steps"] < 264 for result in results)
+    assert re.search(r"2 runs: steps 400 / 400 .*return [\d.]+  time 0:\d\d", err)
     assert "2 seeds: mean" in err and f"seed 4: started in {runs[1]}" in err and "seed 4: return" in err
     assert {json.loads((run / "status.json").read_text())["pid"] for run in runs} == {os.getpid()}
     picture = (folder / "learning_curve.png").read_bytes()

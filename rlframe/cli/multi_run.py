@@ -96,13 +96,19 @@ def lock_multi_run(directory: RunDir, experiment: Experiment, options: TrainOpti
         yield
 
 
-def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], None], at_once: int) -> int | None:
+def run_all(
+    next_run: Callable[[], SeedRun | None],
+    ended: Callable[[SeedRun], None],
+    at_once: int,
+    poll: Callable[[], None] = lambda: None,
+) -> int | None:
     """Run all runs, up to `at_once` at a time.
 
     Args:
         next_run: returns the next run, or None if no run can be started now.
         ended: called with each run that has ended. If it raises, the other runs save and end.
         at_once: maximum number of runs at a time.
+        poll: called several times a second.
 
     Returns:
         The number of the signal that stopped the runs; None if there was no signal.
@@ -118,6 +124,7 @@ def run_all(next_run: Callable[[], SeedRun | None], ended: Callable[[SeedRun], N
                 if not running:
                     return stop.number
                 time.sleep(_POLL)
+                poll()
                 for run in [run for run in running if run.code is not None]:
                     running.remove(run)
                     ended(run)

@@ -5,13 +5,15 @@
     seeds = parse_seeds("1-3")                                          # [1, 2, 3]
     with lock_multi_run(directory, experiment, options):                # no other process writes to runs/x
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
-        _run_unfinished(runs, options)                                  # calls `run_all`: options.at_once at a time
-        _run_together(experiment, runs, options)                        # instead, with fused: all in this process
+        progress = RunsProgress(runs, experiment.steps)                 # one display for all runs
+        _run_unfinished(runs, options, progress)                        # calls `run_all`: options.at_once at a time
+        _run_together(experiment, runs, options, progress)              # instead, with fused: all in this process
         _report(directory.path, runs, options)                          # prints the table, draws the plot
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import sys
@@ -27,6 +29,7 @@ from rlframe.cli.multi_run import (
     parse_seeds,
     run_all,
 )
+from rlframe.cli.runs_progress import RunsProgress
 from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
@@ -75,7 +78,11 @@ def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
         _write_seeds(directory, options.seeds, seeds)
         runs = [SeedRun(directory.path, seed, options) for seed in seeds]
         _check_not_in_use(runs, options)
-        stopped_by = _run_together(experiment, runs, options) if is_joined else _run_unfinished(runs, options)
+        with contextlib.closing(RunsProgress(runs, experiment.steps, is_shown=not options.quiet)) as progress:
+            if is_joined:
+                stopped_by = _run_together(experiment, runs, options, progress)
+            else:
+                stopped_by = _run_unfinished(runs, options, progress)
         code = _report(directory.path, runs, options)
     if stopped_by is None:
         return code
@@ -123,7 +130,7 @@ def _check_not_in_use(runs: list[SeedRun], options: TrainOptions) -> None:
             )
 
 
-def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
+def _run_unfinished(runs: list[SeedRun], options: TrainOptions, progress: RunsProgress) -> int | None:
     """Run the unfinished runs. Return the number of the signal that stopped them; None if there was no signal."""
     waiting = [run for run in runs if run.result is None]
 
@@ -133,10 +140,15 @@ def _run_unfinished(runs: list[SeedRun], options: TrainOptions) -> int | None:
         _print_progress(waiting[0], f"started in {waiting[0].path}", options)
         return waiting.pop(0)
 
-    return run_all(next_run, lambda run: _print_progress(run, run.outcome(), options), options.at_once or 1)
+    def ended(run: SeedRun) -> None:
+        _print_progress(run, run.outcome(), options)
+
+    return run_all(next_run, ended, options.at_once or 1, progress.update)
 
 
-def _run_together(experiment: Experiment, runs: list[SeedRun], options: TrainOptions) -> int | None:
+def _run_together(
+    experiment: Experiment, runs: list[SeedRun], options: TrainOptions, progress: RunsProgress
+) -> int | None:
     """Like `_run_unfinished`, but run all unfinished runs in this process."""
     from rlframe.programs.seed_runs import Outcome, run_seeds
 
@@ -159,6 +171,7 @@ def _run_together(experiment: Experiment, runs: list[SeedRun], options: TrainOpt
         experiment,
         {seed: run.path for seed, run in unfinished.items()},
         ended=ended,
+        poll=progress.update,
         resume=options.resume,
         take_over=options.take_over,
         control_address=make_control_address(experiment, options),

@@ -46,6 +46,7 @@ def run_seeds(
     callbacks: Iterable[Callback] = (),
     control_address: ControlAddress | None = None,
     ended: Callable[[int, Outcome], None] = lambda seed, outcome: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> tuple[dict[int, Outcome], int | None]:
     """Train once for each seed, all in this process. The topology must be `fused`.
 
@@ -59,6 +60,7 @@ def run_seeds(
         take_over, stop_at, control_address: see `run_experiment`.
         callbacks: see `run_experiment`. The threads of all runs call them, also at the same time.
         ended: function that is called as `ended(seed, outcome)` when a run has ended, in the thread of the run.
+        poll: function that this thread calls several times a second.
 
     Returns:
         (outcomes, signal): seed -> outcome, and the number of the signal that ended the runs, or None.
@@ -97,14 +99,22 @@ def run_seeds(
 
     # Daemon threads, because threads that still work after a third Ctrl-C must not delay the end of the process.
     threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in run_dirs]
+
+    def wait() -> None:
+        for thread in threads:
+            while thread.is_alive():
+                _forward(stop, stops.values())
+                poll()
+                thread.join(_POLL)
+
     # One handler for all threads, because each thread would remove the handler that it adds.
     with root_handler(logging.lastResort), StopSignal() as stop:
         for thread in threads:
             thread.start()
         try:
-            _wait(threads, lambda: _forward(stop, stops.values()))
+            wait()
         except KeyboardInterrupt:  # the second signal ends the runs without a save, after the current call
-            _wait(threads, lambda: _forward(stop, stops.values()))
+            wait()
             raise
     return outcomes, stop.number
 
@@ -125,10 +135,3 @@ def _forward(stop: StopSignal, stops: Iterable[StopSignal]) -> None:
             each.receive(stop.number)
         if stop.number is not None and each.is_repeated < stop.is_repeated:
             each.receive(stop.number)
-
-
-def _wait(threads: list[threading.Thread], forward_signals: Callable[[], None]) -> None:
-    for thread in threads:
-        while thread.is_alive():
-            forward_signals()
-            thread.join(_POLL)

@@ -124,7 +124,7 @@ class StatusReader:
     def __init__(self, run_dir: str | os.PathLike) -> None:
         self._directory = RunDir(pathlib.Path(run_dir))
         self._directory.check_kind()
-        self._rows = _Rows(self._directory.metrics)
+        self._rows = RunRows(self._directory.metrics)
 
     def __call__(self) -> dict[str, Any]:
         """Read and return the current status."""
@@ -183,8 +183,11 @@ class StatusReader:
         return state, written["reason"]
 
 
-class _Rows:
-    """The rows of a metrics file. The file grows during a run, and a resume removes its last rows.
+class RunRows:
+    """A reader of the rows of a metrics file. The file grows during a run, and a resume removes its last rows.
+
+    Args:
+        path: the file. It need not exist.
 
     Attributes:
         returns, evaluations: curves of [step, mean]; see `add_point`.
@@ -195,7 +198,7 @@ class _Rows:
         self._forget()
 
     def read(self) -> dict[str, Any]:
-        """Read the new rows. Return a dict: name -> newest value."""
+        """Read the new rows. Return the newest value of each name. Return an empty dict if there is no file."""
         try:
             if self._path.stat().st_size < self._at:
                 self._forget()
