@@ -34,7 +34,7 @@ extensions = [
     "sphinx_design",
 ]
 # Pages that are not rewritten for the site yet.
-_OLD = """agents api benchmarks coordinator data differences distributed failures inference jax-environments llm metrics
+_OLD = """agents api benchmarks coordinator data differences distributed failures inference llm metrics
 own-environment own-network programs scaling seeds trajectories"""
 exclude_patterns = ["_generated", *(f"{name}.md" for name in _OLD.split())]
 templates_path: list[str] = []

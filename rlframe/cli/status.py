@@ -198,8 +198,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _number(values: dict[str, Any], key: str) -> str:
-    value = values.get(key)
-    return "-" if value is None else format_number(value)
+    return format_number(values.get(key))
 
 
 def _duration(seconds: float) -> str:

@@ -241,7 +241,7 @@ def _is_vmapped() -> bool:
     """Return False on a CPU.
 
     There, one vmapped call takes more processor time than a call for each seed, and uses fewer cores (see
-    docs/jax-environments.md). A vmapped convolution has other weights for each seed, which is much slower.
+    docs/understand/fused.md). A vmapped convolution has other weights for each seed, which is much slower.
     """
     return jax.default_backend() != "cpu"
 

@@ -22,7 +22,7 @@ from rlframe.types import Tree
 _log = logging.getLogger(__name__)
 
 # Folders of files that are not the cause of an error in an environment.
-_LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, np))
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, np))
 _NUMBERS = (jnp.floating, jnp.integer, jnp.bool_)
 
 # Errors for Python code that needs the value of a traced array -> replacement of this code.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 
-def format_number(value: float) -> str:
-    """Return a text with three significant digits, or with one decimal from 100 on: 0.893, 28.5, 1,234.5."""
+def format_number(value: float | None) -> str:
+    """Return a text of three significant digits, of one decimal from 100 on, or "-": 0.893, 28.5, 1,234.5."""
+    if value is None:
+        return "-"
     return f"{value:#.3g}" if 0.0 < abs(value) < 99.95 else f"{value:,.1f}"
 
 
