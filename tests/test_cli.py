@@ -81,8 +81,8 @@ def test_table_of_preset_values_omits_options_of_an_unused_network(chosen, left_
 
 
 def test_switch_options_set_booleans():
-    described, session, _ = read_arguments(["--no-anneal-learning-rate", "--json"])
-    assert described.agent_config.anneal_learning_rate is False
+    described, session, _ = read_arguments(["--no-normalize-advantages", "--json"])
+    assert described.agent_config.normalize_advantages is False
     assert session.json is True
 
 

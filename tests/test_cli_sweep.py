@@ -113,7 +113,7 @@ def test_invalid_vary_option_is_refused(text):
     [
         ("", "Name an option to vary: --vary learning-rate=1e-4..1e-2:log."),
         ("--vary learnin-rate=1e-3,1e-2", "There is no option --learnin-rate. Did you mean '--learning-rate'?"),
-        ("--vary learning-rate=1e-3,fast", "--learning-rate: could not convert string to float: 'fast'"),
+        ("--vary learning-rate=1e-3,fast", "learning_rate: 'fast' is not a schedule. Expected a number"),
         ("--vary num-epochs=1..2.5 --trials 3", "--num-epochs: invalid literal for int() with base 10: '2.5'"),
         ("--vary eval-every=1,2 --vary eval_every=3", "--vary eval-every is given twice"),
         ("--vary seed=1,2", "--vary seed: this option must be the same in all trials. Set it with --seed."),
@@ -124,7 +124,7 @@ def test_invalid_vary_option_is_refused(text):
         ("--vary num-epochs=1,2 --seeds 1-", "--seeds must look like 1-5 or 1,2,7, got '1-'."),
         ("--vary num-epochs=1,2 --stop-at 9", "--stop-at is only for a single run, but rlframe sweep starts several."),
         ("--vary network.hidden=1..3 --network mlp --trials 1", "network.hidden has a range but is not a number"),
-        ("--vary anneal-clip=1..2 --trials 1", "--vary anneal-clip is a switch: its values must be True,False."),
+        ("--vary normalize-advantages=1..2 --trials 1", "--vary normalize-advantages is a switch: its values must be True,False."),
         (
             "--vary learning-rate=1,2 --agent grpo",
             "rlframe sweep compares returns, but runs of --agent grpo have none.",

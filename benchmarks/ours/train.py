@@ -39,7 +39,7 @@ def experiment(
     topology: str = "single_process",
 ) -> Any:
     """Return the experiment `name`, with the settings of the peers. `env` is another version of CartPole."""
-    from rlframe.agents import DQNConfig
+    from rlframe.agents import DQNConfig, PPOConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.programs import make_experiment
 
@@ -55,7 +55,10 @@ def experiment(
     if name == "ppo_cartpole":
         # the value of rl-baselines3-zoo, also used for the peers
         return make_experiment("ppo", env, gae_lambda=0.8, **common)
+    # With `--against`, this file also measures checkouts that had no schedules and heads of DQN.
+    has_schedules = "anneal_learning_rate" not in PPOConfig.__dataclass_fields__
     if name.startswith("ppo_purejaxrl"):  # settings of PureJaxRL's ppo.py
+        old = {"learning_rate": 2.5e-4, "anneal_learning_rate": True}
         return make_experiment(
             "ppo",
             env,
@@ -73,9 +76,8 @@ def experiment(
             entropy_cost=0.01,
             value_cost=0.5,
             max_grad_norm=0.5,
-            learning_rate=2.5e-4,
             adam_epsilon=1e-5,
-            anneal_learning_rate=True,
+            **({"learning_rate": "linear:2.5e-4:0"} if has_schedules else old),
             **common,
         )
     if name == "ppo_pong":
@@ -84,7 +86,7 @@ def experiment(
         return make_experiment(
             "sac", "HalfCheetah-v4", preset="none", num_envs=1, env_type="envpool", eval_episodes=1, **common
         )
-    # With `--against`, this file also measures checkouts in which DQN had no heads.
+    old = {"epsilon_begin": 1.0, "epsilon_end": 0.05, "epsilon_decay_steps": total // 2}
     huber = "head_huber_threshold" if "head" in DQNConfig.__dataclass_fields__ else "huber_threshold"
     # Settings of CleanRL's dqn_jax.py. It counts environment steps where we count learner steps, one every 10 steps.
     return make_experiment(
@@ -100,9 +102,7 @@ def experiment(
         update_period=10,
         target_update_period=50,  # 500 steps
         discount=0.99,
-        epsilon_begin=1.0,
-        epsilon_end=0.05,
-        epsilon_decay_steps=total // 2,
+        **({"epsilon": f"linear:1:0.05@{total // 20}"} if has_schedules else old),
         optimizer="adam",
         learning_rate=2.5e-4,
         **{huber: None},

@@ -157,7 +157,8 @@ def imitate(task: LanguageTask, seed: int, seconds: float) -> list[list[float]]:
     env = env_cls(*env_cls.config_init())
     asyncio.run(env.setup())
     cfg = described.agent_config
-    agent = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
+    schedule = {"learning_rate": cfg.supervised_learning_rate, "total_learner_steps": cfg.supervised_steps}
+    agent = GRPO(dataclasses.replace(cfg, loss="sft", **schedule))
     # the same initial parameters as in rlframe.language.warm_up
     params = agent.initial_params(jax.random.PRNGKey(seed))
     state = agent.initial_learner_state(params)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlframe.agents.schedules import current, current_values
 from rlframe.agents.subclass_checks import check_arguments, check_methods
 from rlframe.agents.trees import check_tree, without_batch, zero_timestep, zeros_like_spec
 from rlframe.errors import UsageError
@@ -186,7 +187,7 @@ class Agent:
 
     def make_optimizer(self) -> optax.GradientTransformation:
         """Return the optimizer. The default is Adam with `cfg.learning_rate`. `self.optimizer` stores the result."""
-        return optax.adam(self.cfg.learning_rate)
+        return optax.adam(functools.partial(current, self.cfg, "learning_rate"))
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -218,8 +219,9 @@ class Agent:
         """
         logs, grads = self.compute_gradients(params, learner_state, batch)
         params, opt_state, more = self.apply_gradients(params, grads, learner_state)
-        learner_state = self.update_learner_state(params, opt_state, learner_state)
-        return params, learner_state, {**logs, **more}
+        scheduled = current_values(self.cfg, lambda: learner_state.steps)
+        after = self.update_learner_state(params, opt_state, learner_state)
+        return params, after, {**logs, **more, **scheduled}
 
     def compute_gradients(self, params: Params, learner_state: Any, batch: Batch) -> tuple[Logs, Params]:
         """Return (logs, gradients) of `loss`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,9 @@ from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec
-from rlframe.agents.optimizers import clip_gradients, interpolated, learning_rate_schedule
+from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
+from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import (
@@ -43,19 +45,17 @@ class DQNConfig:
     update_period: int = 4  # environment steps per learner step
     target_update_period: int = 10_000  # learner steps
     discount: float = 0.99
-    epsilon_begin: float = 1.0  # probability of a random action
-    epsilon_end: float = 0.1
-    epsilon_decay_steps: int = 1_000_000  # environment steps, counted from the first update
+    # probability of a random action; the paper's 1,000,000 environment steps are 250,000 updates
+    epsilon: Scheduled = scheduled("linear:1:0.1@250000", at_most=1)
     # Temporally extended exploration: repeat a random action n times, with probability proportional to n^-exponent.
     # Dabney et al. 2020 (arXiv:2006.01782) use exponent 2. None repeats no action.
     exploration_duration_exponent: float | None = None
     # rmsprop: centered, decay 0.95, epsilon 0.01 (for gradients summed over the batch)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
-    learning_rate: float = 2.5e-4  # learning rate at the start; see anneal_learning_rate
+    learning_rate: Scheduled = scheduled(2.5e-4, above=0)  # Number or schedule, such as linear:3e-4:0.
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
     max_grad_norm: float | None = None
-    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
     # Network outputs for each action. Each head has its own options, such as `--head.num-atoms`.
     head: ReturnHead = dataclasses.field(default_factory=Expectation)
     double: bool = False  # double Q-learning, van Hasselt et al. 2016
@@ -68,14 +68,15 @@ class DQNConfig:
     munchausen_clip: float = -1.0  # l_0, lower limit of tau log pi in the bonus
     prioritized: bool = False  # proportional prioritization, Schaul et al. 2016
     priority_exponent: float = 0.6  # alpha
-    importance_exponent: float = 0.4  # beta at step 0; rises to 1 at total_learner_steps
+    importance_exponent: Scheduled = scheduled("linear:0.4:1")  # beta
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "target_update_period", "n_step")
-        check_fraction(self, "discount", "epsilon_begin", "epsilon_end")
+        check_fraction(self, "discount")
         check_at_least(self, 1, "total_learner_steps")
-        check_at_least(self, 0, "epsilon_decay_steps", "munchausen_scale", "priority_exponent", "importance_exponent")
-        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm", "munchausen_temperature")
+        check_at_least(self, 0, "munchausen_scale", "priority_exponent")
+        check_schedules(self)
+        check_above(self, 0, "adam_epsilon", "max_grad_norm", "munchausen_temperature")
         check_above(self, 1, "exploration_duration_exponent")
         if not isinstance(self.head, typing.get_args(ReturnHead)):
             heads = ", ".join(each.__name__ for each in typing.get_args(ReturnHead))
@@ -150,9 +151,7 @@ class DQN(TargetNetworkAgent):
         return 1 + jnp.searchsorted(cumulative, jax.random.uniform(rng, shape)).astype(jnp.int32)
 
     def actor_params(self, params: Params, learner_state: TargetState) -> ActorParams:
-        cfg = self.cfg
-        done = learner_state.steps * (cfg.update_period / max(cfg.epsilon_decay_steps, 1))
-        return ActorParams(params, interpolated(cfg.epsilon_begin, cfg.epsilon_end, done))
+        return ActorParams(params, current(self.cfg, "epsilon", learner_state.steps))
 
     # Learning
 
@@ -164,7 +163,7 @@ class DQN(TargetNetworkAgent):
         )
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        cfg, rate = self.cfg, learning_rate_schedule(self.cfg)
+        cfg, rate = self.cfg, functools.partial(current, self.cfg, "learning_rate")
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
@@ -195,13 +194,10 @@ class DQN(TargetNetworkAgent):
         logs = {"value": jnp.mean(head.values(outputs)), "td_error": jnp.mean(priority)}
         if not cfg.prioritized:
             return jnp.mean(loss), logs
-        weights = importance_weights(batch.probabilities, self._importance_exponent(learner_state.steps))
+        exponent = current(cfg, "importance_exponent", learner_state.steps)
+        weights = importance_weights(batch.probabilities, exponent)
         # Schaul et al. 2016, section 3.3: priorities are never 0.
         return jnp.mean(weights * loss), {**logs, "priorities": priority + 1e-6}
-
-    def _importance_exponent(self, steps: jax.Array) -> Any:
-        begin, total = self.cfg.importance_exponent, self.cfg.total_learner_steps
-        return begin if total is None else interpolated(begin, 1.0, steps / total)
 
     def _outputs(self, params: Params, observation: Tree) -> jax.Array:
         """Return [B, A, N]: the network outputs for each action."""

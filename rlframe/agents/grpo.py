@@ -19,6 +19,7 @@ from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.losses import Average
 from rlframe.agents.optimizers import clip_gradients
+from rlframe.agents.schedules import Scheduled, check_schedules, current, known_values, scheduled
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.language.model import ModelConfig, transformer, weights
@@ -56,17 +57,17 @@ class GRPOConfig:
     # how token losses are averaged: "sequence" (first within each sequence) or "token" (over all tokens, DAPO)
     average: Average = "sequence"
     # grpo: clip range of the ratio to the sampling policy, [1 - clip_epsilon, 1 + clip_epsilon]
-    clip_epsilon: float = 0.2
+    clip_epsilon: Scheduled = scheduled(0.2, above=0)
     # upper clip range, for DAPO's clip-higher (0.28); None uses clip_epsilon
-    clip_epsilon_high: Union[float, None] = None
+    clip_epsilon_high: Union[Scheduled, None] = scheduled(None, above=0)
     # Upper limit of the ratio for data from much older parameters (Ye et al. 2020, arXiv:1912.09729).
     # grpo applies it where the advantage is negative, policy_gradient always. None means no limit.
     ratio_cap: Union[float, None] = 3.0
     # weight of the KL divergence to the reference: the initial parameters, or the batch's ref_logprobs; 0: no reference
     kl_cost: float = 0.04
     dpo_beta: float = 0.1  # dpo: beta; Rafailov et al. 2023, arXiv:2305.18290, appendix B
-    learning_rate: float = 1e-6
-    learning_rate_rise: int = 0  # updates of the linear learning rate warm-up from 0
+    learning_rate: Scheduled = scheduled(1e-6, above=0)  # Number or schedule, such as linear:3e-4:0.
+    total_learner_steps: Union[int, None] = None  # Internal: number of updates in the run. Schedules end there.
     adam_b1: float = 0.9
     adam_b2: float = 0.999
     adam_epsilon: float = 1e-8
@@ -80,16 +81,17 @@ class GRPOConfig:
     # Supervised warm-up before GRPO: `rlframe.language.warm_up`.
     supervised_steps: int = 0  # number of updates; 0 means no warm-up
     supervised_batch_size: int = 64  # demonstrations per update
-    supervised_learning_rate: float = 1e-5
+    supervised_learning_rate: Scheduled = scheduled(1e-5, above=0)  # a schedule ends at supervised_steps
 
     def __post_init__(self) -> None:
         if self.weights is not None:  # make the path absolute, because an environment may change the working directory
             object.__setattr__(self, "weights", os.path.abspath(self.weights))
         check_at_least(self, 1, "max_tokens", "batch_size", "micro_batch_size", "logits_chunk", "supervised_batch_size")
-        check_above(self, 0, "learning_rate", "supervised_learning_rate", "max_grad_norm")
-        check_above(self, 0, "clip_epsilon", "clip_epsilon_high", "ratio_cap", "dpo_beta")
-        check_at_least(self, 0, "kl_cost", "learning_rate_rise", "weight_decay", "supervised_steps")
-        if self.clip_epsilon >= 1.0:
+        check_at_least(self, 1, "total_learner_steps")
+        check_above(self, 0, "max_grad_norm", "ratio_cap", "dpo_beta")
+        check_at_least(self, 0, "kl_cost", "weight_decay", "supervised_steps")
+        check_schedules(self)
+        if any(value >= 1.0 for value in known_values(self, "clip_epsilon")):
             raise UsageError(f"GRPOConfig.clip_epsilon must be below 1, got {self.clip_epsilon}.")
         if self.loss == "dpo" and self.micro_batch_size is not None:
             raise UsageError(
@@ -247,7 +249,7 @@ class GRPO(Agent):
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
         adam = optax.adamw(
-            self._learning_rate,
+            functools.partial(current, cfg, "learning_rate"),
             cfg.adam_b1,
             cfg.adam_b2,
             cfg.adam_epsilon,
@@ -265,14 +267,14 @@ class GRPO(Agent):
     def loss(self, params: Params, learner_state: GRPOState, batch: Batch) -> tuple[jax.Array, Logs]:
         if self.cfg.loss == "dpo":
             return self._preference_loss(params, learner_state.reference_params, batch.data)
-        return self._loss_of_rows(params, learner_state.reference_params, self._rows(batch.data))
+        return self._loss_of_rows(params, learner_state, self._rows(batch.data))
 
     def compute_gradients(self, params: Params, learner_state: GRPOState, batch: Batch) -> tuple[Logs, Params]:
         S, size = len(batch.data.tokens), self.cfg.micro_batch_size
         if size is None or size >= S:
             logs, grads = super().compute_gradients(params, learner_state, batch)
         else:
-            logs, grads = self._accumulate(params, learner_state.reference_params, self._rows(batch.data), size)
+            logs, grads = self._accumulate(params, learner_state, self._rows(batch.data), size)
         data = batch.data
         logs |= {
             "reward": jnp.sum(
@@ -281,7 +283,6 @@ class GRPO(Agent):
             "length": jnp.sum(data.mask) / S,  # mean number of sampled tokens per sequence
             "tokens": jnp.sum(data.lengths),  # tokens in the batch, without padding
             "grad_norm": optax.global_norm(grads),
-            "learning_rate": self._learning_rate(learner_state.steps),
         }
         return logs, grads
 
@@ -295,7 +296,7 @@ class GRPO(Agent):
         params = jax.tree.map(lambda leaf, new: new.astype(leaf.dtype), params, master)
         return params, OptimizerState(inner, master), {}
 
-    def _accumulate(self, params: Params, reference: Params, rows: _Rows, size: int) -> tuple[Logs, Params]:
+    def _accumulate(self, params: Params, state: GRPOState, rows: _Rows, size: int) -> tuple[Logs, Params]:
         """Return the same result as `compute_gradients`, computed for `size` sequences at a time.
 
         Losses and logs are sums over sequences, so the results of the parts can be added.
@@ -307,11 +308,11 @@ class GRPO(Agent):
         gradient = jax.value_and_grad(self._loss_of_rows, has_aux=True)
 
         def add(total: Any, part: _Rows) -> tuple[Any, None]:
-            (_, logs), grads = gradient(params, reference, part)
+            (_, logs), grads = gradient(params, state, part)
             return jax.tree.map(jnp.add, total, (logs, _widened(grads))), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(lambda: self._loss_of_rows(params, reference, first)[1])
+        shapes = jax.eval_shape(lambda: self._loss_of_rows(params, state, first)[1])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (shapes, params))
         (logs, grads), _ = jax.lax.scan(add, zeros, parts)
         return logs, grads
@@ -330,7 +331,7 @@ class GRPO(Agent):
             reference=None if data.ref_logprobs is None else data.ref_logprobs[:, 1:],
         )
 
-    def _loss_of_rows(self, params: Params, reference: Params, rows: _Rows) -> tuple[jax.Array, Logs]:
+    def _loss_of_rows(self, params: Params, state: GRPOState, rows: _Rows) -> tuple[jax.Array, Logs]:
         """Return the loss and logs, as weighted sums over tokens. The weights of a whole batch sum to 1."""
         cfg, mean = self.cfg, functools.partial(_weighted_sum, weights=rows.weights)
         if cfg.loss == "sft":
@@ -340,7 +341,8 @@ class GRPO(Agent):
         sampled = jax.lax.stop_gradient(log_probs) if rows.sampled is None else rows.sampled
         ratio = jnp.exp(losses.log_ratio(log_probs, sampled, rows.mask))
         if cfg.loss == "grpo":
-            clip = cfg.clip_epsilon, cfg.clip_epsilon_high or cfg.clip_epsilon
+            high = "clip_epsilon" if cfg.clip_epsilon_high is None else "clip_epsilon_high"
+            clip = current(cfg, "clip_epsilon", state.steps), current(cfg, high, state.steps)
             policy_loss = mean(losses.clipped_surrogate(ratio, rows.advantages, *clip, cfg.ratio_cap))
             is_clipped = losses.is_clipped(ratio, rows.advantages, *clip)
         else:
@@ -358,7 +360,8 @@ class GRPO(Agent):
         if cfg.kl_cost > 0:
             log_reference = rows.reference
             if log_reference is None:
-                log_reference = jax.lax.stop_gradient(self._log_probs(reference, rows.tokens, rows.temperature))
+                log_reference = self._log_probs(state.reference_params, rows.tokens, rows.temperature)
+                log_reference = jax.lax.stop_gradient(log_reference)
             logs["kl"] = mean(losses.kl_k3(losses.log_ratio(log_probs, log_reference, rows.mask)))
             loss += cfg.kl_cost * logs["kl"]
         return loss, {"loss": loss, **logs}
@@ -379,11 +382,6 @@ class GRPO(Agent):
         # Padding is on the right. No token of a sequence attends to padding, so no attention mask is needed.
         options: dict[str, Any] = {"remat": self.cfg.remat, "chunk": self.cfg.logits_chunk}
         return transformer.token_log_probs(params, self.model_config, tokens, temperature=temperature, **options)
-
-    def _learning_rate(self, steps: Any) -> jax.Array:
-        """Return [] float32: the learning rate of the next update, when `steps` updates are done."""
-        fraction = jnp.minimum((steps + 1) / (self.cfg.learning_rate_rise + 1), 1.0)
-        return jnp.asarray(self.cfg.learning_rate * fraction, jnp.float32)
 
 
 def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -14,8 +14,9 @@ from rlframe.agents import losses
 from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.networks import NatureCNNConfig
-from rlframe.agents.optimizers import clip_gradients, learning_rate
+from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.returns import vtrace
+from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import swap_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence
@@ -36,11 +37,10 @@ class IMPALAConfig:
     c_bar: float = 1.0  # upper limit of importance weights in the trace, at most rho_bar; section 5.2.2
     vtrace_lambda: float = 1.0  # lambda of remark 2; the authors' code has no lambda, which is equivalent to 1
     value_cost: float = 0.5  # weight of the value loss, half the squared error (scalable_agent/experiment.py)
-    entropy_cost: float = 0.01
+    entropy_cost: Scheduled = scheduled(0.01)
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"  # "rmsprop" uses no momentum
-    learning_rate: float = 6e-4  # learning rate at the start; see anneal_learning_rate
-    anneal_learning_rate: bool = True  # reduce the rate linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
+    learning_rate: Scheduled = scheduled("linear:6e-4:0", above=0)  # number or schedule
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
     rmsprop_decay: float = 0.99  # scalable_agent/experiment.py
     rmsprop_epsilon: float = 0.01  # added inside the square root, as in TensorFlow; scalable_agent uses 0.1 for DMLab
     adam_epsilon: float = 1e-8  # for `adam` only; Kingma and Ba 2015
@@ -50,7 +50,8 @@ class IMPALAConfig:
         check_at_least(self, 1, "unroll_length", "batch_size")
         check_fraction(self, "discount", "vtrace_lambda", "rmsprop_decay")
         check_at_least(self, 1, "total_learner_steps")
-        check_above(self, 0, "rho_bar", "c_bar", "learning_rate", "rmsprop_epsilon", "adam_epsilon", "max_grad_norm")
+        check_above(self, 0, "rho_bar", "c_bar", "rmsprop_epsilon", "adam_epsilon", "max_grad_norm")
+        check_schedules(self)
         if self.c_bar > self.rho_bar:  # section 4.1
             raise UsageError(f"IMPALAConfig.c_bar ({self.c_bar}) must be at most rho_bar ({self.rho_bar}).")
         if self.optimizer not in ("rmsprop", "adam"):
@@ -74,7 +75,7 @@ class IMPALA(ActorCritic):
         return ReplaySpec("queue", Sequence(cfg.unroll_length), batch_size=cfg.batch_size, capacity=capacity)
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        cfg, rate = self.cfg, functools.partial(learning_rate, self.cfg)
+        cfg, rate = self.cfg, functools.partial(current, self.cfg, "learning_rate")
         if cfg.optimizer == "adam":
             optimizer = optax.adam(rate, eps=cfg.adam_epsilon)
         else:
@@ -104,7 +105,8 @@ class IMPALA(ActorCritic):
         policy_loss = -mean(log_probs * returns.advantages)
         value_loss = mean(0.5 * jnp.square(returns.targets - values[:-1]))
         entropy = mean(jax.vmap(self.distribution.entropy)(logits[:-1]))
-        loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
+        entropy_cost = current(cfg, "entropy_cost", learner_state.steps)
+        loss = policy_loss + cfg.value_cost * value_loss - entropy_cost * entropy
         logs = {
             "loss": loss,
             "policy_loss": policy_loss,
@@ -112,6 +114,5 @@ class IMPALA(ActorCritic):
             "entropy": entropy,
             # 1 for on-policy data; smaller for data of a different policy
             "clipped_rho": mean(jnp.minimum(cfg.rho_bar, rhos)),
-            "learning_rate": learning_rate(cfg, learner_state.steps),
         }
         return loss * jnp.sum(mask), logs

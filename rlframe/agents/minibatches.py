@@ -31,7 +31,7 @@ from jax.flatten_util import ravel_pytree
 from rlframe import compilation
 from rlframe.agents.base import Agent, LearnerState
 from rlframe.agents.networks import has_images
-from rlframe.agents.optimizers import learning_rate
+from rlframe.agents.schedules import current, current_values
 from rlframe.errors import UsageError
 from rlframe.types import Batch, Logs, Params, ReplaySpec, Sequence, SequenceBatch, Tree
 
@@ -269,14 +269,14 @@ class MinibatchAgent(Agent):
         self, params: Params, learner_state: LearnerState, batch: Batch
     ) -> tuple[Params, LearnerState, Logs]:
         """Do epochs of minibatch updates, each with `minibatch_gradients` and `apply_gradients`."""
-        rate = learning_rate(self.cfg, learner_state.steps)
-        params, learner_state, logs = self._minibatch_updates(params, learner_state, batch)
-        return params, learner_state, {**logs, "learning_rate": rate}
+        scheduled = current_values(self.cfg, lambda: learner_state.steps)
+        params, after, logs = self._minibatch_updates(params, learner_state, batch)
+        return params, after, {**logs, **scheduled}
 
     def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
         """Do one step of the optimizer, scaled by the learning rate."""
         updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
-        rate = learning_rate(self.cfg, learner_state.steps)
+        rate = current(self.cfg, "learning_rate", learner_state.steps)
         return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
 
     def check_num_envs(self, num_envs: int) -> None:

@@ -15,8 +15,9 @@ from rlframe.agents import losses
 from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
-from rlframe.agents.optimizers import annealed, clip_gradients
+from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.returns import generalized_advantages
+from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
@@ -37,17 +38,15 @@ class PPOConfig:
     target_kl: float | None = None  # Stop the update before a minibatch with a higher approx_kl.
     discount: float = 0.99
     gae_lambda: float = 0.95
-    clip_epsilon: float = 0.2
+    clip_epsilon: Scheduled = scheduled(0.2, above=0)  # Number or schedule, such as linear:0.2:0.
     value_clip: float | None = None  # Maximum change of the value. ppo2 uses clip_epsilon.
-    entropy_cost: float = 0.0
+    entropy_cost: Scheduled = scheduled(0.0)  # Number or schedule, such as linear:0.01:0.
     value_cost: float = 0.5  # Weight of half the squared error. SB3's vf_coef=0.5 is 1.0 here.
     normalize_advantages: bool = True  # Normalize in each minibatch, as in ppo2.
-    learning_rate: float = 3e-4  # Learning rate at the start. See anneal_learning_rate.
+    learning_rate: Scheduled = scheduled(3e-4, above=0)  # Number or schedule, such as linear:3e-4:0.
     adam_epsilon: float = 1e-5  # The default of ppo2.
     max_grad_norm: float | None = 0.5  # Clip the global norm of gradients, as in ppo2.
-    anneal_learning_rate: bool = False  # Reduce the rate linearly to 0 at --steps.
-    anneal_clip: bool = False  # Anneal clip_epsilon linearly to 0.
-    total_learner_steps: int | None = None  # Internal: number of updates in the run. Annealing ends there.
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
     # Internal: environments in a full batch. Schedules count a smaller batch as a fraction of an update.
     envs_per_batch: int | None = None
     max_staleness: int = 0  # Maximum age of an unroll, in versions. 0: actors wait for updates.
@@ -57,8 +56,8 @@ class PPOConfig:
         check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
         check_at_least(self, 0, "max_staleness")
         check_fraction(self, "discount", "gae_lambda")
-        check_above(self, 0, "clip_epsilon", "value_clip", "learning_rate", "adam_epsilon", "max_grad_norm")
-        check_above(self, 0, "target_kl")
+        check_above(self, 0, "value_clip", "adam_epsilon", "max_grad_norm", "target_kl")
+        check_schedules(self)
 
 
 class Rollout(NamedTuple):
@@ -117,10 +116,8 @@ class PPO(ActorCritic, MinibatchAgent):
 
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Rollout) -> tuple[jax.Array, Logs]:
         """Return the PPO loss of a minibatch: clipped objective, value error and entropy. Also return logs."""
-        cfg = self.cfg
-        clip_epsilon = annealed(
-            cfg.clip_epsilon, learner_state.steps, cfg.total_learner_steps if cfg.anneal_clip else None
-        )
+        cfg, steps = self.cfg, learner_state.steps
+        clip_epsilon = current(cfg, "clip_epsilon", steps)
         logits, value, rows = self._forward(params, rows)
         log_ratio = self.distribution.log_prob(logits, rows.sample) - rows.log_prob
         ratio = jnp.exp(log_ratio)
@@ -129,7 +126,7 @@ class PPO(ActorCritic, MinibatchAgent):
         policy_loss = mean(losses.clipped_surrogate(ratio, advantage, clip_epsilon))
         value_loss = mean(losses.value_error(value, rows.value, rows.value + rows.advantage, cfg.value_clip))
         entropy = mean(self.distribution.entropy(logits))
-        loss = policy_loss + cfg.value_cost * value_loss - cfg.entropy_cost * entropy
+        loss = policy_loss + cfg.value_cost * value_loss - current(cfg, "entropy_cost", steps) * entropy
         logs = {
             "policy_loss": policy_loss,
             "value_loss": value_loss,

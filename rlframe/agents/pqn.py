@@ -14,9 +14,10 @@ from rlframe.agents import losses
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.optimizers import clip_gradients, interpolated
+from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.q_learning import ActorParams, QLearning, epsilon_greedy
 from rlframe.agents.returns import q_lambda_returns
+from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (
@@ -40,22 +41,20 @@ class PQNConfig:
     num_minibatches: int = 32
     discount: float = 0.99
     q_lambda: float = 0.65  # 0 for one-step targets, 1 for Monte Carlo returns
-    epsilon_begin: float = 1.0  # probability of a random action
-    epsilon_end: float = 0.001
-    epsilon_decay_share: float = 0.1  # fraction of total_learner_steps during which epsilon falls
-    learning_rate: float = 2.5e-4  # learning rate of RAdam
+    epsilon: Scheduled = scheduled("linear:1:0.001@0.1", at_most=1)  # probability of a random action
+    learning_rate: Scheduled = scheduled(2.5e-4, above=0)  # learning rate of RAdam
     adam_epsilon: float = 1e-8  # epsilon of RAdam, as in the code of Liu et al. 2020, arXiv:1908.03265
-    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # None keeps epsilon at epsilon_end and disables annealing
-    # environments in a full batch; schedules count a smaller batch as a fraction of a step (None: as one step)
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
+    # Internal: environments in a full batch. Schedules count a smaller batch as a fraction of an update.
     envs_per_batch: int | None = None
     max_grad_norm: float | None = 10.0
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "unroll_length", "num_epochs", "num_minibatches")
-        check_fraction(self, "discount", "q_lambda", "epsilon_begin", "epsilon_end", "epsilon_decay_share")
+        check_fraction(self, "discount", "q_lambda")
         check_at_least(self, 1, "total_learner_steps", "envs_per_batch")
-        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
+        check_above(self, 0, "adam_epsilon", "max_grad_norm")
+        check_schedules(self)
 
 
 class QRollout(NamedTuple):
@@ -90,11 +89,7 @@ class PQN(QLearning, MinibatchAgent):
         return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
 
     def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:
-        cfg = self.cfg
-        if cfg.total_learner_steps is None:
-            return ActorParams(params, jnp.float32(cfg.epsilon_end))
-        done = learner_state.steps / max(cfg.epsilon_decay_share * cfg.total_learner_steps, 1.0)
-        return ActorParams(params, interpolated(cfg.epsilon_begin, cfg.epsilon_end, done))
+        return ActorParams(params, current(self.cfg, "epsilon", learner_state.steps))
 
     # Learning
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,11 @@ from rlframe.agents.base import TargetState
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec, sequence_priorities
-from rlframe.agents.optimizers import clip_gradients, learning_rate_schedule
-from rlframe.agents.q_learning import TargetNetworkAgent, epsilon_greedy
+from rlframe.agents.optimizers import clip_gradients
+from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
+from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import swap_batch_and_time
 from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (
@@ -32,7 +34,6 @@ from rlframe.types import (
     Sequence,
     SequenceBatch,
     TimeStep,
-    Tree,
 )
 
 
@@ -55,23 +56,23 @@ class R2D2Config:
     rescaling: float | None = 1e-3
     # An environment takes a random action with probability epsilon^(1 + epsilon_exponent * position).
     # Positions are spread evenly over [0, 1] (`ladder_positions`), as in Horgan et al. 2018 (arXiv:1803.00933).
-    epsilon: float = 0.4
+    epsilon: Scheduled = scheduled(0.4, at_most=1)
     epsilon_exponent: float = 7.0
-    learning_rate: float = 1e-4  # learning rate of Adam
+    learning_rate: Scheduled = scheduled(1e-4, above=0)  # learning rate of Adam
     adam_epsilon: float = 1e-3
-    anneal_learning_rate: bool = False  # reduce the rate linearly to 0 over total_learner_steps
-    total_learner_steps: int | None = None  # last step of annealing; None disables annealing
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
     max_grad_norm: float | None = None
     priority_exponent: float = 0.9
     max_share: float = 0.9  # eta: weight of the largest error in a priority; the mean error has weight 1 - eta
-    importance_exponent: float = 0.6
+    importance_exponent: Scheduled = scheduled(0.6)
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "sequence_length", "period", "min_replay_size", "update_period")
         check_at_least(self, 1, "target_update_period", "n_step", "total_learner_steps")
-        check_at_least(self, 0, "burn_in", "rescaling", "epsilon_exponent", "priority_exponent", "importance_exponent")
-        check_fraction(self, "discount", "epsilon", "max_share")
-        check_above(self, 0, "learning_rate", "adam_epsilon", "max_grad_norm")
+        check_at_least(self, 0, "burn_in", "rescaling", "epsilon_exponent", "priority_exponent")
+        check_fraction(self, "discount", "max_share")
+        check_above(self, 0, "adam_epsilon", "max_grad_norm")
+        check_schedules(self)
         check_replay_size(self)
 
 
@@ -79,7 +80,7 @@ class Explorer(NamedTuple):
     """The recurrent state of an environment."""
 
     core: Any  # the network's state, a tree of [B, ...]
-    epsilon: Any  # [B] float32: probability of a random action; constant
+    exponent: Any  # [B] float32: a random action has the probability epsilon ** exponent; constant
 
 
 class R2D2(TargetNetworkAgent):
@@ -109,21 +110,25 @@ class R2D2(TargetNetworkAgent):
     # Acting
 
     def initial_state(self, batch_size: int) -> Explorer:
-        epsilon = self.cfg.epsilon ** (1.0 + self.cfg.epsilon_exponent * ladder_positions(batch_size))
-        return Explorer(self._stepped.initial_state(batch_size), epsilon.astype(np.float32))
+        exponent = 1.0 + self.cfg.epsilon_exponent * ladder_positions(batch_size)
+        return Explorer(self._stepped.initial_state(batch_size), exponent.astype(np.float32))
 
     def actor_step(
-        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
         output, after = self.eval_step(rng, params, timestep, state)
-        action, _ = epsilon_greedy(rng, output.action, state.epsilon, self._num_actions)
+        epsilon = jnp.power(params.epsilon, jnp.asarray(state.exponent))
+        action, _ = epsilon_greedy(rng, output.action, epsilon, self._num_actions)
         return AgentOutput(action, {}), after
 
     def eval_step(
-        self, rng: jax.Array, params: Tree, timestep: TimeStep, state: Explorer
+        self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: Explorer
     ) -> tuple[AgentOutput, AgentState]:
-        outputs, core = self._stepped.step(params, timestep.observation, state.core)
-        return AgentOutput(self.greedy(only_output(outputs)), {}), Explorer(core, state.epsilon)
+        outputs, core = self._stepped.step(params.params, timestep.observation, state.core)
+        return AgentOutput(self.greedy(only_output(outputs)), {}), Explorer(core, state.exponent)
+
+    def actor_params(self, params: Params, learner_state: TargetState) -> ActorParams:
+        return ActorParams(params, current(self.cfg, "epsilon", learner_state.steps))
 
     # Learning
 
@@ -133,8 +138,8 @@ class R2D2(TargetNetworkAgent):
         return off_policy_replay_spec(cfg, Sequence(cfg.burn_in + cfg.sequence_length, cfg.period), "prioritized")
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        cfg = self.cfg
-        return clip_gradients(cfg.max_grad_norm, optax.adam(learning_rate_schedule(cfg), eps=cfg.adam_epsilon))
+        cfg, rate = self.cfg, functools.partial(current, self.cfg, "learning_rate")
+        return clip_gradients(cfg.max_grad_norm, optax.adam(rate, eps=cfg.adam_epsilon))
 
     def loss(self, params: Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """Return half the squared errors, summed over each sequence and averaged over sequences. Also return logs."""
@@ -145,7 +150,8 @@ class R2D2(TargetNetworkAgent):
         chosen = _select(values[:-1], action)
         mask = (batch.data.step_type[:, cfg.burn_in : -1].T != LAST).astype(jnp.float32)
         errors = mask * (jax.lax.stop_gradient(targets) - chosen)
-        weights = importance_weights(batch.probabilities, cfg.importance_exponent)
+        exponent = current(cfg, "importance_exponent", learner_state.steps)
+        weights = importance_weights(batch.probabilities, exponent)
         logs = {
             "value": losses.masked_mean(self._unscale(chosen), mask),
             "td_error": losses.masked_mean(jnp.abs(errors), mask),

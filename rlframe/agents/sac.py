@@ -17,6 +17,7 @@ from rlframe.agents.distributions import SquashedGaussian
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
 from rlframe.agents.returns import soft_targets
+from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.twin_critics import TwinCriticAgent
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import Batch, Logs, Params, Tree
@@ -31,19 +32,22 @@ class SACConfig:
     min_replay_size: int = 1_000  # items in the replay before learning starts; until then, actions are uniform
     update_period: int = 1  # environment steps per learner step
     discount: float = 0.99
-    learning_rate: float = 3e-4
-    critic_learning_rate: float | None = None  # learning rate of critics and temperature; None uses learning_rate
+    learning_rate: Scheduled = scheduled(3e-4, above=0)  # Number or schedule, such as linear:3e-4:0.
+    # learning rate of critics and temperature; None uses learning_rate
+    critic_learning_rate: Scheduled | None = scheduled(None, above=0)
     target_update_rate: float = 0.005  # tau: fraction by which the target critics move to the critics in each update
     initial_temperature: float = 1.0  # alpha: weight of the entropy
     learn_temperature: bool = True  # False keeps the temperature constant
     target_entropy: float | None = None  # nats, for actions scaled to [-1, 1]; None uses -(number of action dimensions)
     min_log_std: float = -20.0  # limits of the log standard deviation of the policy, before tanh
     max_log_std: float = 2.0
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "batch_size", "min_replay_size", "update_period")
+        check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "total_learner_steps")
         check_fraction(self, "discount", "target_update_rate")
-        check_above(self, 0, "learning_rate", "critic_learning_rate", "initial_temperature")
+        check_above(self, 0, "initial_temperature")
+        check_schedules(self)
         check_replay_size(self)
         if not -math.inf < self.min_log_std < self.max_log_std < math.inf:
             raise UsageError(
@@ -103,10 +107,11 @@ class SAC(TwinCriticAgent):
 
     def make_optimizer(self) -> optax.GradientTransformation:
         cfg = self.cfg
-        critics = optax.adam(cfg.critic_learning_rate or cfg.learning_rate)
+        of_critics = "learning_rate" if cfg.critic_learning_rate is None else "critic_learning_rate"
+        policy, critics = (optax.adam(functools.partial(current, cfg, name)) for name in ("learning_rate", of_critics))
         temperature = critics if cfg.learn_temperature else optax.set_to_zero()
         return optax.multi_transform(
-            {"policy": optax.adam(cfg.learning_rate), "critics": critics, "temperature": temperature},
+            {"policy": policy, "critics": critics, "temperature": temperature},
             SACParams("policy", "critics", "temperature"),
         )
 

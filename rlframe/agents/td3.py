@@ -14,8 +14,9 @@ from rlframe.agents.base import TargetState
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
 from rlframe.agents.returns import soft_targets
+from rlframe.agents.schedules import Scheduled, check_schedules, current, current_values, scheduled
 from rlframe.agents.twin_critics import TwinCriticAgent
-from rlframe.errors import check_above, check_at_least, check_fraction
+from rlframe.errors import check_at_least, check_fraction
 from rlframe.types import Batch, Logs, Params, Tree
 
 
@@ -30,18 +31,21 @@ class TD3Config:
     min_replay_size: int = 10_000
     update_period: int = 1  # environment steps per learner step
     discount: float = 0.99
-    learning_rate: float = 1e-3
+    learning_rate: Scheduled = scheduled(1e-3, above=0)  # Number or schedule, such as linear:3e-4:0.
     target_update_rate: float = 0.005  # tau: fraction by which target networks move in each policy update
     policy_period: int = 2  # learner steps per update of the policy and the target networks
-    exploration_noise: float = 0.1  # standard deviation of the exploration noise on actions
+    exploration_noise: Scheduled = scheduled(0.1)  # standard deviation of the exploration noise on actions
     smoothing_noise: float = 0.2  # standard deviation of the noise on the target policy's actions
     smoothing_clip: float = 0.5  # limit of the smoothing noise
+    total_learner_steps: int | None = None  # Internal: number of updates in the run. Schedules end there.
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "batch_size", "min_replay_size", "update_period", "policy_period")
+        check_at_least(
+            self, 1, "batch_size", "min_replay_size", "update_period", "policy_period", "total_learner_steps"
+        )
         check_fraction(self, "discount", "target_update_rate")
-        check_at_least(self, 0, "exploration_noise", "smoothing_noise", "smoothing_clip")
-        check_above(self, 0, "learning_rate")
+        check_at_least(self, 0, "smoothing_noise", "smoothing_clip")
+        check_schedules(self)
         check_replay_size(self)
 
 
@@ -83,9 +87,12 @@ class TD3(TwinCriticAgent):
 
     def actor_params(self, params: TD3Params, learner_state: TargetState) -> TD3ActorParams:
         uniform = (learner_state.steps == 0).astype(jnp.float32)
-        return TD3ActorParams(params.policy, uniform, jnp.float32(self.cfg.exploration_noise))
+        return TD3ActorParams(params.policy, uniform, current(self.cfg, "exploration_noise", learner_state.steps))
 
     # Learning
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam()  # `_descend` multiplies by the learning rate
 
     def initial_learner_state(self, params: TD3Params) -> TargetState:
         _, steps, rng = super().initial_learner_state(params)
@@ -97,20 +104,21 @@ class TD3(TwinCriticAgent):
     ) -> tuple[TD3Params, TargetState, Logs]:
         """Update the critics. In every `policy_period`-th step, also update the policy and the target networks."""
         logs, grads = self.compute_gradients(params, learner_state, batch)
-        critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics)
-        params, steps = params._replace(critics=critics), learner_state.steps
+        steps = learner_state.steps
+        critics, opt_state = self._descend(params.critics, grads.critics, learner_state.opt_state.critics, steps)
+        params = params._replace(critics=critics)
         state = learner_state._replace(opt_state=learner_state.opt_state._replace(critics=opt_state), steps=steps + 1)
 
         def delayed(params: TD3Params, state: TargetState) -> tuple[TD3Params, TargetState]:
             grads = jax.grad(self.policy_loss)(params.policy, params.critics, batch.data.observation)
-            policy, opt_state = self._descend(params.policy, grads, state.opt_state.policy)
+            policy, opt_state = self._descend(params.policy, grads, state.opt_state.policy, steps)
             params = params._replace(policy=policy)
             target = optax.incremental_update(params, state.target_params, self.cfg.target_update_rate)
             return params, state._replace(opt_state=state.opt_state._replace(policy=opt_state), target_params=target)
 
         is_due = steps % self.cfg.policy_period == 0
         params, state = jax.lax.cond(is_due, delayed, lambda *unchanged: unchanged, params, state)
-        return params, state, logs
+        return params, state, {**logs, **current_values(self.cfg, lambda: steps)}
 
     def loss(self, params: TD3Params, learner_state: TargetState, batch: Batch) -> tuple[jax.Array, Logs]:
         """Return the loss of the critics, and logs."""
@@ -129,9 +137,10 @@ class TD3(TwinCriticAgent):
         """Return []: the negative mean of the first critic's values for the policy's actions (algorithm 1)."""
         return -jnp.mean(self._nets.values(critic_params, observation, self.greedy(policy_params, observation))[0])
 
-    def _descend(self, params: Params, grads: Params, opt_state: Any) -> tuple[Params, Any]:
+    def _descend(self, params: Params, grads: Params, opt_state: Any, steps: jax.Array) -> tuple[Params, Any]:
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        rate = current(self.cfg, "learning_rate", steps)
+        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state
 
 
 def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:

@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import tyro
 
+from rlframe.programs.options.fields import takes_function
+
 _NAMES = {int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON", bool: "True|False"}
 _LONGEST_CHOICES = 24  # maximum length of a list of choices beside a flag; the text contains longer lists
 _COLUMN = 30  # column in which the texts begin
@@ -80,6 +82,8 @@ class OptionField:
 
     def value_name(self) -> str:
         """The placeholder for the option's value: `INT`, or the choices if their list is short."""
+        if takes_function(self.hint):
+            return "FLOAT|SCHEDULE"
         choices = "|".join(self.choices())
         members = [self.hint, *typing.get_args(self.hint)]
         name = next((found for each in members if (found := _NAMES.get(typing.get_origin(each) or each))), None)

@@ -16,7 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from rlframe.cli.help import OptionField, format_help, option_fields
 from rlframe.errors import UsageError, suggest
-from rlframe.programs.options.fields import option
+from rlframe.programs.options.fields import option, takes_function
 
 T = TypeVar("T")
 # A function (fields, prog, description, width) that returns the text of `--help`.
@@ -157,7 +157,28 @@ def _registry() -> Any:
             str_from_instance=lambda value: [json.dumps(value)],
         )
 
+    @registry.primitive_rule
+    def _(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if not takes_function(info.type):
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="FLOAT|SCHEDULE",
+            instance_from_str=lambda strings: _number_or_text(strings[0]),
+            is_instance=lambda value: value is None or isinstance(value, (int, float, str)),
+            str_from_instance=lambda value: [str(value)],
+        )
+
     return registry
+
+
+def _number_or_text(text: str) -> float | str | None:
+    """Return the value of an option that is a number, a schedule or None."""
+    if text == "None":
+        return None
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return text
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class VariedOption:
         value = option_value(experiment, self.name)
         if isinstance(value, bool) and not {text.lower() for text in self.values} <= {"true", "false"}:
             raise UsageError(f"--vary {self.name} is a switch: its values must be True,False.")
-        if not self.is_range or value is None:
+        if not self.is_range or value is None or isinstance(value, str):  # str: the default may be a schedule
             return self
         if not isinstance(value, (int, float)):
             raise UsageError(f"--vary {self.name} has a range but is not a number. List its values: A,B,C.")

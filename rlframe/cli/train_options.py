@@ -63,7 +63,7 @@ HELP_GROUPS = {
     "Run": (
         *("steps", "seed", "seeds", "at_once", "preset", "config", "run_dir", "resume", "resume_from", "take_over"),
         *("init_from", "init_skip_mismatched"),
-        *("stop_at", "until_return", "until_learner_steps", "until_seconds", "checkpoint_every"),
+        *("stop_at", "schedule_steps", "until_return", "until_learner_steps", "until_seconds", "checkpoint_every"),
         *("replay_checkpoint_every", "eval_every", "eval_episodes", "eval_num_envs", "eval_max_episode_length"),
         "eval_env_kwargs",
     ),

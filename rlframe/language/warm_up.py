@@ -56,7 +56,8 @@ def warm_up(
         NonFiniteLossError: The loss was NaN or infinite.
     """
     cfg = agent.cfg
-    sft_agent = GRPO(dataclasses.replace(cfg, loss="sft", learning_rate=cfg.supervised_learning_rate))
+    schedule = {"learning_rate": cfg.supervised_learning_rate, "total_learner_steps": cfg.supervised_steps or None}
+    sft_agent = GRPO(dataclasses.replace(cfg, loss="sft", **schedule))
     params = sft_agent.initial_params(jax.random.PRNGKey(seed))
     state = sft_agent.initial_learner_state(params)
     update = compilation.jit(sft_agent.learner_step, differentiates=True)

@@ -36,6 +36,7 @@ class Experiment:
     agent: str = "ppo"  # A name from `rlframe agents`, or file.py:Class.
     env: str = "CartPole-v1"  # A name from `rlframe envs`, or file.py:make_env.
     steps: int = number(100_000, at_least=1)  # Environment steps; for language models, learner steps.
+    schedule_steps: int = number(0, at_least=0)  # Step at which schedules end. 0 means --steps; --resume keeps it.
     seed: int = 1  # Random seed.
     num_envs: int = number(8, at_least=1)  # Total number of environments of all actors.
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
@@ -70,9 +71,12 @@ class Experiment:
 
     @property
     def named_options(self) -> dict[str, Any]:
-        """The options whose values are names of classes or functions: `agent`, `env`, `network` and others."""
+        """The options whose values are names of classes or functions: `agent`, `env`, schedules and others."""
+        from rlframe.agents.schedules import function_names  # imports JAX
+
         values = {**vars(self), **vars(self.topology_config), "topology": self.topology_config.name}
-        return {option: values[option] for option in OPTIONS if option in values}
+        named = {option: values[option] for option in OPTIONS if option in values}
+        return {**named, **function_names(self.agent_config)}
 
     def __getstate__(self) -> dict[str, Any]:
         # Include the user's Gymnasium registration, because a node in another process does not have it.

@@ -50,7 +50,7 @@ from tests.agents.batches import BOX, DISCRETE, IMAGE, MULTI, SMALL_CNN, VECTOR,
 DICT = {"image": IMAGE, "vector": VECTOR, "kind": specs.DiscreteArray(4, name="kind")}
 PPO_CONFIG = PPOConfig(unroll_length=8, num_epochs=2, num_minibatches=2)
 DQN_CONFIG = DQNConfig(batch_size=16, min_replay_size=16)
-IMPALA_CONFIG = IMPALAConfig(unroll_length=8, batch_size=4)
+IMPALA_CONFIG = IMPALAConfig(unroll_length=8, batch_size=4, total_learner_steps=100)
 SAC_CONFIG = SACConfig(batch_size=16, min_replay_size=16)
 TD3_CONFIG = TD3Config(batch_size=16, min_replay_size=16)
 R2D2_CONFIG = R2D2Config(batch_size=4, sequence_length=5, burn_in=3, period=4, min_replay_size=4)
@@ -67,7 +67,7 @@ def make(name: str) -> Agent:
         "ppo images": lambda: PPO(PPO_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "ppo dict": lambda: PPO(PPO_CONFIG, DICT, DISCRETE, SMALL_CNN),
         "dqn": lambda: DQN(DQN_CONFIG, VECTOR, DISCRETE),
-        "dqn prioritized": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritized=True), VECTOR, DISCRETE),
+        "dqn prioritized": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritized=True, total_learner_steps=9), VECTOR, DISCRETE),
         "dqn images": lambda: DQN(DQN_CONFIG, IMAGE, DISCRETE, dataclasses.replace(SMALL_CNN, dueling=True)),
         "dqn dict": lambda: DQN(DQN_CONFIG, {"vector": VECTOR}, DISCRETE),
         "impala": lambda: IMPALA(IMPALA_CONFIG, VECTOR, DISCRETE),
@@ -84,7 +84,7 @@ def make(name: str) -> Agent:
         ),
         "dqn quantiles": lambda: DQN(dataclasses.replace(DQN_CONFIG, head=Quantiles(5)), VECTOR, DISCRETE),
         "dqn noisy": lambda: DQN(DQN_CONFIG, VECTOR, DISCRETE, MLPConfig(noisy=0.5)),
-        "pqn": lambda: PQN(PQNConfig(unroll_length=8, num_epochs=2, num_minibatches=2), VECTOR, DISCRETE),
+        "pqn": lambda: PQN(PQNConfig(unroll_length=8, num_epochs=2, num_minibatches=2, epsilon=0.1), VECTOR, DISCRETE),
         "r2d2": lambda: R2D2(R2D2_CONFIG, VECTOR, DISCRETE, LSTMConfig((8,), 4, dueling=True)),
         "r2d2 images": lambda: R2D2(R2D2_CONFIG, IMAGE, DISCRETE, LSTMConfig((8,), 4, dueling=True)),
         "td3": lambda: TD3(TD3_CONFIG, VECTOR, BOX, SMALL_MLP),

@@ -1,4 +1,4 @@
-"""Tests of DQN: exploration, targets, priorities, and annealing."""
+"""Tests of DQN: exploration, targets, priorities, and schedules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ RNG = jax.random.PRNGKey(0)
 
 
 def make(dueling=False, **changes) -> DQN:
-    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "learning_rate": 1e-2, **changes}
+    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "learning_rate": 1e-2}
+    cfg |= {"total_learner_steps": 100, **changes}
     return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling))
 
 
@@ -63,7 +64,7 @@ def test_epsilon_is_the_fraction_of_uniformly_random_actions(epsilon):
 
 def repeated_actions(epsilon, steps=400, rows=64):
     """Return the actions [steps, rows] of an agent that repeats random actions. The greedy action is 0."""
-    agent = make(exploration_duration_exponent=2.0, epsilon_begin=epsilon)
+    agent = make(exploration_duration_exponent=2.0, epsilon=epsilon)
     params = agent.initial_params(jax.random.PRNGKey(0))
     params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
     params = agent.actor_params(params, agent.initial_learner_state(params))
@@ -85,7 +86,7 @@ def test_random_actions_are_repeated_and_their_durations_have_the_zeta_distribut
 
 
 def test_action_is_repeated_until_no_steps_are_left():
-    agent = make(exploration_duration_exponent=2.0, epsilon_begin=0.0)
+    agent = make(exploration_duration_exponent=2.0, epsilon=0.0)
     params = agent.initial_params(jax.random.PRNGKey(0))
     params = jax.tree.map(lambda leaf: 0.0 * leaf, params)
     params = agent.actor_params(params, agent.initial_learner_state(params))
@@ -107,7 +108,7 @@ def test_agent_that_does_not_repeat_actions_has_no_state():
 
 
 def test_epsilon_that_actors_receive_falls_with_learner_steps():
-    agent = make(update_period=4, epsilon_begin=1.0, epsilon_end=0.1, epsilon_decay_steps=400)
+    agent = make(epsilon="linear:1:0.1@100")
     params, learner_state = started(agent)
     for steps, expected in [(0, 1.0), (50, 0.55), (100, 0.1), (1000, 0.1)]:
         published = agent.actor_params(params, learner_state._replace(steps=jnp.int32(steps)))
@@ -289,9 +290,14 @@ def test_priorities_are_absolute_errors_and_the_loss_is_weighted_by_importance()
 
 
 def test_importance_exponent_reaches_one_at_the_end_of_the_run():
-    agent = make(prioritized=True, importance_exponent=0.4, total_learner_steps=100)
+    agent = make(prioritized=True, head=Expectation(None), total_learner_steps=100)
+    params, learner_state = started(agent)
+    batch = batches.transitions(agent)
     for steps, expected in [(0, 0.4), (50, 0.7), (100, 1.0), (200, 1.0)]:
-        np.testing.assert_allclose(agent._importance_exponent(jnp.int32(steps)), expected, rtol=1e-5)
+        loss, logs = agent.loss(params, learner_state._replace(steps=jnp.int32(steps)), batch)
+        weights = np.asarray(importance_weights(jnp.asarray(batch.probabilities), expected))
+        errors = np.asarray(logs["priorities"]) - 1e-6
+        np.testing.assert_allclose(loss, np.mean(weights * 0.5 * np.square(errors)), rtol=1e-5)
 
 
 def test_uniform_replay_ignores_sampling_probabilities():
@@ -312,8 +318,8 @@ def test_rmsprop_epsilon_is_scaled_for_gradients_of_the_mean():
     np.testing.assert_allclose(updates["w"], wanted, rtol=1e-5)
 
 
-def test_annealed_learning_rate_ends_at_zero():
-    agent = make(anneal_learning_rate=True, total_learner_steps=2)
+def test_scheduled_learning_rate_reaches_zero():
+    agent = make(learning_rate="linear:1e-2:0", total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.transitions(agent)
     step = jax.jit(agent.learner_step)
@@ -357,7 +363,7 @@ def test_actions_that_are_not_discrete_are_rejected(spec):
     "change",
     [
         {"batch_size": 0},
-        {"epsilon_end": 2.0},
+        {"epsilon": 2.0},
         {"learning_rate": -1.0},
         {"learning_rate": float("nan")},
         {"exploration_duration_exponent": float("nan")},

@@ -339,7 +339,7 @@ def test_each_loss_increases_the_probability_of_sequences_with_high_scores(loss)
 
 @pytest.mark.system
 def test_logs_contain_statistics_of_the_batch():
-    agent = make(learning_rate_rise=3)
+    agent = make(learning_rate="linear:2.5e-3:1e-2@3")
     _, _, logs = learn(agent, *started(agent), BATCH)
     np.testing.assert_allclose(logs["reward"], BATCH.data.scores.mean(), rtol=1e-6)
     np.testing.assert_allclose(logs["length"], np.mean([7, 2, 4, 5, 3]), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Tests of IMPALA: the loss, off-policy corrections, and annealing."""
+"""Tests of IMPALA: the loss, off-policy corrections, and schedules."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def test_mean_of_a_continuous_action_moves_toward_reward():
 
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
-def test_size_of_the_update_is_proportional_to_the_annealed_learning_rate(optimizer):
-    agent = make(optimizer=optimizer, anneal_learning_rate=True, total_learner_steps=2)
+def test_size_of_the_update_is_proportional_to_the_scheduled_learning_rate(optimizer):
+    agent = make(optimizer=optimizer, learning_rate="linear:1e-2:0", total_learner_steps=2)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
     step = jax.jit(agent.learner_step)

@@ -1,4 +1,4 @@
-"""Tests of PPO: the loss, minibatches, and annealing."""
+"""Tests of PPO: the loss, minibatches, and schedules."""
 
 from __future__ import annotations
 
@@ -223,8 +223,8 @@ def test_batch_with_fewer_rows_than_minibatches_is_rejected():
     agent.check_num_envs(5)
 
 
-def test_annealing_counts_a_smaller_batch_as_a_fraction_of_a_step():
-    agent = make(anneal_learning_rate=True, total_learner_steps=2, envs_per_batch=8)
+def test_schedule_counts_a_smaller_batch_as_a_fraction_of_a_step():
+    agent = make(learning_rate="linear:1e-2:0", total_learner_steps=2, envs_per_batch=8)
     params, learner_state = started(agent)
     rates = []
     for _ in range(4):
@@ -233,7 +233,7 @@ def test_annealing_counts_a_smaller_batch_as_a_fraction_of_a_step():
         rates.append(float(logs["learning_rate"]))
     np.testing.assert_allclose(rates, 1e-2 * np.array([1.0, 0.75, 0.5, 0.25]), rtol=1e-6)
     assert learner_state.steps == 2.0
-    whole = make(anneal_learning_rate=True, total_learner_steps=2)
+    whole = make(learning_rate="linear:1e-2:0", total_learner_steps=2)
     assert learn(whole, params, whole.initial_learner_state(params), batch)[1].steps == 1.0
 
 
@@ -319,13 +319,17 @@ def test_gradients_are_clipped_by_their_global_norm():
     assert updates.shape == (2,)
 
 
-def test_learning_rate_and_clip_range_anneal_to_zero():
-    agent = make(anneal_learning_rate=True, anneal_clip=True, total_learner_steps=10, clip_epsilon=0.2)
+def test_schedules_of_learning_rate_clip_range_and_entropy_cost_reach_zero():
+    falling = {"learning_rate": "linear:1e-2:0", "clip_epsilon": "linear:0.2:0", "entropy_cost": "linear:0.1:0"}
+    agent = make(**falling, total_learner_steps=10)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state)
     for steps, left in [(0, 1.0), (4, 0.6), (10, 0.0), (15, 0.0)]:
         changed, _, logs = learn(agent, params, learner_state._replace(steps=jnp.int32(steps)), batch)
-        np.testing.assert_allclose(logs["learning_rate"], 1e-2 * left, rtol=1e-5)
+        for name, start in (("learning_rate", 1e-2), ("clip_epsilon", 0.2), ("entropy_cost", 0.1)):
+            np.testing.assert_allclose(logs[name], start * left, rtol=1e-5)
+        loss = logs["policy_loss"] + agent.cfg.value_cost * logs["value_loss"] - 0.1 * left * logs["entropy"]
+        np.testing.assert_allclose(logs["loss"], loss, rtol=1e-5)
         if not left:
             batches.assert_trees_equal(changed, params)
         # Change the parameters, so that the ratios are not 1. A smaller clip range clips more ratios.
@@ -339,14 +343,6 @@ def test_learning_rate_and_clip_range_anneal_to_zero():
 def ratios(agent, params, rows):
     logits, _ = agent.network.apply(params, rows.observation)
     return np.exp(agent.distribution.log_prob(logits, rows.sample) - rows.log_prob)
-
-
-def test_nothing_is_annealed_without_total_learner_steps():
-    agent = make(anneal_learning_rate=True)
-    params, learner_state = started(agent)
-    batch = batches.sequences(agent, params, learner_state)
-    logs = learn(agent, params, learner_state._replace(steps=jnp.int32(1000)), batch)[2]
-    np.testing.assert_allclose(logs["learning_rate"], 1e-2)
 
 
 def test_continuous_action_is_clipped_to_the_bounds_and_the_unclipped_sample_is_stored():

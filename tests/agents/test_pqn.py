@@ -19,7 +19,8 @@ from tests.agents.batches import BOX, DISCRETE, VECTOR, learn, started
 
 
 def make(**changes) -> PQN:
-    cfg = {"unroll_length": 8, "num_epochs": 1, "num_minibatches": 1, "discount": 0.9, "q_lambda": 0.7, **changes}
+    cfg = {"unroll_length": 8, "num_epochs": 1, "num_minibatches": 1, "discount": 0.9, "q_lambda": 0.7}
+    cfg |= {"total_learner_steps": 100, **changes}
     return PQN(PQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", layer_norm=True))
 
 
@@ -29,7 +30,7 @@ def test_replay_spec_follows_the_config():
 
 
 def test_schedules_count_a_smaller_batch_as_a_fraction_of_a_step():
-    agent = make(total_learner_steps=10, epsilon_decay_share=0.5, envs_per_batch=4)
+    agent = make(total_learner_steps=10, epsilon="linear:1:0.001@0.5", envs_per_batch=4)
     params, learner_state = started(agent)
     batch = batches.sequences(agent, params, learner_state, 2, 8)
     params, learner_state, _ = learn(agent, params, learner_state, batch)
@@ -84,13 +85,13 @@ def test_targets_and_loss_match_plain_python_implementation():
 
 
 def test_epsilon_falls_during_a_fraction_of_the_run():
-    agent = make(total_learner_steps=100, epsilon_begin=1.0, epsilon_end=0.2, epsilon_decay_share=0.5)
+    agent = make(total_learner_steps=100, epsilon="linear:1:0.2@0.5")
     params, learner_state = started(agent)
     for steps, expected in [(0, 1.0), (25, 0.6), (50, 0.2), (90, 0.2)]:
         published = agent.actor_params(params, learner_state._replace(steps=jnp.int32(steps)))
         np.testing.assert_allclose(published.epsilon, expected, rtol=1e-6)
-    alone = make(epsilon_end=0.1)  # without total_learner_steps
-    assert alone.actor_params(*started(alone)).epsilon == np.float32(0.1)
+    with pytest.raises(UsageError, match="PQNConfig.epsilon depends on the length of the run.*Set total_learner_steps"):
+        make(total_learner_steps=None).actor_params(params, learner_state)
 
 
 def test_epsilon_is_the_fraction_of_uniformly_random_actions():
@@ -107,8 +108,8 @@ def test_epsilon_is_the_fraction_of_uniformly_random_actions():
     np.testing.assert_allclose(output.extras["value"][0], values.max(), rtol=1e-5)
 
 
-def test_annealed_learning_rate_ends_at_zero():
-    agent = make(total_learner_steps=2, anneal_learning_rate=True)
+def test_scheduled_learning_rate_reaches_zero():
+    agent = make(total_learner_steps=2, learning_rate="linear:1e-2:0")
     params, learner_state = started(agent)
     batch = unroll(agent, params, learner_state)
     for _ in range(2):

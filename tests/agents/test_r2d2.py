@@ -152,14 +152,14 @@ def test_stored_state_affects_values_until_the_episode_ends():
 
 def test_epsilon_of_each_environment_does_not_change_between_steps():
     agent = make(epsilon=0.4, epsilon_exponent=7.0)
-    np.testing.assert_allclose(agent.initial_state(3).epsilon, [0.4**4.5, 0.4, 0.4**8], rtol=1e-5)
-    params, _ = started(agent)
+    np.testing.assert_allclose(agent.initial_state(3).exponent, [4.5, 1.0, 8.0])
+    params = agent.actor_params(*started(agent))
     rows = 30_000
     seen = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), batches.timestep(VECTOR, 1))
-    state = agent.initial_state(rows)._replace(epsilon=np.full(rows, 0.3, np.float32))
+    state = agent.initial_state(rows)._replace(exponent=np.full(rows, np.log(0.3) / np.log(0.4), np.float32))
     output, after = jax.jit(agent.actor_step)(jax.random.PRNGKey(1), params, seen, state)
     greedy, _ = agent.eval_step(jax.random.PRNGKey(1), params, seen, state)
-    np.testing.assert_array_equal(after.epsilon, state.epsilon)
+    np.testing.assert_array_equal(after.exponent, state.exponent)
     expected = np.full(3, 0.1)
     expected[greedy.action[0]] += 0.7
     np.testing.assert_allclose(np.bincount(output.action, minlength=3) / rows, expected, atol=0.01)
@@ -177,11 +177,11 @@ def test_ladder_positions_are_evenly_spread_and_do_not_depend_on_the_count():
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("anneals", [False, True])
-def test_optimizer_is_adam_with_gradient_clipping(anneals):
-    agent = make(max_grad_norm=0.01, adam_epsilon=0.1, anneal_learning_rate=anneals, total_learner_steps=4)
+@pytest.mark.parametrize("rate", [1e-2, "linear:1e-2:0"])
+def test_optimizer_is_adam_with_gradient_clipping(rate):
+    agent = make(max_grad_norm=0.01, adam_epsilon=0.1, learning_rate=rate, total_learner_steps=4)
     params, learner_state = started(agent)
-    batch, adam = sequences(), optax.adam(optax.linear_schedule(1e-2, 0.0, 4) if anneals else 1e-2, eps=0.1)
+    batch, adam = sequences(), optax.adam(rate if rate == 1e-2 else optax.linear_schedule(1e-2, 0.0, 4), eps=0.1)
     opt_state = adam.init(params)
     for _ in range(2):
         grads = batches.clip_to_norm(batches.gradients(agent, params, learner_state, batch), 0.01)
@@ -193,7 +193,7 @@ def test_optimizer_is_adam_with_gradient_clipping(anneals):
 
 def test_actions_are_greedy_if_epsilon_is_zero():
     agent = make(epsilon=0.0)
-    params, _ = started(agent)
+    params = agent.actor_params(*started(agent))
     seen, state = batches.timestep(VECTOR, 50), agent.initial_state(50)
     output, _ = agent.actor_step(jax.random.PRNGKey(1), params, seen, state)
     np.testing.assert_array_equal(output.action, agent.eval_step(jax.random.PRNGKey(1), params, seen, state)[0].action)

@@ -107,7 +107,7 @@ def test_ppo_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
 @pytest.mark.system
 @pytest.mark.parametrize("name", [pytest.param("lstm", marks=pytest.mark.system), "gru"])
 def test_impala_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
-    agent = IMPALA(IMPALAConfig(unroll_length=20, batch_size=8), *specs, SMALL[name])
+    agent = IMPALA(IMPALAConfig(unroll_length=20, batch_size=8, learning_rate=6e-4), *specs, SMALL[name])
     batch, params = acted(agent, 45)
     # some unrolls start in the middle of an episode
     assert any(leaf.any() for leaf in jax.tree.leaves(batch.data.agent_state))

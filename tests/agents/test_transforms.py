@@ -169,9 +169,9 @@ NORMALIZES = {
     "dqn": lambda: DQN(DQNConfig(), VECTOR, DISCRETE, NETWORK),
     "sac": lambda: SAC(SACConfig(), VECTOR, BOX, NETWORK),
     "td3": lambda: TD3(TD3Config(), VECTOR, BOX, NETWORK),
-    "impala": lambda: IMPALA(IMPALAConfig(), VECTOR, DISCRETE, NETWORK),
+    "impala": lambda: IMPALA(IMPALAConfig(learning_rate=6e-4), VECTOR, DISCRETE, NETWORK),
     "r2d2": lambda: R2D2(R2D2Config(sequence_length=5, burn_in=3), VECTOR, DISCRETE, NETWORK),
-    "pqn": lambda: PQN(PQNConfig(unroll_length=8, num_minibatches=1), VECTOR, DISCRETE, NETWORK),
+    "pqn": lambda: PQN(PQNConfig(unroll_length=8, num_minibatches=1, epsilon=0.1), VECTOR, DISCRETE, NETWORK),
 }
 
 

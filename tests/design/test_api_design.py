@@ -204,7 +204,9 @@ def actor_timestep(env_builder):
 
 def test_actor_and_learner_run_as_services_with_a_logger_and_a_data_config():
     env = a_pool("loop")
-    agent = IMPALA(IMPALAConfig(unroll_length=8, batch_size=4), env.observation_spec, env.action_spec)
+    agent = IMPALA(
+        IMPALAConfig(unroll_length=8, batch_size=4, total_learner_steps=8), env.observation_spec, env.action_spec
+    )
     replay_buffer = ReplayBuffer(agent)
     learner = Learner(LearnerConfig(max_learner_steps=8, data=DataConfig(prefetch=1)), agent, replay_buffer)
     actor = Actor(env, Inferencer(InferencerConfig(), agent, learner), replay_buffer, logger=Rows())
@@ -253,7 +255,7 @@ def env_builder(seed):
 
 def make_program(kind, num_actors=2):
     env = env_builder(1)
-    agent = IMPALA(IMPALAConfig(unroll_length=10, batch_size=4), env.observation_spec, env.action_spec)
+    agent = IMPALA(IMPALAConfig(unroll_length=10, batch_size=4, learning_rate=6e-4), env.observation_spec, env.action_spec)
     env.close()
     learner_cfg, inferencer_cfg = LearnerConfig(max_learner_steps=20), InferencerConfig()
     program = lp.Program(kind)

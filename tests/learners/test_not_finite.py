@@ -161,7 +161,7 @@ AGENTS = {
     "dqn": (DQN, DQNConfig(batch_size=4, min_replay_size=8, update_period=4), "CartPole-v1"),
     "dqn_prioritized": (
         DQN,
-        DQNConfig(batch_size=4, min_replay_size=8, update_period=4, prioritized=True),
+        DQNConfig(4, min_replay_size=8, update_period=4, prioritized=True, total_learner_steps=9),
         "CartPole-v1",
     ),
     "ppo": (PPO, PPOConfig(unroll_length=4, num_epochs=2, num_minibatches=2), "CartPole-v1"),

@@ -126,7 +126,11 @@ def test_env_type_auto_selects_the_fastest_asynchronous_pool():
 def test_queue_has_room_for_unrolls_of_an_environment_that_is_four_times_slower():
     experiment = small_experiment("impala", unroll_length=8, batch_size=4)
     observation = specs.Array((1,), np.float32, "observation")
-    agent = IMPALA(IMPALAConfig(unroll_length=8, batch_size=4), observation, specs.DiscreteArray(2, np.int32, "action"))
+    agent = IMPALA(
+        IMPALAConfig(unroll_length=8, batch_size=4, learning_rate=6e-4),
+        observation,
+        specs.DiscreteArray(2, np.int32, "action"),
+    )
     buffer = ReplayBuffer(agent, capacity=replay_capacity(agent.replay_spec, experiment))
     rank, _ = buffer.claim_rank(8)
     counts, slow = np.zeros(8, np.int64), 0

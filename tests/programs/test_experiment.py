@@ -126,9 +126,9 @@ def test_total_learner_steps_is_at_least_one():
 def test_schedules_of_a_resumed_run_end_at_the_last_step_of_its_first_session():
     saved = make_experiment("ppo", steps=1000)
     longer = resume_experiment(saved, make_experiment("ppo", steps=3000))
-    assert (longer.steps, longer.topology_config.schedule_steps) == (3000, 1000)
+    assert (longer.steps, longer.schedule_steps) == (3000, 1000)
     again = resume_experiment(longer, make_experiment("ppo", steps=5000))
-    assert (again.steps, again.topology_config.schedule_steps) == (5000, 1000)
+    assert (again.steps, again.schedule_steps) == (5000, 1000)
 
 
 def test_resume_without_changes_gives_an_equal_experiment():
@@ -140,7 +140,7 @@ def test_resumed_run_cannot_change_seed_or_learning_rate():
     saved = make_experiment("ppo")
     with pytest.raises(UsageError, match="started with seed = 1; a resumed run cannot change it to 2"):
         resume_experiment(saved, make_experiment("ppo", seed=2))
-    with pytest.raises(UsageError, match=r"started with learning_rate = 0\.001"):
+    with pytest.raises(UsageError, match=r"started with learning_rate = 'linear:1e-3:0'"):
         resume_experiment(saved, make_experiment("ppo", learning_rate=0.5))
 
 
@@ -148,4 +148,4 @@ def test_config_json_contains_notes_and_plain_values(tmp_path):
     save_experiment(make_experiment("ppo"), tmp_path / "config.json", {"preset": "ppo/cartpole"})
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["notes"] == {"preset": "ppo/cartpole"}
-    assert content["experiment"]["agent_config"]["learning_rate"] == 1e-3
+    assert content["experiment"]["agent_config"]["learning_rate"] == "linear:1e-3:0"

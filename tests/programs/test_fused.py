@@ -271,8 +271,8 @@ class Counter:
 def test_environment_of_a_user_trains_and_truncation_bootstraps(tmp_path):
     """Every reward is 1, so the value is 1 / (1 - 0.5) = 2. If truncation ended the rewards, the mean would be 1.42."""
     (tmp_path / "counter.py").write_text(COUNTER)
-    options = {"discount": 0.5, "learning_rate": 0.01, "epsilon_begin": 0.2, "min_replay_size": 50, "batch_size": 32}
-    options |= {"target_update_period": 20, "update_period": 1, "n_step": 1, "anneal_learning_rate": False}
+    options = {"discount": 0.5, "learning_rate": 0.01, "epsilon": 0.2, "min_replay_size": 50, "batch_size": 32}
+    options |= {"target_update_period": 20, "update_period": 1, "n_step": 1}
     values = experiment("dqn", env=f"{tmp_path}/counter.py:Counter", **{**options, **SMALL, "steps": 2500})
     run_experiment(values, run_dir=tmp_path / "run")
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["value"] == pytest.approx(2.0, abs=0.2)

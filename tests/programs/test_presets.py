@@ -33,7 +33,7 @@ def test_every_preset_sets_its_values_and_names_its_sources(preset):
         *((f"ppo/{env}", "agent.value_cost", 0.5, "0.5 is for the full") for env in ("cartpole", "acrobot")),
         *((f"ppo/{env}", "agent.value_cost", 0.5, "0.5 is for the full") for env in ("mountain_car", "pendulum")),
         ("dqn/atari", "agent.head.huber_threshold", 1.0, "CleanRL does not clip them"),
-        ("dqn/atari", "agent.epsilon_decay_steps", 1_000_000, "which counts from the start of the run"),
+        ("dqn/atari", "agent.epsilon", "linear:1:0.01@250000", "which counts from the start of the run"),
         ("sac/mujoco", "agent.min_log_std", -5.0, "which scales a tanh to these bounds; here the value is clipped"),
     ],
 )
@@ -116,7 +116,7 @@ def test_rainbow_preset_turns_on_all_dqn_extensions():
     cfg, network = experiment.agent_config, experiment.topology_config.network_config
     assert (cfg.double, cfg.prioritized, cfg.n_step, cfg.head) == (True, True, 3, Categories(51, -10.0, 10.0))
     assert (network.dueling, network.noisy) == (True, 0.5)
-    assert cfg.epsilon_begin == cfg.epsilon_end == 0.0
+    assert cfg.epsilon == 0.0
 
 
 def test_unknown_preset_suggests_the_closest_name():

@@ -103,7 +103,7 @@ def test_custom_recurrent_agent_runs_in_the_elastic_topology_with_every_engine(p
 
 @pytest.mark.system
 def test_learning_rate_follows_environment_steps_if_there_are_fewer_collectors(tmp_path):
-    options = ["--max-actors", "1", "--num-minibatches", "8", "--anneal-learning-rate", "--log-every", "500"]
+    options = ["--max-actors", "1", "--num-minibatches", "8", "--learning-rate", "linear:3e-4:0", "--log-every", "500"]
     result, rows = run_program(tmp_path / "run", "local elastic", *PPO, *options)
     assert result["learner_steps"] >= 0.9 * STEPS / (
         32 * 4

@@ -57,7 +57,7 @@ def dqn(**fields) -> Experiment:
 def rainbow(**fields) -> Experiment:
     """Make a small DQN experiment. It has the settings of the Rainbow preset, but a small network and replay."""
     preset = make_experiment("dqn", "Pong-v5", preset="dqn/rainbow_atari").agent_config
-    parts = ("double", "head", "optimizer", "epsilon_begin", "epsilon_end", "max_grad_norm")
+    parts = ("double", "head", "optimizer", "epsilon", "max_grad_norm")
     own = {"network_config": MLPConfig((16,), dueling=True, noisy=0.5)}
     return dqn(**{name: getattr(preset, name) for name in parts}, **{**own, **fields})
 
@@ -224,7 +224,7 @@ def test_equal_seeds_give_equal_parameters_and_different_seeds_do_not(make, tmp_
     "make", [dqn, *(pytest.param(make, marks=pytest.mark.system) for make in (ppo, rainbow, impala))]
 )
 def test_resumed_run_is_identical_to_an_uninterrupted_run(make, tmp_path):
-    experiment = make(anneal_learning_rate=True)
+    experiment = make(learning_rate="linear:1e-3:0")
     run_experiment(experiment, run_dir=tmp_path / "whole")
     # After 215 steps, an episode, an unroll and an n-step window are incomplete.
     stopped = run_experiment(experiment, run_dir=tmp_path / "parts", stop_at=215)
@@ -253,10 +253,10 @@ def test_resumed_run_resets_environments_that_cannot_be_saved(tmp_path):
 
 @pytest.mark.system
 def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path):
-    experiment = ppo(anneal_learning_rate=True)
+    experiment = ppo(learning_rate="linear:1e-3:0")
     run_experiment(experiment, run_dir=tmp_path / "run")
     run_experiment(dataclasses.replace(experiment, steps=700), run_dir=tmp_path / "run", resume=True)
-    assert load_experiment(tmp_path / "run").topology_config.schedule_steps == 600
+    assert load_experiment(tmp_path / "run").schedule_steps == 600
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
 

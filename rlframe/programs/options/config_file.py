@@ -15,7 +15,7 @@ from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import from_jsonable, to_jsonable
 from rlframe.programs.options.make_experiment import fill_configs
-from rlframe.programs.options.object_names import remember_live_objects
+from rlframe.programs.options.object_names import live_object, remember_live_objects
 from rlframe.programs.options.registry import name_objects, name_of, replace_names
 from rlframe.programs.topologies.config import AgentOptions, config_class_of, find_topology
 from rlframe.user_code.files import module_directories, restore_module_directories
@@ -76,8 +76,9 @@ def load_experiment(
     topology = replace_names(topology, path, given or {}, replace)
     topology_cls = config_class_of(find_topology(topology["name"], agent_cls.learns_from))
     topology = from_jsonable(topology_cls, topology, f"{path}: topology")
-    if isinstance(values.get("agent_config"), dict):
-        values["agent_config"] = from_jsonable(agent_cls.config_cls, values["agent_config"], f"{path}: agent_config")
+    if isinstance(config := values.get("agent_config"), dict):
+        config = {field: live_object(path, field, each, given or {}) for field, each in config.items()}
+        values["agent_config"] = from_jsonable(agent_cls.config_cls, config, f"{path}: agent_config")
     network_cls = registry.network_config_class(topology.network) if isinstance(topology, AgentOptions) else None
     if network_cls is not None and isinstance(topology.network_config, dict):
         network = from_jsonable(network_cls, topology.network_config, f"{path}: network_config")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from rlframe.errors import UsageError, check_above, check_at_least, suggest
+from rlframe.programs.options.object_names import ObjectName, absolute_name, object_name
 
 # `async` is a keyword of Python, so `async=True` is a syntax error.
 _KEYWORDS = {"async": "async_envs", "async_": "async_envs"}
@@ -53,6 +54,11 @@ def check_numbers(config: Any) -> None:
 def field_names(cls: Any) -> list[str]:
     """Return the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(cls)]
+
+
+def takes_function(hint: Any) -> bool:
+    """Return True if an annotation allows a function, as that of a schedule: `float | str | Callable`."""
+    return any(typing.get_origin(each) is collections.abc.Callable for each in typing.get_args(hint))
 
 
 def flat_fields(config: Any) -> dict[str, Any]:
@@ -257,7 +263,9 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     wants = type(None) if hint is None else origin or hint
-    if isinstance(wants, type) and (not isinstance(value, wants) or (wants is int and isinstance(value, bool))):
+    is_wrong = wants is int and isinstance(value, bool)
+    is_wrong |= wants is collections.abc.Callable  # `_convert_union` has converted each function to its name
+    if isinstance(wants, type) and (is_wrong or not isinstance(value, wants)):
         raise UsageError(f"{where}: expected {describe_hint(hint)}, got {_received(value)}.")
     return value
 
@@ -274,6 +282,11 @@ def _convert_choice(choices: Mapping[str, Any], value: Any, where: str) -> Any:
 
 
 def _convert_union(hint: Any, value: Any, where: str) -> Any:
+    if takes_function(hint):
+        if callable(value) and not isinstance(value, type):
+            return object_name(value)
+        if isinstance(value, str) and not isinstance(value, ObjectName):
+            return absolute_name(value)
     for option in typing.get_args(hint):
         try:
             return convert(option, value, where)
@@ -291,6 +304,8 @@ def describe_hint(hint: Any) -> str:
         return " or ".join(map(describe_hint, arguments))
     if origin is typing.Literal:
         return " or ".join(map(repr, arguments))
+    if origin is collections.abc.Callable:
+        return "function"
     if origin is tuple:
         of = arguments[:1] if arguments[-1] is ... else arguments
         return f"tuple of {', '.join(map(describe_hint, of))}"

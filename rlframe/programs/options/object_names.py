@@ -261,6 +261,13 @@ def remember_live_objects(config: str | os.PathLike[str], names: Mapping[str, An
     _of_runs[os.path.abspath(config)] = live
 
 
+def live_object(config: str | os.PathLike[str], option: str, saved: Any, given: Mapping[str, Any]) -> Any:
+    """Return a value of a config file. Replace a live name by the given object, or by the object of this process."""
+    if not is_live(saved):
+        return saved
+    return given[option] if is_live(given.get(option)) else recall_live_object(config, option, saved)
+
+
 def recall_live_object(config: str | os.PathLike[str], option: str, name: str) -> str:
     """Return a live name that was saved in a config file, with its object if this process has stored it.
 

@@ -12,7 +12,6 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import to_jsonable
 from rlframe.programs.options.make_experiment import to_flat, with_fields
 from rlframe.programs.options.registry import OPTIONS, name_of
-from rlframe.programs.topologies.config import AgentOptions
 
 # Options that a resumed run may change. Only `steps` affects learning, and new `steps` do not change the schedules.
 _CHANGEABLE = {
@@ -44,9 +43,7 @@ def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
                 f"The run was started with {name} = {before!r}; a resumed run cannot change it to {now!r}. "
                 "To change it, start a new run with --config RUN_DIR/config.json."
             )
-    if "schedule_steps" not in now_all:
-        return wanted
-    schedule_steps = AgentOptions.of(saved).schedule_steps or saved.steps
+    schedule_steps = saved.schedule_steps or saved.steps
     return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
 
 

@@ -30,11 +30,10 @@ REVERSE = Preset(
         **settings(
             "our experiments with one seed; see docs/project/results.md for three other seeds",
             agent__model=SMALL,
-            agent__learning_rate=3e-4,
-            agent__learning_rate_rise=20,
+            agent__learning_rate="linear:1.4285714e-5:3e-4@20",  # from 1/21 of 3e-4 in the first update
             agent__supervised_steps=300,
             agent__supervised_batch_size=32,
-            agent__supervised_learning_rate=1e-3,
+            agent__supervised_learning_rate="linear:4.7619048e-5:1e-3@20",
         ),
         **settings("longest sequence of the environment: 6 letters, `>`, 6 letters, end token", agent__max_tokens=16),
         **settings("our choice: 32 groups", agent__batch_size=256, env_kwargs={"group_size": 8}),
@@ -49,11 +48,10 @@ GUESS = Preset(
         **settings(
             "our experiments, with other seeds than docs/project/results.md",
             agent__model=SMALL,
-            agent__learning_rate=1e-3,
-            agent__learning_rate_rise=20,
+            agent__learning_rate="linear:4.7619048e-5:1e-3@20",  # from 1/21 of 1e-3 in the first update
             agent__supervised_steps=150,
             agent__supervised_batch_size=32,
-            agent__supervised_learning_rate=1e-3,
+            agent__supervised_learning_rate="linear:4.7619048e-5:1e-3@20",
         ),
         **settings("longest sequence of the environment: `1-15:` and 6 turns of 4 tokens", agent__max_tokens=32),
         **settings("our choice: 8 groups", agent__batch_size=128, env_kwargs={"group_size": 16}),

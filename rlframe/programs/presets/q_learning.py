@@ -34,13 +34,11 @@ CARTPOLE = Preset(
             agent__replay_capacity=100_000,
             agent__min_replay_size=1_000,
             agent__update_period=2,  # 128 updates every 256 steps
-            agent__epsilon_end=0.04,
         ),
-        # in the zoo, exploration ends after 0.16 of 50,000 steps
-        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=8_000),
+        # in the zoo, exploration ends after 0.16 of 50,000 steps: 8,000 steps, or 4,000 updates
+        **settings(f"{ZOO}, CartPole-v1{FROM_FIRST_UPDATE}", agent__epsilon="linear:1:0.04@4000"),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam"),
         **settings(RAINBOW, agent__n_step=3, agent__double=True),
-        **settings("6 of 6 seeds solve the task, without annealing 3 of 6", agent__anneal_learning_rate=True),
         # Once all episodes reach the time limit, gradients are close to 0. With Adam's usual epsilon of 1e-8, the next
         # failure then causes a full-size step.
         **settings(DOPAMINE_CARTPOLE, agent__adam_epsilon=3.125e-4),
@@ -50,7 +48,7 @@ CARTPOLE = Preset(
         **settings(
             "our experiments with more than 40 variants: benchmarks/notes/dqn-cartpole.md",
             agent__discount=0.995,
-            agent__learning_rate=1e-3,
+            agent__learning_rate="linear:1e-3:0",  # 6 of 6 seeds solve the task, with a constant rate 3 of 6
             agent__target_update_period=300,
             agent__max_grad_norm=0.5,
             network__hidden=(128, 128),
@@ -72,11 +70,10 @@ ACROBOT = Preset(
             agent__discount=0.99,
             agent__update_period=1,  # one update per step
             agent__target_update_period=250,
-            agent__epsilon_end=0.1,
             network__hidden=(256, 256),
         ),
-        # in the zoo, exploration ends after 0.12 of 100,000 steps
-        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=12_000),
+        # in the zoo, exploration ends after 0.12 of 100,000 steps: 12,000 updates
+        **settings(f"{ZOO}, Acrobot-v1{FROM_FIRST_UPDATE}", agent__epsilon="linear:1:0.1@12000"),
         **settings(SB3, network="mlp", network__activation="relu", agent__optimizer="adam", agent__max_grad_norm=10.0),
         **settings("our choice", agent__min_replay_size=1_000, num_envs=4, network__orthogonal=True),
     },
@@ -96,16 +93,14 @@ MOUNTAIN_CAR = Preset(
         **settings(
             "our experiments, best of 5 variants with 3 seeds each: benchmarks/notes/classic-control.md",
             agent__n_step=5,
-            agent__learning_rate=2e-3,
-            agent__anneal_learning_rate=True,
+            agent__learning_rate="linear:2e-3:0",
             agent__batch_size=64,
             agent__replay_capacity=100_000,
             agent__min_replay_size=1_000,
             agent__discount=0.99,
             agent__update_period=2,
             agent__target_update_period=300,
-            agent__epsilon_decay_steps=40_000,
-            agent__epsilon_end=0.05,
+            agent__epsilon="linear:1:0.05@20000",  # 40,000 steps
             network__hidden=(128, 128),
             num_envs=4,
         ),
@@ -131,10 +126,9 @@ ATARI_GAMES = Preset(
             agent__discount=0.99,
             agent__update_period=4,
             agent__target_update_period=250,  # 1,000 steps
-            agent__epsilon_end=0.01,
         ),
-        # exploration ends after 0.1 of 10 million steps
-        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon_decay_steps=1_000_000),
+        # exploration ends after 0.1 of 10 million steps: 250,000 updates
+        **settings(f"{CLEANRL_ATARI}{FROM_FIRST_UPDATE}", agent__epsilon="linear:1:0.01@250000"),
         **settings("Mnih et al. 2015: clipped errors; CleanRL does not clip them", agent__head__huber_threshold=1.0),
         **settings("Mnih et al. 2015: the network", network="nature_cnn", network__orthogonal=False),
         **settings("Mnih et al. 2015: complete games, unclipped scores", eval_env_kwargs=ATARI_EVALUATION),
@@ -154,12 +148,11 @@ RAINBOW_ATARI = Preset(
             agent__optimizer="adam",
             agent__learning_rate=6.25e-5,
             agent__adam_epsilon=1.5e-4,
-            agent__epsilon_begin=0.0,  # the noisy network explores
-            agent__epsilon_end=0.0,
+            agent__epsilon=0.0,  # the noisy network explores
             agent__target_update_period=2_000,  # 8,000 steps
             agent__prioritized=True,
             agent__priority_exponent=0.5,
-            agent__importance_exponent=0.4,
+            agent__importance_exponent="linear:0.4:1",
             agent__n_step=3,
             agent__head="categorical",
             agent__head__num_atoms=51,
@@ -212,9 +205,8 @@ POSITION_ONLY_CARTPOLE = Preset(
             agent__update_period=16,  # on average, each step is sampled 64 times
             agent__target_update_period=300,
             agent__discount=0.99,
-            agent__learning_rate=1e-3,
+            agent__learning_rate="linear:1e-3:0",
             agent__adam_epsilon=1e-5,
-            agent__anneal_learning_rate=True,
             agent__max_grad_norm=10.0,
             network__hidden=(64,),
             network__size=64,
@@ -233,7 +225,6 @@ PQN_CARTPOLE = Preset(
         **settings(
             "CleanRL, pqn.py",
             agent__num_epochs=4,
-            agent__anneal_learning_rate=True,
             agent__max_grad_norm=10.0,
             network="mlp",
             network__activation="relu",
@@ -246,9 +237,8 @@ PQN_CARTPOLE = Preset(
             agent__num_minibatches=16,
             agent__discount=0.99,
             agent__q_lambda=0.95,
-            agent__learning_rate=5e-4,
-            agent__epsilon_end=0.01,
-            agent__epsilon_decay_share=0.3,
+            agent__learning_rate="linear:5e-4:0",
+            agent__epsilon="linear:1:0.01@0.3",
         ),
         # Once all episodes reach the time limit, gradients are close to 0. With Adam's usual epsilon of 1e-8, the next
         # failure then causes a full-size step.
@@ -273,11 +263,8 @@ PQN_MINATAR = Preset(
             agent__num_minibatches=32,
             agent__discount=0.99,
             agent__q_lambda=0.65,
-            agent__epsilon_begin=1.0,
-            agent__epsilon_end=0.05,
-            agent__epsilon_decay_share=0.1,
-            agent__learning_rate=5e-4,
-            agent__anneal_learning_rate=True,
+            agent__epsilon="linear:1:0.05@0.1",
+            agent__learning_rate="linear:5e-4:0",
             agent__max_grad_norm=10.0,
         ),
         **settings(

@@ -234,7 +234,7 @@ class EnvOptions(TopologyConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AgentOptions(TopologyConfig):
-    """Options of the agent that are not in its config: network, normalization and schedules."""
+    """Options of the agent that are not in its config: network and normalization."""
 
     network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net. None: by the env.
     network_config: Any = None  # Options of a named network.
@@ -242,7 +242,6 @@ class AgentOptions(TopologyConfig):
     observation_clip: float = number(10.0, above=0)  # Limit of normalized observations, in deviations.
     normalize_rewards: bool = False  # Divide by the running deviation of the return.
     reward_clip: float = number(10.0, above=0)  # Limit of normalized rewards.
-    schedule_steps: int = number(0, at_least=0)  # Step at which schedules end. 0 means --steps; --resume keeps it.
 
 
 @dataclasses.dataclass(frozen=True)

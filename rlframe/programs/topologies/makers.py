@@ -15,6 +15,7 @@ from typing import Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent, Normalized
+from rlframe.agents.schedules import function_names
 from rlframe.engines import Engine
 from rlframe.engines.base import RunsReverb
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
@@ -28,6 +29,7 @@ from rlframe.learners import LearnerConfig
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.object_names import load_object
+from rlframe.programs.options.registry import takes
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions, GameConfig, GameProgram
@@ -103,16 +105,18 @@ def read_codec(experiment: Experiment) -> Codec | None:
 
 
 def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
-    """Make the agent of an experiment. The agent's schedules end at the last step of the experiment.
+    """Make the agent of an experiment. Its schedules end at `schedule_steps`, or at the experiment's last step.
 
     Args:
         experiment: The experiment.
         codec: Codec of the environments. None means to get it from `read_codec`.
     """
     agent_cls: Any = registry.agent_class(experiment.agent)
-    config = experiment.agent_config
+    config = load_functions(experiment.agent_config)
+    steps = experiment.schedule_steps or experiment.steps
+    has_last_step = hasattr(config, "total_learner_steps") and config.total_learner_steps is None
     if agent_cls.learns_from != "steps":
-        return agent_cls(config)
+        return agent_cls(dataclasses.replace(config, total_learner_steps=steps) if has_last_step else config)
     topology = GameConfig.of(experiment)
     codec = codec or read_codec(experiment)
     assert codec is not None
@@ -135,14 +139,29 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
         )
 
     # Without schedules, or if the user set the step at which they end, the config is complete.
-    if not hasattr(config, "total_learner_steps") or config.total_learner_steps is not None:
+    if not has_last_step:
         return make(config)
-    steps = topology.schedule_steps or experiment.steps
     spec = make(config).replay_spec  # make a temporary agent, because the last step is not known yet
     known = {"total_learner_steps": total_learner_steps(spec, steps, experiment.num_envs)}
     if hasattr(config, "envs_per_batch"):
         known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
     return make(dataclasses.replace(config, **known))
+
+
+def load_functions(config: Any) -> Any:
+    """Return an agent's config in which schedules that are names of functions are replaced by the functions.
+
+    Raises:
+        UsageError: A name does not exist, or is not the name of a function.
+    """
+    found = {name: load_object(value, name) for name, value in function_names(config).items()}
+    for name, function in found.items():
+        if not takes(function, 1) or isinstance(function, type):
+            raise UsageError(
+                f"{name}={getattr(config, name)} is {function!r}. A schedule must be a function: number of learner "
+                "steps -> value."
+            )
+    return dataclasses.replace(config, **found) if found else config
 
 
 def check_supports_async(name: str, spec: ReplaySpec) -> None:

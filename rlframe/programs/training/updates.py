@@ -7,6 +7,7 @@ import logging
 import math
 
 from rlframe.agents import Agent
+from rlframe.agents.schedules import known_values
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
@@ -104,11 +105,15 @@ def check_updates(experiment: Experiment, agent: Agent) -> str:
 def _check_explores(experiment: Experiment, agent: Agent) -> None:
     """Raise UsageError if a built-in agent never explores: epsilon is 0, and the network has no noise."""
     config = experiment.agent_config
-    chances = [getattr(config, name, None) for name in ("epsilon_begin", "epsilon_end")]
+    chances = known_values(config, "epsilon") if hasattr(config, "epsilon") else ()
     network = getattr(getattr(agent, "agent", agent), "network", None)  # `Normalized` wraps an agent
-    if experiment.agent in registry.AGENTS and chances == [0.0, 0.0] and getattr(network, "sample", None) is None:
+    if (
+        experiment.agent in registry.AGENTS
+        and chances
+        and not any(chances)
+        and getattr(network, "sample", None) is None
+    ):
         raise UsageError(
-            f"{experiment.agent} would never explore: epsilon_begin and epsilon_end are 0, and its network has no "
-            "noise. Raise --epsilon-begin and --epsilon-end, or use a noisy network: --network mlp "
-            "--network.noisy 0.5."
+            f"{experiment.agent} would never explore: epsilon is {config.epsilon}, and its network has no noise. Raise "
+            "--epsilon, or use a noisy network: --network mlp --network.noisy 0.5."
         )

@@ -174,7 +174,9 @@ def test_collector_of_an_on_policy_agent_waits_for_the_next_version(make):
 
 
 @pytest.mark.parametrize(
-    ("agent_cls", "config"), [(DQN, DQNConfig()), (IMPALA, IMPALAConfig(unroll_length=8))], ids=["dqn", "impala"]
+    ("agent_cls", "config"),
+    [(DQN, DQNConfig()), (IMPALA, IMPALAConfig(unroll_length=8, learning_rate=6e-4))],
+    ids=["dqn", "impala"],
 )
 def test_collector_fills_a_real_buffer(make, agent_cls, config):
     params, agent = cartpole_params(agent_cls, config)

@@ -509,7 +509,8 @@ def collect(agent, buffer, store, steps: int) -> Actor:
 
 
 def test_dqn_learns_from_collected_data(make, store, cartpole):
-    config = DQNConfig(batch_size=32, min_replay_size=64, update_period=1, replay_capacity=1_000, prioritized=True)
+    config = DQNConfig(batch_size=32, min_replay_size=64, update_period=1, replay_capacity=1_000, prioritized=True,
+                       total_learner_steps=100)  # fmt: skip
     agent = DQN(config, *cartpole)
     buffer = LearnerSampledBuffer(agent)
     call = make(buffer, agent)

@@ -166,7 +166,7 @@ def test_values_rejected_by_the_agent_config_are_refused():
     agent = DQN(DQNConfig(), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(UsageError, match="DQNConfig.learning_rate must be above 0, got -1"):
         with_config(agent, {"learning_rate": -1})
-    with pytest.raises(UsageError, match="DQNConfig.learning_rate must be a number, got 'fast'"):
+    with pytest.raises(UsageError, match="DQNConfig.learning_rate: 'fast' is not a schedule"):
         with_config(agent, {"learning_rate": "fast"})
     with pytest.raises(UsageError, match="change the parameters of DQN"):
         with_config(agent, {"head": Quantiles(5)})
@@ -225,7 +225,7 @@ def test_unknown_actor_parameters_are_refused_by_name():
         FixedParamsAgent(dqn, {"epsilom": 0.5})
     with pytest.raises(UsageError, match="The collector override epsilon must be a number, got 'much'"):
         FixedParamsAgent(dqn, {"epsilon": "much"})
-    impala = IMPALA(IMPALAConfig(), OBSERVATION_SPEC, ACTION_SPEC)
+    impala = IMPALA(IMPALAConfig(total_learner_steps=100), OBSERVATION_SPEC, ACTION_SPEC)
     with pytest.raises(
         UsageError, match="'epsilon' cannot be overridden .*In the actor parameters of IMPALA, nothing can"
     ):

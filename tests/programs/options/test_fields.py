@@ -215,10 +215,11 @@ def test_resumed_run_keeps_its_options(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rate": lambda step: 1e-3}, "learning_rate: expected float, got the function <lambda>."),
-        ({"learning_rate": "1e-3"}, "learning_rate: expected float, got '1e-3' (str)."),
-        ({"learning_rate": True}, "learning_rate: expected float, got True."),
-        ({"learning_rate": float}, "learning_rate: expected float, got the class float."),
+        ({"discount": lambda step: 1e-3}, "discount: expected float, got the function <lambda>."),
+        ({"discount": "linear:0.9:0.99"}, "discount: expected float, got 'linear:0.9:0.99' (str)."),
+        ({"learning_rate": "1e-3"}, "PPOConfig.learning_rate: '1e-3' is not a schedule. Expected a number, or"),
+        ({"learning_rate": True}, "learning_rate: expected float or str or function, got True."),
+        ({"learning_rate": float}, "learning_rate: expected float or str or function, got the class float."),
         ({"num_envs": "8"}, "num_envs: expected int, got '8' (str)."),
         ({"num_envs": 8.5}, "num_envs: expected int, got 8.5."),
         ({"num_envs": None}, "num_envs: expected int, got None."),

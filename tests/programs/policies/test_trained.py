@@ -228,7 +228,7 @@ def test_single_observation_and_batch_give_equal_actions(run):
 
 def test_exploring_policy_keeps_its_state(tmp_path):
     rlframe.train("dqn", CARTPOLE, run_dir=tmp_path / "run", steps=300, num_envs=4, preset="none", quiet=True,
-                  min_replay_size=100, epsilon_end=1.0, exploration_duration_exponent=2.0, eval_episodes=1)  # fmt: skip
+                  min_replay_size=100, epsilon=1.0, exploration_duration_exponent=2.0, eval_episodes=1)  # fmt: skip
     policy = rlframe.load(tmp_path / "run")
     observation = np.zeros((64, 4), np.float32)
     drawn = [policy.act(observation, explore=True) for _ in range(3)]

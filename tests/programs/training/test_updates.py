@@ -123,11 +123,11 @@ def noisy(observation_spec, action_spec):
 @pytest.mark.parametrize("normalized", [False, True])
 def test_agent_that_never_explores_is_refused(tmp_path, network, normalized):
     (tmp_path / "net.py").write_text(NETWORKS)
-    options = {"epsilon_begin": 0.0, "epsilon_end": 0.0, "normalize_observations": normalized}
+    options = {"epsilon": 0.0, "normalize_observations": normalized}
     experiment = make_experiment("dqn", network=network.replace("FILE", f"{tmp_path}/net.py"), **options)
-    with pytest.raises(UsageError, match="dqn would never explore: epsilon_begin and epsilon_end are 0"):
+    with pytest.raises(UsageError, match="dqn would never explore: epsilon is 0"):
         check_updates(experiment, make_agent(experiment))
     noisy = make_experiment("dqn", network=f"{tmp_path}/net.py:noisy", **options)
     assert check_updates(noisy, make_agent(noisy))
-    explores = make_experiment("dqn", network="mlp", **{**options, "epsilon_end": 0.1})
+    explores = make_experiment("dqn", network="mlp", **{**options, "epsilon": "linear:0:0.1"})
     assert check_updates(explores, make_agent(explores))
