@@ -124,7 +124,10 @@ def test_invalid_vary_option_is_refused(text):
         ("--vary num-epochs=1,2 --seeds 1-", "--seeds must look like 1-5 or 1,2,7, got '1-'."),
         ("--vary num-epochs=1,2 --stop-at 9", "--stop-at is only for a single run, but rlframe sweep starts several."),
         ("--vary network.hidden=1..3 --network mlp --trials 1", "network.hidden has a range but is not a number"),
-        ("--vary normalize-advantages=1..2 --trials 1", "--vary normalize-advantages is a switch: its values must be True,False."),
+        (
+            "--vary normalize-advantages=1..2 --trials 1",
+            "--vary normalize-advantages is a switch: its values must be True,False.",
+        ),
         (
             "--vary learning-rate=1,2 --agent grpo",
             "rlframe sweep compares returns, but runs of --agent grpo have none.",

@@ -100,7 +100,7 @@ def _print_agent(name: str, *, every: bool) -> None:
     for name, value in option_values(config).items():
         print(f"  --{name.replace('_', '-'):26} {getattr(value, 'name', value)}")
     for preset in presets:
-        print(f"\nfor {', '.join(preset.envs)}:", flush=True)
+        print(f"\nfor {'all other environments' if preset.is_general else ', '.join(preset.envs)}:", flush=True)
         print_preset(preset, None, sys.stdout)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union
 
@@ -149,6 +150,12 @@ def run_with_options(
     check_trackers(options)
     profile = Profile(options.profile_trace) if options.profile or options.profile_trace else None
     progress = None if options.quiet else make_progress_logger(experiment, options.stop_at)
+    if preset is not None and preset.is_general and progress is not None:
+        print(
+            f"The preset {preset.name} has general values, for environments without a preset. To turn it off: "
+            "--preset none.",
+            file=sys.stderr,
+        )
     try:
         result = runner.run_experiment(
             experiment,

@@ -67,7 +67,9 @@ def make(name: str) -> Agent:
         "ppo images": lambda: PPO(PPO_CONFIG, IMAGE, DISCRETE, SMALL_CNN),
         "ppo dict": lambda: PPO(PPO_CONFIG, DICT, DISCRETE, SMALL_CNN),
         "dqn": lambda: DQN(DQN_CONFIG, VECTOR, DISCRETE),
-        "dqn prioritized": lambda: DQN(dataclasses.replace(DQN_CONFIG, prioritized=True, total_learner_steps=9), VECTOR, DISCRETE),
+        "dqn prioritized": lambda: DQN(
+            dataclasses.replace(DQN_CONFIG, prioritized=True, total_learner_steps=9), VECTOR, DISCRETE
+        ),
         "dqn images": lambda: DQN(DQN_CONFIG, IMAGE, DISCRETE, dataclasses.replace(SMALL_CNN, dueling=True)),
         "dqn dict": lambda: DQN(DQN_CONFIG, {"vector": VECTOR}, DISCRETE),
         "impala": lambda: IMPALA(IMPALA_CONFIG, VECTOR, DISCRETE),

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
+import rlframe
 from rlframe.agents.dqn_heads import Categories
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.make_experiment import apply_preset, make_experiment, option_value
 from rlframe.programs.presets import PRESETS, find_preset
+from rlframe.programs.topologies.makers import make_agent
+from rlframe.programs.training.updates import check_updates, steps_until_first_update, total_learner_steps
 from tests.agents.batches import BOX, DISCRETE, IMAGE, VECTOR
 
 
@@ -50,30 +53,32 @@ def test_preset_documents_differences_from_its_source(name, field, value, text):
         ("ppo", "jax:CartPole-v1", "ppo/cartpole"),
         ("ppo", "gymnax:Asterix-MinAtar", "ppo/minatar"),
         ("pqn", "jax:Breakout-MinAtar", "pqn/minatar"),
-        ("dqn", "jax:Breakout-MinAtar", None),
+        ("dqn", "jax:Breakout-MinAtar", "dqn/general"),
         ("ppo", "Pong-v5", "ppo/atari"),
         ("ppo", "ALE/Breakout-v5", "ppo/atari"),
         ("ppo", "HalfCheetah-v5", "ppo/mujoco"),
         ("ppo", "LunarLander-v3", "ppo/lunar_lander"),
-        ("ppo", "LunarLanderContinuous-v3", None),
+        ("ppo", "LunarLanderContinuous-v3", "ppo/general"),
         ("dqn", "MountainCar-v0", "dqn/mountain_car"),
         ("dqn", "Breakout-v5", "dqn/atari"),
-        ("dqn", "HalfCheetah-v5", None),
+        ("dqn", "HalfCheetah-v5", "dqn/general"),
         ("impala", "CartPole-v1", "impala/cartpole"),
         ("impala", "Pong-v5", "impala/atari"),
-        ("impala", "HalfCheetah-v5", None),
+        ("impala", "HalfCheetah-v5", "impala/general"),
         ("pqn", "CartPole-v1", "pqn/cartpole"),
         ("r2d2", "PositionOnlyCartPole-v1", "r2d2/position_only_cartpole"),
-        ("r2d2", "CartPole-v1", None),
+        ("r2d2", "CartPole-v1", "r2d2/general"),
         ("sac", "Pendulum-v1", "sac/pendulum"),
         ("sac", "gymnasium:HalfCheetah-v4", "sac/mujoco"),
-        ("sac", "dm_control:cheetah-run", None),
+        ("sac", "dm_control:cheetah-run", "sac/general"),
+        ("td3", "file.py:MyEnv", "td3/general"),
+        ("pqn", "MyOwn-v0", "pqn/general"),
         ("td3", "Pendulum-v1", "td3/pendulum"),
         ("td3", "Hopper-v4", "td3/mujoco"),
         ("grpo", "examples/llm/reverse.py:Reverse", "grpo/reverse"),
         ("grpo", "examples/llm/guess.py:Guess", "grpo/guess"),
         ("grpo", "examples/llm/calculator.py:Calculator", None),
-        ("ppo", "MyOwn-v0", None),
+        ("ppo", "MyOwn-v0", "ppo/general"),
         ("file.py:Mine", "CartPole-v1", None),
     ],
 )
@@ -86,8 +91,8 @@ def test_at_most_one_automatic_preset_fits_an_agent_and_an_environment():
     for env in ("CartPole-v1", "Pong-v5", "Ant-v4", "Pendulum-v1", "MountainCar-v0", "Acrobot-v1", "Breakout-MinAtar"):
         for agent in registry.AGENTS:
             assert (
-                len([preset for preset in PRESETS if preset.agent == agent and preset.automatic and preset.fits(env)])
-                <= 1
+                len([each for each in PRESETS if each.agent == agent and each.automatic and each.fits(env)])
+                <= 1 + (agent != "grpo")  # the general preset fits every environment, and is the last
             )
 
 
@@ -171,3 +176,42 @@ def test_subclass_of_an_agent_accepts_its_preset_by_name(tmp_path):
     assert find_preset("ppo/cartpole", own, "CartPole-v1").name == "ppo/cartpole"
     with pytest.raises(UsageError, match="There is no preset 'dqn/cartpole' for"):
         find_preset("dqn/cartpole", own, "CartPole-v1")
+
+
+MYSELF = """
+import gymnasium
+import numpy as np
+
+class Maze(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+    action_space = gymnasium.spaces.{action}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {{}}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {{}}
+"""
+
+
+@pytest.mark.parametrize("agent", sorted({*registry.AGENTS} - {"grpo"}))
+def test_short_run_of_an_unknown_environment_makes_many_updates(agent, tmp_path):
+    action = "Box(-1.0, 1.0, (2,))" if agent in ("sac", "td3") else "Discrete(2)"
+    (tmp_path / "maze.py").write_text(MYSELF.format(action=action))
+    experiment = make_experiment(agent, f"{tmp_path}/maze.py:Maze", steps=20_000)
+    made = make_agent(experiment)
+    assert total_learner_steps(made.replay_spec, 20_000, experiment.num_envs) >= 19
+    assert steps_until_first_update(made.replay_spec, experiment.num_envs) <= 2_500
+    assert check_updates(experiment, made)
+
+
+def test_run_with_a_general_preset_says_so_in_one_line(tmp_path, capsys):
+    (tmp_path / "maze.py").write_text(MYSELF.format(action="Discrete(2)"))
+    options = {"steps": 2, "until_learner_steps": 1, "eval_episodes": 0}
+    with pytest.raises(UsageError, match="would make no update"):
+        rlframe.train("ppo", f"{tmp_path}/maze.py:Maze", run_dir=tmp_path / "run", **options)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "general" in line)
+    assert line == (
+        "The preset ppo/general has general values, for environments without a preset. To turn it off: --preset none."
+    )

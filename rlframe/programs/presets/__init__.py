@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.options import registry
-from rlframe.programs.presets import actor_critic, continuous, grpo, q_learning
+from rlframe.programs.presets import actor_critic, continuous, general, grpo, q_learning
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
 PRESETS: tuple[Preset, ...] = (
@@ -16,6 +16,7 @@ PRESETS: tuple[Preset, ...] = (
     *q_learning.PRESETS,
     *grpo.PRESETS,
     *continuous.PRESETS,
+    *general.PRESETS,  # last, because they fit every environment
 )
 
 
@@ -23,8 +24,9 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
     """Return the preset to apply.
 
     Args:
-        name: "auto" for the preset that matches `agent` and `env` (None if there is none), "none", or the name of a
-            preset for this agent or one of its base classes.
+        name: "auto" for the first preset that fits `agent` and `env`, "none", or the name of a preset for this agent
+            or one of its base classes. An agent of a user, and GRPO, have no preset that fits every environment, so
+            "auto" may find None.
         agent: name of the agent, or `file.py:Class`.
         env: name of the environment, with or without a prefix such as `envpool:`.
 

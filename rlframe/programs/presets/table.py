@@ -42,6 +42,11 @@ class Preset:
         return _matches(name, self.envs) and not _matches(name, self.excluded_envs)
 
     @property
+    def is_general(self) -> bool:
+        """True for the preset of environments that no other preset of the agent fits."""
+        return self.envs == EVERY
+
+    @property
     def options(self) -> dict[str, Any]:
         """The preset as a dict: option -> value, for `change_options`."""
         return {key.removeprefix("agent."): setting.value for key, setting in self.fields.items()}
@@ -62,6 +67,8 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 # --- families of environments
+
+EVERY = ("*",)
 
 MUJOCO = tuple(
     f"{robot}-v[2-5]"

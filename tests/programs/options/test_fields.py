@@ -217,7 +217,9 @@ def test_resumed_run_keeps_its_options(tmp_path):
     [
         ({"discount": lambda step: 1e-3}, "discount: expected float, got the function <lambda>."),
         ({"discount": "linear:0.9:0.99"}, "discount: expected float, got 'linear:0.9:0.99' (str)."),
-        ({"learning_rate": "1e-3"}, "PPOConfig.learning_rate: '1e-3' is not a schedule. Expected a number, or"),
+        ({"learning_rate": "1e-3"}, "PPOConfig.learning_rate: '1e-3' is not a schedule. Expected a number, or "
+         "constant:VALUE, linear:START:END, cosine:START:END, piecewise:VALUE:VALUE@TIME, or file.py:NAME of a "
+         "function."),
         ({"learning_rate": True}, "learning_rate: expected float or str or function, got True."),
         ({"learning_rate": float}, "learning_rate: expected float or str or function, got the class float."),
         ({"num_envs": "8"}, "num_envs: expected int, got '8' (str)."),
