@@ -255,7 +255,8 @@ def env_builder(seed):
 
 def make_program(kind, num_actors=2):
     env = env_builder(1)
-    agent = IMPALA(IMPALAConfig(unroll_length=10, batch_size=4, learning_rate=6e-4), env.observation_spec, env.action_spec)
+    config = IMPALAConfig(unroll_length=10, batch_size=4, learning_rate=6e-4)
+    agent = IMPALA(config, env.observation_spec, env.action_spec)
     env.close()
     learner_cfg, inferencer_cfg = LearnerConfig(max_learner_steps=20), InferencerConfig()
     program = lp.Program(kind)
