@@ -181,7 +181,9 @@ def log_ratio(log_probs: jax.Array, others: jax.Array, mask: jax.Array) -> jax.A
     return jnp.clip(jnp.where(mask > 0, log_probs - others, 0.0), -_LARGEST_LOG, _LARGEST_LOG)
 
 
-def is_clipped(ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float) -> jax.Array:
+def is_clipped(
+    ratio: jax.Array, advantages: jax.Array, clip_low: jax.Array | float, clip_high: jax.Array | float
+) -> jax.Array:
     """Return 1.0 where the clipping in `clipped_surrogate` removes the gradient, otherwise 0.0. Elementwise."""
     up = (advantages > 0) & (ratio > 1.0 + clip_high)
     down = (advantages < 0) & (ratio < 1.0 - clip_low)

@@ -146,6 +146,14 @@ def current(config: Any, name: str, steps: Any) -> jax.Array:
     return result
 
 
+def checked_for_run(config: Any) -> Any:
+    """Return the config. Raise UsageError if one of its schedules has no value, such as a time after the run's end."""
+    for name in scheduled_fields(config):
+        if getattr(config, name) is not None:
+            jax.eval_shape(functools.partial(current, config, name), jax.ShapeDtypeStruct((), jnp.int32))
+    return config
+
+
 def current_values(config: Any, steps_of: Callable[[], Any]) -> Logs:
     """Return logs: the learning rate, and the entropy cost, clip range and exploration rate if they change.
 

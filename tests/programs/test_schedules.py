@@ -124,6 +124,17 @@ def test_function_without_a_file_works_in_one_process_and_is_refused_by_several(
         make_experiment("ppo", "jax:CartPole-v1", topology="heavy_env", **{**PPO, "learning_rate": rate})
 
 
+def test_schedule_that_has_no_value_in_a_run_is_refused_before_it_starts(tmp_path):
+    (tmp_path / "rates.py").write_text("def rate(step):\n    return [0.1, 0.2]\n")
+    for rate, message in (
+        ("linear:0:1e-3@20:0", "in a run of 12 learner steps, the times of the schedule do not increase: 0, 20, 12"),
+        (f"{tmp_path}/rates.py:rate", r"learning_rate must return one number .* got shape \(2,\)"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run_experiment(make_experiment("ppo", **{**PPO, "learning_rate": rate}), run_dir=tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
 def test_saved_name_of_a_function_that_is_gone_is_an_error(tmp_path):
     experiment = make_experiment("ppo", **{**PPO, "learning_rate": "__live__:schedule"})
     with pytest.raises(

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent, Normalized
-from rlframe.agents.schedules import function_names
+from rlframe.agents.schedules import checked_for_run, function_names
 from rlframe.engines import Engine
 from rlframe.engines.base import RunsReverb
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
@@ -116,7 +116,8 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
     steps = experiment.schedule_steps or experiment.steps
     has_last_step = hasattr(config, "total_learner_steps") and config.total_learner_steps is None
     if agent_cls.learns_from != "steps":
-        return agent_cls(dataclasses.replace(config, total_learner_steps=steps) if has_last_step else config)
+        known = {"total_learner_steps": steps} if has_last_step else {}
+        return agent_cls(checked_for_run(dataclasses.replace(config, **known)))
     topology = GameConfig.of(experiment)
     codec = codec or read_codec(experiment)
     assert codec is not None
@@ -140,12 +141,12 @@ def make_agent(experiment: Experiment, codec: Codec | None = None) -> Agent:
 
     # Without schedules, or if the user set the step at which they end, the config is complete.
     if not has_last_step:
-        return make(config)
+        return make(checked_for_run(config))
     spec = make(config).replay_spec  # make a temporary agent, because the last step is not known yet
     known = {"total_learner_steps": total_learner_steps(spec, steps, experiment.num_envs)}
     if hasattr(config, "envs_per_batch"):
         known["envs_per_batch"] = config.envs_per_batch or experiment.num_envs
-    return make(dataclasses.replace(config, **known))
+    return make(checked_for_run(dataclasses.replace(config, **known)))
 
 
 def load_functions(config: Any) -> Any:
