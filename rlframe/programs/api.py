@@ -50,7 +50,7 @@ class SessionOptions:
     config: Union[str, None] = option(None, multi_run="command")
     # Directory for all files of the run. None: a new one in runs/.
     run_dir: Union[str, None] = option(None, multi_run="command")
-    # Continue the run in --run-dir from its newest checkpoint, with the options of that run.
+    # Continue the run in --run-dir from its checkpoint, with its options.
     resume: bool = option(False, multi_run="command")
     resume_from: Union[int, None] = None  # With --resume: continue from this step in RUN_DIR/checkpoints.
     # With --resume: end the process that still writes to --run-dir.
