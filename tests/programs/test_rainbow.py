@@ -14,10 +14,8 @@ PARTS += [
     "0",
     "--head.value-max",
     "100",
-    "--epsilon-begin",
-    "0",
-    "--epsilon-end",
-    "0",
+    "--epsilon",
+    "0.0",
 ]
 SIZES = ["--min-replay-size", "500", "--batch-size", "32", "--update-period", "4", "--discount", "0.99"]
 SIZES += ["--optimizer", "adam", "--learning-rate", "1e-3", "--target-update-period", "100", "--network", "mlp"]
