@@ -83,6 +83,7 @@ def test_new_run_starts_from_the_parameters_and_statistics_and_resumes_without_t
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.system
 def test_checkpoint_can_be_chosen_and_the_run_resumes_from_its_initial_one(source, tmp_path):
     steps = Checkpointer(source / "checkpoints").steps()
     best = json.loads((source / "checkpoints/best/best.json").read_text())["step"]
@@ -197,6 +198,7 @@ def test_every_other_agent_starts_from_a_run(tmp_path, agent):
     check_start(agent, options, tmp_path)
 
 
+@pytest.mark.system
 def test_fused_run_starts_from_a_run_in_another_topology_and_resumes(tmp_path):
     jax_env = {**PPO, "env": "jax:CartPole-v1", "env_type": "auto"}
     train("ppo", tmp_path / "source", steps=64, **jax_env)
@@ -209,7 +211,7 @@ def test_fused_run_starts_from_a_run_in_another_topology_and_resumes(tmp_path):
 
 
 TOPOLOGIES = [
-    ("heavy_env", "threads"),
+    pytest.param("heavy_env", "threads", marks=pytest.mark.system),
     pytest.param("light_env", "threads", marks=pytest.mark.system),
     pytest.param("heavy_env", "local", marks=pytest.mark.system),
     pytest.param("elastic", "local", marks=pytest.mark.system),

@@ -157,6 +157,7 @@ def check_save_and_policy(run_dir: pathlib.Path, topology: str, engine: str | No
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(policies[0].params)))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("topology", "engine"), ONLY_SINGLE_PROCESS_IS_FAST)
 def test_callback_can_save_and_use_the_current_policy(tmp_path, topology, engine):
     check_save_and_policy(tmp_path / "run", topology, engine)
@@ -208,6 +209,7 @@ def test_stop_at_ends_the_run_after_enough_rows_with_a_high_value(tmp_path):
     assert result.stopped_by == "callback" and result.env_steps < 1_000
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("topology", "engine"), ONLY_SINGLE_PROCESS_IS_FAST[:2])
 def test_evaluate_on_evaluates_in_another_environment_after_each_evaluation(tmp_path, topology, engine):
     shorter = rlframe.EvaluateOn("CartPole-v1", env_kwargs={"max_episode_steps": 5}, episodes=2)
