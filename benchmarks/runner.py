@@ -115,7 +115,7 @@ def _sum_up(tables: list[Table]) -> int:
         return 0
     print()
     if unmeasured:
-        print(f"{unmeasured} figures were not measured. To set up the peers, see docs/benchmarks.md.")
+        print(f"{unmeasured} figures were not measured. To set up the peers, see benchmarks/README.md.")
     print(*(["Missed targets:", *missed] if missed else ["All measured targets are reached."]), sep="\n  ")
     return 1 if missed else 0
 

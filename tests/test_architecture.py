@@ -1,6 +1,6 @@
-"""Test that imports have no cycles, and that the diagram of docs/project/architecture.md shows them.
+"""Test that imports have no cycles, and that the table in docs/project/architecture.md shows them.
 
-`python -m tests.test_architecture` updates the diagram.
+`python -m tests.test_architecture` updates the table.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/project/architecture.md"
-_DIAGRAM = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
+_TABLE = re.compile(r"^\| package \|.*?\n(?!\|)", re.DOTALL | re.MULTILINE)
 
-# Boxes of the diagram: package or subpackage -> text about its contents. All other files belong to the box "basics".
+# Rows of the table: package or subpackage -> text about its contents. All other files belong to the box "basics".
 BOXES = {
     "cli": "commands",
     "programs": "Experiment, train, topologies/, presets/",
@@ -46,7 +46,7 @@ BOXES = {
     "basics": "files beside the packages: types, errors, extras, retry, shutdown, stop_conditions",
     "user_code": "files and modules that a user names",
 }
-_UNSEEN = ("__main__", "testing")  # modules that the diagram omits, because no package imports them
+_UNSEEN = ("__main__", "testing")  # modules that the table omits, because no package imports them
 
 Graph = Mapping[str, set[str]]
 
@@ -124,13 +124,12 @@ def imports_of_boxes() -> dict[str, set[str]]:
     }
 
 
-def diagram() -> str:
-    """Return the diagram of boxes and imports in mermaid's format."""
-    lines = ["```mermaid", "flowchart TD"]
-    lines += [f'  {box.replace(".", "_")}["{box}: {holds}"]' for box, holds in BOXES.items()]
+def table() -> str:
+    """Return the table of packages: what each one has, and which packages it imports."""
+    lines = ["| package | content | imports |", "|---|---|---|"]
     for box, others in imports_of_boxes().items():
-        lines += [f"  {box.replace('.', '_')} --> {other.replace('.', '_')}" for other in sorted(others)]
-    return "\n".join([*lines, "```", ""])
+        lines.append(f"| `{box}` | {BOXES[box]} | {', '.join(f'`{other}`' for other in sorted(others))} |")
+    return "\n".join([*lines, ""])
 
 
 def test_imports_have_no_cycles():
@@ -153,13 +152,13 @@ def test_every_imported_name_exists():
     assert not missing
 
 
-def test_diagram_shows_the_imports_between_packages():
-    drawn = _DIAGRAM.search(PAGE.read_text(encoding="utf-8"))
-    assert drawn is not None
-    assert drawn[0] == diagram(), "Run `python -m tests.test_architecture`."
+def test_table_shows_the_imports_between_packages():
+    written = _TABLE.search(PAGE.read_text(encoding="utf-8"))
+    assert written is not None
+    assert written[0] == table(), "Run `python -m tests.test_architecture`."
 
 
-def test_each_box_of_the_diagram_is_a_package():
+def test_each_row_of_the_table_is_a_package():
     boxes = {box_of(module) for module in modules() if module != "rlframe"}
     assert boxes == set(BOXES)
 
@@ -170,4 +169,4 @@ def test_no_file_has_more_than_400_lines():
 
 
 if __name__ == "__main__":
-    PAGE.write_text(_DIAGRAM.sub(lambda _: diagram(), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+    PAGE.write_text(_TABLE.sub(lambda _: table(), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The throughput model in docs/scaling.md agrees with simulations in which different components are the limit."""
+"""The throughput model in benchmarks/notes/scaling.md agrees with simulations in which different components are the limit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Send 300 random sequences of requests to atroposlib's server and to our queue, and compare the answers.
 
-docs/differences.md lists the known differences.
+tests/design/README.md lists the known differences.
 
 `make test-compat` installs atroposlib.
 """

@@ -1,6 +1,6 @@
 """The design document of the API: the signatures of its classes, and its four example programs.
 
-The programs pass real arguments where the document has only a sketch (`Agent()`, `max_iters`). docs/differences.md
+The programs pass real arguments where the document has only a sketch (`Agent()`, `max_iters`). tests/design/README.md
 lists the intended differences. For these, a call in the document's form raises an error that contains our form.
 """
 
@@ -374,7 +374,7 @@ def test_add_called_with_the_arguments_in_the_design_document_shows_our_argument
 
 def test_actor_run_takes_no_arguments_and_the_reason_is_documented():
     assert list(inspect.signature(Actor.run).parameters) == ["self"]
-    page = (pathlib.Path(__file__).parents[2] / "docs/differences.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "tests/design/README.md").read_text()
     ((_, document, here, reason, _),) = (line.split("|") for line in page.splitlines() if "`run` with queues" in line)
     assert "gRPC or local queues" in document and "`Actor.run()` takes nothing" in here and "a queue" in reason
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # An environment that should start no new group gets a queue length of at least these values. atroposlib's client pauses
 # if `max_batches_offpolicy` batches (3 by default) are queued. It stops forever if current_step plus the queued batches
-# exceed the number of steps. The client in rlframe's design document (see docs/differences.md) pauses if more than
+# exceed the number of steps. The client in rlframe's design document (see tests/design/README.md) pauses if more than
 # HOLD_GROUPS * batch_size groups are queued.
 HOLD_BATCHES = 64
 HOLD_GROUPS = 3
