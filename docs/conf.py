@@ -33,10 +33,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-# Pages that are not rewritten for the site yet.
-_OLD = """agents api benchmarks coordinator data differences distributed failures inference llm metrics
-own-environment own-network programs scaling seeds trajectories"""
-exclude_patterns = ["_generated", *(f"{name}.md" for name in _OLD.split())]
+exclude_patterns = ["_generated", "jax-environments.md"]
 templates_path: list[str] = []
 default_role = "literal"  # docstrings write `code` as Markdown does
 

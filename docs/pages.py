@@ -15,7 +15,9 @@ DOCS = ROOT / "docs"
 MOST_WORDS = 30_000  # in all pages and the README
 
 GENERATED = "<!-- generated"  # in the first lines of a page that a script writes
-_BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]*) -->\n)?^```(\{code-cell\} )?(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: ([^\n]*) -->\n)?^```(\{code-cell\} )?(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 _LANGUAGES = ("python", "console", "bash", "sh", "ipython3")  # other blocks show data, such as json and text
 
 

@@ -7,7 +7,7 @@ Steps of B environments are one `dm_env.TimeStep` whose arrays have a leading ba
     discount     [B] float32  0 at a LAST that terminates the episode; otherwise 1, also at a LAST that truncates it
     observation  a tree of arrays [B, ...]
 
-The step after LAST ignores the action and returns FIRST. See `docs/data.md`.
+The step after LAST ignores the action and returns FIRST. See `docs/understand/items.md`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The coordinator of the elastic topology: workers start and stop while training continues. See docs/coordinator.md.
+"""The coordinator of the elastic topology: workers start and stop while training continues. See docs/run/elastic.md.
 
 Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it.
 

@@ -279,7 +279,7 @@ class Coordinator:
             mark.wait(_JOURNAL_WITHIN)
 
     def status(self) -> dict[str, Any]:
-        """Return the status of the job. See docs/coordinator.md."""
+        """Return the status of the job. See docs/run/elastic.md."""
         with self._lock:
             return statuses.status(
                 self._job,

@@ -25,7 +25,7 @@ def status(
     rates: Rates,
     now: float,
 ) -> dict[str, Any]:
-    """Return the status of a job. See docs/coordinator.md, "Control".
+    """Return the status of a job. See docs/run/elastic.md, "Control".
 
     Args:
         job: The job.

@@ -1,4 +1,6 @@
-"""Reinforcement learning of language models: model, decode engine, policy server, environments. See `docs/llm.md`.
+"""Reinforcement learning of language models: model, decode engine, policy server, environments.
+
+The tutorial is docs/learn/language-model.md.
 
 From a prompt to a group of scored completions:
 

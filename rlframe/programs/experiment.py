@@ -46,7 +46,7 @@ class Experiment:
     # Start from the parameters and statistics of another run: RUN_DIR, RUN_DIR@STEP or RUN_DIR@best.
     init_from: Union[str, None] = None
     init_skip_mismatched: bool = False  # With --init-from: load only the arrays that fit.
-    # Options of the topology, which include network, evaluation and limits: see docs/programs.md.
+    # Options of the topology, which include network, evaluation and limits: see docs/run/topologies.md.
     topology_config: TopologyConfig = dataclasses.field(
         default_factory=lambda: config_class_of(find_topology("single_process"))()
     )

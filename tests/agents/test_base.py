@@ -121,15 +121,11 @@ def batch_for(agent, params, learner_state):
 def test_docs_of_metrics_list_the_logs_of_each_agent(name):
     agent, params, learner_state = ready(name)
     logs = jax.eval_shape(agent.learner_step, params, learner_state, batch_for(agent, params, learner_state))[2]
-    page = (pathlib.Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    (row,) = (line for line in page.splitlines() if line.startswith("| `loss` and what the agent logs"))
-    pairs = re.findall(r"((?:`\w+`,? )+)\(([^)]*)\)", row)
-    named = {
-        log
-        for logs, agents in pairs
-        if name.split()[0].upper() in agents.split(", ")
-        for log in re.findall(r"\w+", logs)
-    }
+    page = (pathlib.Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
+    table = page.partition("## Agents")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*`) \| ([\w, ]+) \|$", table, re.MULTILINE)
+    agent_name = name.split()[0].upper()
+    named = {log for logs, agents in rows if agent_name in agents.split(", ") for log in re.findall(r"\w+", logs)}
     assert named == set(logs) - {"loss", "priorities"}
 
 

@@ -190,8 +190,8 @@ def test_other_ranks_wait_until_rank_zero_gets_the_next_batch(service, api):
 
 
 def test_each_request_in_the_sequence_diagrams_has_an_endpoint(api):
-    page = (ROOT / "docs/trajectories.md").read_text()
-    diagrams = re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", page, re.DOTALL)
+    page = (ROOT / "tests/design/README.md").read_text()
+    diagrams = re.findall(r"```mermaid\nsequenceDiagram\n(.*?S: .*?)```", page, re.DOTALL)
     requests = [re.findall(r"(\w)->>S: (GET|POST) (/[\w-]*)", diagram) for diagram in diagrams]
     paths = api.get("/openapi.json").json()["paths"]
     assert all(method.lower() in paths[path] for diagram in requests for _, method, path in diagram)

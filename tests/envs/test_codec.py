@@ -159,7 +159,7 @@ def test_stacked_discrete_observations_become_multi_discrete():
     )
 
 
-# Row of the table in docs/own-network.md -> (example of a space, number of network inputs for this space).
+# Row of the table in docs/learn/your-network.md -> (example of a space, number of network inputs for this space).
 SEEN = {
     "Box of floats": (g.Box(-1, 1, (3,), np.float64), 3),
     "Box of integers": (g.Box(0, 9, (3,), np.int64), 3),
@@ -172,8 +172,8 @@ SEEN = {
 
 
 def test_docs_table_of_network_inputs_is_correct():
-    page = (pathlib.Path(__file__).parents[2] / "docs/own-network.md").read_text()
-    table = page.partition("| space (or dm_env spec) |")[2].partition("\n\n")[0].splitlines()[2:]
+    page = (pathlib.Path(__file__).parents[2] / "docs/learn/your-network.md").read_text()
+    table = page.partition("| space |")[2].partition("\n\n")[0].splitlines()[2:]
     rows = {name.strip(): spec for _, name, _, spec, *_ in (line.split("|") for line in table)}
     assert rows.keys() == SEEN.keys()
     for name, (space, inputs) in SEEN.items():

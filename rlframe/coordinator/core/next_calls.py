@@ -1,4 +1,4 @@
-"""Choose the next call of each worker, in the order of docs/coordinator.md. `answers.py` handles the replies."""
+"""Choose the next call of each worker, in the order of docs/run/elastic.md. `answers.py` handles the replies."""
 
 from __future__ import annotations
 

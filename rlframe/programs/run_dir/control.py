@@ -19,7 +19,7 @@ from rlframe.programs.run_dir.status import OVER, StatusReader
 
 @dataclasses.dataclass(frozen=True)
 class ControlAddress:
-    """The address of the HTTP service of a run; see docs/coordinator.md."""
+    """The address of the HTTP service of a run; see docs/run/elastic.md."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0 means any free port

@@ -1,7 +1,7 @@
 """The replay buffer for the processes of one machine. The processes exchange experience through shared memory.
 
 Each writer owns a segment (a ring of slots), and writes to it without a lock. A reader copies data, and then checks
-that no writer has overwritten the data during the copy. See `docs/data.md`.
+that no writer has overwritten the data during the copy. See `docs/understand/items.md`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A durable store in two files: a SQLite database (log, snapshot, and locations of payloads) and a payload file.
 
-docs/trajectories.md, "SQLite", compares this with payloads in a column of the database.
+Payloads in a column of the database would be written twice, to the journal and to the database.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def test_calculator_example_scores_answers_and_tool_calls(model):
 
 def test_example_environment_of_the_docs_runs(tmp_path, monkeypatch, model):
     (tmp_path / "words.txt").write_text("one\ntwo\n")
-    text = (ROOT / "docs/llm.md").read_text()
+    text = (ROOT / "docs/howto/language-environment.md").read_text()
     (source,) = re.findall(r"```python\n((?:(?!```).)*class Shout.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     from rlframe.language.environments import cli
