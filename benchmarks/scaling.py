@@ -1,4 +1,4 @@
-"""Scaling of a program with its actors: the model of benchmarks/notes/scaling.md, and a simulation with queues and randomness.
+"""Scaling of a program with its actors: the model of benchmarks/notes/scaling.md, and a simulation with queues.
 
 The model is a minimum. Each part of a program (actors, shards of the replay service, the learner, the inference
 service, the network) has a maximum number of environment steps per second, and the lowest maximum is the limit. The
@@ -27,7 +27,7 @@ ACTORS = (1, 3, 10, 30, 100, 180, 300, 560, 1000)
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Busy seconds of a core for CartPole with two layers of 64. benchmarks/notes/scaling.md describes the measurements."""
+    """Busy seconds of a core for CartPole with two layers of 64, as measured in benchmarks/notes/scaling.md."""
 
     step: float = 316e-6  # an actor's step: pool, inference on a CPU, replay, and the Actor itself
     step_env: float = 2.1e-6  # added for each environment in the step

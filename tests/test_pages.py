@@ -1,4 +1,4 @@
-"""Check the pages of docs/: their words, options and code. System tests run the code of each page in an empty folder."""
+"""Check the words, options and code of the pages in docs/. System tests run the code of each page in an empty folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import test_inventory
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
 
-import pages  # noqa: E402
+import pages
 
 RLFRAME = [sys.executable, "-m", "rlframe"]
 PAGES = [str(page.relative_to(ROOT)) for page in pages.pages()]

@@ -1,8 +1,8 @@
 """The learner of a language model, for separately started services: `python examples/llm/learner.py`.
 
 The first run starts with a supervised warm-up on the environment's demonstrations, and writes the weights to a folder.
-Then the learner trains on batches of the trajectory service, and serves its newest weights at port 7000. docs/learn/language-model.md
-shows the commands of all four terminals.
+Then the learner trains on batches of the trajectory service, and serves its newest weights at port 7000.
+docs/learn/language-model.md shows the commands of all four terminals.
 """
 
 import dataclasses

@@ -128,8 +128,8 @@ def launch(
             Groups without an entry use free ports.
         logs: directory for log files; None means no log files.
         hang_timeout: seconds without a heartbeat after which a node is killed. A node whose work makes no progress is
-            also killed (docs/run/failures.md). A killed node is restarted if it has restarts left. 0 means that hung nodes
-            are not killed.
+            also killed (docs/run/failures.md). A killed node is restarted if it has restarts left. 0 means that hung
+            nodes are not killed.
         watch: callback for changes of the nodes' states; see `Watch`.
         grace: seconds between SIGTERM and SIGKILL.
 

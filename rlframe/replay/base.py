@@ -190,7 +190,7 @@ class Draw(NamedTuple):
 
 
 class KeyedReplayBuffer(BaseReplayBuffer):
-    """A replay buffer in which one process draws items and another process reads them. See `docs/understand/items.md`."""
+    """A replay buffer in which one process draws items and another process reads them."""
 
     fetches_by_key = True
 

@@ -1,4 +1,4 @@
-"""The throughput model in benchmarks/notes/scaling.md agrees with simulations in which different components are the limit."""
+"""The throughput model in benchmarks/notes/scaling.md agrees with simulations with different limits."""
 
 from __future__ import annotations
 
