@@ -1,4 +1,4 @@
-"""Check the words, options and code of the pages in docs/. System tests run the code of each page in an empty folder."""
+"""Check the words, options and code of the pages in docs/. System tests run the code of each page."""
 
 from __future__ import annotations
 

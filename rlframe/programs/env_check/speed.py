@@ -24,7 +24,7 @@ _MIN_STEPS = 3  # minimum number of steps in each measurement, for very slow env
 _MIN_GROWTH = 2**20  # bytes; smaller growth is noise
 _MIN_BYTES_PER_STEP = 256
 _WORKER_TIMEOUT = 60.0  # seconds that a step may take in a worker
-# Faster environments lose more time by waking workers than they gain (docs/performance.md).
+# Faster environments lose more time by waking workers than they gain (docs/project/speed.md).
 _MIN_SECONDS_FOR_WORKERS = 1e-4
 _MIN_GAIN = 1.2  # speed of another pool, relative to a loop, for which it is recommended
 
