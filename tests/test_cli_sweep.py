@@ -141,7 +141,7 @@ def test_invalid_sweep_is_refused_before_files_are_created(arguments, why, tmp_p
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.5"])])
+@pytest.mark.parametrize(("returns", "spread"), [([20.0], []), ([20.0, 23.0], ["1.50"])])
 def test_return_of_a_trial_with_one_seed_is_shown_without_a_standard_deviation(returns, spread, capfd):
     row = {"trial": 2, "returns": returns, "value": 20.0, "options": {"num-epochs": 4}}
     cli_sweep._print_table([VariedOption("num-epochs", ("4",))], [row])
@@ -160,7 +160,7 @@ def test_grid_tries_every_combination_and_reports_the_best(sweep, tmp_path, capf
     assert best["trial"] == 2 and best["options"] == {"learning-rate": "1e-4", "network.hidden": "8"}
     assert best["returns"] == [7.0, 9.0]
     assert best["command"] == f"rlframe train --config {folder}/trial-2/config.json --seeds 6-10"
-    assert "trial 2: return 8.0; the best is 8.0, of trial 2" in err and best["command"] in err
+    assert "trial 2: return 8.00; the best is 8.00, of trial 2" in err and best["command"] in err
     experiments = [load_experiment(folder / f"trial-{i}") for i in range(4)]
     assert [(each.agent_config.learning_rate, each.topology_config.network_config.hidden) for each in experiments] == [
         *((1e-3, (8,)), (1e-3, (4, 4)), (1e-4, (8,)), (1e-4, (4, 4)))
