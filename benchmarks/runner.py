@@ -17,6 +17,7 @@ from rlframe.errors import UsageError
 
 # name -> description. Each is a module in this package with `run(context, log) -> list[Table]`.
 BENCHMARKS = {
+    "startup": "the seconds of a short `rlframe train`, of its imports and of its compilation",
     "actor": "time profile of an Actor's step",
     "envs": "environment pools, against gymnasium's AsyncVectorEnv",
     "async_envs": "AsyncEnv against SyncEnv with very uneven step times",

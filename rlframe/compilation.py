@@ -11,6 +11,7 @@ threads. For these versions, `jit` selects the memory-optimized scheduler, which
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -37,12 +38,13 @@ if getattr(jax.config, _PATH_REGEX_OPTION) is None:
 
 _NUMBERS = itertools.count()  # makes the names of compiled functions unique
 
-_Options = dict[str, bool | str]
+_Options = dict[str, bool | int | str]
 
 # `_accepted` drops the options that the installed XLA does not support.
 _OLDER_RUNTIME: _Options = {"xla_cpu_use_thunk_runtime": False}
 _ONE_BY_ONE: _Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 _ONE_THREAD: _Options = {"xla_cpu_multi_thread_eigen": False}
+_UNOPTIMIZED: _Options = {"xla_backend_optimization_level": 0}
 
 # Limit for the floating-point operations in one matrix product. Above it, the newer runtime is faster. The older
 # runtime uses oneDNN for products of 2^24 operations or more, or of 2^19 or more with batch dimensions.
@@ -96,7 +98,33 @@ class jit:
                     return result
             return self(*args)
 
-    def _choose(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def compile_ahead(self, *args: Any) -> None:
+        """Trace the function now, and compile it in another thread. The first call waits for this thread.
+
+        If the compilation fails, the first call compiles again, and raises the error.
+
+        Args:
+            args: arguments of the first call, or `jax.ShapeDtypeStruct` in place of arrays.
+        """
+        self._choosing.acquire()  # the thread releases the lock
+        try:
+            chosen = self._choose(args)
+            lowered = chosen.lower(*args)
+
+            def compile_and_release() -> None:
+                try:
+                    with COMPILING, contextlib.suppress(Exception):
+                        lowered.compile()
+                        self._jitted = chosen
+                finally:
+                    self._choosing.release()
+
+            threading.Thread(target=compile_and_release, name="rlframe compilation").start()
+        except BaseException:
+            self._choosing.release()
+            raise
+
+    def _choose(self, args: tuple[Any, ...]) -> Any:
         small: list[tuple[int, ...]] | None = _shapes(args)  # shapes that suit the older runtime; None without it
 
         def if_small(*args: Any) -> Any:
@@ -134,6 +162,12 @@ class jit:
         threads = {} if convolves or self._differentiates else _ONE_THREAD
         runtime = _OLDER_RUNTIME if suits_older_runtime(jaxpr) else {}
         return {**runtime, **_ONE_BY_ONE, **threads}
+
+
+def jit_once(function: Callable[..., Any]) -> Any:
+    """Return a variant of `jax.jit` for a function that runs once. On a CPU, it compiles fast, without optimization."""
+    options = _accepted(_UNOPTIMIZED) if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options or None)
 
 
 class _UnsuitableShapesError(Exception):
@@ -209,9 +243,14 @@ def _accepted(options: _Options | None) -> _Options | None:
 
 
 @functools.cache
-def _accepts(*options: tuple[str, bool | str]) -> bool:
+def _accepts(*options: tuple[str, bool | int | str]) -> bool:
     try:
-        jax.jit(lambda x: x + 1, compiler_options=dict(options))(0)
+        _lowered_identity().compile(dict(options))
     except Exception:  # the exception type differs between JAX versions
         return False
     return True
+
+
+@functools.cache
+def _lowered_identity() -> Any:
+    return jax.jit(lambda x: x).lower(0)

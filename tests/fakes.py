@@ -10,6 +10,7 @@ import numpy as np
 from dm_env import specs
 
 from rlframe.agents import Agent
+from rlframe.metrics import CallbackLogger
 from rlframe.types import AgentOutput, Batch, ReplaySpec, Transition, TransitionBatch
 
 
@@ -140,3 +141,15 @@ class FixedParams:
     def get_params(self, known_version=-1):
         self.asked += 1
         return self.version, (None if known_version == self.version else self.params)
+
+
+class ProgressRecorder(CallbackLogger):
+    """Records the rows and the activities that a progress display receives."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, ...]] = []
+        self.activities: list[str] = []
+        super().__init__(lambda step, values: self.rows.append(tuple(values)))
+
+    def show(self, activity: str) -> None:
+        self.activities.append(activity)

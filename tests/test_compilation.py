@@ -106,6 +106,38 @@ def test_compiler_options_depend_on_the_operations(monkeypatch, function, differ
     assert options_of(monkeypatch, function, differentiates, IMAGE) == expected
 
 
+def test_compile_ahead_traces_once_and_the_first_call_compiles_nothing(caplog):
+    traced = []
+
+    def double(x):
+        traced.append(x.shape)
+        return x * 2
+
+    function = compilation.jit(double, differentiates=False)
+    function.compile_ahead(jax.ShapeDtypeStruct((3,), jnp.float32))
+    with jax.log_compiles():  # for this thread only
+        np.testing.assert_array_equal(function(np.ones(3, np.float32)), np.full(3, 2.0))
+    assert traced == [(3,)] and "XLA compilation of jit(double" not in caplog.text
+    np.testing.assert_array_equal(function(np.ones(4, np.float32)), np.full(4, 2.0))  # another shape
+
+
+def test_error_of_a_compilation_ahead_is_raised_by_the_first_call():
+    unknown = jax.ffi.ffi_call("rlframe_has_no_such_function", jax.ShapeDtypeStruct((), jnp.float32))
+    function = compilation.jit(lambda x: unknown(x), differentiates=False)
+    function.compile_ahead(jnp.float32(1.0))
+    for _ in range(2):
+        with pytest.raises(Exception, match="rlframe_has_no_such_function"):
+            function(jnp.float32(1.0))
+
+
+def test_error_of_the_function_is_raised_by_compile_ahead_and_by_the_call():
+    function = compilation.jit(lambda x: x @ jnp.ones(3), differentiates=False)
+    with pytest.raises(TypeError, match="dot_general"):
+        function.compile_ahead(jax.ShapeDtypeStruct((2,), jnp.float32))
+    with pytest.raises(TypeError, match="dot_general"):
+        function(np.ones(2, np.float32))
+
+
 @pytest.mark.skipif(not OLD, reason="this XLA has no older runtime")
 def test_function_is_compiled_again_for_the_default_runtime_if_a_batch_is_large(monkeypatch):
     function = compilation.jit(lambda x: x @ jnp.ones((256, 256)), differentiates=False)

@@ -37,6 +37,31 @@ def test_public_packages_import_no_engine_or_environment_library():
     assert loaded.isdisjoint({*ENGINES, "envpool", "gymnasium", "dm_control", "matplotlib", "tensorboardX", "rich"})
 
 
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("rlframe.cli.status, rlframe.programs.run_dir.status", {"jax", "matplotlib", "orbax", "haiku"}),
+        ("rlframe.cli.listings", {"jax", "matplotlib", "orbax", "haiku"}),
+        ("rlframe.cli.train", {"matplotlib", "orbax", "tensorboardX"}),
+    ],
+)
+def test_command_imports_no_library_that_it_does_not_need(modules, absent):
+    loaded, _ = modules_after(f"import {modules}")
+    assert loaded.isdisjoint(absent)
+
+
+def test_train_command_imports_neither_the_coordinator_nor_other_agents_to_read_its_options():
+    program = (
+        "import sys; from rlframe.cli.train_options import read_arguments; read_arguments(['--env', 'CartPole-v1']); "
+        "print(*(name for name in sys.modules if name.startswith('rlframe.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    loaded = set(done.stdout.split())
+    assert "rlframe.agents.ppo" in loaded
+    unneeded = ("coordinator.coordinator", "device.rounds", "agents.sac", "agents.grpo", "replay.shared_memory.buffer")
+    assert loaded.isdisjoint(f"rlframe.{name}" for name in unneeded)
+
+
 def test_every_public_name_can_be_imported():
     import rlframe
 

@@ -25,16 +25,21 @@ learning. Example for PPO on CartPole:
 
 from __future__ import annotations
 
-from rlframe.agents.base import Agent, LearnerState
-from rlframe.agents.dqn import DQN, DQNConfig
-from rlframe.agents.grpo import GRPO, GRPOConfig
-from rlframe.agents.impala import IMPALA, IMPALAConfig
-from rlframe.agents.ppo import PPO, PPOConfig
-from rlframe.agents.pqn import PQN, PQNConfig
-from rlframe.agents.r2d2 import R2D2, R2D2Config
-from rlframe.agents.sac import SAC, SACConfig
-from rlframe.agents.td3 import TD3, TD3Config
-from rlframe.agents.transforms import Normalized
+from typing import TYPE_CHECKING
+
+from rlframe.extras import lazy_names
+
+if TYPE_CHECKING:
+    from rlframe.agents.base import Agent, LearnerState
+    from rlframe.agents.dqn import DQN, DQNConfig
+    from rlframe.agents.grpo import GRPO, GRPOConfig
+    from rlframe.agents.impala import IMPALA, IMPALAConfig
+    from rlframe.agents.ppo import PPO, PPOConfig
+    from rlframe.agents.pqn import PQN, PQNConfig
+    from rlframe.agents.r2d2 import R2D2, R2D2Config
+    from rlframe.agents.sac import SAC, SACConfig
+    from rlframe.agents.td3 import TD3, TD3Config
+    from rlframe.agents.transforms import Normalized
 
 __all__ = [
     "DQN",
@@ -57,3 +62,9 @@ __all__ = [
     "SACConfig",
     "TD3Config",
 ]
+
+# A module is imported on the first use of its names, because a run needs only one agent.
+_MODULES = {"Agent": "base", "LearnerState": "base", "Normalized": "transforms"}  # the other modules have agents' names
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"rlframe.agents.{_MODULES.get(name, name.removesuffix('Config').lower())}" for name in __all__}
+)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe.agents.initializers import transformed, weight_initializer, zeros
 from rlframe.errors import UsageError, check_above
 from rlframe.types import MultiDiscreteArray, Params, Tree, has_channels_first, specs
 
@@ -154,7 +154,7 @@ class NatureCNNConfig:
         for i, (channels, kernel, stride) in enumerate(zip(self.channels, self.kernels, self.strides, strict=True)):
             shape = (kernel, kernel, hidden.shape[-1], channels)
             weights = hk.get_parameter(f"{name}_w{i}", shape, init=weight_initializer(self))
-            bias = hk.get_parameter(f"{name}_b{i}", (channels,), init=jnp.zeros)
+            bias = hk.get_parameter(f"{name}_b{i}", (channels,), init=zeros)
             hidden = _convolve(hidden, weights * scale if i == 0 else weights, stride) + bias
             hidden = _activated(hidden, self, f"{name}_norm{i}")
         return hidden.reshape(hidden.shape[0], -1)
@@ -200,7 +200,7 @@ def _with_heads(inputs: Callable[[Tree, str], jax.Array], cfg: Any, heads: Seque
         features = dense_layers(inputs(observation, "torso"), cfg, "torso", cfg.hidden[:num_shared])
         return apply_heads(lambda _: features, cfg, parts, cfg.hidden[num_shared:])
 
-    network = Network(*hk.without_apply_rng(hk.transform(forward)))
+    network = Network(*transformed(forward))
     return network if cfg.noisy is None else noisy(network, cfg.noisy)
 
 
@@ -242,7 +242,9 @@ def apply_heads(
 
 def _apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Array:
     """Return the output `[B, head.size]` of head number `index` for features `[B, n]`."""
-    linear = hk.Linear(head.size - head.num_free, w_init=weight_initializer(cfg, head.scale), name=f"head{index}")
+    linear = hk.Linear(
+        head.size - head.num_free, w_init=weight_initializer(cfg, head.scale), b_init=zeros, name=f"head{index}"
+    )
     output = linear(features)
     if not head.num_free:
         return output
@@ -253,7 +255,7 @@ def _apply_head(features: jax.Array, cfg: Any, head: Head, index: int) -> jax.Ar
 def dense_layers(features: jax.Array, cfg: Any, name: str, sizes: Sequence[int]) -> jax.Array:
     """Apply dense layers of the given sizes to features `[B, n]`. Call it in a Haiku transform."""
     for i, size in enumerate(sizes):
-        layer = hk.Linear(size, w_init=weight_initializer(cfg), name=f"{name}_dense{i}")
+        layer = hk.Linear(size, w_init=weight_initializer(cfg), b_init=zeros, name=f"{name}_dense{i}")
         features = _activated(layer(features), cfg, f"{name}_dense_norm{i}")
     return features
 
@@ -262,47 +264,6 @@ def _activated(features: jax.Array, cfg: Any, name: str) -> jax.Array:
     if getattr(cfg, "layer_norm", False):
         features = hk.LayerNorm(-1, create_scale=True, create_offset=True, name=name)(features)
     return ACTIVATIONS[cfg.activation](features)
-
-
-def weight_initializer(cfg: Any, scale: float = math.sqrt(2.0)) -> Callable[[Any, Any], jax.Array]:
-    """Return an initializer of weights. The default gain is from OpenAI Baselines (`baselines/common/models.py`)."""
-    weights = functools.partial(_orthogonal, scale=scale) if cfg.orthogonal else _truncated_normal
-
-    def init(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        # NumPy draws the weights, because XLA takes two seconds per shape to compile a matrix decomposition.
-        key = jax.random.key_data(hk.next_rng_key())
-        draw = functools.partial(weights, shape=tuple(shape), dtype=dtype)
-        if isinstance(key, jax.core.Tracer):
-            return jax.pure_callback(draw, jax.ShapeDtypeStruct(tuple(shape), dtype), key)
-        return jnp.asarray(draw(key))
-
-    return init
-
-
-def _orthogonal(key: Any, *, shape: tuple[int, ...], dtype: Any, scale: float) -> np.ndarray:
-    """Draw weights with orthogonal columns. If there are fewer rows than columns, the rows are orthogonal.
-
-    See Saxe et al. 2014.
-    """
-    rows, columns = int(np.prod(shape[:-1])), shape[-1]
-    draws = _random_state(key).standard_normal((max(rows, columns), min(rows, columns)))
-    q, r = np.linalg.qr(draws)
-    q = q * np.sign(np.diag(r))  # These signs make the distribution of the matrices uniform.
-    return np.asarray(scale * (q if rows >= columns else q.T), dtype).reshape(shape)
-
-
-def _truncated_normal(key: Any, *, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Draw normal weights with deviation 1 / sqrt(inputs), truncated at two deviations, as in Sonnet and Haiku."""
-    random = _random_state(key)
-    draws = random.standard_normal(shape)
-    while (outside := np.abs(draws) > 2.0).any():
-        draws[outside] = random.standard_normal(int(outside.sum()))
-    return np.asarray(draws / math.sqrt(np.prod(shape[:-1])), dtype)
-
-
-def _random_state(key: Any) -> np.random.RandomState:
-    # RandomState instead of Generator, because its random numbers are the same in all versions of NumPy.
-    return np.random.RandomState(np.asarray(key, np.uint32).ravel())
 
 
 def _leaf_pairs(observation_spec: Tree, observation: Tree) -> list[tuple[specs.Array, jax.Array]]:

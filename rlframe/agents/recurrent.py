@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe.agents.initializers import transformed, weight_initializer
 from rlframe.agents.net_factory import fitted_to_images, is_recurrent
 from rlframe.agents.networks import (
     Activation,
@@ -27,7 +28,6 @@ from rlframe.agents.networks import (
     dueling_heads,
     flatten_observation,
     has_images,
-    weight_initializer,
 )
 from rlframe.agents.trees import flatten_batch_and_time, swap_batch_and_time
 from rlframe.errors import check_at_least
@@ -187,8 +187,7 @@ class _RecurrentConfig:
             outputs = apply_heads(lambda _: core, self, parts, own)
             return tuple(output.reshape(*lead, output.shape[-1]) for output in outputs), state
 
-        transformed: Any = hk.without_apply_rng(hk.transform(forward))
-        init, apply = transformed
+        init, apply = transformed(forward)
 
         return RecurrentNetwork(
             lambda rng, observation: init(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import rlframe
 from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
+from rlframe.interprocess.malloc import rare_garbage_collections
 
 
 class Command(NamedTuple):
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        with _warnings_shown():
+        with rare_garbage_collections(), _warnings_shown():
             return _dispatch(arguments)
     except KeyboardInterrupt:
         return _failed("interrupted.", INTERRUPTED)

@@ -7,7 +7,6 @@ import sys
 
 from rlframe.cli.listings import print_preset
 from rlframe.cli.parsing import raw_option_values
-from rlframe.cli.seeds import run_seeds
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.metrics.text import format_number, plus_minus
@@ -28,6 +27,8 @@ def run(arguments: list[str]) -> int:
         return _train_and_print(experiment, options, preset)
     if "seed" in raw_option_values(arguments):
         raise UsageError(f"--seeds {options.seeds} starts one run for each seed: leave --seed out.")
+    from rlframe.cli.seeds import run_seeds
+
     return run_seeds(experiment, options)
 
 

@@ -1,6 +1,6 @@
 """The coordinator of the elastic topology: workers start and stop while training continues. See docs/run/elastic.md.
 
-Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it.
+Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic_nodes` creates it.
 
 The objects, by process:
 

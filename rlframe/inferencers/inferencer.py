@@ -14,6 +14,7 @@ import numpy as np
 
 from rlframe import compilation, handles
 from rlframe.agents.base import Agent
+from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UnavailableError, UsageError, check_above, check_at_least
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.shared_calls import CallMemoryRegistry
@@ -178,6 +179,15 @@ class Inferencer:
             if self._calls % self._cfg.sync_interval == 0:
                 self.refresh()
             return self._act(env_ids, timestep, state)
+
+    def compile_ahead(self, rows: int) -> None:
+        """Fetch the parameters, and compile the jitted call for `rows` environments in another thread.
+
+        The next call of `inference` waits for this thread.
+        """
+        self.refresh()
+        timestep, call = zero_timestep(self.agent.observation_spec, rows), np.uint32(0)
+        self._jitted_step.compile_ahead(self._rng, call, self._active_params[1], timestep, self.initial_state(rows))
 
     def is_ready(self, timeout: float) -> bool:
         """Wait for the first parameters, for up to `timeout` seconds (at most 1). Return True if they have arrived."""

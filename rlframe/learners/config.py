@@ -50,10 +50,13 @@ class LearnerConfig:
     resume: bool = False  # start from the latest checkpoint, if there is one
     log_every: int = 100  # learner steps between two rows that `run()` writes to the logger
     data: DataConfig = DataConfig()  # how `run()` reads the replay buffer
+    # Number of environments of all actors. If it is given, the constructor compiles the update in another thread, so
+    # that the first update need not wait. None: the first update compiles.
+    num_envs: int | None = None
     codec: Any = None  # environment codec, saved in checkpoints so that `rlframe.load` needs no environment
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every")
+        check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every", "num_envs")
         check_above(self, 0, "checkpoint_seconds")
         if self.resume and not self.checkpoint_dir:
             raise UsageError("LearnerConfig.resume needs a checkpoint_dir.")

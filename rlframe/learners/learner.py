@@ -17,6 +17,7 @@ from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.learners.checkpoints import Checkpointer, RestoredCheckpoint, Saver, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
+from rlframe.learners.initial_state import InitialState
 from rlframe.learners.replay import LearnerReplay
 from rlframe.learners.update import (
     LearnerUpdate,
@@ -27,12 +28,12 @@ from rlframe.learners.update import (
     check_params,
     check_update,
     copy_arrays,
-    initial_state,
 )
 from rlframe.learners.versions import VersionCounter, mean_version
-from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.packing import PackedParams
 from rlframe.params.publication import Publication, PublicationReader
 from rlframe.replay import ReplayReader
+from rlframe.replay.layout import batch_shapes
 from rlframe.types import Batch, Logs, Tree
 
 
@@ -82,7 +83,6 @@ class Learner:
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
         self._update_lock = threading.RLock()
         self.learner_steps = 0
-        self._actor_arrays: list[jax.Array]  # packed parameters that actors have
         self._logs: Logs = {}  # logs of the newest checked update
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until `_check_update` has checked it
         self._replay = LearnerReplay(replay_buffer, agent, self._stop)
@@ -110,13 +110,16 @@ class Learner:
             self.saver = Saver(cfg, self, self._update_lock, self._replay.saved, self._checkpointer.replays)
 
     def _publish_initial_params(self) -> None:
-        agent = self._agent
-        # Copy, because updates donate these arrays, and no array may occur twice. The initial target network can share
-        # its arrays with the parameters.
-        self._params, self._learner_state = copy_arrays(initial_state(agent, self._cfg.seed))
-        self._packing = Packing(jax.eval_shape(agent.actor_params, self._params, self._learner_state))
+        cfg, agent, initial = self._cfg, self._agent, InitialState(self._agent)
+        num_envs = cfg.num_envs if self._replay.buffer is not None else None
+        arrays = initial.make(cfg.seed) if num_envs is None else initial.shapes()
+        self._packing = arrays.packing(agent)
         self._update = LearnerUpdate(agent, self._packing)
-        self._pack_params()
+        if num_envs is not None:
+            self._update.compile_ahead(arrays, batch_shapes(agent, num_envs))
+            arrays = initial.make(cfg.seed)
+        self._params, self._learner_state, self._actor_arrays = arrays
+        check_params(self._params, self.learner_steps, self._last_good)
         self._publication = Publication(self._versions.value, PackedParams(self._packing, self._actor_arrays))
 
     def _restore_if_saved(self) -> None:

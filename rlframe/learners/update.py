@@ -17,17 +17,16 @@ from rlframe.params.packing import Packing
 from rlframe.types import Batch, Logs, Params, Tree
 
 
-def initial_state(agent: Agent, seed: int, params: Params | None = None) -> tuple[Params, Any]:
-    """Return the parameters and the learner state of a Learner with this seed, before the first update.
+class LearnerArrays(NamedTuple):
+    """The arrays that an update changes, or their shapes as `jax.ShapeDtypeStruct`."""
 
-    Args:
-        agent: the agent.
-        seed: seed of the parameters and of the random numbers in the learner state.
-        params: parameters to start from, in place of random ones.
-    """
-    init_rng, learner_rng = jax.random.split(jax.random.PRNGKey(seed))
-    params = agent.initial_params(init_rng) if params is None else params
-    return params, agent.seeded(agent.initial_learner_state(params), learner_rng)
+    params: Params
+    learner_state: Any
+    actor_arrays: list[Any]  # packed parameters for actors
+
+    def packing(self, agent: Agent) -> Packing:
+        """Return the layout of `actor_arrays`."""
+        return Packing(jax.eval_shape(agent.actor_params, self.params, self.learner_state))
 
 
 class UpdateResult(NamedTuple):
@@ -67,12 +66,22 @@ class LearnerUpdate:
         self._agent, self._packing = agent, packing
         self.pack = jax.jit(self._pack)
         self._keep_finite = jax.jit(self._finite_or_old)
-        self._call: Callable[..., UpdateResult] = self._update
+        self._jitted: compilation.jit | None = None
         if agent.jit_learner_step:
-            self._call = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
+            self._jitted = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
 
     def __call__(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
-        return self._call(params, learner_state, batch, actor_arrays)
+        return (self._jitted or self._update)(params, learner_state, batch, actor_arrays)
+
+    def compile_ahead(self, shapes: LearnerArrays, batch: Batch) -> None:
+        """Compile the update in another thread. See `compilation.jit.compile_ahead`.
+
+        Args:
+            shapes: the shapes of the learner's arrays.
+            batch: the shapes of a batch, from `batch_shapes`.
+        """
+        if self._jitted is not None:
+            self._jitted.compile_ahead(shapes.params, shapes.learner_state, batch, shapes.actor_arrays)
 
     def _update(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)

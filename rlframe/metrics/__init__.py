@@ -13,11 +13,16 @@ logger. For example, `JSONLLogger` appends the row to `metrics.jsonl`. Later, `p
 
 from __future__ import annotations
 
-from rlframe.metrics.base import CallbackLogger, LenientLogger, Logger, MultiLogger
+from typing import TYPE_CHECKING
+
+from rlframe.extras import lazy_names
+from rlframe.metrics.base import CallbackLogger, LenientLogger, Logger, MultiLogger, ProgressDisplay
 from rlframe.metrics.files import CSVLogger, JSONLLogger, read_jsonl
-from rlframe.metrics.plots import plot_learning_curve
 from rlframe.metrics.terminal import TerminalLogger
 from rlframe.metrics.trackers import TensorBoardLogger, TrackioLogger, WandbLogger
+
+if TYPE_CHECKING:
+    from rlframe.metrics.plots import plot_learning_curve
 
 __all__ = [
     "CSVLogger",
@@ -26,6 +31,7 @@ __all__ = [
     "LenientLogger",
     "Logger",
     "MultiLogger",
+    "ProgressDisplay",
     "TensorBoardLogger",
     "TerminalLogger",
     "TrackioLogger",
@@ -33,3 +39,5 @@ __all__ = [
     "plot_learning_curve",
     "read_jsonl",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, {"plot_learning_curve": "rlframe.metrics.plots"})

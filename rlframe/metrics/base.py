@@ -36,6 +36,13 @@ class Logger(Protocol):
         """Write pending rows, and release files and processes. May be called again."""
 
 
+class ProgressDisplay(Logger, Protocol):
+    """A logger that shows the progress of a run."""
+
+    def show(self, activity: str) -> None:
+        """Show what the run does before its first update, such as "compiling". After the first update, do nothing."""
+
+
 class CallbackLogger:
     """A logger that calls `function(step, values)` for each row. `write` raises the function's exceptions."""
 

@@ -56,6 +56,8 @@ def table(
 class TerminalLogger:
     """A progress display, drawn in `write`: steps, steps/s, return, loss, staleness and remaining time.
 
+    Before the first update, `show` adds what the run does.
+
     Args:
         total_steps: Number of steps of the run. If None, the display has no progress bar and no remaining time.
         title: Title of the run, for example `"PPO on CartPole-v1"`.
@@ -76,6 +78,7 @@ class TerminalLogger:
         self._title = title
         self._file = file if file is not None else sys.stderr
         self._step = 0
+        self._activity: str | None = ""  # None after the first update
         self._shown: dict[str, float] = {}
         self._speed = _Speed()
         self._started = time.monotonic()
@@ -93,12 +96,20 @@ class TerminalLogger:
         self._step = step
         now = time.monotonic()
         self._speed.add(now, step)
+        if values.get("learner_steps"):
+            self._activity = None
         wanted = {name: values[name] for _, name, _ in _SHOWN if name in values}
         evaluated = "return_mean" in wanted
         if wanted:
             self._shown.update(scalars(on_host(wanted)))
         if evaluated or now >= self._next_drawing:
             self._next_drawing = now + self._pause
+            self._draw()
+
+    def show(self, activity: str) -> None:
+        """See `ProgressDisplay`."""
+        if self._activity is not None and activity != self._activity:
+            self._activity, self._next_drawing = activity, time.monotonic() + self._pause
             self._draw()
 
     def close(self) -> None:
@@ -126,7 +137,8 @@ class TerminalLogger:
     def _entries(self) -> list[tuple[str, str]]:
         """Return (label, text of the value) for each available value, in the order in which they are shown."""
         total, speed = self._total_steps, self._speed.steps_per_second()
-        entries = [("steps", f"{self._step:,}" + (f" / {total:,}" if total else ""))]
+        entries = [("now", self._activity)] if self._activity else []
+        entries.append(("steps", f"{self._step:,}" + (f" / {total:,}" if total else "")))
         if speed is not None:
             entries.append(("steps/s", f"{speed:,.0f}"))
         for label, name, form in _SHOWN:

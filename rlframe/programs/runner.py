@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -18,12 +19,13 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
+from rlframe.engines.base import NodeStatus
 from rlframe.engines.group_rules import ending_group
 from rlframe.envs.jax_envs import SUITES
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
-from rlframe.metrics import LenientLogger, Logger, MultiLogger, plot_learning_curve
+from rlframe.metrics import LenientLogger, Logger, MultiLogger, ProgressDisplay
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import fill_configs, with_fields
@@ -33,7 +35,7 @@ from rlframe.programs.policies.warm_start import write_initial_checkpoint
 from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
-from rlframe.programs.run_dir.status import StatusFile
+from rlframe.programs.run_dir.status import StatusFile, describe_start
 from rlframe.programs.session import Session, Shared
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ProgramConfig, find_topology
@@ -61,7 +63,7 @@ def run_experiment(
     stop_at: int | None = None,
     callbacks: Iterable[Callback] = (),
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
-    progress: Logger | None = None,
+    progress: ProgressDisplay | None = None,
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
     control_address: ControlAddress | None = None,
@@ -162,7 +164,7 @@ class _Launcher:
     stop_at: int | None
     callbacks: Callbacks
     open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None
-    progress: Logger | None
+    progress: ProgressDisplay | None
     profile: Profile | None
     control_address: ControlAddress | None
     quiet: bool
@@ -323,11 +325,17 @@ class _Launcher:
             saver = "learner" if "learner" in engine.groups else group
             self.callbacks.connect(engine.handle_of(group), group, engine.handle_of(saver), self.directory.path)
         try:
-            return engine.run(status.watch)
+            return engine.run(status.watch if engine.in_process else functools.partial(self._watch, status))
         except ProgramError as error:
             raise ProgramError(f"{error}\n{self.directory.describe_checkpoint()}") from self.callbacks.error or error
         finally:
             self.callbacks.disconnect()
+
+    def _watch(self, status: StatusFile, stops: bool, nodes: list[NodeStatus]) -> None:
+        """Write the states of the nodes to the status file, and show what they do before the first update."""
+        status.watch(stops, nodes)
+        if self.progress is not None:
+            self.progress.show(describe_start(nodes))
 
     def _write_result(self, session: Session, signal_number: int | None) -> Result:
         """Complete `result.json`, and draw the learning curve. If a callback raised an error, raise it again."""
@@ -368,6 +376,8 @@ def make_engine(experiment: Experiment, logs: pathlib.Path | None, quiet: bool =
 
 def _draw_learning_curve(directory: RunDir) -> None:
     """Draw the learning curve. If this fails, log a warning and continue, because the run is already saved."""
+    from rlframe.metrics import plot_learning_curve
+
     try:
         with _drawing:
             plot_learning_curve(directory.path, directory.learning_curve)

@@ -6,8 +6,6 @@ also calls; see `rlframe/device/seeds.py`.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 import os
 import threading
@@ -26,12 +24,11 @@ from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Shared
 from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.training.callbacks import Callback
+from rlframe.programs.training.loop import import_late_modules
 from rlframe.streams import root_handler
 
 Outcome = Union[Result, BaseException]  # a result, or the error that ended the run
 
-# Modules that a run imports when it first needs them.
-_LATE_IMPORTS = ("orbax.checkpoint", "tensorboardX.record_writer")
 _SERVICE = "rlframe.coordinator.control.app"
 _POLL = 0.1  # seconds between two checks for a signal
 
@@ -73,7 +70,7 @@ def run_seeds(
             f"run_seeds needs the topology fused, but the topology is {experiment.topology_config.name}. Call "
             "run_experiment for each seed."
         )
-    _import_modules(experiment, [*_LATE_IMPORTS, *[_SERVICE] * (control_address is not None)])
+    _import_modules(experiment, [_SERVICE] * (control_address is not None))
     group, callbacks = JointSeeds(run_dirs), list(callbacks)
     outcomes: dict[int, Outcome] = {}
     stops = {seed: StopSignal() for seed in run_dirs}
@@ -123,9 +120,9 @@ def _import_modules(experiment: Experiment, names: list[str]) -> None:
     """Import the modules of the runs in this thread. Threads that import a package at the same time can fail."""
     import_env(experiment)
     make_agent(fill_configs(experiment))
-    for name in names:
-        with contextlib.suppress(ImportError):  # the runs raise an error that explains it
-            importlib.import_module(name)
+    import_late_modules(
+        "rlframe.programs.topologies.fused", "rlframe.device.driver", "rlframe.device.evaluation", *names
+    )
 
 
 def _forward(stop: StopSignal, stops: Iterable[StopSignal]) -> None:

@@ -12,7 +12,7 @@ from rlframe import handles
 from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
 from rlframe.envs.codec import Codec
-from rlframe.metrics import Logger
+from rlframe.metrics import Logger, ProgressDisplay
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.config import EnvOptions, TopologyConfig
@@ -49,7 +49,7 @@ class Session:
     codec: Codec | None = None  # codec of the environments; None for a language model
     # `loggers` and `progress` are set only if all nodes are in one process. Otherwise the launcher writes the rows.
     loggers: tuple[Logger, ...] = ()  # loggers that receive each row
-    progress: Logger | None = None  # progress display: gets each row, and the current step a few times a second
+    progress: ProgressDisplay | None = None  # gets each row, and the current step a few times a second
     profile: Profile | None = None  # measures the time of each part of a single process
     shared: Shared | None = None  # set if the runs of several seeds are in this process
 
@@ -67,6 +67,11 @@ class Session:
     def last_step_reason(self) -> str:
         """The value of `Result.stopped_by` if the session reaches its last step."""
         return "steps" if self.until >= self.experiment.steps else "stop_at"
+
+    def show(self, activity: str) -> None:
+        """Show in the progress display what the run does before its first update."""
+        if self.progress is not None:
+            self.progress.show(activity)
 
     @property
     def actor_seed(self) -> int:

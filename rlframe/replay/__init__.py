@@ -24,8 +24,9 @@ separate nodes, and `reverb/` uses a Reverb server.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rlframe.extras import lazy_names
 from rlframe.replay.base import (
     BaseReplayBuffer,
     Draw,
@@ -36,8 +37,10 @@ from rlframe.replay.base import (
 )
 from rlframe.replay.local import ReplayBuffer
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter
-from rlframe.replay.shared_memory import SharedMemReplayBuffer
 from rlframe.replay.steps import ItemAssembler
+
+if TYPE_CHECKING:
+    from rlframe.replay.shared_memory import SharedMemReplayBuffer
 
 __all__ = [
     "BaseReplayBuffer",
@@ -53,6 +56,9 @@ __all__ = [
     "SharedMemReplayBuffer",
     "as_replay_buffer",
 ]
+
+
+__getattr__, __dir__ = lazy_names(__name__, {"SharedMemReplayBuffer": "rlframe.replay.shared_memory"})
 
 
 def as_replay_buffer(target: Any, specs: Callable[[], Any]) -> Any:

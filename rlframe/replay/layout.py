@@ -1,4 +1,4 @@
-"""Classes that split trees into named arrays, check steps, and allocate the arrays of batches."""
+"""Split trees into named arrays, check steps, allocate the arrays of batches, and compute the shapes of a batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.tree_util as jtu
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import Step, StepSpec, Tree, specs
+from rlframe.types import (
+    AgentSpecs,
+    Batch,
+    Sequence,
+    SequenceBatch,
+    Step,
+    StepSpec,
+    TransitionBatch,
+    Tree,
+    specs,
+)
 
 _LARGE = 1 << 18  # bytes; smaller arrays are not reused, because allocation is faster
 _KEPT = 6  # maximum number of arrays in the pool for each shape and dtype
@@ -157,3 +168,43 @@ class OutputArrays:
         if len(kept) < _KEPT:
             kept.append(array)
         return array
+
+
+def batch_shapes(agent: AgentSpecs | Any, num_envs: int) -> Batch:
+    """Return the shapes of the batches that a Learner passes to its agent, before there is a batch.
+
+    Args:
+        agent: an agent, or its specs.
+        num_envs: number of environments of all writers. Used if `batch_size` of the replay spec is None.
+
+    Returns:
+        A batch without `keys` and `params_version`. Its leaves are `jax.ShapeDtypeStruct` objects.
+    """
+    spec, step = agent.replay_spec, agent.step_spec
+    rows = spec.batch_size or num_envs
+
+    def shapes(tree: Tree, *lead: int) -> Tree:
+        return jax.tree.map(lambda leaf: _shape((*lead, *leaf.shape), leaf.dtype), tree)
+
+    data: Any
+    if isinstance(spec.item, Sequence):
+        length, number = spec.item.length, _shape((rows, spec.item.length), np.float32)
+        data = SequenceBatch(
+            observation=shapes(step.observation, rows, length + 1),
+            step_type=_shape((rows, length + 1), np.uint8),
+            action=shapes(step.action, rows, length),
+            reward=number,
+            discount=number,
+            extras=shapes(step.extras, rows, length),
+            agent_state=shapes(step.agent_state, rows),
+        )
+    else:
+        observation, number = shapes(step.observation, rows), _shape((rows,), np.float32)
+        data = TransitionBatch(
+            observation, shapes(step.action, rows), number, number, observation, shapes(step.extras, rows)
+        )
+    return Batch(data, (), _shape((rows,), np.float32), ())
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))

@@ -101,6 +101,20 @@ def test_standard_deviation_of_truncated_normal_weights_is_one_over_the_root_of_
     np.testing.assert_allclose(np.std(weights), 0.88 / np.sqrt(3.0), rtol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("config", "spec"), [(MLPConfig((4,), layer_norm=True), specs.Array((3,), np.float32)), (GRUConfig(size=4), None)]
+)
+def test_eager_init_equals_jitted_init_and_compiles_no_layer(config, spec, caplog):
+    spec = specs.Array((3,), np.float32) if spec is None else spec
+    network, observation = config.build(spec, (Head(2), Head(1))), random_tree(spec, (1,))
+    with jax.log_compiles():
+        eager = network.init(jax.random.PRNGKey(3), observation)
+    assert "jit(dot" not in caplog.text and "jit(tanh" not in caplog.text
+    jitted = jax.jit(network.init)(jax.random.PRNGKey(3), observation)  # Haiku's own `init`
+    assert jax.tree.structure(eager) == jax.tree.structure(jitted)
+    jax.tree.map(np.testing.assert_array_equal, eager, jitted)
+
+
 def test_initial_weights_depend_only_on_the_random_key():
     network = MLPConfig().build(VECTOR, (Head(2),))
     first, again, other = (network.init(jax.random.PRNGKey(seed), np.zeros((1, 3), np.float32)) for seed in (1, 1, 2))

@@ -21,7 +21,7 @@ def main() -> None:
     import rlframe.cli.main
     import rlframe.cli.train
     import rlframe.cli.train_options
-    import rlframe.programs.topologies.elastic
+    import rlframe.programs.topologies.elastic_nodes
 
     del rlframe
     results = {name: _in_fork(each["hidden"], each["calls"]) for name, each in json.load(sys.stdin).items()}

@@ -64,6 +64,26 @@ def test_close_prints_the_last_row_once(clock):
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1", "100"]
 
 
+def test_activity_before_the_first_update_is_printed_at_once(clock):
+    out = io.StringIO()
+    logger = TerminalLogger(100, file=out)
+    for activity in ("compiling", "compiling", "filling the replay"):
+        logger.show(activity)
+        clock.now += 1
+    logger.write(8, {"learner_steps": 0})
+    clock.now += 5
+    logger.write(16, {})
+    logger.write(17, {"learner_steps": 1})
+    logger.show("compiling")  # has no effect after the first update
+    logger.close()
+    assert out.getvalue().splitlines() == [
+        "now compiling  steps 0 / 100  time 0:00",
+        "now filling the replay  steps 0 / 100  time 0:02",
+        "now filling the replay  steps 16 / 100  steps/s 2  time 0:08, 0:52 left",
+        "steps 17 / 100  steps/s 2  time 0:08, 0:46 left",
+    ]
+
+
 def test_run_without_rows_prints_nothing():
     out = io.StringIO()
     TerminalLogger(100, file=out).close()

@@ -17,6 +17,7 @@ from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
+from tests.fakes import ProgressRecorder
 
 SMALL = {"network": "mlp", "network_config": MLPConfig((16,)), "env_type": "loop", "eval_episodes": 2, "num_envs": 4}
 
@@ -45,6 +46,15 @@ def test_program_writes_the_same_files_and_result_as_a_single_process(tmp_path, 
     assert (tmp_path / "run/learning_curve.png").exists()
     again = evaluate(tmp_path / "run", episodes=2)  # `evaluate` loads the last checkpoint
     assert (again["return_mean"], again["params_version"]) == (result.return_mean, result.params_version)
+
+
+@pytest.mark.system
+def test_progress_display_shows_the_start_of_the_nodes_until_the_first_update(tmp_path):
+    progress = ProgressRecorder()
+    experiment = small_experiment("impala", "heavy_env", engine="local", unroll_length=8, batch_size=4, num_actors=1)
+    run_experiment(experiment, run_dir=tmp_path / "run", progress=progress)
+    assert "starting: learner, actor, monitor" in progress.activities
+    assert "collecting data for the first update" in progress.activities
 
 
 def test_program_makes_updates_at_the_configured_ratio(tmp_path):

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ from rlframe.agents.networks import MLPConfig
 from rlframe.engines.inline import InlineEngine
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
-from rlframe.metrics import CallbackLogger, read_jsonl
+from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, load_experiment, make_experiment, run_experiment
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.run_dir.directory import Result
@@ -27,6 +29,7 @@ from rlframe.programs.session import Session
 from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.topologies.single_process import single_process
 from rlframe.programs.training.loop import TrainingLoop
+from tests.fakes import ProgressRecorder
 
 SMALL_NETWORK = {"network": "mlp", "network_config": MLPConfig((16,))}
 
@@ -97,25 +100,25 @@ def assert_same_arrays(run_dir, other) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A complete run of `ppo(log_every=100, eval_every=250)`, with the calls of its callback and progress logger."""
+    """A complete run of `ppo(log_every=100, eval_every=250)`, with the calls of its callback and progress display."""
 
     run_dir: pathlib.Path
     result: Result
     called: list[tuple[int, dict[str, float]]]
-    logged: list[dict[str, float]]
+    progress: ProgressRecorder
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Finished:
-    run_dir, called, logged = tmp_path_factory.mktemp("finished") / "run", [], []
+    run_dir, called, progress = tmp_path_factory.mktemp("finished") / "run", [], ProgressRecorder()
     result = run_experiment(
         FINISHED,
         run_dir=run_dir,
         callbacks=[lambda info: called.append((info.step, info.values))],
-        progress=CallbackLogger(lambda step, values: logged.append(dict(values))),
+        progress=progress,
         notes={"preset": "ppo/cartpole"},
     )
-    return Finished(run_dir, result, called, logged)
+    return Finished(run_dir, result, called, progress)
 
 
 @pytest.fixture
@@ -194,9 +197,22 @@ def test_callback_receives_every_row(finished):
     assert last["eval_episodes"] == 2 and "episodes" not in last
 
 
-def test_progress_logger_receives_every_row_once(finished):
-    assert sum("return_mean" in row for row in finished.logged) == 3
-    assert sum("episode_return" in row for row in finished.logged) == 6
+def test_progress_display_receives_the_activities_before_the_first_update_and_every_row_once(finished):
+    assert sum("return_mean" in row for row in finished.progress.rows) == 3
+    assert sum("episode_return" in row for row in finished.progress.rows) == 6
+    activities = list(dict.fromkeys(finished.progress.activities))
+    assert activities == ["compiling", "filling the replay", "making the first update", ""]
+
+
+@pytest.mark.parametrize("make", [ppo, dqn, impala])
+def test_update_and_actor_are_compiled_before_the_first_step(make, tmp_path, caplog):
+    """Compilations in the thread of `compile_ahead` are not logged, because `log_compiles` is for one thread."""
+    with open_loop(make(), tmp_path) as loop, jax.log_compiles():
+        while loop.driver.advance(1e9, lambda: False) is None:
+            pass
+        assert loop.learner.learner_steps > 0
+    compiled = re.findall(r"XLA compilation of jit\((\w+)\)", caplog.text)
+    assert [name for name in compiled if name.startswith(("_update", "step"))] == []
 
 
 def test_evaluations_run_at_their_interval_and_at_the_end(finished):
@@ -264,7 +280,7 @@ def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path):
 def test_resuming_a_complete_run_returns_its_result(copied, tmp_path, capsys):
     first = dataclasses.replace(copied.result, run_dir=str(tmp_path / "run"))
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
-    progress = CallbackLogger(lambda step, values: None)
+    progress = ProgressRecorder()
     assert run_experiment(FINISHED, run_dir=tmp_path / "run", resume=True, progress=progress) == first
     assert f"Nothing is left to do: {tmp_path}/run reached its 600 steps." in capsys.readouterr().err
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}

@@ -27,7 +27,7 @@ from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID
 from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
-from rlframe.interprocess.malloc import use_one_arena
+from rlframe.interprocess.malloc import rare_garbage_collections, use_one_arena
 from rlframe.interprocess.phases import ENDING, STARTING
 from rlframe.interprocess.processes import die_with_parent
 from rlframe.shutdown import register_program
@@ -40,12 +40,14 @@ def main() -> None:
     del sys.argv[1:]
     begin_process(name)
     die_with_parent(int(os.environ[LAUNCHER_PID]))
-    heartbeat.begin()
-    logs.set_up(name)
-    sys.path.append(os.getcwd())
-    with open(descriptor, "rb") as file:
-        run, pickled = pickle.load(file)
-    run_to_exit(lambda: run(pickled))
+    with STARTING:
+        heartbeat.begin()
+        logs.set_up(name)
+        sys.path.append(os.getcwd())
+        with open(descriptor, "rb") as file:
+            run, pickled = pickle.load(file)
+    with rare_garbage_collections():
+        run_to_exit(lambda: run(pickled))
 
 
 def begin_process(name: str) -> None:

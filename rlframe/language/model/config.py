@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
 from rlframe.errors import UsageError, check_above, check_at_least, suggest
 
 DTYPES = ("float32", "bfloat16")
@@ -91,6 +89,8 @@ class ModelConfig:
     @property
     def array_dtype(self) -> Any:
         """`dtype` as a JAX type. Do not pass the name to numpy: it can become TensorFlow's bfloat16."""
+        import jax.numpy as jnp  # presets contain configs, and `rlframe status` must not import JAX
+
         return jnp.bfloat16 if self.dtype == "bfloat16" else jnp.float32
 
     @property

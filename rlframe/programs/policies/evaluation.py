@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import jax
 
@@ -14,8 +14,6 @@ from rlframe.actors import Evaluator
 from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
-from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
-from rlframe.device.seeds import JointSeeds
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -26,6 +24,7 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.resume import check_backend
+from rlframe.programs.policies.largest import make_largest
 from rlframe.programs.policies.saved import (
     NEVER_SYNC,
     Checkpoint,
@@ -33,7 +32,6 @@ from rlframe.programs.policies.saved import (
     read_checkpoint,
     read_policy,
 )
-from rlframe.programs.policies.video import VideoRecorder
 from rlframe.programs.run_dir.directory import RunDir, open_run
 from rlframe.programs.topologies.config import EnvOptions, EvaluationOptions
 from rlframe.programs.topologies.makers import (
@@ -44,6 +42,10 @@ from rlframe.programs.topologies.makers import (
     read_codec,
 )
 from rlframe.types import Logs, Tree
+
+if TYPE_CHECKING:
+    from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
+    from rlframe.device.seeds import JointSeeds
 
 _log = logging.getLogger(__name__)
 
@@ -102,8 +104,8 @@ class Evaluations:
         return logs
 
     def _play(self, free_envs: Callable[[], Any] | None) -> Logs:
-        wanted, env = self._num_envs, registry.env_name_or_builder(self._experiment.env)
-        if env_pool_type(self._experiment, wanted, env) == "jax":
+        wanted = self._num_envs
+        if self._is_on_device:
             return self._on_device().evaluate()
         self._inferencer.set_state(self._begin)
         try:
@@ -124,6 +126,16 @@ class Evaluations:
                 )
             return evaluator.evaluate()
 
+    def compile_ahead(self) -> None:
+        """Compile the network's call in another thread. The first evaluation waits for this thread."""
+        if not self._is_on_device:
+            self._inferencer.compile_ahead(self._num_envs)
+
+    @property
+    def _is_on_device(self) -> bool:
+        env = registry.env_name_or_builder(self._experiment.env)
+        return env_pool_type(self._experiment, self._num_envs, env) == "jax"
+
     @property
     def steps(self) -> int:
         """Number of environment steps in the current or last evaluation."""
@@ -137,6 +149,8 @@ class Evaluations:
 
     def _on_device(self) -> DeviceEvaluator:
         """Return the evaluator of JAX environments. All evaluations use the same one, because it compiles."""
+        from rlframe.device.evaluation import DeviceEvaluator
+
         if not isinstance(self._evaluator, DeviceEvaluator):
             config = EvaluationOptions.of(self._experiment)
             make = self._make_program
@@ -153,6 +167,8 @@ class Evaluations:
         return self._evaluator
 
     def _make_program(self) -> EvaluationProgram:
+        from rlframe.device.evaluation import EvaluationProgram
+
         checks = EnvOptions.of(self._experiment).check_finite is not False
         return EvaluationProgram(self._agent, make_jax_envs(self._experiment), checks)
 
@@ -177,32 +193,6 @@ class Evaluations:
             pool.close()
             raise
         return evaluator
-
-
-def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
-    """Return (`make(n)`, error) for the largest n up to `count` at which `make` does not fail.
-
-    `error` is the error of `make(count)`, or None. A binary search finds n. Results of `make` must have `close()`.
-
-    Raises:
-        EnvError, UsageError: the error of `make(count)`, if `make(1)` fails too.
-    """
-    try:
-        return make(count), None
-    except (EnvError, UsageError) as error:
-        problem = error
-    works, fails = 0, count
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        try:
-            make(middle).close()
-        except (EnvError, UsageError):
-            fails = middle
-        else:
-            works = middle
-    if not works:
-        raise problem
-    return make(works), problem
 
 
 def num_eval_envs(experiment: Experiment) -> int:
@@ -359,6 +349,8 @@ def record(
         UsageError: the environment does not render, or a required package is missing.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
+    from rlframe.programs.policies.video import VideoRecorder
+
     directory, experiment, seed = _open(run_dir, {}, episodes, seed, max_episode_length=max_episode_length)
     limit = EvaluationOptions.of(experiment).eval_max_episode_length
     with VideoRecorder(experiment, path) as recorder:

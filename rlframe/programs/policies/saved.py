@@ -16,7 +16,7 @@ from rlframe.errors import CheckpointError, StoppedError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.learners.best import BestCheckpoint
 from rlframe.learners.checkpoints import SavedCheckpoint
-from rlframe.learners.update import initial_state
+from rlframe.learners.initial_state import InitialState
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import LocalParams
 from rlframe.programs.run_dir.directory import RunDir
@@ -80,7 +80,7 @@ def read_policy(agent: Agent, saved: SavedCheckpoint) -> LocalParams:
     Raises:
         CheckpointError: the checkpoint belongs to another agent or network.
     """
-    params, learner_state = saved.tree(initial_state(agent, seed=0))
+    params, learner_state = saved.tree(InitialState(agent).make(seed=0)[:2])
     found = LocalParams()
     found.publish(saved.extras["counters"]["version"], PackedParams.of(agent.actor_params(params, learner_state)))
     return found

@@ -16,7 +16,7 @@ import numpy as np
 
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
-from rlframe.learners.update import initial_state
+from rlframe.learners.initial_state import InitialState
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.policies.saved import Checkpoint, parse_checkpoint, read_checkpoint
 from rlframe.programs.run_dir.directory import RunDir
@@ -52,7 +52,7 @@ def write_initial_checkpoint(session: Session) -> str:
     """
     experiment, agent = session.experiment, session.agent
     source = read_source(str(experiment.init_from), experiment.named_options)
-    params, learner_state = initial_state(agent, experiment.seed)
+    params, learner_state, _ = InitialState(agent).make(experiment.seed)
     wanted = _named(params, _statistics_of(learner_state))
     given = _named(source.params, _statistics_of(source.learner_state))
     problems = mismatches(wanted, given)
@@ -73,7 +73,7 @@ def write_initial_checkpoint(session: Session) -> str:
         leaves = [given[name] if name in loaded else wanted[name] for name in names]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    params, learner_state = initial_state(agent, experiment.seed, choose("params", params))
+    params, learner_state, _ = InitialState(agent).make(experiment.seed, choose("params", params))
     if "statistics" in getattr(learner_state, "_fields", ()):
         learner_state = learner_state._replace(statistics=choose("statistics", learner_state.statistics))
     saved = {"counters": {"learner_steps": 0, "version": 1}, "codec": session.codec, "extras": None}
@@ -102,7 +102,7 @@ def read_source(text: str, given: Mapping[str, Any]) -> Source:
     directory.check_kind()
     saved = read_checkpoint(directory, checkpoint)
     agent = make_agent(load_experiment(directory.config, given), saved.extras.get("codec"))
-    return Source(saved.path, directory.config, *saved.tree(initial_state(agent, seed=0)))
+    return Source(saved.path, directory.config, *saved.tree(InitialState(agent).make(seed=0)[:2]))
 
 
 def mismatches(wanted: Arrays, given: Arrays) -> dict[str, str]:

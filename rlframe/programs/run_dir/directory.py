@@ -17,7 +17,6 @@ from typing import Any
 
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import stored_id, write_atomically
-from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment, save_experiment
@@ -131,7 +130,7 @@ class RunDir:
 
     def describe_checkpoint(self) -> str:
         """Return sentences about the newest checkpoint and the command that resumes from it."""
-        steps = Checkpointer(self.checkpoints).steps()
+        steps = self._checkpoint_steps()
         if not steps:
             return "Nothing was saved."
         newest = self.checkpoints / str(steps[-1])
@@ -139,12 +138,17 @@ class RunDir:
 
     def describe_failed_evaluation(self, problem: str) -> str:
         """Return sentences about a failed final evaluation: its cause, the checkpoint, and how to retry."""
-        steps = Checkpointer(self.checkpoints).steps()
+        steps = self._checkpoint_steps()
         saved = f"The trained policy is saved in {self.checkpoints / str(steps[-1])}. " if steps else ""
         return (
             f"The evaluation after training failed: {problem} {saved}To evaluate it, fix the problem and run: "
             f"rlframe evaluate {self.path}"
         )
+
+    def _checkpoint_steps(self) -> list[int]:
+        from rlframe.learners.checkpoints import Checkpointer  # imports JAX, which `rlframe status` does not need
+
+        return Checkpointer(self.checkpoints).steps()
 
     def write_config(self, experiment: Experiment, notes: dict[str, Any]) -> None:
         """Write `config.json` atomically."""

@@ -20,6 +20,7 @@ from rlframe.coordinator.states import JobState, WorkerState
 from rlframe.engines.base import NodeStatus
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
+from rlframe.interprocess.phases import COMPILING, STARTING
 from rlframe.metrics.files import rows_after
 from rlframe.metrics.rows import add_point
 from rlframe.programs.experiment import Experiment
@@ -101,6 +102,15 @@ def _worker_of(node: NodeStatus) -> dict[str, Any]:
         "pid": node.pid,
     }
     return worker if node.phase is None else {**worker, "phase": node.phase, "silent_for": node.silent_for}
+
+
+def describe_start(nodes: list[NodeStatus]) -> str:
+    """Return what the nodes of a program do before the first update, such as "compiling: learner"."""
+    for phase in (STARTING, COMPILING):
+        groups = dict.fromkeys(node.name.partition("/")[0] for node in nodes if node.phase == phase.name)
+        if groups:
+            return f"{phase.name}: {', '.join(groups)}"
+    return "collecting data for the first update"
 
 
 def topology_of(run_dir: str | os.PathLike) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from rlframe.actors.actor import env_seed
-from rlframe.device.driver import Calls, FusedDriver, Program, SingleCalls, Start
 from rlframe.engines import Engine
 from rlframe.envs.jax_pool import env_keys
 from rlframe.envs.names import default_type, describe, is_jax
@@ -48,7 +48,11 @@ class Fused(GameConfig):
 @configured_by(Fused)
 def fused(engine: Engine, session: Session) -> None:
     """Add the only node: a `TrainingLoop` with a `FusedDriver`."""
+    # Every command reads the options of all topologies, but only this topology needs these modules.
+    from rlframe.device.driver import FusedDriver, Program, SingleCalls, Start
+
     experiment, config = session.experiment, Fused.of(session.experiment)
+    session.show("compiling")
     learner = Learner(learner_config(session), session.agent, None)
     program = Program(session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards)
     keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
@@ -56,7 +60,7 @@ def fused(engine: Engine, session: Session) -> None:
     extras = None if learner.restored is None else learner.restored.extras
     restored = None if extras is None else extras["device"]
     if session.shared is None:
-        calls: Calls = SingleCalls(program, start, restored)
+        calls: Any = SingleCalls(program, start, restored)
     else:
         calls = session.shared.group.join(experiment.seed, program, start, restored)
     driver = FusedDriver(session.agent, learner, calls, config.until_learner_steps)

@@ -34,7 +34,7 @@ from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions, GameConfig, GameProgram
 from rlframe.programs.training.updates import total_learner_steps, updates_between
-from rlframe.replay import BaseReplayBuffer, ReplayBuffer, SharedMemReplayBuffer
+from rlframe.replay import BaseReplayBuffer, ReplayBuffer
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds
 from rlframe.types import AgentSpecs, ReplaySpec, Sequence
 
@@ -198,6 +198,7 @@ def learner_config(session: Session) -> LearnerConfig:
         checkpoint_every=max(1, updates_between(session.agent.replay_spec, *between, experiment.num_envs)),
         checkpoints_kept=CHECKPOINTS_KEPT,
         resume=True,  # a restarted learner must continue from its checkpoint
+        num_envs=experiment.num_envs if session.agent.learns_from == "steps" else None,
         codec=session.codec,
     )
 
@@ -229,6 +230,8 @@ def add_replay(engine: Engine, session: Session) -> Any:
 
 def add_shared_memory(engine: Engine, session: Session, num_writers: int, capacity: int, **options: Any) -> Any:
     """Make a replay buffer in shared memory, for the nodes of this machine."""
+    from rlframe.replay import SharedMemReplayBuffer
+
     experiment = session.experiment
     replay_buffer = SharedMemReplayBuffer(
         session.agent,

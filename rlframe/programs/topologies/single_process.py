@@ -34,10 +34,12 @@ class SingleProcess(GameConfig):
 @configured_by(SingleProcess)
 def single_process(engine: Engine, session: Session) -> None:
     """Add the only node: a `TrainingLoop`, which steps an actor and a learner in turn."""
+    session.show("compiling")
     replay_buffer = add_replay(engine, session)
     # In a resumed run, the constructor of `Learner` restores the learner and the replay buffer.
     learner = Learner(learner_config(session), session.agent, replay_buffer)
     inferencer = Inferencer(inferencer_config(session), session.agent, learner)
     experiment = session.experiment
-    driver = InlineDriver(env_builder(experiment), inferencer, replay_buffer, learner, experiment.seed)
+    inferencer.compile_ahead(experiment.num_awaited_envs)
+    driver = InlineDriver(env_builder(experiment), inferencer, replay_buffer, learner, experiment.seed, session.show)
     engine.add("train", TrainingLoop, session, driver, SingleProcess.of(experiment).replay_checkpoint_every)

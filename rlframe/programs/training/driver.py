@@ -83,6 +83,7 @@ class InlineDriver:
         replay_buffer: The replay buffer.
         learner: The Learner. The driver closes it.
         seed: Seed of the environments.
+        show: Function that receives what the driver does before its first update, such as "filling the replay".
 
     Attributes:
         actor: The Actor.
@@ -93,10 +94,16 @@ class InlineDriver:
     has_replay = False
 
     def __init__(
-        self, env_builder: Any, inferencer: Inferencer, replay_buffer: Any, learner: Learner, seed: int
+        self,
+        env_builder: Any,
+        inferencer: Inferencer,
+        replay_buffer: Any,
+        learner: Learner,
+        seed: int,
+        show: Callable[[str], None] = lambda activity: None,
     ) -> None:
         self.inferencer, self.replay_buffer, self.learner = inferencer, replay_buffer, learner
-        self._env_builder, self._seed, self.spec = env_builder, seed, replay_buffer.spec
+        self._env_builder, self._seed, self._show, self.spec = env_builder, seed, show, replay_buffer.spec
         self._one_update_per_step = self.spec.samples_per_insert is None and self.spec.kind != "queue"
         self.actor = self._make_actor()
 
@@ -147,6 +154,8 @@ class InlineDriver:
         """See `Driver`. Make one step of each environment."""
         self.actor.step()
         logs, batch = None, self.replay_buffer.sample()
+        if not self.learner.learner_steps:
+            self._show("filling the replay" if batch is None else "making the first update")
         while batch is not None:
             logs = self.learner.step(batch)
             batch = None if self._one_update_per_step or must_end() else self.replay_buffer.sample()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import threading
 import time
@@ -26,6 +27,23 @@ from rlframe.types import Logs
 _log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.25  # seconds between two updates of the progress display
+
+
+# Modules that a run first needs when it saves, logs and draws.
+_LATE_MODULES = (
+    *("orbax.checkpoint", "tensorboardX.record_writer", "rlframe.metrics.plots", "matplotlib.backends.backend_agg"),
+    *("matplotlib.figure", "matplotlib.ticker"),
+)
+
+
+def import_late_modules(*more: str) -> None:
+    """Import modules that a run needs later. At the start, this takes no extra time: another thread compiles.
+
+    Code that uses a module reports its errors.
+    """
+    for name in (*_LATE_MODULES, *more):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 class TrainingLoop:
@@ -116,6 +134,9 @@ class TrainingLoop:
     def _train_and_evaluate(self) -> EvaluationOutcome:
         """Train until the session ends, then save and evaluate. After a signal, do not evaluate."""
         profile, trace_dir = self._session.profile, self._directory.path / "trace"
+        if self._experiment.topology_config.evaluates:
+            self._evaluations.compile_ahead()
+        import_late_modules()
         self._rows.record_step(self._first_step)
         try:
             with contextlib.nullcontext() if profile is None else profile.measure(self.driver, trace_dir):
@@ -144,6 +165,8 @@ class TrainingLoop:
         while now < until and stop.number is None and not self._must_end():
             self._learner_logs = driver.advance(min(due, until), self._must_end) or self._learner_logs
             now = driver.env_steps
+            if self._learner_logs is not None:
+                self._session.show("")
             if due <= now < until:  # at the last step, the caller runs all tasks
                 self._run_due_tasks(now)
                 due = self._next_due()

@@ -13,7 +13,7 @@ from rlframe.errors import ProgramError
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock, holder_of
-from rlframe.programs.run_dir.status import StatusFile, StatusReader
+from rlframe.programs.run_dir.status import StatusFile, StatusReader, describe_start
 from tests.programs.running_program import RunningProgram
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
@@ -54,6 +54,14 @@ def test_status_shows_the_progress_of_a_run(directory):
         assert look()["returns"] == [[100, 20.0]]
         status.watch(True, [])
         assert look()["job"]["state"] == "DRAINING"
+
+
+def test_start_of_a_program_is_described_by_the_phases_of_its_nodes():
+    learner = NodeStatus("learner", phase="compiling")
+    actors = [NodeStatus(f"actor/{i}", phase="starting") for i in (0, 1)]
+    assert describe_start([learner, *actors, NodeStatus("monitor", phase="starting")]) == "starting: actor, monitor"
+    assert describe_start([learner, NodeStatus("actor", phase="stepping")]) == "compiling: learner"
+    assert describe_start([NodeStatus("learner", phase="")]) == "collecting data for the first update"
 
 
 def test_status_of_nodes_has_the_format_of_elastic_workers(directory):
