@@ -332,7 +332,7 @@ class _Launcher:
             self.callbacks.disconnect()
 
     def _watch(self, status: StatusFile, stops: bool, nodes: list[NodeStatus]) -> None:
-        """Write the states of the nodes to the status file, and show what they do before the first update."""
+        """Write the states of the nodes to the status file, and show their start in the progress display."""
         status.watch(stops, nodes)
         if self.progress is not None:
             self.progress.show(describe_start(nodes))
