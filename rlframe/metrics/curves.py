@@ -98,11 +98,17 @@ class SeedGroup:
 def _points(steps: np.ndarray, of_runs: Sequence[np.ndarray]) -> np.ndarray:
     """Assign each of the n steps to a point of the plot. Return the indices [n] of the points.
 
-    Steps that are close together share a point. They are close if their distance is at most half of the smallest
-    distance between two steps of the same run.
+    If all runs have the same number of steps, point i has the i-th step of each run. Otherwise, or if these differ
+    too much, steps that are close together share a point. They are close if their distance is at most half of the
+    smallest distance between two steps of the same run.
     """
     if not len(steps):
         return np.zeros(0, np.int64)
+    evaluated = [own for own in of_runs if len(own)]
+    if len({len(own) for own in evaluated}) == 1:
+        low, high = np.min(evaluated, axis=0), np.max(evaluated, axis=0)
+        if (high[:-1] < low[1:]).all() and (low >= 0.75 * high).all():
+            return np.tile(np.arange(len(low)), len(evaluated))
     distances = [np.diff(own).min() for own in of_runs if len(own) > 1]
     apart = min(distances) / 2 if distances else 0.01 * steps.max()
     at = np.unique(steps)

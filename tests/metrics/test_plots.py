@@ -84,7 +84,7 @@ def test_legend_of_groups_with_different_numbers_of_seeds_names_both_averages(tm
 def test_evaluations_have_the_average_and_interval_of_the_table(tmp_path, figures):
     returns = [0.9, 0.6, 0.8, 0.85, 0.95, 0.9, 0.2, 0.7]
     runs = [
-        make_run(tmp_path / str(seed), {0: 0.0, 9: 1.0}, {9: value}, agent="ppo", env="A-v1", seed=seed)
+        make_run(tmp_path / str(seed), {0: 0.0, 9: 1.0}, {100 + 3 * seed: value}, agent="ppo", env="A-v1", seed=seed)
         for seed, value in enumerate(returns)
     ]
     plot_learning_curve(runs, tmp_path / "out.png")
