@@ -33,7 +33,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["_generated", "jax-environments.md"]
+exclude_patterns = ["_generated"]
 templates_path: list[str] = []
 default_role = "literal"  # docstrings write `code` as Markdown does
 
