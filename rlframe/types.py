@@ -13,6 +13,8 @@ The step after LAST ignores the action and returns FIRST. See `docs/understand/i
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any, Literal, NamedTuple, Union
 
 import dm_env
@@ -61,6 +63,39 @@ class MultiDiscreteArray(specs.BoundedArray):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MultiDiscreteArray, (self._num_values, self.dtype, self.name)
+
+
+class ActionMaskArray(specs.BoundedArray):
+    """The spec of an action mask `[n]`: an element is 0 if its action is illegal.
+
+    For a Discrete action, n is the number of actions. For a MultiDiscrete action, n is the sum of `num_values`, and the
+    mask consists of one part for each choice, as in sb3-contrib.
+
+    Args:
+        num_values: number of actions, or a sequence with the number of categories of each choice.
+        dtype: bool or an integer dtype.
+        name: name of the array.
+    """
+
+    __slots__ = ("_num_values",)
+
+    def __init__(self, num_values: Any, dtype: Any = np.bool_, name: str | None = None) -> None:
+        self._num_values = np.atleast_1d(np.array(num_values, np.int64))
+        super().__init__((int(self._num_values.sum()),), dtype, 0, 1, name)
+
+    def has_choice(self, mask: Any, xp: Any = np) -> Any:
+        """Return `[...]` bool: True where each part of a mask `[..., n]` has a legal action.
+
+        `xp` is the library of the arrays, `numpy` or `jax.numpy`.
+        """
+        parts = xp.split(mask != 0, np.cumsum(self._num_values)[:-1], axis=-1)
+        return functools.reduce(operator.and_, (part.any(axis=-1) for part in parts))
+
+    def __repr__(self) -> str:
+        return f"ActionMaskArray(num_values={self._num_values.tolist()}, dtype={self.dtype}, name={self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActionMaskArray, (self._num_values, self.dtype, self.name)
 
 
 class AgentOutput(NamedTuple):
@@ -214,6 +249,26 @@ class AgentSpecs(NamedTuple):
 ENVS_PER_RANK = 1_000_000
 
 
+def find_action_mask(observation_spec: Tree) -> tuple[Any, ActionMaskArray | None]:
+    """Return the (key, spec) of the action mask in a dict observation, or (None, None) if there is no mask."""
+    leaves = observation_spec.items() if isinstance(observation_spec, dict) else ()
+    return next(((key, leaf) for key, leaf in leaves if isinstance(leaf, ActionMaskArray)), (None, None))
+
+
+def category_counts(action_spec: Any) -> tuple[int, ...] | None:
+    """Return the number of categories of each choice of an action: one number for Discrete, several for MultiDiscrete.
+
+    Return None for other actions, and for a MultiDiscrete with several axes.
+    """
+    if isinstance(action_spec, specs.DiscreteArray):
+        return (action_spec.num_values,)
+    is_vector = isinstance(action_spec, specs.BoundedArray) and len(action_spec.shape) == 1
+    if not is_vector or not np.issubdtype(action_spec.dtype, np.integer) or np.any(np.asarray(action_spec.minimum)):
+        return None
+    largest = np.asarray(action_spec.maximum, np.int64)  # convert to int first: in uint8, 255 + 1 is 0
+    return tuple(int(n) for n in np.broadcast_to(largest + 1, action_spec.shape))
+
+
 def has_channels_first(shape: tuple[int, ...]) -> bool:
     """Return True if an image shape is [C, H, W], and False if it is [H, W, C].
 
@@ -241,6 +296,7 @@ __all__ = [
     "FIRST",
     "LAST",
     "MID",
+    "ActionMaskArray",
     "AgentOutput",
     "AgentSpecs",
     "AgentState",
@@ -258,6 +314,8 @@ __all__ = [
     "Transition",
     "TransitionBatch",
     "Tree",
+    "category_counts",
+    "find_action_mask",
     "global_env_ids",
     "has_channels_first",
     "specs",

@@ -9,6 +9,7 @@ Contents of the files:
     networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: builds the network
     math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
                       distributions (of actions)     optimizers                    trees
+                      action_masks: legal actions
     checks            subclass_checks: methods of user-defined agents
 
 An agent stores no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING
 from rlframe.extras import lazy_names
 
 if TYPE_CHECKING:
+    from rlframe.agents.action_masks import ActionMask
     from rlframe.agents.base import Agent, LearnerState
     from rlframe.agents.dqn import DQN, DQNConfig
     from rlframe.agents.grpo import GRPO, GRPOConfig
@@ -50,6 +52,7 @@ __all__ = [
     "R2D2",
     "SAC",
     "TD3",
+    "ActionMask",
     "Agent",
     "DQNConfig",
     "GRPOConfig",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import UsageError
-from rlframe.types import Tree, specs
+from rlframe.types import Tree, category_counts, specs
 
 
 class Distribution(Protocol):
@@ -208,10 +208,8 @@ def default_distribution(action_spec: Tree) -> Distribution:
         return Categorical(action_spec.num_values, action_spec.dtype)
     if isinstance(action_spec, specs.BoundedArray) and np.issubdtype(action_spec.dtype, np.floating):
         return ClippedGaussian(action_spec)
-    if is_multi_discrete(action_spec):
-        largest = np.asarray(action_spec.maximum, np.int64)  # convert to int first: in uint8, 255 + 1 is 0
-        sizes = np.broadcast_to(largest + 1, action_spec.shape)
-        return MultiCategorical(tuple(int(n) for n in sizes), action_spec.dtype)
+    if (counts := category_counts(action_spec)) is not None:
+        return MultiCategorical(counts, action_spec.dtype)
     if isinstance(action_spec, specs.Array) and action_spec.dtype.kind in "iu" and len(action_spec.shape) > 1:
         raise UsageError(
             f"The actions are integers of shape {action_spec.shape}: expected a MultiDiscrete of one axis. "
@@ -234,13 +232,3 @@ def check_bounds(owner: str, action_spec: Tree) -> None:
             f"{owner} needs actions with a lower bound and a higher upper bound, got {action_spec!r}. "
             "Set the bounds in the environment."
         )
-
-
-def is_multi_discrete(action_spec: Tree) -> bool:
-    """Return True if the spec is that of a MultiDiscrete space: integers `[k]` starting at 0."""
-    return (
-        isinstance(action_spec, specs.BoundedArray)
-        and np.issubdtype(action_spec.dtype, np.integer)
-        and len(action_spec.shape) == 1
-        and bool(np.all(np.asarray(action_spec.minimum) == 0))
-    )

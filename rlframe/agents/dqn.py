@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlframe.agents.action_masks import is_legal
 from rlframe.agents.base import TargetState
 from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec
 from rlframe.agents.optimizers import clip_gradients
-from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
+from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent
 from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
@@ -125,14 +126,16 @@ class DQN(TargetNetworkAgent):
     def actor_step(
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
-        # Derive separate keys, because `epsilon_greedy` uses `rng`.
+        # Derive separate keys, because `_explore` uses `rng`.
         duration_rng, noise_rng = jax.random.fold_in(rng, 1), jax.random.fold_in(rng, 2)
         noisy_params = self._sample(noise_rng, params.params)
         greedy = self.greedy(self._values(noisy_params, timestep.observation))
-        chosen, explores = epsilon_greedy(rng, greedy, params.epsilon, self._num_actions)
+        chosen, explores = self._explore(rng, greedy, params.epsilon, timestep.observation)
         if self.cfg.exploration_duration_exponent is None:
             return AgentOutput(chosen, {}), state
-        repeats = state.steps_left > 0
+        repeats, legal = state.steps_left > 0, self._mask.legal(timestep.observation)
+        if legal is not None:
+            repeats &= _chosen(legal[..., None], state.action)[:, 0]
         duration = self._duration(duration_rng, greedy.shape)
         action = jnp.where(repeats, state.action, chosen)
         steps_left = jnp.where(repeats, state.steps_left, jnp.where(explores, duration, 1)) - 1
@@ -191,7 +194,8 @@ class DQN(TargetNetworkAgent):
             next_action = jnp.argmax(head.values(selector_outputs), axis=-1)
             next_chosen = _chosen(next_outputs, next_action)
         loss, priority = head.loss(_chosen(outputs, data.action), reward, data.discount, next_chosen)
-        logs = {"value": jnp.mean(head.values(outputs)), "td_error": jnp.mean(priority)}
+        values = head.values(outputs)
+        logs = {"value": jnp.mean(values, where=is_legal(values)), "td_error": jnp.mean(priority)}
         if not cfg.prioritized:
             return jnp.mean(loss), logs
         exponent = current(cfg, "importance_exponent", learner_state.steps)

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, Union
 import jax
 import jax.numpy as jnp
 
+from rlframe.agents.action_masks import ILLEGAL, is_legal
 from rlframe.agents.losses import huber
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least
@@ -133,8 +134,8 @@ class Categories:
         return jnp.linspace(self.value_min, self.value_max, self.num_atoms)
 
     def values(self, outputs: jax.Array) -> jax.Array:
-        """Return [..., A]: the means of the distributions with logits [..., A, N]."""
-        return jax.nn.softmax(outputs) @ self.support
+        """Return [..., A]: the means of the distributions with logits [..., A, N], or `ILLEGAL`."""
+        return jnp.where(is_legal(outputs[..., 0]), jax.nn.softmax(outputs) @ self.support, ILLEGAL)
 
     def loss(self, outputs: jax.Array, reward: jax.Array, discount: jax.Array, next_outputs: jax.Array) -> HeadLoss:
         """Return the divergence KL(target || prediction), which is also the priority (algorithm 1 of the paper).

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlframe.agents.action_masks import ActionMask
 from rlframe.agents.networks import Head, MLPConfig, NatureCNNConfig, has_images, is_image
 from rlframe.errors import UsageError
 from rlframe.types import Tree
@@ -52,9 +53,9 @@ def build_network(
 
     Args:
         net_factory: see `Agent`.
-        observation_spec: spec of the environments.
+        observation_spec: spec of the environments. If it has an action mask, `net_factory` gets the spec without it.
         action_spec: spec of the environments.
-        heads: required outputs of the network.
+        heads: required outputs of the network. An action mask applies to the first output.
         may_recur: True if the agent carries a network's state, see `rlframe.agents.recurrent`.
         may_be_noisy: True if the agent draws a network's noise with `Network.sample`.
         name: name of the network in messages. If empty, the name of `net_factory`.
@@ -64,7 +65,8 @@ def build_network(
             noise that the agent does not support.
     """
     name = name or getattr(net_factory, "__qualname__", type(net_factory).__name__)
-    is_ours = hasattr(net_factory, "build")
+    is_ours, mask = hasattr(net_factory, "build"), ActionMask(observation_spec)
+    observation_spec = mask.rest_spec
     network = net_factory.build(observation_spec, heads) if is_ours else net_factory(observation_spec, action_spec)
     if is_recurrent(network) and not may_recur:
         raise UsageError(
@@ -76,14 +78,14 @@ def build_network(
             f"The network of {name} is noisy, which this agent does not use. Leave noisy None, or use DQN."
         )
     if is_ours:
-        return network
+        return mask.network(network)
     if not (callable(getattr(network, "init", None)) and callable(getattr(network, "apply", None))):
         raise UsageError(
             "net_factory must give an object with init(rng, observation) and apply(params, observation), "
             f"got {network!r}."
         )
     _check_outputs(name, network, observation_spec, heads)
-    return network
+    return mask.network(network)
 
 
 def only_output(outputs: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.optimizers import clip_gradients
-from rlframe.agents.q_learning import ActorParams, QLearning, epsilon_greedy
+from rlframe.agents.q_learning import ActorParams, QLearning
 from rlframe.agents.returns import q_lambda_returns
 from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
@@ -85,7 +85,7 @@ class PQN(QLearning, MinibatchAgent):
         self, rng: jax.Array, params: ActorParams, timestep: TimeStep, state: AgentState
     ) -> tuple[AgentOutput, AgentState]:
         values = self._values(params.params, timestep.observation)
-        action, _ = epsilon_greedy(rng, self.greedy(values), params.epsilon, self._num_actions)
+        action, _ = self._explore(rng, self.greedy(values), params.epsilon, timestep.observation)
         return AgentOutput(action, {"value": jnp.max(values, axis=-1)}), state
 
     def actor_params(self, params: Params, learner_state: LearnerState) -> ActorParams:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlframe.agents.action_masks import ActionMask
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory, TargetState
 from rlframe.agents.net_factory import build_network, default_network_config, only_output
 from rlframe.agents.networks import action_values
@@ -24,16 +25,21 @@ class ActorParams(NamedTuple):
 
 
 def epsilon_greedy(
-    rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int
+    rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, num_actions: int, legal: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Replace each of the `greedy` actions `[B]` with a random action, with probability `epsilon` ([] or [B]).
+
+    `legal` `[B, A]` is True for the actions that may be drawn. None draws from all `num_actions`.
 
     Returns:
         (actions `[B]`, `[B]` bool that is True for random actions).
     """
     # One random number decides twice: whether to explore (below epsilon), and which action (uniform in [0, epsilon)).
     draw = jax.random.uniform(rng, greedy.shape)
-    random = jnp.minimum(draw / epsilon * num_actions, num_actions - 1).astype(greedy.dtype)
+    count = num_actions if legal is None else jnp.sum(legal, axis=-1)
+    random = jnp.minimum(draw / epsilon * count, count - 1).astype(greedy.dtype)
+    if legal is not None:  # `random` is a position among the legal actions
+        random = jnp.sum(jnp.cumsum(legal, axis=-1) <= random[:, None], axis=-1).astype(greedy.dtype)
     explores = draw < epsilon
     return jnp.where(explores, random, greedy), explores
 
@@ -62,6 +68,7 @@ class QLearning(Agent):
                 f"{self.type_name} needs Discrete actions, got the action spec {action_spec!r}. Use SAC, PPO or IMPALA."
             )
         self._num_actions = action_spec.num_values
+        self._mask = ActionMask(observation_spec)
         factory = net_factory or self.default_network
         heads = (action_values(self._num_actions, self.outputs_per_action),)
         self.network = build_network(
@@ -87,6 +94,12 @@ class QLearning(Agent):
     def _values(self, params: Params, observation: Tree) -> jax.Array:
         """Return the action values [B, A]."""
         return only_output(self.network.apply(params, observation))
+
+    def _explore(
+        self, rng: jax.Array, greedy: jax.Array, epsilon: jax.Array, observation: Tree
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `epsilon_greedy` over the legal actions of an observation."""
+        return epsilon_greedy(rng, greedy, epsilon, self._num_actions, self._mask.legal(observation))
 
     def greedy(self, values: jax.Array) -> jax.Array:
         """Return [B]: the action with the highest value in each row of the values [B, A]."""

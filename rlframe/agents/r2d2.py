@@ -17,7 +17,7 @@ from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec, sequence_priorities
 from rlframe.agents.optimizers import clip_gradients
-from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent, epsilon_greedy
+from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
 from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
@@ -118,7 +118,7 @@ class R2D2(TargetNetworkAgent):
     ) -> tuple[AgentOutput, AgentState]:
         output, after = self.eval_step(rng, params, timestep, state)
         epsilon = jnp.power(params.epsilon, jnp.asarray(state.exponent))
-        action, _ = epsilon_greedy(rng, output.action, epsilon, self._num_actions)
+        action, _ = self._explore(rng, output.action, epsilon, timestep.observation)
         return AgentOutput(action, {}), after
 
     def eval_step(

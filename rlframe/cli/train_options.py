@@ -69,7 +69,7 @@ HELP_GROUPS = {
     ),
     "Environment": (
         *("env", "num_envs", "env_kwargs", "env_type", "num_workers", "async", "wait_num", "answer_timeout"),
-        *("check_finite", "frame_stack", "action_repeat", "clip_rewards"),
+        *("check_finite", "frame_stack", "action_repeat", "clip_rewards", "action_mask"),
     ),
     "Processes": (
         *("topology", "engine", "num_actors", "num_inferencers", "num_pools", "replay", "replay_shards"),

@@ -15,6 +15,7 @@ from rlframe.agents.base import Agent
 from rlframe.agents.networks import has_images
 from rlframe.device.ring import StepRing, UnrollQueue
 from rlframe.device.rounds import CallLimits, Carry, Rounds, Tally, no_tally, num_bytes
+from rlframe.envs.action_masks import no_legal_action_error
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.learners import Learner
@@ -85,7 +86,11 @@ class FusedDriver:
         return int(self._counts["env_steps"])
 
     def advance(self, until: float, must_end: Callable[[], bool]) -> Logs | None:
-        """See `Driver`. Make rounds for about half a second."""
+        """See `Driver`. Make rounds for about half a second.
+
+        Raises:
+            EnvError: the action mask of an environment allows no action.
+        """
         updates = MOST
         if self._max_learner_steps is not None:
             updates = self._max_learner_steps - self.learner.learner_steps
@@ -93,6 +98,8 @@ class FusedDriver:
             params, learner_state, tally, logs = self._calls.run(int(min(until - self.env_steps, MOST)), updates)
         for name in self._counts:
             self._counts[name] += getattr(tally, name).item()
+        if tally.blocked_env >= 0:
+            raise no_legal_action_error(int(tally.blocked_env))
         self.learner.adopt(params, learner_state, logs, int(tally.updates), int(tally.failed_update))
         return logs if tally.updates else None
 

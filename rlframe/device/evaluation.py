@@ -15,6 +15,7 @@ from rlframe.actors.evaluator import EVALUATOR_RANK, PlayedEpisodes
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
 from rlframe.device.driver import CallLength
+from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.checks import FiniteCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.errors import StoppedError
@@ -51,12 +52,14 @@ class EvaluationProgram:
     Args:
         agent: the agent.
         envs: the environments.
-        check_finite: a call ends at a timestep with NaN or infinity, and `check` raises EnvError for it.
+        check_finite: a call ends at a timestep with NaN or infinity, and `check` raises EnvError for it. The same
+            applies, in any case, to a timestep with an action mask that allows no action.
     """
 
     def __init__(self, agent: Agent, envs: BatchedJaxEnv, check_finite: bool = True) -> None:
         self._agent, self._envs = agent, envs
         self._finite_check = FiniteCheck(agent.observation_spec) if check_finite else None
+        self._mask_check = MaskCheck(agent.observation_spec)
         self.play = compilation.jit(self._play, differentiates=False)
 
     def begin(self, env_keys: np.ndarray, seed: int) -> _Playing:
@@ -71,9 +74,10 @@ class EvaluationProgram:
         return _Playing(envs, timestep, state, jax.random.PRNGKey(seed), call)
 
     def check(self, timestep: TimeStep) -> None:
-        """Raise EnvError if a timestep [N, ...] is not finite."""
+        """Raise EnvError if a timestep [N, ...] is not finite, or has no legal action."""
         if self._finite_check is not None:
             self._finite_check(timestep)
+        self._mask_check(timestep)
 
     def _play(self, params: Params, playing: _Playing, left: jax.Array, most: jax.Array) -> tuple[_Playing, _Steps]:
         """Make up to `most` steps, until each environment has completed its `left` [N] episodes."""
@@ -83,6 +87,7 @@ class EvaluationProgram:
         def is_within(loop: Any) -> jax.Array:
             playing, steps, left = loop
             is_within = (steps.total < most) & jnp.any(left > 0)
+            is_within = is_within & (self._mask_check.first_wrong(playing.timestep, jnp) < 0)
             return is_within if self._finite_check is None else is_within & are_finite(playing.timestep)
 
         def step(loop: Any) -> Any:

@@ -22,6 +22,7 @@ import psutil
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
 from rlframe.device.ring import DeviceReplay, StepRecord
+from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.errors import UsageError
 from rlframe.learners.update import are_finite, check_are_numbers
@@ -49,6 +50,7 @@ class Tally(NamedTuple):
     return_sum: jax.Array  # [] float32, over the episodes that ended
     length_sum: jax.Array  # [] int32
     failed_update: jax.Array  # [] int32: number in this call of the first update that is not finite; 0 if all are
+    blocked_env: jax.Array  # [] int32: an environment whose action mask allows no action; -1 if there is none
 
 
 class Carry(NamedTuple):
@@ -93,6 +95,7 @@ class Rounds:
     ) -> None:
         self._agent, self._envs, self.replay, self._num_envs = agent, envs, replay, num_envs
         self._clip_rewards = clip_rewards
+        self._mask_check = MaskCheck(envs.codec.observation_spec)
 
     def init(self, rng: jax.Array, params: Params, learner_state: Any, env_keys: jax.Array) -> Carry:
         """Return the carry before the first round. All environments are at FIRST."""
@@ -134,7 +137,7 @@ class Rounds:
         """Return [] bool: True if the call has not reached a limit."""
         tally = carry.tally
         is_within = (tally.rounds < limits.rounds) & (tally.env_steps < limits.env_steps)
-        return is_within & (tally.updates < limits.updates) & (tally.failed_update == 0)
+        return is_within & (tally.updates < limits.updates) & (tally.failed_update == 0) & (tally.blocked_env < 0)
 
     def may_learn(self, carry: Carry, limits: CallLimits) -> jax.Array:
         """Return [] bool: True if an update is due, and the call has not reached a limit of updates."""
@@ -147,6 +150,8 @@ class Rounds:
         def act(state: tuple[Acting, Tally], _: None) -> tuple[tuple[Acting, Tally], StepRecord]:
             acting, record, reward = self._act(carry.rng, carry.actor_params, state[0])
             acting, tally = _count(acting, state[1], record.next_timestep, reward)
+            blocked = self._mask_check.first_wrong(record.next_timestep, jnp).astype(jnp.int32)
+            tally = tally._replace(blocked_env=jnp.where(tally.blocked_env < 0, blocked, tally.blocked_env))
             return (acting, tally), record
 
         state = (carry.acting, carry.tally)
@@ -199,7 +204,7 @@ class Rounds:
 def no_tally() -> Tally:
     """Return the tally before the first round of a call."""
     zero = jnp.zeros((), jnp.int32)
-    return Tally(zero, zero, zero, zero, zero.astype(jnp.float32), zero, zero)
+    return Tally(zero, zero, zero, zero, zero.astype(jnp.float32), zero, zero, zero - 1)
 
 
 def _count(acting: Acting, tally: Tally, timestep: TimeStep, reward: jax.Array) -> tuple[Acting, Tally]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlframe import handles
+from rlframe.envs.action_masks import DEFAULT_KEY
 from rlframe.envs.adapters import env_seed, is_environment, wrap
 from rlframe.envs.envpool import ActionRepeatEnvPool, EnvPoolAdapter
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, build_groups
@@ -56,6 +57,8 @@ class SyncEnv(PoolWrapper):
         contains the unclipped rewards of the newest timestep.
       check_finite: whether to raise EnvError with the environment's id for NaN and infinity in rewards and
         observations. None means True, except for EnvPool, whose fast steps would take 10 % more time.
+      action_mask: key of the action mask in a dict observation (docs/howto/action-masks.md). The default key may be
+        absent. None means that the observations have no mask.
 
     Raises:
       UsageError: a name, type or option is unknown, the environments have different specs, or an action is invalid.
@@ -81,13 +84,17 @@ class SyncEnv(PoolWrapper):
         frame_stack: int = 1,
         action_repeat: int = 1,
         clip_rewards: float | None = None,
+        action_mask: str | None = DEFAULT_KEY,
     ):
         type = pool_type(type, SYNC_TYPES)
         check_options(size, seed, num_workers, answer_timeout, frame_stack, action_repeat, clip_rewards)
         pool = make_pool(
             name_or_pybuilder, size, None, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
         )
-        self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
+        is_native = type == "envpool"
+        self._attach(
+            pool, answer_timeout, check_finite, is_native, frame_stack, clip_rewards, action_mask, action_repeat
+        )
 
     @classmethod
     def from_env(cls, env: Any, *, seed: int = 0, check_finite: bool = True) -> SyncEnv:
@@ -164,6 +171,7 @@ class AsyncEnv(PoolWrapper):
         frame_stack: int = 1,
         action_repeat: int = 1,
         clip_rewards: float | None = None,
+        action_mask: str | None = DEFAULT_KEY,
     ):
         type = pool_type(type, ASYNC_TYPES)
         check_options(size, seed, num_workers, answer_timeout, frame_stack, action_repeat, clip_rewards)
@@ -172,7 +180,10 @@ class AsyncEnv(PoolWrapper):
         pool = make_pool(
             name_or_pybuilder, size, wait_num, type, seed, num_workers, env_kwargs, answer_timeout, action_repeat
         )
-        self._attach(pool, answer_timeout, check_finite, type == "envpool", frame_stack, clip_rewards)
+        is_native = type == "envpool"
+        self._attach(
+            pool, answer_timeout, check_finite, is_native, frame_stack, clip_rewards, action_mask, action_repeat
+        )
         self.wait_num = wait_num
         self._started = False
         # Ids that `recv` has returned and that have no action yet. `send` accepts only these ids.
@@ -339,7 +350,7 @@ def make_pool(
             raise UsageError("type='jax' steps all environments in one call: leave num_workers out.")
         from rlframe.envs.jax_pool import JaxPool
 
-        return JaxPool(make_jax_env(name_or_pybuilder, env_kwargs or {}), size, seed, action_repeat)
+        return JaxPool(make_jax_env(name_or_pybuilder, env_kwargs or {}), size, seed, action_repeat=action_repeat)
     if is_jax(name_or_pybuilder):
         raise UsageError(f"{describe(name_or_pybuilder)} is a JAX environment: use type 'jax', not {type!r}.")
     builder = Builder(name_or_pybuilder, seed, env_kwargs, action_repeat)

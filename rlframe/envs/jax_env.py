@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.envs import spaces
+from rlframe.envs.action_masks import mark_mask
 from rlframe.envs.api_checks import check_not_empty
 from rlframe.envs.codec import Codec
 from rlframe.envs.jax_checks import check_outputs
-from rlframe.envs.wrappers import merge_stack
+from rlframe.envs.wrappers import merge_stack, num_frames
 from rlframe.errors import UsageError
 from rlframe.types import FIRST, LAST, MID, TimeStep
 
@@ -56,7 +57,7 @@ class EnvCarry(NamedTuple):
     keys: jax.Array  # [B, 2] uint32: a constant key of each environment
     time: jax.Array  # [] uint32: number of steps since the start; with the keys, it determines all random numbers
     is_last: jax.Array  # [B] bool: True if the next step resets the environment
-    frames: list[jax.Array]  # for each leaf of the observation, the newest frames [B, frame_stack, ...]
+    frames: list[jax.Array]  # for each leaf of the observation, its newest frames [B, num_frames, ...]
 
 
 class BatchedJaxEnv:
@@ -69,14 +70,17 @@ class BatchedJaxEnv:
         env: the environment.
         action_repeat: number of steps for each action, until the episode ends. The rewards are summed.
         frame_stack: number of newest observations that are stacked into one observation; see `FrameStack`.
+        action_mask: key of the action mask in a dict observation; see `mark_mask`.
 
     Raises:
         UsageError: a space is not supported, or the environment returns values that do not match its spaces.
     """
 
-    def __init__(self, env: JaxEnv, action_repeat: int = 1, frame_stack: int = 1) -> None:
+    def __init__(
+        self, env: JaxEnv, action_repeat: int = 1, frame_stack: int = 1, action_mask: str | None = None
+    ) -> None:
         self.env = env
-        self.codec = codec_of(env)
+        self.codec = mark_mask(codec_of(env), action_mask, action_repeat)
         self._action_repeat, self._frame_stack = action_repeat, frame_stack
         spec = self.codec.action_spec
         check_outputs(env, self.codec, self._decode(jnp.zeros((1, *spec.shape), spec.dtype))[0])
@@ -86,7 +90,8 @@ class BatchedJaxEnv:
         num_envs = len(keys)
         state, observation = jax.eval_shape(jax.vmap(self.env.reset), keys)
         leaves = self._encode(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), observation))
-        frames = [jnp.repeat(leaf[:, None], self._frame_stack, 1) for leaf in leaves]
+        counts = [num_frames(leaf.spec, self._frame_stack) for leaf in self.codec.leaves]
+        frames = [jnp.repeat(leaf[:, None], count, 1) for leaf, count in zip(leaves, counts, strict=True)]
         state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state)
         return EnvCarry(state, keys, jnp.zeros((), jnp.uint32), jnp.ones(num_envs, bool), frames)
 
@@ -104,7 +109,7 @@ class BatchedJaxEnv:
         frames = [
             _push(frames, leaf, first) for frames, leaf in zip(carry.frames, self._encode(observation), strict=True)
         ]
-        leaves = [merge_stack(each) if self._frame_stack > 1 else each[:, 0] for each in frames]
+        leaves = [merge_stack(each) for each in frames]
         timestep = TimeStep(step_type, reward, discount, self.codec.layout.unflatten(leaves))
         return EnvCarry(state, carry.keys, time, is_last, frames), timestep
 

@@ -22,12 +22,12 @@ class JaxPool:
         env: the environment.
         size: number of environments.
         seed: seed of the pool. The key of environment i is `PRNGKey(hash of (seed, i))`.
-        action_repeat, frame_stack: see `BatchedJaxEnv`.
+        options: other arguments of `BatchedJaxEnv`.
     """
 
-    def __init__(self, env: JaxEnv, size: int, seed: int, action_repeat: int = 1, frame_stack: int = 1) -> None:
+    def __init__(self, env: JaxEnv, size: int, seed: int, **options: Any) -> None:
         self.num_envs = size
-        self._envs = BatchedJaxEnv(env, action_repeat, frame_stack)
+        self._envs = BatchedJaxEnv(env, **options)
         self.codec = self._envs.codec
         self._keys = env_keys(seed, size)
         self._steps = 0

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from dm_env import specs
 
+from rlframe.envs.action_masks import DEFAULT_KEY, MaskCheck, mark_mask
 from rlframe.envs.checks import ActionCheck, FiniteCheck
 from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT
@@ -94,11 +95,14 @@ class PoolWrapper(Closeable):
         is_native: bool = False,
         frame_stack: int = 1,
         clip_rewards: float | None = None,
+        action_mask: str | None = DEFAULT_KEY,
+        action_repeat: int = 1,
     ) -> None:
         self._pool = pool
         self._closed = False
         self.num_envs: int = pool.num_envs
-        self.codec: Codec = pool.codec  # codec of one environment; its observations are single frames
+        # codec of one environment; its observations are single frames
+        self.codec: Codec = mark_mask(pool.codec, action_mask, action_repeat)
         spec = self.codec.observation_spec
         self._stack = FrameStack(frame_stack, spec, pool.num_envs) if frame_stack > 1 else None
         self._clip_rewards = clip_rewards
@@ -109,6 +113,7 @@ class PoolWrapper(Closeable):
         self._check_actions = ActionCheck(self.action_spec, every_value=is_native)
         checks = not is_native if check_finite is None else check_finite
         self._check_finite = FiniteCheck(spec) if checks else None
+        self._check_masks = MaskCheck(spec)
 
     def _finish(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
         """Check a timestep [B, ...], clip its rewards and stack its frames.
@@ -119,6 +124,7 @@ class PoolWrapper(Closeable):
         """
         if self._check_finite is not None:
             self._check_finite(timestep, env_ids)
+        self._check_masks(timestep, env_ids)
         if self._clip_rewards is not None:
             self.true_rewards = timestep.reward
             timestep = timestep._replace(reward=np.clip(timestep.reward, -self._clip_rewards, self._clip_rewards))

@@ -11,7 +11,7 @@ import numpy as np
 from dm_env import specs
 
 from rlframe.envs.layout import Layout
-from rlframe.types import FIRST, MultiDiscreteArray, TimeStep, has_channels_first
+from rlframe.types import FIRST, ActionMaskArray, MultiDiscreteArray, TimeStep, has_channels_first
 
 
 class FrameStack:
@@ -19,7 +19,7 @@ class FrameStack:
 
     The shape `[C, H, W]` becomes `[count * C, H, W]`, and `[H, W, C]` becomes `[H, W, count * C]`. The channel axis is
     the shorter one of the first and the last axis. Every other leaf gets a new first axis: `[H, W]` becomes
-    `[count, H, W]`, and `[n]` becomes `[count, n]`.
+    `[count, H, W]`, and `[n]` becomes `[count, n]`. An action mask is not stacked.
 
     Args:
         count: number of observations, at least 2.
@@ -33,7 +33,7 @@ class FrameStack:
     def __init__(self, count: int, observation_spec: Any, num_envs: int) -> None:
         self._count, self._layout = count, Layout(observation_spec)
         leaves = self._layout.leaves
-        self._frames = [np.zeros((num_envs, count, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._frames = [np.zeros((num_envs, num_frames(leaf, count), *leaf.shape), leaf.dtype) for leaf in leaves]
         self.observation_spec = stacked_spec(observation_spec, count)
 
     def __call__(self, timestep: TimeStep, env_ids: np.ndarray | None = None) -> TimeStep:
@@ -63,8 +63,18 @@ class FrameStack:
             frames[:] = saved
 
 
+def num_frames(leaf: specs.Array, count: int) -> int:
+    """Return the number of newest observations of a leaf that are stacked: 1 for an action mask, otherwise `count`."""
+    return 1 if isinstance(leaf, ActionMaskArray) else count
+
+
 def merge_stack(rows: Any) -> Any:
-    """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`: NumPy or JAX arrays."""
+    """Return stacked observations `[B, *stacked_shape]` for frames `[B, count, *shape]`: NumPy or JAX arrays.
+
+    If `count` is 1, return `[B, *shape]`.
+    """
+    if rows.shape[1] == 1:
+        return rows[:, 0]
     if rows.ndim != 5:
         return rows
     if has_channels_first(rows.shape[2:]):
@@ -76,6 +86,9 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
     """Return the spec of `count` stacked observations. If `count` is 1, return `observation_spec`."""
 
     def of_leaf(leaf: specs.Array) -> specs.Array:
+        if num_frames(leaf, count) == 1:
+            return leaf
+
         def stacked(bound: Any) -> np.ndarray:
             return merge_stack(np.broadcast_to(bound, (1, count, *leaf.shape)))[0]
 
@@ -87,4 +100,4 @@ def stacked_spec(observation_spec: Any, count: int) -> Any:
         return specs.Array(shape, leaf.dtype, leaf.name)
 
     layout = Layout(observation_spec)
-    return layout.unflatten([of_leaf(leaf) for leaf in layout.leaves]) if count > 1 else observation_spec
+    return layout.unflatten([of_leaf(leaf) for leaf in layout.leaves])

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.codec import ActionLeaf, Codec, ObservationLeaf
 from rlframe.envs.spaces import canonical_dtype
-from rlframe.envs.wrappers import merge_stack
+from rlframe.envs.wrappers import merge_stack, num_frames
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.programs.options.fields import convert
@@ -42,8 +43,8 @@ def export(
       episode. The list is empty for an agent without recurrent state and without frame stacking.
     - `seed`: [] uint32, seed for agents that draw random numbers. Use a new seed in each call.
     - `action`: [B, ...], actions for the environments, with dtypes of at most 32 bits. For an observation outside its
-      space, the action is NaN or the smallest integer (unsigned: the largest), because a compiled function cannot
-      raise errors.
+      space, or with an action mask that allows no action, the action is NaN or the smallest integer (unsigned: the
+      largest), because a compiled function cannot raise errors.
 
     Args:
         run_dir, checkpoint, agent, network: as for `load`.
@@ -65,8 +66,9 @@ def export(
     config = EnvOptions.of(experiment)
     count, check_finite = config.frame_stack, config.check_finite is not False
     check_codec(codec)
+    mask_check = MaskCheck(codec.observation_spec)
     initial, structure = jax.tree.flatten(jax.tree.map(np.asarray, made.initial_state(1)))
-    shapes = [(count, *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []
+    shapes = [(num_frames(leaf.spec, count), *leaf.spec.shape) for leaf in codec.leaves] if count > 1 else []
     frames = [np.zeros((1, *shape), leaf.spec.dtype) for shape, leaf in zip(shapes, codec.leaves)]
 
     def act(observation: Tree, begins: Any, kept: list[Any], seed: Any) -> tuple[Tree, list[Any]]:
@@ -86,7 +88,8 @@ def export(
         timestep = TimeStep(jnp.where(begins, FIRST, MID), zeros, zeros + 1, seen)
         state = structure.unflatten(map(choose, initial, kept[len(frames) :]))
         output, state = made.eval_step(jax.random.PRNGKey(seed), params, timestep, state)
-        action = _decode(codec.action, output.action, jnp.all(jnp.stack(fits), axis=0))
+        all_fit = jnp.all(jnp.stack([*fits, ~mask_check.find(timestep, jnp)]), axis=0)
+        action = _decode(codec.action, output.action, all_fit)
         return action, [*rows, *jax.tree.leaves(state)]
 
     (size,) = jax_export.symbolic_shape("B")

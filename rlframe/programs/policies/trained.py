@@ -13,6 +13,7 @@ from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import Agent
 from rlframe.agents.transforms import NormalizedParams
+from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.codec import Codec
 from rlframe.envs.layout import SpecMismatchError
 from rlframe.envs.wrappers import FrameStack
@@ -25,7 +26,7 @@ from rlframe.programs.policies.saved import NEVER_SYNC, Checkpoint, read_checkpo
 from rlframe.programs.run_dir.directory import open_run
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.makers import make_agent
-from rlframe.types import FIRST, MID, AgentState, TimeStep, Tree, global_env_ids
+from rlframe.types import FIRST, LAST, MID, AgentState, TimeStep, Tree, global_env_ids
 
 
 class TrainedPolicy:
@@ -64,6 +65,7 @@ class TrainedPolicy:
             self.params, self.statistics = self.params
         self._codec_of_pool = Codec.of_specs(agent.observation_spec, agent.action_spec)
         self._frame_stack, self._check_finite = frame_stack, check_finite
+        self._mask_check = MaskCheck(codec.observation_spec)
         self._stack: FrameStack | None = None
         self.state: AgentState = ()
         self._inferencers = {
@@ -102,13 +104,13 @@ class TrainedPolicy:
             The action for the environment, [...] or [B, ...]. For a pool's TimeStep, the action for the pool.
 
         Raises:
-            UsageError: the observation is outside the observation space of training, or the number of environments has
-                changed without a `reset`.
+            UsageError: the observation is outside the observation space of training, its action mask allows no action,
+                or the number of environments has changed without a `reset`.
         """
-        codec, begins = self.codec, None
+        codec, given = self.codec, None
         if isinstance(observation, dm_env.TimeStep):
             codec = self._codec_of_pool if np.ndim(observation.step_type) else codec
-            begins, observation = np.atleast_1d(observation.step_type) == FIRST, observation.observation
+            given, observation = np.atleast_1d(observation.step_type), observation.observation
         leaves, is_single = self._encoded(codec, observation)
         size = len(leaves[0])
         inferencer = self._inferencers[convert(bool, explore, "explore")]
@@ -122,9 +124,15 @@ class TrainedPolicy:
             raise UsageError(
                 f"The policy acts in {len(self._env_ids)} environments, got observations of {size}: call reset() first."
             )
-        step_type = np.where(self._begins if begins is None else self._begins | begins, FIRST, MID)
+        begins = self._begins if given is None else self._begins | (given == FIRST)
         zeros = np.zeros(size, np.float32)
-        timestep = TimeStep(step_type, zeros, zeros + 1, codec.layout.unflatten(leaves))
+        timestep = TimeStep(np.where(begins, FIRST, MID), zeros, zeros + 1, codec.layout.unflatten(leaves))
+        is_blocked = self._mask_check.find(timestep) & (True if given is None else given != LAST)
+        if is_blocked.any():
+            raise UsageError(
+                f"The action mask in row {int(is_blocked.argmax())} of the observations allows no action: expected at "
+                "least one legal action."
+            )
         if self._stack is not None and codec is self.codec:
             timestep = self._stack(timestep)
         before = reset_at_first(timestep, self.state, initial) if state is None else state

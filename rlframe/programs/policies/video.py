@@ -72,9 +72,7 @@ class VideoRecorder(Closeable):
         if env_pool_type(self._experiment, 1, env) == "jax":
             return _RecordedJaxPool(make_jax_env(env, self._experiment.env_kwargs), seed, config, self)
         make_env = lambda: _RecordedEnv(_rendering_env(self._experiment, seed), self)  # noqa: E731
-        pool = SyncEnv(
-            make_env, 1, "loop", seed=seed, frame_stack=config.frame_stack, action_repeat=config.action_repeat
-        )
+        pool = SyncEnv(make_env, 1, "loop", seed=seed, **_seen_by_policy(config))
         return self._opened.enter_context(contextlib.closing(pool))
 
     def add(self, frame: Any, fps: float) -> None:
@@ -144,7 +142,7 @@ class _RecordedJaxPool(JaxPool):
                 f"{type(env).__name__} cannot be recorded: it has no method render(state), which returns an RGB array, "
                 "uint8 of shape (height, width, 3)."
             )
-        super().__init__(env, 1, seed, config.action_repeat, config.frame_stack)
+        super().__init__(env, 1, seed, **_seen_by_policy(config))
         self._env, self._recorder = env, recorder
         self._fps = float(getattr(env, "render_fps", _DEFAULT_FPS))
 
@@ -153,6 +151,11 @@ class _RecordedJaxPool(JaxPool):
         state = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self._carry.state)
         self._recorder.add(np.asarray(self._env.render(state)), self._fps)
         return timestep
+
+
+def _seen_by_policy(config: EnvOptions) -> dict[str, Any]:
+    """Return the options of a pool that change the observations and actions."""
+    return {name: getattr(config, name) for name in ("frame_stack", "action_repeat", "action_mask")}
 
 
 def _rendering_env(experiment: Experiment, seed: int) -> Any:

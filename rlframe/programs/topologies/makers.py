@@ -46,7 +46,10 @@ def make_pool(experiment: Experiment, num_envs: int, env_kwargs: dict[str, Any],
     config = EnvOptions.of(experiment)
     env = registry.env_name_or_builder(experiment.env)
     options: dict[str, Any] = {"type": env_pool_type(experiment, num_envs, env), "env_kwargs": env_kwargs}
-    shared = ("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards")
+    shared = (
+        *("num_workers", "answer_timeout", "check_finite", "frame_stack", "action_repeat", "clip_rewards"),
+        "action_mask",
+    )
     options.update({name: getattr(config, name) for name in shared})
     if config.async_envs:
         return AsyncEnv(env, num_envs, experiment.num_awaited_envs, seed=seed, **options)
@@ -62,7 +65,8 @@ def env_pool_type(experiment: Experiment, num_envs: int, env: Any) -> str:
 def make_jax_envs(experiment: Experiment) -> BatchedJaxEnv:
     """Make the JAX environments of an experiment whose `env_pool_type` is `jax`."""
     config, env = EnvOptions.of(experiment), registry.env_name_or_builder(experiment.env)
-    return BatchedJaxEnv(make_jax_env(env, experiment.env_kwargs), config.action_repeat, config.frame_stack)
+    made = make_jax_env(env, experiment.env_kwargs)
+    return BatchedJaxEnv(made, config.action_repeat, config.frame_stack, config.action_mask)
 
 
 def env_builder(experiment: Experiment) -> functools.partial[Any]:
