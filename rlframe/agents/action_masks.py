@@ -77,7 +77,7 @@ class ActionMask:
             raise UsageError(
                 f"The action mask has {count} elements, but the network has {size} outputs for the action: expected a "
                 f"multiple of {count}. Use the default distribution (policy_factory), or set action_mask "
-                "(--action-mask) to none."
+                "(--action-mask) to None."
             )
         return jnp.where(jnp.repeat(legal, size // count, axis=-1), outputs, ILLEGAL)
 

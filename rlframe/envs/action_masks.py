@@ -37,7 +37,7 @@ def mark_mask(codec: Codec, key: str | None, action_repeat: int = 1) -> Codec:
     if key not in keys:
         raise UsageError(f"action_mask={key!r} must be a key of the observation, but the observation is {found}.")
     mask, counts = observation[key], category_counts(codec.action_spec)
-    off = "If this array is no mask, set action_mask (--action-mask) to none."
+    off = "If this array is no mask, set action_mask (--action-mask) to None."
     if counts is None:
         raise UsageError(
             f"The observation has an action mask, {key!r}, but only Discrete actions and MultiDiscrete actions of one "

@@ -238,6 +238,7 @@ def test_pqn_loss_equals_numpy():
     _, output = act(agent, jax.tree.map(lambda leaf: leaf.reshape(8, -1), data.observation), params, learner_state)
     counts = mask.any(axis=-1)  # the action after the end of an episode is ignored
     np.testing.assert_allclose(output.extras["value"].reshape(2, 4)[counts], highest[counts], rtol=1e-5)
+    assert np.abs(output.extras["value"]).max() < 100  # also after the end of an episode, where no action is legal
     data = data._replace(extras={"value": output.extras["value"].reshape(2, 4)[:, :-1]})
     errors = (
         data.reward

@@ -63,7 +63,7 @@ def test_mask_is_found_by_its_key(mask_space, action_space, num_values):
     ("mask_space", "action_space", "options", "message"),
     [
         (MultiBinary(4), Discrete(3), {}, r"'action_mask' must be a bool array of shape \(3,\).* MultiBinary\(3\)"),
-        (Box(0, 1, (3,), np.float32), Discrete(3), {}, "got BoundedArray.*float32.*set action_mask .* to none"),
+        (Box(0, 1, (3,), np.float32), Discrete(3), {}, "got BoundedArray.*float32.*set action_mask .* to None"),
         (Box(0, 9, (3,), np.int8), Discrete(3), {}, "integers from 0 to 1"),
         (MultiDiscrete([2, 2, 2]), Discrete(3), {}, "must be a bool array"),
         (Dict(a=MultiBinary(3)), Discrete(3), {}, "must be a bool array"),
