@@ -63,7 +63,7 @@ class ActionMask:
             network: a network for `rest(observation)`, with or without a state. Its first output is `[..., n * k]`: k
                 numbers for each of the n actions, ordered by action.
         """
-        return network if self._spec is None else MaskedNetwork(self, network)
+        return network if self._spec is None else _MaskedNetwork(self, network)
 
     def apply(self, outputs: Any, observation: Tree) -> Any:
         """Return the outputs of a network, a tuple or one array, with `ILLEGAL` in the first output."""
@@ -82,7 +82,7 @@ class ActionMask:
         return jnp.where(jnp.repeat(legal, size // count, axis=-1), outputs, ILLEGAL)
 
 
-class MaskedNetwork:
+class _MaskedNetwork:
     """A network with a mask on its first output. See `ActionMask.network`."""
 
     def __init__(self, mask: ActionMask, network: Any) -> None:
