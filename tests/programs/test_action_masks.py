@@ -121,7 +121,7 @@ LEARNING = {
         "num_minibatches": 4,
         "num_epochs": 4,
         "learning_rate": 2.5e-3,
-        "steps": 30_000,
+        "steps": 40_000,
     },
     "dqn": {
         "num_envs": 8,
