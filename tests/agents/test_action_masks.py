@@ -184,7 +184,7 @@ HEADS = {"expectation": Expectation(), "quantiles": Quantiles(3), "categorical":
 )
 def test_dqn_loss_equals_numpy(head, double):
     head = HEADS[head]
-    cfg = DQNConfig(batch_size=6, head=head, double=double, prioritized=True)
+    cfg = DQNConfig(batch_size=6, head=head, double=double, prioritized=True, importance_exponent=0.4)
     agent = DQN(cfg, MASKED, ACTIONS, linear(4 * head.size))
     params, learner_state = started(agent)
     target_weights = weights(9, 4 * head.size)
@@ -229,7 +229,12 @@ def test_munchausen_loss_equals_numpy():
 
 
 def test_pqn_loss_equals_numpy():
-    agent = PQN(PQNConfig(unroll_length=3, discount=GAMMA, q_lambda=0.0), MASKED, ACTIONS, linear(4))
+    agent = PQN(
+        PQNConfig(unroll_length=3, discount=GAMMA, q_lambda=0.0, epsilon=0.1, learning_rate=1e-3),
+        MASKED,
+        ACTIONS,
+        linear(4),
+    )
     params, learner_state = started(agent)
     data = unroll((2, 3))
     mask = data.observation["action_mask"]
@@ -284,9 +289,9 @@ AGENTS = {
     "ppo": lambda: PPO(PPOConfig(), MASKED, ACTIONS, SMALL),
     "recurrent ppo": lambda: PPO(PPOConfig(), MASKED, ACTIONS, GRUConfig((4,), 3)),
     "normalized impala": lambda: Normalized(IMPALA(IMPALAConfig(), MASKED, ACTIONS, GRUConfig((4,), 3))),
-    "pqn": lambda: PQN(PQNConfig(epsilon_end=0.5), MASKED, ACTIONS, SMALL),
-    "dqn": lambda: DQN(DQNConfig(epsilon_begin=0.5, head=HEADS["categorical"]), MASKED, ACTIONS, SMALL),
-    "noisy dqn": lambda: DQN(DQNConfig(epsilon_begin=0.0), MASKED, ACTIONS, MLPConfig((8,), dueling=True, noisy=0.5)),
+    "pqn": lambda: PQN(PQNConfig(epsilon=0.5), MASKED, ACTIONS, SMALL),
+    "dqn": lambda: DQN(DQNConfig(epsilon=0.5, head=HEADS["categorical"]), MASKED, ACTIONS, SMALL),
+    "noisy dqn": lambda: DQN(DQNConfig(epsilon=0.0), MASKED, ACTIONS, MLPConfig((8,), dueling=True, noisy=0.5)),
     "r2d2": lambda: R2D2(R2D2Config(epsilon=0.9, epsilon_exponent=0.1), MASKED, ACTIONS, GRUConfig((4,), 3)),
 }
 
@@ -344,7 +349,7 @@ def test_random_actions_are_uniform_over_legal_actions():
 
 
 def test_repeated_random_action_ends_when_it_becomes_illegal():
-    cfg = DQNConfig(epsilon_begin=0.0, exploration_duration_exponent=2.0)
+    cfg = DQNConfig(epsilon=0.0, exploration_duration_exponent=2.0)
     agent = DQN(cfg, MASKED, ACTIONS, SMALL)
     params, learner_state = started(agent)
     observation = {"observation": np.zeros((2, 3), np.float32), "action_mask": np.array([[0, 1, 0, 0], [1, 1, 0, 0]])}

@@ -24,7 +24,7 @@ AGENTS = {
     "ppo": {**ON_POLICY, "network": "gru", "network.hidden": (8,), "normalize_observations": True},
     "impala": {"unroll_length": 8, "batch_size": 4, **SMALL},
     "pqn": ON_POLICY,
-    "dqn": {**REPLAY, "prioritized": True, "n_step": 3, **SMALL, "head": "categorical", "epsilon_begin": 0.5},
+    "dqn": {**REPLAY, "prioritized": True, "n_step": 3, **SMALL, "head": "categorical", "epsilon": 0.5},
     "r2d2": {**REPLAY, "sequence_length": 8, "burn_in": 2, "period": 4, "network": "gru", "network.hidden": (8,)},
 }
 
@@ -131,8 +131,7 @@ LEARNING = {
         "preset": "none",
         "optimizer": "adam",
         "learning_rate": 1e-3,
-        "epsilon_decay_steps": 10_000,
-        "epsilon_end": 0.05,
+        "epsilon": "linear:1:0.05@2500",
         "replay_capacity": 20_000,
         "steps": 20_000,
     },
