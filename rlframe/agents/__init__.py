@@ -67,7 +67,8 @@ __all__ = [
 ]
 
 # A module is imported on the first use of its names, because a run needs only one agent.
-_MODULES = {"Agent": "base", "LearnerState": "base", "Normalized": "transforms"}  # the other modules have agents' names
+# The modules that do not have the name of an agent.
+_MODULES = {"ActionMask": "action_masks", "Agent": "base", "LearnerState": "base", "Normalized": "transforms"}
 __getattr__, __dir__ = lazy_names(
     __name__, {name: f"rlframe.agents.{_MODULES.get(name, name.removesuffix('Config').lower())}" for name in __all__}
 )
