@@ -229,7 +229,7 @@ class ReplaySpec:
         if self.kind not in kinds:
             raise UsageError(f"ReplaySpec.kind must be one of {kinds}, got {self.kind!r}.")
         check_at_least(self, 1, "batch_size", "capacity", "min_size")
-        check_above(self, 0, "lapse_after")
+        check_above(self, 0, "samples_per_insert", "lapse_after")
         check_at_least(self, 0, "max_staleness")
         holds_unrolls = isinstance(self.item, Sequence) and self.item.period == self.item.length
         if self.max_staleness is not None and not (self.kind == "queue" and holds_unrolls):

@@ -1,4 +1,4 @@
-"""The driver of the topology `fused`: it calls the jitted rounds, and chooses how many rounds a call makes."""
+"""The driver of the topology `fused`: it calls the jitted rounds, and gives their results to the Learner."""
 
 from __future__ import annotations
 
@@ -13,39 +13,29 @@ import numpy as np
 from rlframe import compilation
 from rlframe.agents.base import Agent
 from rlframe.agents.networks import has_images
-from rlframe.device.ring import StepRing, UnrollQueue
-from rlframe.device.rounds import CallLimits, Carry, Rounds, Tally, no_tally, num_bytes
+from rlframe.device.call_length import MOST_PER_CALL, CallLength
+from rlframe.device.memory import check_memory, num_bytes
+from rlframe.device.ring import StepRing
+from rlframe.device.rounds import CallLimits, Carry, Rounds, Start, Tally, in_parts
+from rlframe.device.unroll_queue import UnrollQueue
 from rlframe.envs.action_masks import no_legal_action_error
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.interprocess.phases import COMPUTING
 from rlframe.learners import Learner
-from rlframe.learners.update import copy_arrays
 from rlframe.types import Logs, Params
-
-_CALL_SECONDS = 0.5  # intended duration of a call: signals and progress wait for it
-MOST = 2**30  # limit of the counters of one call, which are int32
-
-
-class Start(NamedTuple):
-    """The state of a run before its first round of this session."""
-
-    rng: Any  # [2] uint32: key of the actions and the replay
-    params: Params
-    learner_state: Any
-    env_keys: Any  # [N, 2] uint32: a key for each environment
 
 
 class CallResult(NamedTuple):
     """The results of a call for one run."""
 
-    params: Params
+    params: Params  # on the device, like `learner_state`; the next call of this run donates both
     learner_state: Any
     tally: Tally  # on the host
     logs: Logs  # of the newest update, on the host
 
 
-class Calls(Protocol):
-    """Makes the jitted calls of one run. The arrays of the run stay on the device."""
+class DeviceRun(Protocol):
+    """The state of a run on the device, and the jitted calls that change it."""
 
     def run(self, env_steps: int, updates: int) -> CallResult:
         """Make rounds for about half a second, or until the given number of steps or updates is reached."""
@@ -66,19 +56,23 @@ class FusedDriver:
     Args:
         agent: the agent.
         learner: the Learner, without a replay buffer. The driver closes it.
-        calls: makes the calls. The driver closes it.
+        device_run: the state on the device. The driver closes it.
         max_learner_steps: number of updates after which the session ends. None means no limit.
     """
 
-    has_replay = replay_is_small = True
+    replay_is_small = True
     replay_is_saved = False  # it is part of `get_state`
 
-    def __init__(self, agent: Agent, learner: Learner, calls: Calls, max_learner_steps: int | None = None) -> None:
+    def __init__(
+        self, agent: Agent, learner: Learner, device_run: DeviceRun, max_learner_steps: int | None = None
+    ) -> None:
         self.spec, self.learner = agent.replay_spec, learner
-        self._calls, self._max_learner_steps = calls, max_learner_steps
+        self._device_run, self._max_learner_steps = device_run, max_learner_steps
+        extras = None if learner.restored is None else learner.restored.extras
+        self.has_replay = extras is not None
         self._counts = {"env_steps": 0, "episodes": 0, "return_sum": 0.0, "length_sum": 0.0}
-        if learner.restored is not None and learner.restored.extras is not None:
-            self._counts = dict(learner.restored.extras["counts"])
+        if extras is not None:
+            self._counts = dict(extras["counts"])
 
     @property
     def env_steps(self) -> int:
@@ -88,14 +82,19 @@ class FusedDriver:
     def advance(self, until: float, must_end: Callable[[], bool]) -> Logs | None:
         """See `Driver`. Make rounds for about half a second.
 
+        This function does not call `must_end` between two updates: the call ends at `max_learner_steps`, and the caller
+        checks the other limits after it.
+
         Raises:
             EnvError: the action mask of an environment allows no action.
         """
-        updates = MOST
+        env_steps, updates = until - self.env_steps, MOST_PER_CALL
         if self._max_learner_steps is not None:
             updates = self._max_learner_steps - self.learner.learner_steps
         with COMPUTING:
-            params, learner_state, tally, logs = self._calls.run(int(min(until - self.env_steps, MOST)), updates)
+            params, learner_state, tally, logs = self._device_run.run(
+                int(min(env_steps, MOST_PER_CALL)), min(updates, MOST_PER_CALL)
+            )
         for name in self._counts:
             self._counts[name] += getattr(tally, name).item()
         if tally.blocked_env >= 0:
@@ -109,11 +108,14 @@ class FusedDriver:
 
     def replay_stats(self) -> dict[str, int]:
         """See `Driver`."""
-        return self._calls.replay_stats()
+        return self._device_run.replay_stats()
 
     def get_state(self, *, with_envs: bool) -> dict[str, Any]:
-        """See `Driver`. The state contains the environments and the replay, so a resumed run continues exactly."""
-        return {"device": self._calls.get_state(), "counts": self._counts}
+        """See `Driver`. The state contains the environments and the replay, so a resumed run continues exactly.
+
+        The environments are saved even without `with_envs`, because a JAX environment cannot break.
+        """
+        return {"device": self._device_run.get_state(), "counts": self._counts}
 
     def free_envs(self) -> None:
         """See `Driver`. JAX environments have nothing to close."""
@@ -121,32 +123,10 @@ class FusedDriver:
     def close(self) -> None:
         """See `Driver`."""
         self.learner.close()
-        self._calls.close()
+        self._device_run.close()
 
 
-class CallLength:
-    """The number K of rounds of the next call, chosen so that a call takes about half a second.
-
-    K is an argument of the jitted function, so one compilation is enough. The results do not depend on K.
-
-    Attributes:
-        rounds: K.
-    """
-
-    def __init__(self) -> None:
-        self.rounds = 1  # the first call also compiles
-        self._has_compiled = False
-
-    def choose(self, rounds: int, seconds: float) -> None:
-        """Choose K from the number of rounds and the duration of the newest call."""
-        if not self._has_compiled:  # this call compiled, so its duration says nothing
-            self._has_compiled = True
-        elif rounds:
-            wanted = rounds * _CALL_SECONDS / max(seconds, 1e-6)
-            self.rounds = int(min(max(1.0, wanted), 10.0 * rounds, MOST))
-
-
-class Program:
+class CompiledRounds:
     """The jitted functions of a run. They do not depend on the seed, so several runs can share them.
 
     Args:
@@ -158,6 +138,8 @@ class Program:
     Attributes:
         rounds: the rounds.
         in_parts: True if the parts of a round are jitted separately.
+        run: `Rounds.run`. It donates the carry.
+        init: `Rounds.init`.
     """
 
     def __init__(self, agent: Agent, envs: BatchedJaxEnv, num_envs: int, clip_rewards: float | None) -> None:
@@ -165,54 +147,81 @@ class Program:
         replay = UnrollQueue(spec, num_envs) if spec.kind == "queue" else StepRing(spec, num_envs)
         self.rounds = Rounds(agent, envs, replay, num_envs, clip_rewards)
         # On a CPU, the gradient of a convolution takes many times as long inside a loop (docs/project/speed.md).
-        self.in_parts = has_images(agent.observation_spec) and jax.default_backend() == "cpu"
+        loops_slowly = has_images(agent.observation_spec) and jax.default_backend() == "cpu"
+        self.in_parts = loops_slowly or not agent.jit_learner_step
         self.run: Callable[[Carry, CallLimits], Carry]
         if self.in_parts:
-            self.run = _in_parts(self.rounds, agent)
+            self.run = in_parts(self.rounds, agent)
         else:
             self.run = compilation.jit(self.rounds.run, donate_argnums=(0,), differentiates=True)
-        self.init = compilation.jit(self.rounds.init, differentiates=False)
+        self.init: Callable[..., Carry] = compilation.jit(self.rounds.init, differentiates=False)
+
+    def restore(self, start: Start, saved: list[np.ndarray]) -> Carry:
+        """Return the carry with the leaves of a saved `state_of`, and otherwise like `init`. Empty `saved`.
+
+        Do not allocate an empty replay, because a replay can need most of the memory.
+        """
+        structure = jax.tree.structure(state_of(jax.eval_shape(self.rounds.init, *start)))
+
+        def others(*start: Any) -> dict[str, Any]:
+            parts = self.rounds.init(*start)._asdict()
+            return {name: part for name, part in parts.items() if name not in ("acting", "replay", "actor_params")}
+
+        parts = compilation.jit(others, differentiates=False)(*start)
+        saved.reverse()
+        leaves = [_to_device(saved.pop()) for _ in range(len(saved))]
+        acting, replay, actor_params = jax.tree.unflatten(structure, leaves)
+        return Carry(acting=acting, replay=replay, actor_params=actor_params, **parts)
+
+    def check_memory(self, start: Start, *, runs: int = 1, restored: int = 0, joins: bool = False) -> None:
+        """Raise UsageError if the replays of several runs do not fit into memory. They must not exist yet.
+
+        Args:
+            start: the start of one of the runs.
+            runs: number of runs.
+            restored: number of runs that have a checkpoint in the memory of the host.
+            joins: True if one array contains the replays of all runs. Then `get_state` copies a replay on the device.
+        """
+        replays = runs + joins
+        if jax.default_backend() == "cpu":
+            # A checkpoint needs memory for one more replay. A restored checkpoint is freed after it was copied.
+            replays = runs + 1 - restored
+        replay = self.rounds.replay
+        check_memory(replays * num_bytes(self.rounds.replay_shapes(start)), replay.how_to_shrink)
 
 
-class SingleCalls:
-    """The calls of a run. See `Calls`.
+class SingleRun:
+    """A run with its own calls. See `DeviceRun`.
 
     Args:
-        program: the jitted functions.
+        compiled: the jitted functions.
         start: the start of the run.
-        restored: a result of `get_state`, or None.
-
-    Raises:
-        UsageError: the replay does not fit into memory.
+        restored: a result of `get_state`, or None. This constructor empties the list.
     """
 
-    def __init__(self, program: Program, start: Start, restored: list[np.ndarray] | None) -> None:
-        self._run, self._length = program.run, CallLength()
-        # Copy, because the calls donate the carry, and no array may occur twice in it.
-        self._carry: Carry = copy_arrays(program.init(*start))
-        if restored is not None:
-            self._carry = with_state(self._carry, [jnp.array(leaf) for leaf in restored])
+    def __init__(self, compiled: CompiledRounds, start: Start, restored: list[np.ndarray] | None) -> None:
+        self._run, self._length = compiled.run, CallLength()
+        self._carry = compiled.init(*start) if restored is None else compiled.restore(start, restored)
 
     def run(self, env_steps: int, updates: int) -> CallResult:
-        """See `Calls`."""
-        began = time.perf_counter()
-        limits = CallLimits(*np.array([self._length.rounds, env_steps, updates], np.int32))
-        carry = self._run(self._carry, limits)
-        tally, logs = jax.device_get((carry.tally, carry.logs))  # the next call donates the arrays
-        self._carry = carry
-        self._length.choose(int(tally.rounds), time.perf_counter() - began)
+        """See `DeviceRun`."""
+        began, length = time.perf_counter(), self._length
+        limits = CallLimits(*np.array([length.count, env_steps, updates, length.enough_updates], np.int32))
+        self._carry = carry = self._run(self._carry, limits)
+        tally, logs = jax.device_get((carry.tally, carry.logs))
+        length.choose(int(tally.rounds), time.perf_counter() - began, int(tally.updates))
         return CallResult(carry.params, carry.learner_state, tally, logs)
 
     def get_state(self) -> list[np.ndarray]:
-        """See `Calls`."""
+        """See `DeviceRun`."""
         return jax.tree.map(np.asarray, jax.tree.leaves(state_of(self._carry)))
 
     def replay_stats(self) -> dict[str, int]:
-        """See `Calls`."""
+        """See `DeviceRun`."""
         return {"items": int(self._carry.replay.size), "bytes": num_bytes(self._carry.replay)}
 
     def close(self) -> None:
-        """See `Calls`."""
+        """See `DeviceRun`."""
 
 
 def state_of(carry: Carry) -> tuple[Any, ...]:
@@ -226,29 +235,8 @@ def with_state(carry: Carry, leaves: list[Any]) -> Carry:
     return carry._replace(acting=acting, replay=replay, actor_params=actor_params)
 
 
-def _in_parts(rounds: Rounds, agent: Agent) -> Callable[[Carry, CallLimits], Carry]:
-    """Return a function like `Rounds.run` that jits the parts of a round separately, and loops in Python."""
-    collect = compilation.jit(rounds.collect, donate_argnums=(0,), differentiates=False)
-    may_learn = compilation.jit(rounds.may_learn, differentiates=False)
-    learn = compilation.jit(rounds.learn, donate_argnums=(0,), differentiates=True)
-    draw = compilation.jit(rounds.replay.draw, differentiates=False)
-    finish = compilation.jit(rounds.finish_update, differentiates=False)
-
-    def learn_in_parts(carry: Carry) -> Carry:
-        replay, batch, places = draw(carry.rng, carry.replay)
-        params, learner_state, logs = agent.learner_step(carry.params, carry.learner_state, batch)
-        return finish(carry._replace(replay=replay), params, learner_state, dict(logs), places)
-
-    learn_once = learn if agent.jit_learner_step else learn_in_parts
-
-    def run(carry: Carry, limits: CallLimits) -> Carry:
-        carry = carry._replace(tally=copy_arrays(no_tally()))  # a donated array must not occur twice
-        while rounds.is_within(carry, limits):
-            carry = collect(carry)
-            while may_learn(carry, limits):
-                carry = learn_once(carry)
-                if rounds.replay.updates_per_round != "many":
-                    break
-        return carry
-
-    return run
+def _to_device(array: np.ndarray) -> jax.Array:
+    """Return a copy on the device. (`jnp.array` can make two copies.)"""
+    copied = jax.device_put(array)
+    is_same_memory = copied.unsafe_buffer_pointer() == array.ctypes.data  # possible on a CPU
+    return jnp.copy(copied) if is_same_memory else copied

@@ -14,7 +14,7 @@ from rlframe import compilation
 from rlframe.actors.evaluator import EVALUATOR_RANK, PlayedEpisodes
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
-from rlframe.device.driver import CallLength
+from rlframe.device.call_length import CallLength
 from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.checks import FiniteCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
@@ -38,7 +38,7 @@ class _Playing(NamedTuple):
     call: jax.Array  # [] uint32: number of the next call of `eval_step`; with the key, it determines random numbers
 
 
-class _Steps(NamedTuple):
+class _PlayedSteps(NamedTuple):
     """The steps of one call. The host counts their episodes."""
 
     total: jax.Array  # [] int32: number of steps
@@ -79,31 +79,33 @@ class EvaluationProgram:
             self._finite_check(timestep)
         self._mask_check(timestep)
 
-    def _play(self, params: Params, playing: _Playing, left: jax.Array, most: jax.Array) -> tuple[_Playing, _Steps]:
+    def _play(
+        self, params: Params, playing: _Playing, left: jax.Array, most: jax.Array
+    ) -> tuple[_Playing, _PlayedSteps]:
         """Make up to `most` steps, until each environment has completed its `left` [N] episodes."""
         self._agent.check_observation(playing.timestep.observation)  # runs only while JAX traces this function
         initial, shape = self._agent.initial_state(len(left)), (_MOST_STEPS, len(left))
 
-        def is_within(loop: Any) -> jax.Array:
+        def may_continue(loop: Any) -> jax.Array:
             playing, steps, left = loop
-            is_within = (steps.total < most) & jnp.any(left > 0)
-            is_within = is_within & (self._mask_check.first_wrong(playing.timestep, jnp) < 0)
-            return is_within if self._finite_check is None else is_within & are_finite(playing.timestep)
+            is_incomplete = (steps.total < most) & jnp.any(left > 0)
+            is_valid = is_incomplete & (self._mask_check.first_wrong(playing.timestep, jnp) < 0)
+            return is_valid if self._finite_check is None else is_valid & are_finite(playing.timestep)
 
         def step(loop: Any) -> Any:
             (envs, timestep, state, rng, call), steps, left = loop
             output, state = self._agent.eval_step(jax.random.fold_in(rng, call), params, timestep, state)
             envs, timestep = self._envs.step(envs, output.action)
             state = reset_at_first(timestep, state, initial, jnp)
-            steps = _Steps(
+            steps = _PlayedSteps(
                 steps.total + 1,
                 steps.step_type.at[steps.total].set(timestep.step_type),
                 steps.reward.at[steps.total].set(timestep.reward),
             )
             return _Playing(envs, timestep, state, rng, call + 1), steps, left - (timestep.step_type == LAST)
 
-        no_steps = _Steps(jnp.zeros((), jnp.int32), jnp.zeros(shape, jnp.uint8), jnp.zeros(shape, jnp.float32))
-        return jax.lax.while_loop(is_within, step, (playing, no_steps, left))[:2]
+        no_steps = _PlayedSteps(jnp.zeros((), jnp.int32), jnp.zeros(shape, jnp.uint8), jnp.zeros(shape, jnp.float32))
+        return jax.lax.while_loop(may_continue, step, (playing, no_steps, left))[:2]
 
 
 class DeviceEvaluator:
@@ -149,7 +151,7 @@ class DeviceEvaluator:
         while not episodes.are_complete:
             if self._stop.is_set():
                 raise StoppedError("The evaluation was stopped.")
-            began, most = time.perf_counter(), np.int32(min(self._call_length.rounds, _MOST_STEPS))
+            began, most = time.perf_counter(), np.int32(min(self._call_length.count, _MOST_STEPS))
             with COMPUTING:
                 playing, steps = self._program.play(params, playing, episodes.left, most)
                 steps, timestep = jax.device_get((steps, playing.timestep))

@@ -1,18 +1,16 @@
-"""Replays in device memory. Inside the jitted call, they store steps and return batches.
-
-`UnrollQueue` is for agents that learn from each unroll once. `StepRing` is for agents that sample old steps. Both
-return the same items as `rlframe.replay.ReplayBuffer` from the same steps, and allow the same number of updates.
-"""
+"""The replay in device memory for agents that sample old steps, such as DQN and SAC."""
 
 from __future__ import annotations
 
 import fractions
-from typing import Any, NamedTuple, Protocol
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlframe.device.replay import StepRecord
 from rlframe.device.sum_tree import DeviceSumTree
 from rlframe.errors import UsageError
 from rlframe.replay.tables import MIN_PRIORITY
@@ -23,124 +21,16 @@ from rlframe.types import (
     ReplaySpec,
     Sequence,
     SequenceBatch,
-    TimeStep,
-    Transition,
     TransitionBatch,
     Tree,
 )
 
 _MAX_DENOMINATOR = 10_000  # of `samples_per_insert` as a fraction
+_END_OF_INT32 = 2**31
 
 
-class StepRecord(NamedTuple):
-    """One step of all environments."""
-
-    timestep: TimeStep  # [N, ...], before the step
-    action: Tree  # [N, ...]
-    extras: dict[str, Any]  # [N, ...]
-    agent_state: AgentState  # [N, ...], before the step
-    next_timestep: TimeStep  # [N, ...], after the step
-
-
-class DeviceReplay(Protocol):
-    """A replay of `Rounds`. All methods are pure functions of the replay's arrays.
-
-    Attributes:
-        steps_per_round: environment steps between two calls of `add`.
-        updates_per_round: "one" if each round has exactly one update, "at most one", or "many".
-    """
-
-    steps_per_round: int
-    updates_per_round: str
-
-    def init(self, record: StepRecord) -> Any:
-        """Return the arrays of an empty replay. `record` has the shapes and dtypes of one step of all environments."""
-
-    def add(self, replay: Any, records: StepRecord) -> Any:
-        """Add the records [T, N, ...] of a round."""
-
-    def is_ready(self, replay: Any) -> jax.Array:
-        """Return [] bool: True if a batch can be drawn now, like `RateLimiter.may_sample`."""
-
-    def draw(self, rng: jax.Array, replay: Any) -> tuple[Any, Batch, Any]:
-        """Return (replay, batch, places). `rng` is a constant key. `set_priorities` needs the places of the items."""
-
-    def set_priorities(self, replay: Any, places: Any, priorities: jax.Array) -> Any:
-        """Set the priorities [B] of items."""
-
-
-class UnrollQueue:
-    """Collects unrolls of all environments, and returns each of them in one batch, the oldest first.
-
-    Args:
-        spec: the agent's `replay_spec`, a queue of sequences. Without `batch_size`, a batch has one unroll of each
-            environment.
-        num_envs: number of environments.
-    """
-
-    def __init__(self, spec: ReplaySpec, num_envs: int) -> None:
-        item = spec.item
-        if not isinstance(item, Sequence) or item.period != item.length or spec.samples_per_insert is not None:
-            raise UsageError(
-                f"The topology fused needs a queue of sequences that do not overlap, without samples_per_insert; the "
-                f"agent's replay_spec is {spec}. Use the topology single_process."
-            )
-        self.steps_per_round, self._num_envs = item.length, num_envs
-        self._batch_size = spec.batch_size or num_envs
-        self._least = max(self._batch_size, spec.min_size)
-        self.updates_per_round = "many"
-        if self._batch_size == num_envs == self._least:
-            self.updates_per_round = "one"
-        self._capacity = self._least + num_envs
-
-    def init(self, record: StepRecord) -> _Queue:
-        """See `DeviceReplay`."""
-        length = self.steps_per_round
-        unrolls = jax.eval_shape(
-            lambda record: unroll(jax.tree.map(lambda leaf: jnp.stack([leaf] * length), record)), record
-        )
-        rows = self._num_envs if self.updates_per_round == "one" else self._capacity
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape[1:]), leaf.dtype), unrolls)
-        return _Queue(zeros, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
-
-    def add(self, queue: _Queue, records: StepRecord) -> _Queue:
-        """See `DeviceReplay`."""
-        size = queue.size + self._num_envs
-        if self.updates_per_round == "one":
-            return _Queue(unroll(records), queue.first, size)
-        rows = (queue.first + queue.size + jnp.arange(self._num_envs)) % self._capacity
-        return _Queue(
-            jax.tree.map(lambda old, new: old.at[rows].set(new), queue.unrolls, unroll(records)), queue.first, size
-        )
-
-    def is_ready(self, queue: _Queue) -> jax.Array:
-        """See `DeviceReplay`."""
-        return queue.size >= self._least
-
-    def draw(self, rng: jax.Array, queue: _Queue) -> tuple[_Queue, Batch, None]:
-        """See `DeviceReplay`. Remove the oldest unrolls."""
-        data, first = queue.unrolls, queue.first
-        if self.updates_per_round != "one":
-            rows = (first + jnp.arange(self._batch_size)) % self._capacity
-            data = jax.tree.map(lambda leaf: leaf[rows], data)
-            first = (first + self._batch_size) % self._capacity
-        probabilities = jnp.full(self._batch_size, 1.0, jnp.float32) / queue.size
-        batch = Batch(data, (), probabilities, ())
-        return _Queue(queue.unrolls, first, queue.size - self._batch_size), batch, None
-
-    def set_priorities(self, queue: _Queue, places: Any, priorities: jax.Array) -> _Queue:
-        """Do nothing, because a queue has no priorities."""
-        return queue
-
-
-class _Queue(NamedTuple):
-    unrolls: SequenceBatch  # [capacity, T, ...]
-    first: jax.Array  # [] int32, row of the oldest unroll
-    size: jax.Array  # [] int32, number of unrolls
-
-
-class _Steps(NamedTuple):
-    """The arrays of a ring, [rows, N, ...]. Row `t % rows` has the timestep t and the step that begins there."""
+class StoredSteps(NamedTuple):
+    """The steps of a ring, [rows, N, ...]. Row `t % rows` has the timestep t and the step that begins there."""
 
     observation: Tree
     step_type: jax.Array
@@ -151,9 +41,11 @@ class _Steps(NamedTuple):
     agent_state: AgentState
 
 
-class _Ring(NamedTuple):
-    steps: _Steps
-    head: jax.Array  # [] int32, number of the newest timestep
+class RingArrays(NamedTuple):
+    """The arrays of a `StepRing`."""
+
+    steps: StoredSteps
+    head: jax.Array  # [] int32, number of the newest timestep; see `StepRing._next_time`
     ages: jax.Array  # [N] int32, steps of the current episode, at most `n_step`
     size: jax.Array  # [] int32, items in the ring
     inserted: jax.Array  # [] int32, items inserted, counted up to `min_size`
@@ -166,34 +58,76 @@ class _Ring(NamedTuple):
 class StepRing:
     """The newest steps of all environments, from which items are sampled uniformly or by priority.
 
+    It has the same items as `rlframe.replay.ReplayBuffer` after the same steps, and allows the same number of updates.
+
+    A timestep has the same number in all environments. An item is named by its place: the number of its first timestep,
+    and its environment.
+
     Args:
-        spec: the agent's `replay_spec`, uniform or prioritized.
+        spec: the agent's `replay_spec`, uniform or prioritized. The ring keeps more than `capacity` timesteps if
+            `capacity` is less than four more than the length of an item in each environment.
         num_envs: number of environments.
+
+    Raises:
+        UsageError: a counter of the ring could exceed 32 bits, or `samples_per_insert` is almost 0.
     """
 
     steps_per_round = 1
+    updates_per_round: Literal["one", "at most one", "many"]
+    how_to_shrink = "Lower --replay-capacity."
 
     def __init__(self, spec: ReplaySpec, num_envs: int) -> None:
-        self.updates_per_round = "many" if spec.samples_per_insert else "at most one"
-        self._spec, self._num_envs, item = spec, num_envs, spec.item
-        if isinstance(item, Transition):
-            self._n, self._span, self._period, self._gamma = item.n_step, item.n_step, 1, item.discount
+        self.updates_per_round = "at most one" if spec.samples_per_insert is None else "many"
+        self._spec, self._num_envs, self._batch_size = spec, num_envs, spec.batch_size or num_envs
+        self._tree: DeviceSumTree | None = None
+        # A Transition has 1 to `_n_step` steps, and a Sequence always has `_length`.
+        item = spec.item
+        if isinstance(item, Sequence):
+            self._n_step, self._length, self._period = 1, item.length, item.period
         else:
-            self._n, self._span, self._period, self._gamma = 1, item.length, item.period, 1.0
-        self.rows = max(-(-spec.capacity // num_envs) + 1, self._span + 4)
-        self._batch_size = spec.batch_size or num_envs
+            self._n_step, self._length, self._period = item.n_step, item.n_step, 1
+        # An item must be complete before it is overwritten, so a ring has at least `_length + 1` timesteps. The other
+        # three rows are for LAST and incomplete items, so that a ring with a tiny capacity is not empty.
+        self.rows = max(-(-spec.capacity // num_envs) + 1, self._length + 4)
+        self._cycle = math.lcm(self.rows, self._period)  # see `_next_time`
         ratio = fractions.Fraction(spec.samples_per_insert or 0).limit_denominator(_MAX_DENOMINATOR)
         self._per_insert, self._per_sample = ratio.numerator, ratio.denominator
-        self._tree = DeviceSumTree(self.rows * num_envs) if spec.kind == "prioritized" else None
+        self._check_counters()
+        if spec.kind == "prioritized":
+            self._tree = DeviceSumTree(self.rows * num_envs)
 
-    def init(self, record: StepRecord) -> _Ring:
+    def _check_counters(self) -> None:
+        """Raise UsageError if an int32 of the ring can overflow."""
+        spec, ratio = self._spec, self._spec.samples_per_insert
+        if max(2 * self._cycle, self.rows * self._num_envs) >= _END_OF_INT32:
+            raise UsageError(
+                f"The topology fused numbers the timesteps of a replay with 32 bits, which is too little for a "
+                f"capacity of {spec.capacity} steps with items of {spec.item}. {self.how_to_shrink}"
+            )
+        if ratio is None:
+            return
+        if not self._per_insert:
+            raise UsageError(
+                f"The topology fused needs samples_per_insert of at least {1 / _MAX_DENOMINATOR}, got {ratio}. "
+                "Sample more often, or use the topology single_process."
+            )
+        # A step completes at most `n_step` items in an environment, and a batch is drawn only while `ahead` >= 0.
+        largest = max(self._num_envs * self._n_step * self._per_insert, self._batch_size * self._per_sample)
+        if largest >= _END_OF_INT32 // 2:
+            raise UsageError(
+                f"The topology fused counts samples with 32 bits, which is too little for samples_per_insert={ratio} "
+                f"(the fraction {self._per_insert} / {self._per_sample}), {self._num_envs} environments and batches of "
+                f"{self._batch_size}. Use a ratio that is a fraction of small numbers, or fewer environments."
+            )
+
+    def init(self, record: StepRecord) -> RingArrays:
         """See `DeviceReplay`."""
 
         def rows_of(tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jnp.zeros((self.rows, *leaf.shape), leaf.dtype), tree)
 
         after, zero = record.next_timestep, jnp.zeros((), jnp.int32)
-        steps = _Steps(
+        steps = StoredSteps(
             rows_of(after.observation),
             rows_of(after.step_type),
             rows_of(record.action),
@@ -204,58 +138,49 @@ class StepRing:
         )
         weights = () if self._tree is None else self._tree.init()
         ages, one = jnp.zeros(self._num_envs, jnp.int32), jnp.ones((), jnp.float32)
-        return _Ring(steps, zero, ages, zero, zero, zero, zero.astype(jnp.uint32), weights, one)
+        return RingArrays(steps, zero, ages, zero, zero, zero, zero.astype(jnp.uint32), weights, one)
 
-    def add(self, ring: _Ring, records: StepRecord) -> _Ring:
-        """See `DeviceReplay`."""
-        return self.add_step(ring, jax.tree.map(lambda leaf: leaf[0], records))
-
-    def is_ready(self, ring: _Ring) -> jax.Array:
+    def is_ready(self, ring: RingArrays) -> jax.Array:
         """See `DeviceReplay`."""
         return (ring.inserted >= self._spec.min_size) & (ring.size > 0) & (ring.ahead >= 0)
 
-    def draw(self, rng: jax.Array, ring: _Ring) -> tuple[_Ring, Batch, Any]:
-        """See `DeviceReplay`."""
-        times, envs, probabilities, ring = self.draw_places(rng, ring)
-        if self._per_insert:
-            ring = ring._replace(ahead=ring.ahead - self._batch_size * self._per_sample)
-        return ring, self.read(ring, times, envs, probabilities), (times, envs)
-
-    def add_step(self, ring: _Ring, record: StepRecord) -> _Ring:
-        """Store one step of all environments. Count the items that it completes and the items that it overwrites."""
+    def add(self, ring: RingArrays, records: StepRecord) -> RingArrays:
+        """See `DeviceReplay`. Count the items that the step completes and the items that it overwrites."""
+        record = jax.tree.map(lambda leaf: leaf[0], records)
         row, next_row = ring.head % self.rows, (ring.head + 1) % self.rows
         steps, after = ring.steps, record.next_timestep
-        begins = record.timestep.step_type  # the first record also brings the first timestep
-        # The item that began in the next row is overwritten. Items begin at each timestep that is not LAST.
+        step_type = record.timestep.step_type
+        # The items that begin at the oldest timestep are overwritten.
         oldest = ring.head + 1 - self.rows
-        begun = jnp.where(oldest % self._period == 0, self._begins(steps.step_type[next_row]), False)
-        evicted = jnp.where(oldest >= 0, jnp.count_nonzero(begun), 0).astype(jnp.int32)
-        steps = _Steps(
+        overwritten = jnp.where(oldest % self._period == 0, self._may_begin(steps.step_type[next_row]), False)
+        evicted = jnp.where(oldest >= 0, jnp.count_nonzero(overwritten), 0).astype(jnp.int32)
+        steps = StoredSteps(
+            # Write also the timestep before the step, because the first record brings the first timestep.
             _put(_put(steps.observation, row, record.timestep.observation), next_row, after.observation),
-            _put(_put(steps.step_type, row, begins), next_row, after.step_type),
+            _put(_put(steps.step_type, row, step_type), next_row, after.step_type),
             _put(steps.action, row, record.action),
             _put(steps.reward, row, after.reward),
             _put(steps.discount, row, after.discount),
             _put(steps.extras, row, record.extras),
             _put(steps.agent_state, row, record.agent_state),
         )
-        ages = jnp.where(begins == LAST, 0, jnp.minimum(ring.ages + 1, self._n))
-        complete = self._completed(ring.head, ages, after.step_type == LAST)
+        ages = jnp.where(step_type == LAST, 0, jnp.minimum(ring.ages + 1, self._n_step))
+        completed = self._completed(ring.head, ages, after.step_type == LAST)
         weights = ring.weights
         if self._tree is not None:
             envs = jnp.arange(self._num_envs)
-            leaf = ring.highest**self._spec.priority_exponent
+            new_weight = ring.highest**self._spec.priority_exponent
             leaves, values = [next_row * self._num_envs + envs], [jnp.zeros(self._num_envs)]
-            for back, mask in complete:
+            for back, mask in completed:
                 leaves.append((ring.head - back) % self.rows * self._num_envs + envs)
-                values.append(jnp.where(mask, leaf, weights[0][leaves[-1]]))
+                values.append(jnp.where(mask, new_weight, weights[0][leaves[-1]]))
             weights = self._tree.set(weights, jnp.concatenate(leaves), jnp.concatenate(values))
-        count = jnp.stack([jnp.count_nonzero(mask) for _, mask in complete]).sum().astype(jnp.int32)
+        count = jnp.stack([jnp.count_nonzero(mask) for _, mask in completed]).sum().astype(jnp.int32)
         inserted = jnp.minimum(ring.inserted + count, self._spec.min_size)
         beyond = count - (inserted - ring.inserted)  # items after the first `min_size`
         return ring._replace(
             steps=steps,
-            head=ring.head + 1,
+            head=self._next_time(ring.head),
             ages=ages,
             size=ring.size + count - evicted,
             inserted=inserted,
@@ -263,8 +188,17 @@ class StepRing:
             weights=weights,
         )
 
-    def _begins(self, step_type: jax.Array) -> jax.Array:
-        """Return a mask [N] of the environments in which an item begins at a timestep."""
+    def _next_time(self, time: jax.Array) -> jax.Array:
+        """Return the number of the next timestep.
+
+        The numbers 0, 1, 2, ... go back by one cycle when they reach two cycles, so they never overflow. Sequences
+        begin at multiples of the period, and a cycle is a multiple of the period and of the number of rows. A number
+        of at least one cycle means that the ring is full.
+        """
+        return jnp.where(time + 1 == 2 * self._cycle, self._cycle, time + 1)
+
+    def _may_begin(self, step_type: jax.Array) -> jax.Array:
+        """Return a mask [N] of the environments in which an item can begin at a timestep with these step types."""
         if isinstance(self._spec.item, Sequence):
             return jnp.ones(self._num_envs, bool)
         return step_type != LAST
@@ -272,65 +206,69 @@ class StepRing:
     def _completed(self, time: jax.Array, ages: jax.Array, ends: jax.Array) -> list[tuple[int, jax.Array]]:
         """Return the items that the step from `time` completes: pairs (steps since the item began, mask [N])."""
         if isinstance(self._spec.item, Sequence):
-            begin = time - (self._span - 1)
-            return [(self._span - 1, jnp.broadcast_to((begin >= 0) & (begin % self._period == 0), (self._num_envs,)))]
-        pairs = [(back, (ages > back) & ends) for back in range(self._n - 1)]
-        return [*pairs, (self._n - 1, ages > self._n - 1)]
+            first = time - (self._length - 1)
+            is_complete = (first >= 0) & (first % self._period == 0)
+            return [(self._length - 1, jnp.broadcast_to(is_complete, (self._num_envs,)))]
+        pairs = [(back, (ages > back) & ends) for back in range(self._n_step - 1)]
+        return [*pairs, (self._n_step - 1, ages > self._n_step - 1)]
 
-    def draw_places(self, rng: jax.Array, ring: _Ring) -> tuple[jax.Array, jax.Array, jax.Array, _Ring]:
-        """Draw a batch. Return (numbers of the first timesteps [B], environments [B], probabilities [B], ring)."""
+    def draw(self, rng: jax.Array, ring: RingArrays) -> tuple[RingArrays, Batch, tuple[jax.Array, jax.Array]]:
+        """See `DeviceReplay`. The places are (numbers of the first timesteps [B], environments [B])."""
         rng = jax.random.fold_in(rng, ring.draws)
-        ring = ring._replace(draws=ring.draws + 1)
+        ahead = ring.ahead - self._batch_size * self._per_sample if self._per_insert else ring.ahead
         if self._tree is not None:
             leaves, probabilities = self._tree.draw(rng, ring.weights, self._batch_size)
             rows, envs = leaves // self._num_envs, leaves % self._num_envs
-            newest = ring.head % self.rows
-            times = ring.head - (newest - rows) % self.rows
-            return times, envs, probabilities, ring
-        probabilities = jnp.full(self._batch_size, 1.0, jnp.float32) / ring.size
-        times, envs = self._draw_uniformly(rng, ring)
-        return times, envs, probabilities, ring
+            times = ring.head - (ring.head % self.rows - rows) % self.rows
+        else:
+            times, envs = self._draw_uniformly(rng, ring)
+            probabilities = jnp.full(self._batch_size, 1.0, jnp.float32) / ring.size
+        batch = Batch(self._items(ring.steps, times, envs), (), probabilities, ())
+        return ring._replace(draws=ring.draws + 1, ahead=ahead), batch, (times, envs)
 
-    def _draw_uniformly(self, rng: jax.Array, ring: _Ring) -> tuple[jax.Array, jax.Array]:
-        """Draw timesteps and environments. Draw again where no complete item begins, so that all items are equal."""
-        first = -(-jnp.maximum(ring.head + 1 - self.rows, 0) // self._period)
-        last = ring.head - 1 if isinstance(self._spec.item, Transition) else (ring.head - self._span) // self._period
+    def _draw_uniformly(self, rng: jax.Array, ring: RingArrays) -> tuple[jax.Array, jax.Array]:
+        """Draw places. Draw again where no complete item begins, so that all items have the same probability."""
+        # Draw the number of a period: a Transition can begin at each timestep, and a Sequence once in a period.
+        oldest = -(-jnp.maximum(ring.head + 1 - self.rows, 0) // self._period)
+        is_sequence = isinstance(self._spec.item, Sequence)
+        newest = (ring.head - self._length) // self._period if is_sequence else ring.head - 1
 
-        def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        def draw_again(state: tuple[Any, ...]) -> tuple[Any, ...]:
             number, times, envs, is_item = state
             time_rng, env_rng = jax.random.split(jax.random.fold_in(rng, number))
-            new = jax.random.randint(time_rng, (self._batch_size,), first, last + 1) * self._period
+            new_times = jax.random.randint(time_rng, (self._batch_size,), oldest, newest + 1) * self._period
             new_envs = jax.random.randint(env_rng, (self._batch_size,), 0, self._num_envs)
-            times, envs = jnp.where(is_item, times, new), jnp.where(is_item, envs, new_envs)
+            times, envs = jnp.where(is_item, times, new_times), jnp.where(is_item, envs, new_envs)
             return number + 1, times, envs, self._is_item(ring, times, envs)
 
         nothing = jnp.zeros(self._batch_size, jnp.int32)
         # Several seeds draw together, even if one of them has no items yet. Its items are not used.
         is_item = jnp.broadcast_to(ring.size == 0, (self._batch_size,))
         state = (jnp.zeros((), jnp.int32), nothing, nothing, is_item)
-        return jax.lax.while_loop(lambda state: ~state[3].all(), again, state)[1:3]
+        return jax.lax.while_loop(lambda state: ~state[3].all(), draw_again, state)[1:3]
 
-    def _is_item(self, ring: _Ring, times: jax.Array, envs: jax.Array) -> jax.Array:
+    def _is_item(self, ring: RingArrays, times: jax.Array, envs: jax.Array) -> jax.Array:
         """Return a mask [B] of the places where a complete item begins."""
         if isinstance(self._spec.item, Sequence):
             return jnp.ones(len(times), bool)
         types = ring.steps.step_type
-        is_complete = times + self._n <= ring.head
-        for k in range(1, self._n):
+        is_complete = times + self._n_step <= ring.head
+        for k in range(1, self._n_step):
             at = times + k
             is_complete |= (at <= ring.head) & (types[at % self.rows, envs] == LAST)
         return is_complete & (types[times % self.rows, envs] != LAST)
 
-    def read(self, ring: _Ring, times: jax.Array, envs: jax.Array, probabilities: jax.Array) -> Batch:
-        """Return a batch of the items that begin at the given timesteps and environments, [B] each."""
-        read = self._sequences if isinstance(self._spec.item, Sequence) else self._transitions
-        return Batch(read(ring.steps, times, envs), (), probabilities, ())
+    def _items(self, steps: StoredSteps, times: jax.Array, envs: jax.Array) -> TransitionBatch | SequenceBatch:
+        """Return the items that begin at the given places."""
+        item = self._spec.item
+        if isinstance(item, Sequence):
+            return self._sequences(steps, times, envs)
+        return self._transitions(steps, times, envs, np.float32(item.discount))
 
-    def _transitions(self, steps: _Steps, times: jax.Array, envs: jax.Array) -> TransitionBatch:
-        gamma = np.float32(self._gamma)
+    def _transitions(self, steps: StoredSteps, times: jax.Array, envs: jax.Array, gamma: np.float32) -> TransitionBatch:
         reward, discount = jnp.zeros(len(times)), jnp.ones(len(times))
         length, goes_on = jnp.zeros(len(times), jnp.int32), jnp.ones(len(times), bool)
-        for k in range(self._n):
+        for k in range(self._n_step):
             row = (times + k) % self.rows
             goes_on = goes_on & (steps.step_type[row, envs] != LAST) if k else goes_on
             reward = reward + jnp.where(goes_on, np.float32(gamma**k) * steps.reward[row, envs], 0.0)
@@ -346,8 +284,8 @@ class StepRing:
             extras=_rows(steps.extras, row, envs),
         )
 
-    def _sequences(self, steps: _Steps, times: jax.Array, envs: jax.Array) -> SequenceBatch:
-        rows = (times[:, None] + jnp.arange(self._span + 1)) % self.rows
+    def _sequences(self, steps: StoredSteps, times: jax.Array, envs: jax.Array) -> SequenceBatch:
+        rows = (times[:, None] + jnp.arange(self._length + 1)) % self.rows
         before, envs = rows[:, :-1], envs[:, None]
         return SequenceBatch(
             observation=_rows(steps.observation, rows, envs),
@@ -359,7 +297,7 @@ class StepRing:
             agent_state=_rows(steps.agent_state, rows[:, 0], envs[:, 0]),
         )
 
-    def set_priorities(self, ring: _Ring, places: Any, priorities: jax.Array) -> _Ring:
+    def set_priorities(self, ring: RingArrays, places: Any, priorities: jax.Array) -> RingArrays:
         """See `DeviceReplay`."""
         if self._tree is None:
             return ring
@@ -368,28 +306,6 @@ class StepRing:
         values = jnp.maximum(priorities, MIN_PRIORITY) ** self._spec.priority_exponent
         weights = self._tree.set(ring.weights, leaves, values.astype(jnp.float32))
         return ring._replace(weights=weights, highest=jnp.maximum(ring.highest, priorities.max()))
-
-
-def unroll(records: StepRecord) -> SequenceBatch:
-    """Return the sequences [N, T, ...] of the records [T, N, ...] of T steps."""
-    before, after = records.timestep, records.next_timestep
-
-    def with_end(tree: Tree, following: Tree) -> Tree:
-        return _batch_first(jax.tree.map(lambda some, more: jnp.concatenate([some, more[-1:]]), tree, following))
-
-    return SequenceBatch(
-        observation=with_end(before.observation, after.observation),
-        step_type=with_end(before.step_type, after.step_type),
-        action=_batch_first(records.action),
-        reward=_batch_first(after.reward),
-        discount=_batch_first(after.discount),
-        extras=_batch_first(records.extras),
-        agent_state=jax.tree.map(lambda leaf: leaf[0], records.agent_state),
-    )
-
-
-def _batch_first(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tree)
 
 
 def _put(rows: Tree, row: jax.Array, values: Tree) -> Tree:

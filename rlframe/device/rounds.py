@@ -1,10 +1,13 @@
 """Rounds of the topology `fused`: act in JAX environments, then learn, in one jitted call.
 
     run(carry, limits)                    # one jitted call, with donated buffers
-      while within the limits:
+      while within the limits:            # see `make_rounds`
         collect                           # for PPO, an unroll of each environment: a scan of Agent.actor_step
                                           #   and BatchedJaxEnv.step, then `add` of the replay
         learn, while the replay is ready  # `draw` of the replay, and Agent.learner_step
+
+`make_rounds` is the only loop. `Rounds.run` is this loop in one jitted call, `in_parts` is the loop in Python with
+jitted parts, and `run_rounds` in `seeds.py` is the loop over several seeds.
 
 Everything that changes is in the `Carry`. Random numbers depend only on constant keys and on counters in the carry, so
 the results do not depend on how many rounds a call makes.
@@ -12,25 +15,38 @@ the results do not depend on how many rounds a call makes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import psutil
 
+from rlframe import compilation
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
-from rlframe.device.ring import DeviceReplay, StepRecord
+from rlframe.device.replay import DeviceReplay, StepRecord
 from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
-from rlframe.errors import UsageError
-from rlframe.learners.update import are_finite, check_are_numbers
+from rlframe.learners.update import are_finite, check_are_numbers, copy_arrays
 from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, Tree
+
+# Added to the run's key to get the key of the replay. `Acting.calls` is the number for the keys of the actions, and
+# does not reach this number.
+_REPLAY_KEY = 2**32 - 1
+
+
+class Start(NamedTuple):
+    """The arguments of `Rounds.init`: the values with which a run starts."""
+
+    rng: Any  # [2] uint32: key of the actions and the replay
+    params: Params
+    learner_state: Any
+    env_keys: Any  # [N, 2] uint32: a key for each environment
 
 
 class Acting(NamedTuple):
-    """The state of the environments and of acting."""
+    """The part of a `Carry` that each environment step changes, except the replay."""
 
     envs: EnvCarry
     timestep: TimeStep  # [N, ...], the newest timestep
@@ -56,7 +72,8 @@ class Tally(NamedTuple):
 class Carry(NamedTuple):
     """Everything that rounds change."""
 
-    rng: jax.Array  # [2] uint32, a constant key of the actions and the replay
+    rng: jax.Array  # [2] uint32, a constant key of the actions
+    replay_rng: jax.Array  # [2] uint32, a constant key of the replay's draws
     params: Params
     learner_state: Any
     actor_params: Tree  # what `actor_step` receives; unlike `params`, it is always finite
@@ -67,11 +84,53 @@ class Carry(NamedTuple):
 
 
 class CallLimits(NamedTuple):
-    """When a call ends: at the first round boundary at which one of the numbers is reached. All are [] int32."""
+    """When a call ends: at the first end of a round at which one of the numbers is reached. All are [] int32."""
 
     rounds: Any
     env_steps: Any
-    updates: Any
+    updates: Any  # the updates also end within a round; the next call then makes the remaining ones first
+    enough_updates: Any  # like `updates`, but all updates that are due are made
+
+
+class Parts(NamedTuple):
+    """The functions of `make_rounds`."""
+
+    is_within: Callable[[Carry], jax.Array]  # [] bool: the call has not reached a limit
+    may_learn: Callable[[Carry], jax.Array]  # [] bool: an update is due, and allowed by the limits
+    collect: Callable[[Carry], Carry]
+    learn: Callable[[Carry], Carry]
+
+
+def make_rounds(
+    carry: Carry,
+    parts: Parts,
+    updates_per_round: Literal["one", "at most one", "many"],
+    while_loop: Callable[..., Carry] = jax.lax.while_loop,
+    cond: Callable[..., Carry] = jax.lax.cond,
+) -> Carry:
+    """Make rounds until a limit is reached.
+
+    Args:
+        carry: the state before the rounds.
+        parts: the functions of a round.
+        updates_per_round: see `DeviceReplay`.
+        while_loop, cond: the functions of `jax.lax`, or functions with the same results.
+    """
+
+    def needs_steps(carry: Carry) -> jax.Array:
+        return parts.is_within(carry) & ~parts.may_learn(carry)
+
+    def make_round(carry: Carry) -> Carry:
+        if updates_per_round == "one":
+            return parts.learn(parts.collect(carry))
+        if updates_per_round == "at most one":
+            carry = parts.collect(carry)
+            return cond(parts.may_learn(carry), parts.learn, lambda carry: carry, carry)
+        # A session can end between two updates of a round. The next session makes the remaining updates first.
+        carry = while_loop(needs_steps, parts.collect, carry)
+        return while_loop(parts.may_learn, parts.learn, carry)
+
+    return while_loop(parts.is_within, make_round, carry)
 
 
 class Rounds:
@@ -98,51 +157,66 @@ class Rounds:
         self._mask_check = MaskCheck(envs.codec.observation_spec)
 
     def init(self, rng: jax.Array, params: Params, learner_state: Any, env_keys: jax.Array) -> Carry:
-        """Return the carry before the first round. All environments are at FIRST."""
-        agent, num_envs = self._agent, self._num_envs
-        spec = self._envs.codec.action_spec
-        no_actions = jnp.zeros((num_envs, *spec.shape), spec.dtype)
-        envs, timestep = self._envs.step(self._envs.init(env_keys), no_actions)
-        state = jax.tree.map(jnp.asarray, agent.initial_state(num_envs))
-        zeros = jnp.zeros(num_envs, jnp.float32)
-        acting = Acting(envs, timestep, state, jnp.zeros((), jnp.uint32), zeros, zeros.astype(jnp.int32))
-        actor_params = agent.actor_params(params, learner_state)
-        record = jax.eval_shape(self._act, rng, actor_params, acting)[1]
-        replay = self.replay.init(record)
-        check_memory(replay)
+        """Return the carry before the first round. All environments are at FIRST. The arguments are a `Start`.
+
+        No array occurs twice in the carry, so that calls can donate it.
+        """
+        agent = self._agent
+        acting, actor_params = self._begin(params, learner_state, env_keys)
+        replay_rng = jax.random.fold_in(rng, _REPLAY_KEY)
+        replay = self.replay.init(self._record(rng, actor_params, acting))
         logs: Logs = {}
         if agent.jit_learner_step:  # a loop needs all logs before the first update
-            batch = jax.eval_shape(self.replay.draw, rng, replay)[1]
+            batch = jax.eval_shape(self.replay.draw, replay_rng, replay)[1]
             shapes = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
             logs = {name: jnp.zeros((), jnp.float32) for name in shapes if name != "priorities"}
-        return Carry(rng, params, learner_state, actor_params, acting, replay, logs, no_tally())
+        carry = Carry(rng, replay_rng, params, learner_state, actor_params, acting, replay, logs, no_tally())
+        return jax.tree.map(jnp.copy, carry)
+
+    def replay_shapes(self, start: Start) -> Any:
+        """Return the shapes and dtypes of the replay of `init`, without computing it."""
+
+        def make(rng: jax.Array, *others: Any) -> Any:
+            acting, actor_params = self._begin(*others)
+            return self.replay.init(self._record(rng, actor_params, acting))
+
+        return jax.eval_shape(make, *start)
+
+    def _begin(self, params: Params, learner_state: Any, env_keys: jax.Array) -> tuple[Acting, Tree]:
+        """Return the state of acting after the environments' reset, and the parameters for acting."""
+        spec, num_envs = self._envs.codec.action_spec, self._num_envs
+        no_actions = jnp.zeros((num_envs, *spec.shape), spec.dtype)
+        envs, timestep = self._envs.step(self._envs.init(env_keys), no_actions)
+        state = jax.tree.map(jnp.asarray, self._agent.initial_state(num_envs))
+        zeros = jnp.zeros(num_envs, jnp.float32)
+        acting = Acting(envs, timestep, state, jnp.zeros((), jnp.uint32), zeros, zeros.astype(jnp.int32))
+        return acting, self._agent.actor_params(params, learner_state)
+
+    def _record(self, rng: jax.Array, actor_params: Tree, acting: Acting) -> StepRecord:
+        """Return the shapes and dtypes of the record of a step."""
+        return jax.eval_shape(self._act, rng, actor_params, acting)[1]
 
     def run(self, carry: Carry, limits: CallLimits) -> Carry:
         """Make rounds until a limit is reached. `carry.tally` of the result is about these rounds."""
-
-        def is_within(carry: Carry) -> jax.Array:
-            return self.is_within(carry, limits)
-
-        def make_round(carry: Carry) -> Carry:
-            carry = self.collect(carry)
-            if self.replay.updates_per_round == "one":
-                return self.learn(carry)
-            if self.replay.updates_per_round == "at most one":
-                return jax.lax.cond(self.may_learn(carry, limits), self.learn, lambda carry: carry, carry)
-            return jax.lax.while_loop(lambda carry: self.may_learn(carry, limits), self.learn, carry)
-
-        return jax.lax.while_loop(is_within, make_round, carry._replace(tally=no_tally()))
+        parts = Parts(
+            functools.partial(self.is_within, limits=limits),
+            functools.partial(self.may_learn, limits=limits),
+            self.collect,
+            self.learn,
+        )
+        return make_rounds(carry._replace(tally=no_tally()), parts, self.replay.updates_per_round)
 
     def is_within(self, carry: Carry, limits: CallLimits) -> jax.Array:
         """Return [] bool: True if the call has not reached a limit."""
         tally = carry.tally
-        is_within = (tally.rounds < limits.rounds) & (tally.env_steps < limits.env_steps)
-        return is_within & (tally.updates < limits.updates) & (tally.failed_update == 0) & (tally.blocked_env < 0)
+        has_rounds = (tally.rounds < limits.rounds) & (tally.env_steps < limits.env_steps)
+        has_updates = tally.updates < jnp.minimum(limits.updates, limits.enough_updates)
+        return has_rounds & has_updates & (tally.failed_update == 0) & (tally.blocked_env < 0)
 
     def may_learn(self, carry: Carry, limits: CallLimits) -> jax.Array:
-        """Return [] bool: True if an update is due, and the call has not reached a limit of updates."""
-        is_within = (carry.tally.updates < limits.updates) & (carry.tally.failed_update == 0)
-        return is_within & self.replay.is_ready(carry.replay)
+        """Return [] bool: True if an update is due, and `limits.updates` is not reached."""
+        is_allowed = (carry.tally.updates < limits.updates) & (carry.tally.failed_update == 0)
+        return is_allowed & self.replay.is_ready(carry.replay)
 
     def collect(self, carry: Carry) -> Carry:
         """Step all environments for a round, and add the steps to the replay."""
@@ -161,7 +235,7 @@ class Rounds:
 
     def learn(self, carry: Carry) -> Carry:
         """Draw a batch, and do one update."""
-        replay, batch, places = self.replay.draw(carry.rng, carry.replay)
+        replay, batch, places = self.replay.draw(carry.replay_rng, carry.replay)
         params, learner_state, logs = self._agent.learner_step(carry.params, carry.learner_state, batch)
         return self.finish_update(carry._replace(replay=replay), params, learner_state, dict(logs), places)
 
@@ -221,18 +295,36 @@ def _count(acting: Acting, tally: Tally, timestep: TimeStep, reward: jax.Array) 
     return acting._replace(returns=returns, lengths=lengths), tally
 
 
-def num_bytes(tree: Any) -> int:
-    """Return the size of all arrays of a tree."""
-    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+def in_parts(rounds: Rounds, agent: Agent) -> Callable[[Carry, CallLimits], Carry]:
+    """Return a function like `Rounds.run` that jits the parts of a round separately, and loops in Python."""
+    is_within = compilation.jit(rounds.is_within, differentiates=False)
+    may_learn = compilation.jit(rounds.may_learn, differentiates=False)
+    collect = compilation.jit(rounds.collect, donate_argnums=(0,), differentiates=False)
+    learn = compilation.jit(rounds.learn, donate_argnums=(0,), differentiates=True)
+    draw = compilation.jit(rounds.replay.draw, differentiates=False)
+    finish = compilation.jit(rounds.finish_update, differentiates=False)
 
+    def learn_in_python(carry: Carry) -> Carry:
+        replay, batch, places = draw(carry.replay_rng, carry.replay)
+        params, learner_state, logs = agent.learner_step(carry.params, carry.learner_state, batch)
+        return finish(carry._replace(replay=replay), params, learner_state, dict(logs), places)
 
-def check_memory(replay: Any) -> None:
-    """Raise UsageError if the replay needs more memory than the device has."""
-    stats = jax.devices()[0].memory_stats() or {}  # a CPU has no statistics
-    free = stats.get("bytes_limit", psutil.virtual_memory().available) - stats.get("bytes_in_use", 0)
-    needed = num_bytes(replay)
-    if needed > free:
-        raise UsageError(
-            f"The replay needs {needed / 2**30:.1f} GiB of device memory, but only {free / 2**30:.1f} GiB are free. "
-            "Lower --replay-capacity."
+    def while_loop(may_continue: Callable[[Carry], Any], function: Callable[[Carry], Carry], carry: Carry) -> Carry:
+        while may_continue(carry):
+            carry = function(carry)
+        return carry
+
+    def cond(condition: Any, function: Callable[..., Carry], otherwise: Callable[..., Carry], carry: Carry) -> Carry:
+        return function(carry) if condition else otherwise(carry)
+
+    def run(carry: Carry, limits: CallLimits) -> Carry:
+        parts = Parts(
+            lambda carry: is_within(carry, limits),
+            lambda carry: may_learn(carry, limits),
+            collect,
+            learn if agent.jit_learner_step else learn_in_python,
         )
+        carry = carry._replace(tally=copy_arrays(no_tally()))  # a donated array must not occur twice
+        return make_rounds(carry, parts, rounds.replay.updates_per_round, while_loop, cond)
+
+    return run

@@ -3,17 +3,17 @@
 Each run has its own thread, `TrainingLoop` and `FusedDriver`, so it writes the same files as a single run. All runs use
 the same compiled functions.
 
-On an accelerator, the rounds of all runs are one vmapped, jitted call. A call of `SeedCalls.run` waits until all runs
+On an accelerator, the rounds of all runs are one vmapped, jitted call. A call of `JointRun.run` waits until all runs
 that have not ended have called it. Then one thread makes the call for all:
 
-    thread of seed 1: FusedDriver.advance -> SeedCalls.run ─┐
-    thread of seed 2: FusedDriver.advance -> SeedCalls.run ─┼─ JointSeeds: `run_rounds`, in one call
-    thread of seed 3: FusedDriver.advance -> SeedCalls.run ─┘
+    thread of seed 1: FusedDriver.advance -> JointRun.run ─┐
+    thread of seed 2: FusedDriver.advance -> JointRun.run ─┼─ JointSeeds: `run_rounds`, in one call
+    thread of seed 3: FusedDriver.advance -> JointRun.run ─┘
 
 The call ends at the first end of a round at which a run has reached a limit, so each run makes the rounds of a single
 run with its seed.
 
-On a CPU, each run makes its own calls (`SingleCalls`), at the same time as the others.
+On a CPU, each run makes its own calls (`SingleRun`), at the same time as the others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe import compilation
-from rlframe.device.driver import (
-    CallLength,
-    CallResult,
-    Calls,
-    Program,
-    SingleCalls,
-    Start,
-    state_of,
-    with_state,
-)
+from rlframe.device.call_length import CallLength
+from rlframe.device.driver import CallResult, CompiledRounds, DeviceRun, SingleRun, state_of, with_state
 from rlframe.device.evaluation import EvaluationProgram
-from rlframe.device.rounds import CallLimits, Carry, Rounds, check_memory, no_tally, num_bytes
-from rlframe.learners.update import copy_arrays
+from rlframe.device.memory import num_bytes
+from rlframe.device.rounds import CallLimits, Carry, Parts, Rounds, Start, make_rounds, no_tally
 from rlframe.types import Tree
 
 
@@ -91,7 +83,7 @@ class JointCall:
 class _Joining(NamedTuple):
     """The arguments of `JointSeeds.join`."""
 
-    program: Program
+    compiled: CompiledRounds
     start: Start
     restored: list[np.ndarray] | None
 
@@ -120,59 +112,63 @@ class JointSeeds:
                 self._evaluation = make()
             return self._evaluation
 
-    def join(self, seed: int, program: Program, start: Start, restored: list[np.ndarray] | None) -> Calls:
-        """Wait for the other runs. Then make the state of all runs on the device, and return the calls of this run.
+    def join(self, seed: int, compiled: CompiledRounds, start: Start, restored: list[np.ndarray] | None) -> DeviceRun:
+        """Wait for the other runs. Then make the state of all runs on the device, and return the one of this run.
 
         Args:
             seed: seed of the run.
-            program: the jitted functions. All runs must have equal agents, environments and options.
-            start: see `SingleCalls`.
-            restored: see `SingleCalls`.
+            compiled: the jitted functions. All runs must have equal agents, environments and options.
+            start: see `SingleRun`.
+            restored: see `SingleRun`.
 
         Raises:
             UsageError: the replays do not fit into memory.
         """
-        return self._joint(seed, _Joining(program, start, restored), self._start)
+        return self._joint(seed, _Joining(compiled, start, restored), self._start)
 
     def run(self, seed: int, env_steps: int, updates: int) -> CallResult:
-        """See `Calls.run`."""
+        """See `DeviceRun.run`."""
         return self._joint(seed, (env_steps, updates), self._run_all)
 
     def get_state(self, seed: int) -> list[np.ndarray]:
-        """See `Calls.get_state`."""
+        """See `DeviceRun.get_state`."""
         leaves = self._row(jax.tree.leaves(state_of(self._carry)), self._rows[seed])
         return jax.tree.map(np.asarray, leaves)
 
     def replay_stats(self, seed: int) -> dict[str, int]:
-        """See `Calls.replay_stats`."""
+        """See `DeviceRun.replay_stats`."""
         replay = self._carry.replay
         return {"items": int(replay.size[self._rows[seed]]), "bytes": num_bytes(replay) // len(self._rows)}
 
-    def _start(self, joined: dict[int, _Joining]) -> dict[int, Calls]:
-        program, start, _ = next(iter(joined.values()))
-        check_memory([jax.eval_shape(program.rounds.init, *start).replay] * len(joined))
-        if program.in_parts or not _is_vmapped():
-            return {seed: SingleCalls(program, start, restored) for seed, (_, start, restored) in joined.items()}
+    def _start(self, joined: dict[int, _Joining]) -> dict[int, DeviceRun]:
+        compiled, start, _ = next(iter(joined.values()))
+        joins = _is_vmapped() and not compiled.in_parts
+        num_restored = sum(each.restored is not None for each in joined.values())
+        compiled.check_memory(start, runs=len(joined), restored=num_restored, joins=joins)
+        if not joins:
+            return {seed: SingleRun(compiled, start, restored) for seed, (_, start, restored) in joined.items()}
         self._rows = {seed: row for row, seed in enumerate(joined)}
         starts = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.start for each in joined.values()))
-        init = compilation.jit(jax.vmap(program.rounds.init), differentiates=False)
-        self._carry: Carry = copy_arrays(init(*starts))
+        init = compilation.jit(jax.vmap(compiled.rounds.init), differentiates=False)
+        self._carry: Carry = init(*starts)
         put = compilation.jit(_put, donate_argnums=(0,), differentiates=False)
-        for seed, (_, _, restored) in joined.items():
-            if restored is not None:
-                self._carry = put(self._carry, self._rows[seed], restored)
-        run = functools.partial(run_rounds, program.rounds)
+        for seed, (_, _, saved) in joined.items():
+            if saved is not None:
+                self._carry = put(self._carry, self._rows[seed], saved)
+                saved.clear()  # see `SingleRun`
+        run = functools.partial(run_rounds, compiled.rounds)
         self._run = compilation.jit(run, donate_argnums=(0,), differentiates=True)
         self._row = compilation.jit(_row, differentiates=False)
         self._split = compilation.jit(functools.partial(_split, len(joined)), differentiates=False)
-        return {seed: SeedCalls(self, seed) for seed in joined}
+        return {seed: JointRun(self, seed) for seed in joined}
 
     def _run_all(self, limits: dict[int, tuple[int, int]]) -> dict[int, CallResult]:
-        began = time.perf_counter()
-        limits_of_rows = [(self._length.rounds, *limits.get(seed, (0, 0))) for seed in self._rows]
-        self._carry = carry = self._run(self._carry, CallLimits(*np.array(limits_of_rows, np.int32).T))
+        began, length = time.perf_counter(), self._length
+        rows = [(length.count, *limits.get(seed, (0, 0)), length.enough_updates) for seed in self._rows]
+        is_active = np.array([seed in limits for seed in self._rows])
+        self._carry = carry = self._run(self._carry, CallLimits(*np.array(rows, np.int32).T), is_active)
         tally, logs = jax.device_get((carry.tally, carry.logs))
-        self._length.choose(int(tally.rounds[0]), time.perf_counter() - began)
+        length.choose(int(tally.rounds[0]), time.perf_counter() - began, int(tally.updates.max()))
         learned, results = self._split((carry.params, carry.learner_state)), {}
         for seed in limits:
             row = self._rows[seed]
@@ -180,39 +176,38 @@ class JointSeeds:
         return results
 
 
-class SeedCalls:
-    """The calls of one run of a `JointSeeds`. See `Calls`."""
+class JointRun:
+    """One run of a `JointSeeds`. See `DeviceRun`."""
 
     def __init__(self, group: JointSeeds, seed: int) -> None:
         self._group, self._seed = group, seed
 
     def run(self, env_steps: int, updates: int) -> CallResult:
-        """See `Calls`. Wait for the other runs."""
+        """See `DeviceRun`. Wait for the other runs."""
         return self._group.run(self._seed, env_steps, updates)
 
     def get_state(self) -> list[np.ndarray]:
-        """See `Calls`."""
+        """See `DeviceRun`."""
         return self._group.get_state(self._seed)
 
     def replay_stats(self) -> dict[str, int]:
-        """See `Calls`."""
+        """See `DeviceRun`."""
         return self._group.replay_stats(self._seed)
 
     def close(self) -> None:
-        """See `Calls`. The other runs continue."""
+        """See `DeviceRun`. The other runs continue."""
         self._group.leave(self._seed)
 
 
-def run_rounds(rounds: Rounds, carry: Carry, limits: CallLimits) -> Carry:
+def run_rounds(rounds: Rounds, carry: Carry, limits: CallLimits, is_active: jax.Array) -> Carry:
     """Make rounds of S seeds until one of them reaches a limit. All arrays are [S, ...].
 
-    A seed with `limits.updates` 0 has ended. It makes steps, but ends no call and does no updates that are not part of
-    every round.
+    A seed whose `is_active` is False has ended, and its limits are 0. It makes steps, but ends no call and does no
+    updates that are not part of every round.
     """
-    is_active = limits.updates > 0
 
     def is_within(carry: Carry) -> jax.Array:
-        return (jax.vmap(rounds.is_within)(carry, limits) | ~is_active).all()
+        return (jax.vmap(rounds.is_within)(carry, limits) | ~is_active).all() & is_active.any()
 
     def may_learn(carry: Carry) -> jax.Array:
         return jax.vmap(rounds.may_learn)(carry, limits).any()
@@ -223,18 +218,13 @@ def run_rounds(rounds: Rounds, carry: Carry, limits: CallLimits) -> Carry:
         return jax.tree.map(lambda old, new: old if new is old else jnp.where(is_due, new, old), carry, learned)
 
     def learn(carry: Carry) -> Carry:
+        if rounds.replay.updates_per_round == "one":  # an update is due in all seeds
+            return jax.vmap(rounds.learn)(carry)
         return jax.vmap(learn_if_due)(carry, limits)
 
-    def make_round(carry: Carry) -> Carry:
-        carry = jax.vmap(rounds.collect)(carry)
-        if rounds.replay.updates_per_round == "one":
-            return jax.vmap(rounds.learn)(carry)
-        if rounds.replay.updates_per_round == "at most one":
-            return jax.lax.cond(may_learn(carry), learn, lambda carry: carry, carry)
-        return jax.lax.while_loop(may_learn, learn, carry)
-
     tally = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, is_active.shape), no_tally())
-    return jax.lax.while_loop(is_within, make_round, carry._replace(tally=tally))
+    parts = Parts(is_within, may_learn, jax.vmap(rounds.collect), learn)
+    return make_rounds(carry._replace(tally=tally), parts, rounds.replay.updates_per_round)
 
 
 def _is_vmapped() -> bool:

@@ -188,7 +188,7 @@ class Learner:
         return self._params, self._learner_state
 
     def adopt(self, params: Tree, learner_state: Tree, logs: Logs, updates: int, failed: int = 0) -> None:
-        """Take the new state and the logs after `updates` updates that other code has made from this Learner's `state`.
+        """Take the new state and logs of `updates` updates made from `state`. The next ones may donate these arrays.
 
         `failed` is the number of the first of these updates that is not finite, or 0. Raise NonFiniteLossError for it.
         """

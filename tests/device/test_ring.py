@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlframe.device.ring import StepRecord, StepRing, UnrollQueue
+from rlframe.device.replay import StepRecord
+from rlframe.device.ring import StepRing
 from rlframe.device.sum_tree import DeviceSumTree
+from rlframe.errors import UsageError
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter
 from rlframe.testing.streams import ReferenceReplay, StepStream, batch_items, first_ids
 from rlframe.types import ReplaySpec, Sequence, Transition
@@ -48,7 +50,7 @@ def places_of_items(ring, state, is_item):
     """Return all places of a ring (times, environments), and a mask of the places where an item begins."""
     times = np.arange(int(state.head) + 1 - ring.rows, int(state.head))
     period = getattr(ring._spec.item, "period", 1)
-    length = ring._span if period > 1 or ring._span > 3 else 0
+    length = ring._length if isinstance(ring._spec.item, Sequence) else 0
     mask = (times >= 0) & (times % period == 0) & (times + length <= state.head)
     times, envs = (grid.ravel() for grid in np.meshgrid(times, np.arange(NUM_ENVS), indexing="ij"))
     return times, envs, np.repeat(mask, NUM_ENVS) & np.asarray(is_item(state, times, envs))
@@ -59,31 +61,30 @@ def test_ring_contains_the_items_of_the_reference_replay(kind, item):
     spec = ReplaySpec(kind, item, batch_size=16, capacity=60, min_size=10)
     ring, stream, reference = StepRing(spec, NUM_ENVS), StepStream(NUM_ENVS), ReferenceReplay(item)
     reference.claim_rank(NUM_ENVS, 0)
-    add, draw = jax.jit(ring.add_step), jax.jit(ring.draw_places)
-    read, is_item = jax.jit(ring.read), jax.jit(ring._is_item)
+    add, draw = jax.jit(ring.add), jax.jit(ring.draw)
+    read, is_item = jax.jit(ring._items), jax.jit(ring._is_item)
     state = None
     for _ in range(60):
         ids, step = stream.step()
         record = to_record(step)
         state = ring.init(record) if state is None else state
-        state = add(state, record)
+        state = add(state, jax.tree.map(lambda leaf: leaf[None], record))
         reference.add(ids, step)
         times, envs, mask = places_of_items(ring, state, is_item)
         assert int(state.size) == mask.sum()
         if not mask.any():
             continue
-        data = read(state, times, envs, np.ones(len(times), np.float32)).data
-        found = compare(data, reference, mask)
+        found = compare(read(state.steps, times, envs), reference, mask)
         # The ring has the newest items, and no others.
         newest = sorted(reference.items)[-len(found) :]
         assert sorted(found) == newest
         if state.head < ring.rows:
             assert len(found) == len(reference.items)
-        times, envs, probabilities, state = draw(RNG, state)
-        drawn = compare(read(state, times, envs, probabilities).data, reference)
+        state, batch, _ = draw(RNG, state)
+        drawn = compare(batch.data, reference)
         assert len(drawn) == spec.batch_size
         assert set(drawn) <= set(found)
-        np.testing.assert_allclose(probabilities, 1 / len(found), rtol=1e-5)
+        np.testing.assert_allclose(batch.probabilities, 1 / len(found), rtol=1e-5)
 
 
 @pytest.mark.parametrize("ratio", [None, 1 / 3, *(pytest.param(one, marks=pytest.mark.system) for one in (0.25, 4.0))])
@@ -112,30 +113,27 @@ def test_ring_allows_as_many_updates_as_the_rate_limiter(ratio):
         assert updates == expected
 
 
-@pytest.mark.parametrize("batch_size", [None, 3, 6, *(pytest.param(one, marks=pytest.mark.system) for one in (4, 8))])
-def test_queue_returns_each_unroll_once_in_order(batch_size):
-    item = Sequence(3)
-    queue = UnrollQueue(ReplaySpec("queue", item, batch_size, capacity=100), NUM_ENVS)
-    size, stream, reference = batch_size or NUM_ENVS, StepStream(NUM_ENVS), ReferenceReplay(item)
-    reference.claim_rank(NUM_ENVS, 0)
-    state, seen = None, []
+def test_timesteps_are_numbered_in_cycles_so_that_the_numbers_never_overflow():
+    ring = StepRing(ReplaySpec("uniform", Sequence(4, 3), batch_size=2, capacity=20, min_size=1), 2)
+    assert (ring.rows, ring._cycle) == (11, 33)
+    times, time = [], 0
+    for _ in range(100):
+        times, time = [*times, time], int(ring._next_time(np.int32(time)))
+    assert times[:70] == [*range(66), 33, 34, 35, 36] and times[99] == 33
 
-    add, draw = jax.jit(queue.add), jax.jit(queue.draw)
-    for _ in range(10):
-        records = []
-        for _ in range(3):
-            ids, step = stream.step()
-            reference.add(ids, step)
-            records.append(to_record(step))
-        state = queue.init(records[0]) if state is None else state
-        state = add(state, jax.tree.map(lambda *leaves: np.stack(leaves), *records))
-        while queue.is_ready(state):
-            state, batch, _ = draw(RNG, state)
-            seen += compare(batch.data, reference)
-            assert len(batch.data.reward) == size
-    assert (queue.updates_per_round == "one") == (size == NUM_ENVS)
-    assert seen == list(reference.items)[: len(seen)]
-    assert len(reference.items) - len(seen) < size
+
+@pytest.mark.parametrize(
+    ("options", "num_envs", "message"),
+    [
+        ({"samples_per_insert": 4e-5}, 8, "needs samples_per_insert of at least 0.0001, got 4e-05"),
+        ({"samples_per_insert": 1000.123}, 4096, "the fraction 1000123 / 1000., 4096 environments"),
+        ({"capacity": 2**31}, 8, "numbers the timesteps of a replay with 32 bits, .* Lower --replay-capacity"),
+    ],
+)
+def test_replay_whose_counters_could_overflow_is_refused(options, num_envs, message):
+    spec = ReplaySpec("uniform", Transition(1), **{"batch_size": 256, "capacity": 100, **options})
+    with pytest.raises(UsageError, match=message):
+        StepRing(spec, num_envs)
 
 
 def test_sum_tree_draws_in_proportion_to_the_leaves():

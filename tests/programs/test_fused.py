@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlframe.device import driver
+from rlframe.device import call_length
 from rlframe.device.ring import StepRing
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.metrics.files import read_jsonl
@@ -128,11 +128,11 @@ def test_replay_agents_learn_the_same_from_the_same_items(agent, options, tmp_pa
 
     def draw_and_record(ring, rng, state):
         result = draw(ring, rng, state)
-        jax.debug.callback(record, result[0], result[1], ordered=True)
+        jax.debug.callback(record, *result[2], ordered=True)
         return result
 
-    draw = StepRing.draw_places
-    monkeypatch.setattr(StepRing, "draw_places", draw_and_record)
+    draw = StepRing.draw
+    monkeypatch.setattr(StepRing, "draw", draw_and_record)
     monkeypatch.setattr(
         UniformTable, "draw", lambda table, count, rng: (drawn.pop(0), np.full(count, 1 / table.size, np.float32))
     )
@@ -166,10 +166,36 @@ def test_resumed_run_equals_an_uninterrupted_run(agent, options, tmp_path):
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("topology", ["fused", "single_process"])
+def test_session_that_ends_between_two_updates_of_a_step_is_continued_exactly(topology, tmp_path):
+    options = {**DQN, "n_step": 1, "update_period": 1}  # 4 updates per step
+    first, next_one, last = (experiment("dqn", topology, until_learner_steps=n, **options) for n in (21, 22, 40))
+    expected = run_experiment(last, run_dir=tmp_path / "whole")
+    stopped = run_experiment(first, run_dir=tmp_path / "stopped")
+    resumed = run_experiment(next_one, run_dir=tmp_path / "stopped", resume=True)
+    assert (stopped.learner_steps, resumed.learner_steps) == (21, 22) and resumed.env_steps == stopped.env_steps
+    resumed = run_experiment(last, run_dir=tmp_path / "stopped", resume=True)
+    assert (resumed.env_steps, resumed.learner_steps) == (expected.env_steps, 40)
+    assert largest_difference(tmp_path / "whole", tmp_path / "stopped") == 0.0
+
+
+@pytest.mark.system
+def test_agent_whose_update_is_not_jitted_learns_the_same(tmp_path):
+    (tmp_path / "agent.py").write_text(
+        pathlib.Path(AGENT.partition(":")[0]).read_text()
+        + "\n\nclass InPython(Reinforce):\n    jit_learner_step = False\n"
+    )
+    for name, agent in (("jitted", AGENT), ("not", f"{tmp_path}/agent.py:InPython")):
+        values = experiment(agent, env=ENV, unroll_length=8, until_learner_steps=3)
+        assert run_experiment(values, run_dir=tmp_path / name).learner_steps == 3
+    assert largest_difference(tmp_path / "jitted", tmp_path / "not") < 1e-5
+
+
+@pytest.mark.system
 def test_results_do_not_depend_on_the_number_of_rounds_per_call(tmp_path, monkeypatch):
     values = experiment("dqn", **{**DQN, "steps": 1200})
     run_experiment(values, run_dir=tmp_path / "long")
-    monkeypatch.setattr(driver, "_CALL_SECONDS", 0.0)  # one round per call
+    monkeypatch.setattr(call_length, "_CALL_SECONDS", 0.0)  # one round per call
     run_experiment(values, run_dir=tmp_path / "short")
     assert largest_difference(tmp_path / "long", tmp_path / "short") == 0.0
 
@@ -235,7 +261,7 @@ def test_options_that_fused_cannot_use_are_refused(options, message, tmp_path):
 
 def test_replay_that_does_not_fit_into_memory_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"The replay needs \d+.\d GiB of device memory, .* Lower --replay-capacity"):
-        run_experiment(experiment("dqn", **{**DQN, "replay_capacity": 10**10}), run_dir=tmp_path / "run")
+        run_experiment(experiment("dqn", **{**DQN, "replay_capacity": 10**9}), run_dir=tmp_path / "run")
 
 
 @pytest.mark.system

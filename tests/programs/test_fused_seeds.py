@@ -114,12 +114,13 @@ def test_error_of_a_joint_call_reaches_all_members():
 
 def test_replays_that_do_not_fit_into_memory_together_are_refused(tmp_path):
     bytes_per_step = 4 * 4 + 1 + 3 * 4  # observation, step type, and action, reward and discount
-    capacity = int(0.7 * psutil.virtual_memory().available / bytes_per_step)  # one replay fits, but two do not
+    # Two replays and a checkpoint of one do not fit. A single run fits.
+    capacity = int(0.4 * psutil.virtual_memory().available / bytes_per_step)
     values = experiment("dqn", **{**DQN, "replay_capacity": capacity})
     outcomes, _ = run_seeds(values, {seed: tmp_path / str(seed) for seed in (1, 2)})
     for outcome in outcomes.values():
         needed = float(re.match(r"The replay needs (\d+.\d) GiB of device memory", str(outcome))[1])
-        assert needed * 2**30 == pytest.approx(2 * capacity * bytes_per_step, rel=0.01)
+        assert needed * 2**30 == pytest.approx(3 * capacity * bytes_per_step, rel=0.01)
     assert not any((tmp_path / str(seed)).exists() for seed in (1, 2))
 
 

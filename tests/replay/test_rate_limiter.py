@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlframe.errors import UsageError
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter, WriterQuorum, WriterState
 from rlframe.types import ReplaySpec, Transition
 
@@ -31,6 +32,12 @@ def test_queue_may_be_sampled_while_it_has_a_batch_and_min_size_items() -> None:
     assert not queue.may_sample(12, ItemCounts(11, 900, 0))
     assert queue.inserts_needed(ItemCounts(9, 900, 0), dict) == 901
     assert limiter("queue", batch_size=12, min_size=10).inserts_needed(ItemCounts(9, 900, 0), dict) == 903
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0])
+def test_ratio_that_would_never_allow_a_sample_is_refused(ratio: float) -> None:
+    with pytest.raises(UsageError, match=f"ReplaySpec.samples_per_insert must be above 0, got {ratio}"):
+        limiter("uniform", samples_per_insert=ratio)
 
 
 def test_samples_per_insert_limits_samples_and_inserts() -> None:

@@ -49,19 +49,21 @@ class Fused(GameConfig):
 def fused(engine: Engine, session: Session) -> None:
     """Add the only node: a `TrainingLoop` with a `FusedDriver`."""
     # Every command reads the options of all topologies, but only this topology needs these modules.
-    from rlframe.device.driver import FusedDriver, Program, SingleCalls, Start
+    from rlframe.device.driver import CompiledRounds, FusedDriver, SingleRun
+    from rlframe.device.rounds import Start
 
     experiment, config = session.experiment, Fused.of(session.experiment)
     session.show("compiling")
     learner = Learner(learner_config(session), session.agent, None)
-    program = Program(session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards)
+    compiled = CompiledRounds(session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards)
     keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
     start = Start(jax.random.PRNGKey(experiment.seed), *learner.state, keys)
     extras = None if learner.restored is None else learner.restored.extras
-    restored = None if extras is None else extras["device"]
+    restored = None if extras is None else extras.pop("device")  # the saved replay must not stay in memory
     if session.shared is None:
-        calls: Any = SingleCalls(program, start, restored)
+        compiled.check_memory(start, restored=int(restored is not None))
+        device_run: Any = SingleRun(compiled, start, restored)
     else:
-        calls = session.shared.group.join(experiment.seed, program, start, restored)
-    driver = FusedDriver(session.agent, learner, calls, config.until_learner_steps)
+        device_run = session.shared.group.join(experiment.seed, compiled, start, restored)
+    driver = FusedDriver(session.agent, learner, device_run, config.until_learner_steps)
     engine.add("train", TrainingLoop, session, driver)

@@ -44,7 +44,10 @@ class Driver(Protocol):
     def replay_is_small(self) -> bool: ...
 
     def advance(self, until: float, must_end: Callable[[], bool]) -> Logs | None:
-        """Make at least one environment step, and all updates that are then due.
+        """Make the updates that are due, then at least one environment step, and all updates that are then due.
+
+        Updates are already due if an earlier session ended between two updates. If the session must end after them, no
+        step is made.
 
         Args:
             until: The environment step at which the caller must do something else. At least one step is made before it
@@ -106,6 +109,7 @@ class InlineDriver:
         self._env_builder, self._seed, self._show, self.spec = env_builder, seed, show, replay_buffer.spec
         self._one_update_per_step = self.spec.samples_per_insert is None and self.spec.kind != "queue"
         self.actor = self._make_actor()
+        self._may_learn_first = self.has_replay and not self._one_update_per_step
 
     def _make_actor(self) -> Actor:
         """Make the Actor. If the learner was restored from a checkpoint, restore the actor and the inferencer too."""
@@ -152,7 +156,17 @@ class InlineDriver:
 
     def advance(self, until: float, must_end: Callable[[], bool]) -> Logs | None:
         """See `Driver`. Make one step of each environment."""
+        logs = None
+        if self._may_learn_first:
+            self._may_learn_first = False
+            logs = self._learn(must_end)
+            if must_end():
+                return logs
         self.actor.step()
+        return self._learn(must_end) or logs
+
+    def _learn(self, must_end: Callable[[], bool]) -> Logs | None:
+        """Make the updates that are due. Return the logs of the newest one, if any."""
         logs, batch = None, self.replay_buffer.sample()
         if not self.learner.learner_steps:
             self._show("filling the replay" if batch is None else "making the first update")

@@ -76,6 +76,7 @@ class TrainingLoop:
         self._learner_logs: Logs | None = None  # logs of the newest update since the last row, if any
         self._newest_evaluation: EvaluationOutcome | None = None  # the newest evaluation that succeeded
         self._first_step = self._saved_env_steps = driver.env_steps
+        self._first_update = self.learner.learner_steps
         self._replay_checkpoint_every = replay_checkpoint_every
         self._replay_saved_env_steps = driver.env_steps if driver.has_replay else 0
         self._row_schedule = Schedule(experiment.row_every, self._first_step)
@@ -236,7 +237,8 @@ class TrainingLoop:
     def _save(self, *, final: bool) -> None:
         """Write a checkpoint if there are new steps. If this fails, raise if `final`, and otherwise only warn."""
         now = self.driver.env_steps
-        if self.learner.restored is not None and now == self._first_step:
+        is_first = now == self._first_step and self.learner.learner_steps == self._first_update
+        if self.learner.restored is not None and is_first:
             return  # the checkpoint from which this session was restored is still the newest state
         if now == self._saved_env_steps and not final:
             return
