@@ -93,6 +93,27 @@ TASKS = (
         )
         for game, goal in (("Breakout", 28.0), ("Asterix", 15.0))
     ),
+    Task(
+        name="pqn-minatar-breakout-fused",
+        agent="pqn",
+        env="gymnax:Breakout-MinAtar",
+        options=_FUSED,
+        variant=" under fused",
+        goal=28.0,
+        steps=10_000_000,
+        tuned="Nothing was tuned. The values and the network are those of purejaxql.",
+        published=(
+            Published(
+                "gymnax-blines' PPO",
+                *(10_000_000, 28.0, None, GYMNAX),
+                "the table of gymnax's README; actions are sampled in its evaluations",
+            ),
+        ),
+        eval_every=500_000,
+        seeds=(101,),
+        long=True,
+        about="One seed. Needs the extra `gymnax`.",
+    ),
     *(
         Task(
             name=f"ppo-cartpole-ten-{name}",
