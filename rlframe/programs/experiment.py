@@ -43,7 +43,7 @@ class Experiment:
     eval_every: int = number(0, at_least=0)  # Steps between evaluations. 0 means only the final one.
     checkpoint_every: int = number(100_000, at_least=0)  # Steps between checkpoints. 0 means only at the end.
     log_every: int = number(0, at_least=0)  # Steps between log rows. 0 means 1% of the run, at most 10,000.
-    # Start from the parameters and statistics of another run: RUN_DIR, RUN_DIR@STEP or RUN_DIR@best.
+    # Start from the parameters of a run: RUN_DIR[@STEP|@best].
     init_from: Union[str, None] = None
     init_skip_mismatched: bool = False  # With --init-from: load only the arrays that fit.
     # Options of the topology, which include network, evaluation and limits: see docs/run/topologies.md.

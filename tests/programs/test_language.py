@@ -19,7 +19,7 @@ from rlframe.language import ModelConfig
 from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
 from rlframe.learners import Checkpointer
-from rlframe.learners.update import initial_state
+from rlframe.learners.initial_state import InitialState
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import make_experiment
@@ -99,7 +99,7 @@ def save_source(directory: RunDir) -> None:
     directory.create()
     directory.write_config(experiment, {})
     checkpointer = Checkpointer(directory.checkpoints)
-    tree = jax.tree.map(np.asarray, initial_state(make_agent(experiment), seed=3))
+    tree = jax.tree.map(np.asarray, InitialState(make_agent(experiment)).make(seed=3))
     checkpointer.save(7, tree, {"counters": {"learner_steps": 7, "version": 8}, "codec": None, "extras": None})
     checkpointer.close()
 

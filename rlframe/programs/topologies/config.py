@@ -195,7 +195,7 @@ class EnvOptions(TopologyConfig):
     check_finite: Union[bool, None] = None  # Stop at NaN or infinity. None means yes, except for EnvPool.
     frame_stack: int = number(1, at_least=1)  # Number of newest observations to stack.
     action_repeat: int = number(1, at_least=1)  # Times to repeat each action, as one environment step.
-    action_mask: Union[str, None] = "action_mask"  # Key of the action mask in a dict observation. None: no mask.
+    action_mask: Union[str, None] = "action_mask"  # Key of the mask in a dict observation. None: no mask.
     # Clip training rewards to +/- this value. None means no clipping.
     clip_rewards: Union[float, None] = number(None, above=0)
 

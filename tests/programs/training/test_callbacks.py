@@ -187,9 +187,10 @@ def test_save_is_exact_in_one_process_and_unused_policies_save_nothing(tmp_path)
 
     result = train(tmp_path / "run", "single_process", None, callbacks=[callback], checkpoint_every=0, eval_episodes=0)
     assert result.stopped_by == "callback" and saved[0] < saved[1]
-    # The first checkpoint contains the environments and the replay, so the run can continue from it.
-    resumed = rlframe.train(run_dir=tmp_path / "run", resume=True, resume_from=saved[0], stop_at=400, quiet=True)
-    assert 400 <= resumed.env_steps < 410
+    # The oldest checkpoint that is kept contains the environments and the replay, so the run can continue from it.
+    oldest, stop_at = checkpoints.steps()[0], result.env_steps + 100
+    resumed = rlframe.train(run_dir=tmp_path / "run", resume=True, resume_from=oldest, stop_at=stop_at, quiet=True)
+    assert stop_at <= resumed.env_steps < stop_at + 10
 
 
 def test_stop_at_ends_the_run_after_enough_rows_with_a_high_value(tmp_path):
