@@ -60,6 +60,8 @@ def write_all() -> None:
         (GENERATED / f"options-{agent}.md").write_text(options_table(agent))
         (GENERATED / f"presets-{agent}.md").write_text(presets_table(agent))
         (GENERATED / f"results-{agent}.md").write_text(results_table(agent))
+    for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"):
+        (GENERATED / f"{name.lower()}.md").write_text(page_of_the_repository(name))
     (GENERATED / "command-line.md").write_text(command_line())
     (GENERATED / "not-run.md").write_text(code_that_is_not_run())
 
@@ -94,6 +96,13 @@ def results_table(agent: str) -> str:
     heading, first = rows[:2], f"| [{agent.upper()} "
     found = [row.replace("](#", "](../project/results.md#") for row in rows[2:] if row.startswith(first)]
     return "\n".join([*heading, *found] if found else ["No result is recorded."]) + "\n"
+
+
+def page_of_the_repository(name: str) -> str:
+    """Return a page outside docs/ without its title. Its links to docs/ are relative; other links become text."""
+    text = (DOCS.parent / f"{name}.md").read_text().partition("\n")[2]
+    text = re.sub(r"\]\(docs/", "](../", text)
+    return re.sub(r"\[([^\]]*)\]\((?!\.\./|https?:|#)[^)]*\)", r"\1", text)
 
 
 def command_line() -> str:
