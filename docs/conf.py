@@ -74,7 +74,7 @@ copybutton_line_continuation_character = "\\"
 
 
 def prepare_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Append the fields of a dataclass, with their comments, and show indented text as it is written."""
+    """Append the fields of a dataclass with their comments. Show indented text unchanged."""
     for i in range(len(lines) - 2):
         is_heading = lines[i] in ("Args:", "Returns:", "Raises:", "Yields:", "Attributes:")
         if lines[i].endswith(":") and not is_heading and not lines[i + 1] and lines[i + 2].startswith("    "):

@@ -71,14 +71,14 @@ TASKS = (
     ),
     *(
         Task(
-            name=f"ppo-minatar-{game.lower()}-fused",
-            agent="ppo",
+            name=f"{agent}-minatar-{game.lower()}-fused",
+            agent=agent,
             env=f"gymnax:{game}-MinAtar",
             options=_FUSED,
             variant=" under fused",
             goal=goal,
             steps=10_000_000,
-            tuned="Nothing was tuned. The values and the network are those of gymnax-blines.",
+            tuned=f"Nothing was tuned. The values and the network are those of {source}.",
             published=(
                 Published(
                     "gymnax-blines' PPO",
@@ -91,28 +91,11 @@ TASKS = (
             long=True,
             about="One seed. Needs the extra `gymnax`.",
         )
-        for game, goal in (("Breakout", 28.0), ("Asterix", 15.0))
-    ),
-    Task(
-        name="pqn-minatar-breakout-fused",
-        agent="pqn",
-        env="gymnax:Breakout-MinAtar",
-        options=_FUSED,
-        variant=" under fused",
-        goal=28.0,
-        steps=10_000_000,
-        tuned="Nothing was tuned. The values and the network are those of purejaxql.",
-        published=(
-            Published(
-                "gymnax-blines' PPO",
-                *(10_000_000, 28.0, None, GYMNAX),
-                "the table of gymnax's README; actions are sampled in its evaluations",
-            ),
-        ),
-        eval_every=500_000,
-        seeds=(101,),
-        long=True,
-        about="One seed. Needs the extra `gymnax`.",
+        for agent, game, goal, source in (
+            ("ppo", "Breakout", 28.0, "gymnax-blines"),
+            ("ppo", "Asterix", 15.0, "gymnax-blines"),
+            ("pqn", "Breakout", 28.0, "purejaxql"),
+        )
     ),
     *(
         Task(

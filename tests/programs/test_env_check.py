@@ -21,7 +21,7 @@ from rlframe.cli import main
 from rlframe.errors import UsageError
 from rlframe.programs import load_experiment
 from rlframe.programs.env_check.check import check_env
-from rlframe.programs.env_check.report import EnvReport, Problem
+from rlframe.programs.env_check.report import CheckReport, Problem
 
 
 class Walk(gymnasium.Env):
@@ -186,7 +186,7 @@ class Sleeps(Walk):
         return super().step(action)
 
 
-def check(env, **options) -> EnvReport:
+def check(env, **options) -> CheckReport:
     return check_env(env, seconds=0.1, **options)
 
 
@@ -196,7 +196,7 @@ def enough_steps_on_a_busy_machine(monkeypatch):
         monkeypatch.setattr(f"rlframe.programs.env_check.{module}._MIN_STEPS", 60)
 
 
-def only_problem(report: EnvReport) -> Problem:
+def only_problem(report: CheckReport) -> Problem:
     assert len(report.problems) == 1, report
     return report.problems[0]
 
@@ -361,7 +361,7 @@ def test_command_prints_the_report_and_its_exit_code_depends_on_errors(env_file,
     assert main(["check-env", env_file, "--seconds", "0.1", "--env-kwargs", '{"scale": 1e39}', "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert not report["ok"] and report["problems"][0]["level"] == "error"
-    assert set(report) == {"ok", *(field.name for field in dataclasses.fields(EnvReport))}
+    assert set(report) == {"ok", *(field.name for field in dataclasses.fields(CheckReport))}
 
 
 @pytest.mark.system

@@ -18,7 +18,7 @@ from rlframe.programs.env_check.episodes import (
     compare_copies,
 )
 from rlframe.programs.env_check.recommendation import recommend
-from rlframe.programs.env_check.report import EnvReport, Findings, Problem, Recommendation
+from rlframe.programs.env_check.report import CheckReport, Findings, Problem, Recommendation
 from rlframe.programs.env_check.speed import measure_growth, measure_pools
 from rlframe.programs.experiment import MAX_SEED, Experiment
 
@@ -30,7 +30,7 @@ def check_env(
     seed: int = 0,
     num_envs: int | None = None,
     seconds: float = 2.0,
-) -> EnvReport:
+) -> CheckReport:
     """Check an environment, and recommend a pool and a training command. `print` the result.
 
     The checks play episodes with random actions. They cover: spaces, dtypes, shapes and bounds; NaN; equal episodes for
@@ -86,7 +86,7 @@ def check_env(
         findings.add(Problem.of_error(check, error))
     for copy in copies:
         copy.close(findings)
-    return EnvReport(subject.label, findings.sorted(), measured, recommendation)
+    return CheckReport(subject.label, findings.sorted(), measured, recommendation)
 
 
 def _summary(copies: Sequence[Copy]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Recommendation:
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvReport:
+class CheckReport:
     """The result of `check_env`. `print(report)` shows it.
 
     Attributes:
