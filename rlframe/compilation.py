@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlframe.interprocess.phases import COMPILING
+from rlframe.interprocess.heartbeat import COMPILING
 
 # By default, JAX passes calls to another thread, which makes a call of 30 us take 60 us. JAX reads this setting when it
 # creates its CPU client, so this module must be imported before the first array is created.

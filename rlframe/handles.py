@@ -17,7 +17,7 @@ from typing import Any
 
 from rlframe import extras, retry
 from rlframe.errors import PeerError, RemoteError, StoppedError, UnavailableError, UsageError
-from rlframe.interprocess.phases import waiting_for
+from rlframe.interprocess.heartbeat import waiting_for
 from rlframe.launchpad_nodes.node import refuse_nodes as refuse_nodes
 from rlframe.shutdown import is_program_stopping as is_program_stopping
 from rlframe.shutdown import program_stop_event as program_stop_event

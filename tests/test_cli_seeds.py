@@ -18,7 +18,7 @@ from rlframe.cli import seeds as cli_seeds
 from rlframe.cli.main import main
 from rlframe.cli.multi_run import parse_seeds
 from rlframe.errors import UsageError
-from rlframe.metrics.text import format_number
+from rlframe.metrics.terminal import format_number
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.run_dir.lock import RunLock
 from tests.waiting import wait_until

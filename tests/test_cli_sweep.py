@@ -14,7 +14,7 @@ from rlframe.cli import sweep as cli_sweep
 from rlframe.cli.main import main
 from rlframe.cli.sweep_options import VariedOption, parse_varied_option
 from rlframe.errors import UsageError
-from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.saved_experiment import load_experiment
 from rlframe.programs.run_dir.lock import RunLock
 from tests.extras import needs
 from tests.test_cli_seeds import QUICK, running

@@ -16,7 +16,7 @@ import pytest
 
 from rlframe.errors import UnavailableError
 from rlframe.programs.options.object_names import load_object
-from rlframe.transport import messages, sockets
+from rlframe.transport import base, sockets
 from rlframe.transport.sockets import SocketDirectory, SocketTransport
 from tests.waiting import wait_until
 
@@ -88,7 +88,7 @@ def request(method: str, *args: object) -> str:
     """Return the message for a call, as a hexadecimal string."""
     left, right = socket.socketpair()
     with left, right:
-        messages.send(left, messages.pack((method, args, {})))
+        base.send(left, base.pack((method, args, {})))
         return right.recv(10_000).hex()
 
 
@@ -136,13 +136,13 @@ def test_large_arrays_are_sent_without_pickling_their_data():
         "params": np.arange(100_000, dtype=np.float32),
         "rows": [np.full((300, 64), i % 256, np.uint8) for i in range(700)],
     }
-    parts = messages.pack((large, "small"))
+    parts = base.pack((large, "small"))
     assert len(parts) == 702 and len(parts[0]) < 100_000
     left, right = socket.socketpair()
     with left, right:
-        sender = threading.Thread(target=messages.send, args=(left, parts))
+        sender = threading.Thread(target=base.send, args=(left, parts))
         sender.start()
-        received, small = messages.unpack(messages.receive(right))
+        received, small = base.unpack(base.receive(right))
         sender.join()
     assert small == "small"
     np.testing.assert_array_equal(received["params"], large["params"])

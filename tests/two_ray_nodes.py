@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlframe.transport.messages import Parts
+from rlframe.transport.base import Parts
 from rlframe.transport.ray import RaySockets, RayTransport, use_sockets
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.ours.train import experiment
 from rlframe.cli.main import main as rlframe
 from rlframe.metrics.files import read_jsonl
-from rlframe.programs.options.config_file import save_experiment
+from rlframe.programs.options.saved_experiment import save_experiment
 
 
 def main() -> None:

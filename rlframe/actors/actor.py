@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from rlframe import handles
-from rlframe.actors.gates import StepBudget, UnrollGate
-from rlframe.actors.replay import ActorReplay
+from rlframe.actors.replay import ActorReplay, StepBudget, UnrollGate
 from rlframe.actors.stepper import AsyncStepper, InferenceRequest, SyncStepper, merge_logs
 from rlframe.envs import as_pool
 from rlframe.errors import NoMethodError, StoppedError, UsageError

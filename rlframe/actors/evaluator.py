@@ -13,7 +13,7 @@ from rlframe.envs import as_pool
 from rlframe.envs.pool import stepping_phase
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference
-from rlframe.interprocess.phases import STARTING
+from rlframe.interprocess.heartbeat import STARTING
 from rlframe.types import LAST, Logs, TimeStep, global_env_ids
 
 # Ranks of actors are small. The evaluator derives its seeds from a rank that no actor has.

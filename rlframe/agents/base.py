@@ -2,14 +2,18 @@
 
 A subclass defines how to act and what to learn from. If one gradient step per batch is enough, a subclass only
 defines `loss`. Otherwise it overrides `learner_step`, or one of the three methods that `learner_step` calls.
+
+When a subclass is defined, `check_overrides` checks that every public method has a caller.
 """
 
 from __future__ import annotations
 
 import copyreg
+import difflib
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +22,58 @@ import numpy as np
 import optax
 
 from rlframe.agents.schedules import current, current_values
-from rlframe.agents.subclass_checks import check_arguments, check_methods
 from rlframe.agents.trees import check_tree, without_batch, zero_timestep, zeros_like_spec
-from rlframe.errors import UsageError
+from rlframe.errors import UsageError, suggest
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree
+
+
+def check_methods(base: type, cls: type) -> None:
+    """Raise UsageError if `cls` misspells the name of a method of `base`, or if its method takes other arguments."""
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            _check_method(base, cls, name, member)
+
+
+def _check_method(base: type, cls: type, name: str, member: Any) -> None:
+    hooks = {hook: method for hook, method in vars(base).items() if inspect.isfunction(method)}
+    if name not in vars(base):
+        near = difflib.get_close_matches(name, vars(base), n=1, cutoff=0.9)
+        if near:
+            raise UsageError(
+                f"{cls.__name__} defines {name}, which is never called. The method of an Agent is {near[0]}"
+                f"{_arguments(hooks.get(near[0]))}. If this is a different method, give it a different name, or a name "
+                "that starts with an underscore."
+            )
+    elif name in hooks and inspect.isfunction(member):
+        wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
+        try:
+            inspect.signature(member).bind(None, *wanted)
+            fits = given == wanted or set(given) != set(wanted)  # The same names in a different order are an error.
+        except TypeError:
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"{cls.__name__}.{name} takes ({', '.join(given)}); it is called with ({', '.join(wanted)})."
+            )
+
+
+def _arguments(hook: Any) -> str:
+    return f"({', '.join(list(inspect.signature(hook).parameters)[1:])})" if hook is not None else ""
+
+
+def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise UsageError for a named argument that the constructor of an agent's class does not accept."""
+    accepted = inspect.signature(cls.__init__).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
+        raise UsageError(
+            f"{cls.__name__} makes its own network and reads no net_factory. Either leave --network out, or add the "
+            "parameter net_factory to the constructor and build the network from it."
+        )
+    for name in kwargs:
+        if name not in accepted and not takes_all:
+            raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
+
 
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
 PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.distributions`

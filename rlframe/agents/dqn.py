@@ -18,9 +18,8 @@ from rlframe.agents.dqn_heads import Expectation, ReturnHead
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec
-from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent
-from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
 from rlframe.agents.trees import check_shapes
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import (

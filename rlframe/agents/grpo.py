@@ -18,8 +18,7 @@ import optax
 from rlframe.agents import losses
 from rlframe.agents.base import Agent, NetFactory, PolicyFactory
 from rlframe.agents.losses import Average
-from rlframe.agents.optimizers import clip_gradients
-from rlframe.agents.schedules import Scheduled, check_schedules, current, known_values, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, known_values, scheduled
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.language.model import ModelConfig, transformer, weights

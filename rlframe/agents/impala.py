@@ -14,9 +14,8 @@ from rlframe.agents import losses
 from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.networks import NatureCNNConfig
-from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.returns import vtrace
-from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
 from rlframe.agents.trees import swap_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Batch, Logs, Params, ReplaySpec, Sequence

@@ -15,9 +15,8 @@ from rlframe.agents import losses
 from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
-from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.returns import generalized_advantages
-from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree

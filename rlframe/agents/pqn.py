@@ -14,10 +14,9 @@ from rlframe.agents import losses
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
-from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.q_learning import ActorParams, QLearning
 from rlframe.agents.returns import q_lambda_returns
-from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (

@@ -16,11 +16,10 @@ from rlframe.agents.base import TargetState
 from rlframe.agents.net_factory import only_output
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig, has_images
 from rlframe.agents.off_policy import check_replay_size, importance_weights, off_policy_replay_spec, sequence_priorities
-from rlframe.agents.optimizers import clip_gradients
 from rlframe.agents.q_learning import ActorParams, TargetNetworkAgent
 from rlframe.agents.recurrent import GRUConfig, LSTMConfig
 from rlframe.agents.returns import n_step_returns, rescale, unscale
-from rlframe.agents.schedules import Scheduled, check_schedules, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
 from rlframe.agents.trees import swap_batch_and_time
 from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (

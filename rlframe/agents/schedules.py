@@ -1,4 +1,4 @@
-"""Schedules: values that change during a run, such as a learning rate.
+"""Schedules: values that change during a run, such as a learning rate. And gradient clipping.
 
 The value of a config field that is defined with `scheduled` is one of these:
 
@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Union
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from rlframe.errors import UsageError, suggest
 from rlframe.types import Logs
@@ -227,3 +228,11 @@ def _interpolate(points: _Points, steps: Any, total: int | None, where: str) -> 
         weight = _WEIGHTS[points.shape](share)
         value = jnp.where(share > 0.0, before * (1.0 - weight) + after * weight, value)
     return jnp.asarray(value, jnp.float32)
+
+
+def clip_gradients(
+    max_grad_norm: float | None, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Return an optimizer that first clips the gradients by their global norm. If the maximum is None, do not clip."""
+    clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
+    return optax.chain(clip, optimizer)

@@ -9,8 +9,7 @@
 3. `rlframe/programs/api.py: run_with_options` trains. `train.py` prints the `Result`, and `main` returns the exit code.
 
 With `--seeds`, `seeds.py: run_seeds` starts one run for each seed. `sweep.py` starts runs for each trial:
-`sweep_options.py` parses the options that vary, and `trials.py` creates the trials. Both use `multi_run.py`, which runs
-each seed in its own process.
+`sweep_options.py` parses the options that vary. Both use `multi_run.py`, which runs each seed in its own process.
 
 Commands for an active run (pause, scale, stop) are in `run_control.py`. `status.py` uses it to find the run. Commands
 for results and speed (evaluate, plot, bench) are in `finished_runs.py`.

@@ -16,7 +16,7 @@ import rlframe
 from rlframe import extras
 from rlframe.cli.parsing import CommandOptions, parse
 from rlframe.errors import UsageError
-from rlframe.metrics.text import format_number, plus_minus
+from rlframe.metrics.terminal import format_number, plus_minus
 
 _EVALUATE = "Play episodes with a checkpoint of a run, without exploration."
 _PLOT = (

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import rlframe
 from rlframe import streams
 from rlframe.errors import RlframeError, UsageError, suggest
-from rlframe.interprocess.malloc import rare_garbage_collections
+from rlframe.interprocess.memory import rare_garbage_collections
 
 
 class Command(NamedTuple):
@@ -29,7 +29,7 @@ COMMANDS = {
     "sweep": Command("sweep:run", "search for the best values of train's options"),
     "evaluate": Command("finished_runs:evaluate", "play episodes with a trained agent, and optionally record a video"),
     "plot": Command("finished_runs:plot", "draw the learning curves of runs"),
-    "check-env": Command("check_env:run", "check an environment, and recommend a training command"),
+    "check-env": Command("listings:check_env", "check an environment, and recommend a training command"),
     "envs": Command("listings:envs", "list the names of available environments"),
     "agents": Command("listings:agents", "list the agents, their options and their presets"),
     "serve": Command("serve:run", "serve trajectories, or a language model in training, over HTTP"),

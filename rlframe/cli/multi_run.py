@@ -7,6 +7,7 @@ A command with several runs calls, in this order:
         run_all(next_run, ended, at_once)                               # `next_run` returns a `SeedRun`, or None
 
 Each `SeedRun` is a process `rlframe train --config DIRECTORY/config.json --seed N --run-dir DIRECTORY/seed-N`.
+`RunsProgress` shows the progress of the runs on stderr.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from rlframe.cli.main import one_sentence
 from rlframe.cli.train_options import TrainOptions
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import RlframeError, UsageError
-from rlframe.metrics.text import format_number, plus_minus
+from rlframe.metrics.terminal import TerminalLogger, format_number, plus_minus
 from rlframe.programs.experiment import MAX_SEED, Experiment
-from rlframe.programs.options.config_file import save_experiment
+from rlframe.programs.options.saved_experiment import save_experiment
 from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.run_dir.lock import RunLock
+from rlframe.programs.run_dir.status import RunRows
 
 MAX_RUNS = 1_000  # maximum number of seeds; a larger number is probably a typing error
 _POLL = 0.1  # seconds between two checks of the runs
@@ -219,3 +223,42 @@ class SeedRun:
     def _last_output_line(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="backslashreplace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+
+
+_SECONDS_BETWEEN_READS = 0.5
+
+
+class RunsProgress:
+    """A display of the steps of all runs together, their mean return, and the remaining time.
+
+    It reads the rows that the runs write to their directories. Call `update` often.
+
+    Args:
+        runs: all runs, also those that are finished or not started.
+        steps: number of steps of each run.
+        is_shown: if False, show nothing.
+    """
+
+    def __init__(self, runs: Sequence[SeedRun], steps: int, *, is_shown: bool = True) -> None:
+        self._steps = steps
+        self._rows = [RunRows(RunDir(run.path).metrics) for run in runs if is_shown]
+        title = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+        self._display = TerminalLogger(len(runs) * steps, title=title) if is_shown else None
+        self._next_read = 0.0
+
+    def update(self) -> None:
+        """Read new rows and draw the display, if some time has passed since the last call."""
+        if self._display is None or time.monotonic() < self._next_read:
+            return
+        newest = [rows.read() for rows in self._rows]
+        returns = [row["episode_return"] for row in newest if row.get("episode_return") is not None]
+        steps = sum(min(row.get("step", 0), self._steps) for row in newest)
+        self._display.write(steps, {"episode_return": np.mean(returns)} if returns else {})
+        self._next_read = time.monotonic() + _SECONDS_BETWEEN_READS
+
+    def close(self) -> None:
+        """Draw the display a last time."""
+        if self._display is not None:
+            self._next_read = 0.0
+            self.update()
+            self._display.close()

@@ -23,21 +23,21 @@ from typing import Any
 import numpy as np
 
 from rlframe.cli.multi_run import (
+    RunsProgress,
     SeedRun,
     check_multi_run_options,
     lock_multi_run,
     parse_seeds,
     run_all,
 )
-from rlframe.cli.runs_progress import RunsProgress
 from rlframe.cli.train_options import TrainOptions
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.metrics.curves import CONFIDENCE, MIN_RUNS_FOR_IQM, interquartile_mean, interval
-from rlframe.metrics.text import format_number, plus_minus
+from rlframe.metrics.terminal import format_number, plus_minus
 from rlframe.programs.api import TRACKERS, make_control_address
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.saved_experiment import load_experiment
 from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import holder_of
 

@@ -20,8 +20,7 @@ from rlframe.cli.run_control import (
     has_reachable_coordinator,
 )
 from rlframe.errors import PeerError, UnavailableError, UsageError
-from rlframe.metrics.terminal import console, table
-from rlframe.metrics.text import format_number
+from rlframe.metrics.terminal import console, format_number, table
 
 PROG = "rlframe status"
 DESCRIPTION = "Show the state, progress and processes of a run."

@@ -25,8 +25,8 @@ from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
 from rlframe.metrics.plots import OptionPanel
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import option_value
+from rlframe.programs.options.saved_experiment import load_experiment
 from rlframe.programs.run_dir.directory import SWEEP, RunDir
 
 PROG = "rlframe sweep"

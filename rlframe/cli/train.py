@@ -9,7 +9,7 @@ from rlframe.cli.listings import print_preset
 from rlframe.cli.parsing import raw_option_values
 from rlframe.cli.train_options import TrainOptions, read_arguments
 from rlframe.errors import UsageError
-from rlframe.metrics.text import format_number, plus_minus
+from rlframe.metrics.terminal import format_number, plus_minus
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.presets import Preset
 from rlframe.programs.run_dir.directory import Result, RunDir

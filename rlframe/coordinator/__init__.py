@@ -1,6 +1,6 @@
 """The coordinator of the elastic topology: workers start and stop while training continues. See docs/run/elastic.md.
 
-Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic_nodes` creates it.
+Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it.
 
 The objects, by process:
 
@@ -42,10 +42,10 @@ from rlframe.extras import lazy_names
 # Imported on first use, so that commands that only call a coordinator do not wait for the import of JAX.
 _PUBLIC = {
     "Attempt": "rlframe.coordinator.param_store",
-    "CollectorWorker": "rlframe.coordinator.workers.collector_worker",
+    "CollectorWorker": "rlframe.coordinator.workers.game_workers",
     "Coordinator": "rlframe.coordinator.coordinator",
     "CoordinatorConfig": "rlframe.coordinator.config",
-    "EvaluatorWorker": "rlframe.coordinator.workers.evaluator_worker",
+    "EvaluatorWorker": "rlframe.coordinator.workers.game_workers",
     "LearnerWorker": "rlframe.coordinator.workers.learner_worker",
     "Limits": "rlframe.coordinator.config",
     "LocalOperator": "rlframe.coordinator.operators.local",

@@ -19,21 +19,18 @@ from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import Commander
 from rlframe.coordinator.config import CoordinatorConfig, JobRecorder
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import advance
+from rlframe.coordinator.core.records import Rates
 from rlframe.coordinator.journal import Journal
 from rlframe.coordinator.messages import Role
-from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators import Operator
-from rlframe.coordinator.replay_thread import ReplayThread
 from rlframe.coordinator.scaling import Scaling
 from rlframe.coordinator.states import JobState, is_over
-from rlframe.coordinator.worker_calls import WorkerCalls
+from rlframe.coordinator.threads import OperatorThread, ReplayThread, WorkerCalls
 from rlframe.errors import JobFailedError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.interprocess.heartbeat import SuspendAwareClock
-from rlframe.interprocess.phases import Phase
+from rlframe.interprocess.heartbeat import Phase, SuspendAwareClock
 from rlframe.interprocess.waiting import Inbox
 from rlframe.stop_conditions import StopReason
 

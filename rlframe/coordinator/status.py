@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlframe.coordinator.core.accounts import Rates
 from rlframe.coordinator.core.job import TrainingJob
-from rlframe.coordinator.core.records import WorkerRecord
+from rlframe.coordinator.core.records import Rates, WorkerRecord
 from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import JobState, WorkerState, is_over
 

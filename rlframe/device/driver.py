@@ -1,4 +1,8 @@
-"""The driver of the topology `fused`: it calls the jitted rounds, and gives their results to the Learner."""
+"""The driver of the topology `fused`: it calls the jitted rounds, and gives their results to the Learner.
+
+`CallLength` chooses the number of rounds of a call. Before the driver allocates a replay, it checks that the device has
+enough memory.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,85 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 
 from rlframe import compilation
 from rlframe.agents.base import Agent
 from rlframe.agents.networks import has_images
-from rlframe.device.call_length import MOST_PER_CALL, CallLength
-from rlframe.device.memory import check_memory, num_bytes
+from rlframe.device.replay import UnrollQueue
 from rlframe.device.ring import StepRing
 from rlframe.device.rounds import CallLimits, Carry, Rounds, Start, Tally, in_parts
-from rlframe.device.unroll_queue import UnrollQueue
 from rlframe.envs.action_masks import no_legal_action_error
 from rlframe.envs.jax_env import BatchedJaxEnv
-from rlframe.interprocess.phases import COMPUTING
+from rlframe.errors import UsageError
+from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners import Learner
 from rlframe.types import Logs, Params
+
+
+def num_bytes(tree: Any) -> int:
+    """Return the size of all arrays of a tree."""
+    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def check_memory(needed: int, how_to_shrink: str) -> None:
+    """Raise UsageError if a replay needs more memory than the device has.
+
+    Args:
+        needed: highest number of bytes that the replay needs at once.
+        how_to_shrink: a sentence for the error.
+    """
+    stats = jax.devices()[0].memory_stats() or {}  # a CPU has no statistics
+    free = stats.get("bytes_limit", psutil.virtual_memory().available) - stats.get("bytes_in_use", 0)
+    if needed > free:
+        raise UsageError(
+            f"The replay needs {needed / 2**30:.1f} GiB of device memory, with its copy in a checkpoint, but only "
+            f"{free / 2**30:.1f} GiB are free. {how_to_shrink}"
+        )
+
+
+_CALL_SECONDS = 0.5  # intended duration of a call: signals and progress wait for its end
+
+MOST_PER_CALL = 2**30  # limit of all counts of one call, which are int32. The last round may pass it.
+
+# Limit of the growth from one call to the next. The first calls are so short that they measure little but their fixed
+# costs. With this limit, a call takes at most a few seconds if the next rounds are slower than those measured.
+_MOST_GROWTH = 10.0
+
+
+class CallLength:
+    """The number K of rounds of the next call, or of steps in an evaluation.
+
+    K is an argument of the jitted function, so one compilation is enough. The results do not depend on K.
+
+    Rounds with updates can take a thousand times as long as the rounds before the first update. So the call in which a
+    session makes its first update must end after `enough_updates`, and `choose` then starts again from K = 1.
+
+    Attributes:
+        count: K.
+    """
+
+    def __init__(self) -> None:
+        self.count = 1  # the first call also compiles
+        self._has_compiled = self._has_learned = False
+
+    @property
+    def enough_updates(self) -> int:
+        """The number of updates after which the next call must end with its round. See `CallLimits`."""
+        return MOST_PER_CALL if self._has_learned else 1
+
+    def choose(self, count: int, seconds: float, updates: int = 0) -> None:
+        """Choose K from the newest call: its number of rounds, its duration, and its number of updates."""
+        is_first_to_learn = updates > 0 and not self._has_learned
+        self._has_learned |= is_first_to_learn
+        if not self._has_compiled:  # this call compiled, so its duration says nothing
+            self._has_compiled = True
+        elif is_first_to_learn:
+            self.count = 1
+        elif count:
+            wanted = count * _CALL_SECONDS / max(seconds, 1e-6)
+            # A call can end after a few of its rounds, so the limit of the growth is relative to K.
+            self.count = int(min(max(1.0, wanted), _MOST_GROWTH * self.count, MOST_PER_CALL))
 
 
 class CallResult(NamedTuple):

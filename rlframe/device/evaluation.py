@@ -14,15 +14,15 @@ from rlframe import compilation
 from rlframe.actors.evaluator import EVALUATOR_RANK, PlayedEpisodes
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
-from rlframe.device.call_length import CallLength
+from rlframe.device.driver import CallLength
 from rlframe.envs.action_masks import MaskCheck
 from rlframe.envs.checks import FiniteCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.errors import StoppedError
 from rlframe.inferencers.inferencer import call_number
-from rlframe.interprocess.phases import COMPUTING
+from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners.update import are_finite
-from rlframe.params.source import ParamSource
+from rlframe.params.packing import ParamSource
 from rlframe.types import LAST, AgentState, Logs, Params, TimeStep
 
 _MOST_STEPS = 1024  # limit of the steps of one call

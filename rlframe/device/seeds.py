@@ -29,10 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe import compilation
-from rlframe.device.call_length import CallLength
-from rlframe.device.driver import CallResult, CompiledRounds, DeviceRun, SingleRun, state_of, with_state
+from rlframe.device.driver import (
+    CallLength,
+    CallResult,
+    CompiledRounds,
+    DeviceRun,
+    SingleRun,
+    num_bytes,
+    state_of,
+    with_state,
+)
 from rlframe.device.evaluation import EvaluationProgram
-from rlframe.device.memory import num_bytes
 from rlframe.device.rounds import CallLimits, Carry, Parts, Rounds, Start, make_rounds, no_tally
 from rlframe.types import Tree
 

@@ -29,12 +29,12 @@ The other engines run nodes elsewhere:
 - `ray`: a Ray actor on any machine of the cluster starts the node's process. A `RunningRayNode` represents the process
   (folder `ray_nodes`).
 - `threads`: each node is a thread of this process, without restarts.
-- `InlineEngine` (`inline.py`) runs the single node of `single_process` in the thread that calls `run`. It has no name
+- `InlineEngine` (`threads.py`) runs the single node of `single_process` in the thread that calls `run`. It has no name
   on the command line, because single-node topologies use it by default.
 
 The other files: `base.py` has the contract of engines, `group_rules.py` has the rules for each group of nodes,
 `logs.py` has the logs of nodes, and `stopping.py` has the handlers of signals that end a run. `reverb_server.py` has a
-node with a Reverb server, and `reverb_node.py` has such a node for `launchpad`.
+node with a Reverb server, and `launchpad.py` has such a node for `launchpad`.
 
 In the topology elastic, workers start and end while the program runs. `SupervisedOperator` in
 `rlframe.coordinator.operators` supervises them with a subclass of the same `Supervisor`.

@@ -31,7 +31,7 @@ class GroupTraits:
         takes_idle_cores: the nodes use the cores that other groups leave idle, because too many threads would
             slow each other down. Several groups with this trait work in turns, and each group uses all idle cores.
         is_busy: the nodes work all the time. Under Ray, each node reserves a CPU if there are enough CPUs.
-        uses_one_arena: the processes use one arena of malloc (`rlframe.interprocess.malloc`).
+        uses_one_arena: the processes use one arena of malloc (`rlframe.interprocess.memory`).
     """
 
     may_end_program: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.interprocess.files import NativePath
-from rlframe.interprocess.phases import SAVING
+from rlframe.interprocess.heartbeat import SAVING
 from rlframe.replay.replay_files import save_periodically
 from rlframe.shutdown import stop_with_program
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from rlframe.engines.base import EngineOptions, ResourceEngine, Watch
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.nodes import StartableNode, pickle_node
-from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
+from rlframe.engines.supervision.supervisor import ProgramSupervisor
 from rlframe.handles import Remote
 from rlframe.transport import Transport
 

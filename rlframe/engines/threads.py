@@ -1,4 +1,8 @@
-"""The engine `threads`: each node is a thread of this process. This is useful for debugging and tests."""
+"""Engines that run in this process.
+
+`ThreadsEngine` runs each node in a thread. This is useful for debugging and tests. `InlineEngine` runs the single node
+of the topology `single_process` in the thread that calls `run`.
+"""
 
 from __future__ import annotations
 
@@ -149,3 +153,17 @@ def _node_error(group: str, outcome: str, error: BaseException) -> ProgramError:
     failure = ProgramError(f"The node {group} {outcome}: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
+
+
+class InlineEngine(ThreadsEngine):
+    """Constructs its single node in `add`, and runs it in the caller's thread. `run` raises the node's exceptions."""
+
+    def run(self, watch: Watch | None = None) -> int | None:
+        """See `Engine`. Return the result of the node's `run()`: None, or the number of the signal that ended it."""
+        ((group, node),) = self._nodes
+        try:
+            if watch is not None:
+                watch(False, [NodeStatus(group, pid=os.getpid())])
+            return node.run()
+        finally:
+            self._close()

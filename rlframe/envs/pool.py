@@ -14,7 +14,7 @@ from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.wrappers import FrameStack
 from rlframe.errors import UsageError
-from rlframe.interprocess.phases import Phase
+from rlframe.interprocess.heartbeat import Phase
 from rlframe.metrics.rows import Sums
 from rlframe.shutdown import Closeable
 from rlframe.types import TimeStep

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rlframe.errors import PeerError, UsageError
-from rlframe.interprocess.phases import Phase, advance
+from rlframe.interprocess.heartbeat import Phase, advance
 from rlframe.shutdown import Closeable
 
 _SERVING = Phase("serving", 300.0)

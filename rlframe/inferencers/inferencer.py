@@ -18,11 +18,10 @@ from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UnavailableError, UsageError, check_above, check_at_least
 from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.shared_calls import CallMemoryRegistry
+from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.interprocess.memory import MemoryName
-from rlframe.interprocess.phases import COMPUTING
-from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.packing import PackedParams, Packing, ParamSource
 from rlframe.params.reader import Refresher
-from rlframe.params.source import ParamSource
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)

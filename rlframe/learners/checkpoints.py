@@ -32,7 +32,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.interprocess.files import NativePath
-from rlframe.interprocess.phases import SAVING
+from rlframe.interprocess.heartbeat import SAVING
 from rlframe.learners.best import BestCheckpoint
 from rlframe.learners.config import LearnerConfig
 from rlframe.replay.replay_files import ReplayFiles

@@ -13,23 +13,24 @@ import numpy as np
 from rlframe import handles
 from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
-from rlframe.interprocess.malloc import keep_freed_memory, use_one_arena
-from rlframe.interprocess.phases import COMPUTING
+from rlframe.interprocess.heartbeat import COMPUTING
+from rlframe.interprocess.memory import keep_freed_memory, use_one_arena
 from rlframe.learners.checkpoints import Checkpointer, RestoredCheckpoint, Saver, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
-from rlframe.learners.initial_state import InitialState
 from rlframe.learners.replay import LearnerReplay
 from rlframe.learners.update import (
+    InitialState,
     LearnerUpdate,
     UncheckedUpdate,
+    VersionCounter,
     as_numbers,
     check_are_numbers,
     check_is_batch,
     check_params,
     check_update,
     copy_arrays,
+    mean_version,
 )
-from rlframe.learners.versions import VersionCounter, mean_version
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import Publication, PublicationReader
 from rlframe.replay import ReplayReader
@@ -60,8 +61,7 @@ class Learner:
 
     Attributes:
         learner_steps: updates since the run started, including those before a resume.
-        saver: writes the checkpoints that are due. Callers that use `step` instead of `run()` can call it too. None if
-            there is no `checkpoint_dir`.
+        saver: writes due checkpoints. None without a `checkpoint_dir`. Callers that use `step` can call it, too.
         saved_step: the value of `learner_steps` in the newest checkpoint.
         replay_saved_step: the value of `learner_steps` in the newest checkpoint that has a replay.
         restored: the checkpoint that the Learner was restored from, or None.

@@ -15,7 +15,7 @@ import numpy as np
 from rlframe.errors import RlframeError, UsageError
 from rlframe.interprocess.files import printable, replacing
 from rlframe.metrics.curves import Over, RunCurve, SeedGroup, group_runs, load_run, statistic
-from rlframe.metrics.text import format_number
+from rlframe.metrics.terminal import format_number
 
 # The palette of Okabe and Ito: color-blind readers can distinguish these colors.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

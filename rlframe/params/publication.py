@@ -28,8 +28,7 @@ import numpy as np
 from rlframe.errors import UnavailableError, UsageError
 from rlframe.interprocess.memory import SUPPORTED, Fields, MemoryName, Seqlock, SharedArrays
 from rlframe.interprocess.waiting import Futex, fence
-from rlframe.params.packing import PackedParams, Packing
-from rlframe.params.source import LONGEST_WAIT
+from rlframe.params.packing import LONGEST_WAIT, PackedParams, Packing
 from rlframe.types import Tree
 
 _LABEL = "rlframe-params"

@@ -12,9 +12,8 @@ from typing import Any
 from rlframe import handles
 from rlframe.errors import NoMethodError, PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Remote
-from rlframe.params.packing import PackedParams
+from rlframe.params.packing import LONGEST_WAIT, PackedParams, PackedSource, ParamSource
 from rlframe.params.publication import PublicationReader
-from rlframe.params.source import LONGEST_WAIT, PackedSource, ParamSource
 from rlframe.types import Tree
 
 _log = logging.getLogger(__name__)

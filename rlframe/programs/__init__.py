@@ -35,7 +35,7 @@ _PUBLIC = {
     "Result": "rlframe.programs.run_dir.directory",
     "evaluate": "rlframe.programs.policies.evaluation",
     "make_experiment": "rlframe.programs.options.make_experiment",
-    "load_experiment": "rlframe.programs.options.config_file",
+    "load_experiment": "rlframe.programs.options.saved_experiment",
     "run_experiment": "rlframe.programs.runner",
     "run_seeds": "rlframe.programs.seed_runs",
 }

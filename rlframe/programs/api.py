@@ -15,17 +15,15 @@ from rlframe.errors import UsageError
 from rlframe.metrics import Logger, TerminalLogger, TrackioLogger, WandbLogger
 from rlframe.programs import runner
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import experiment_values, load_experiment
 from rlframe.programs.options.fields import field_names, option, with_options
 from rlframe.programs.options.make_experiment import change_options, default_experiment
 from rlframe.programs.options.registry import name_objects, name_of
-from rlframe.programs.options.resume import import_env
+from rlframe.programs.options.saved_experiment import experiment_values, import_env, load_experiment
 from rlframe.programs.presets import Preset
-from rlframe.programs.run_dir.control import ControlAddress
 from rlframe.programs.run_dir.directory import Result
-from rlframe.programs.training.advice import advise
+from rlframe.programs.run_dir.status import ControlAddress
 from rlframe.programs.training.callbacks import Callback
-from rlframe.programs.training.profile import Profile
+from rlframe.programs.training.profile import Profile, advise
 from rlframe.user_code.files import forget_changed
 
 TRACKERS: dict[str, Any] = {"wandb": WandbLogger, "trackio": TrackioLogger}

@@ -27,23 +27,26 @@ from rlframe.errors import ProgramError, UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import LenientLogger, Logger, MultiLogger, ProgressDisplay
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import fill_configs, with_fields
-from rlframe.programs.options.resume import backend_note, check_backend, import_env, resume_experiment
+from rlframe.programs.options.saved_experiment import (
+    backend_note,
+    check_backend,
+    import_env,
+    load_experiment,
+    resume_experiment,
+)
 from rlframe.programs.policies.evaluation import describe_evaluation
-from rlframe.programs.policies.warm_start import write_initial_checkpoint
-from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
+from rlframe.programs.policies.saved import write_initial_checkpoint
 from rlframe.programs.run_dir.directory import Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
-from rlframe.programs.run_dir.status import StatusFile, describe_start
+from rlframe.programs.run_dir.status import ControlAddress, StatusFile, describe_start, serve_run_control
 from rlframe.programs.session import Session, Shared
 from rlframe.programs.topologies import Topology
 from rlframe.programs.topologies.config import ProgramConfig, find_topology
 from rlframe.programs.topologies.makers import check_answer_timeout, make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
-from rlframe.programs.training.progress import ProgressFile
-from rlframe.programs.training.row_writer import forward_rows
+from rlframe.programs.training.row_writer import ProgressFile, forward_rows
 from rlframe.programs.training.updates import check_updates
 from rlframe.user_code.files import check_main_is_guarded, check_not_loading, keep_files
 

@@ -17,9 +17,9 @@ from rlframe.engines.stopping import StopSignal
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options.make_experiment import fill_configs, with_fields
-from rlframe.programs.options.resume import import_env
-from rlframe.programs.run_dir.control import ControlAddress
+from rlframe.programs.options.saved_experiment import import_env
 from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.run_dir.status import ControlAddress
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Shared
 from rlframe.programs.topologies.makers import make_agent

@@ -6,7 +6,7 @@ A call from an actor to a learner, over Unix sockets (`sockets.py`):
     learner = Remote([path], "the learner", transport=SocketTransport())    # in the actor's process: rlframe/handles.py
     learner.get_params(3)
       SocketClient.call                     # send the call and wait; Remote retries if there is no answer
-      messages.pack                         # messages.py: a pickle, followed by large arrays without a copy
+      pack                                  # base.py: a pickle, followed by large arrays without a copy
       SocketServer                          # unpack the message, call the method, and send the answer
 
 `base.py` has the protocols. `courier.py` uses Courier, the default. `ray.py` calls nodes on a Ray cluster.

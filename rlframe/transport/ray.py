@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlframe.errors import UsageError
-from rlframe.transport import messages
+from rlframe.transport import base
 from rlframe.transport.base import Client, Future, MappedFuture
 from rlframe.transport.sockets import (
     SocketClient,
@@ -149,12 +149,12 @@ class _RayClient:
             answer = _relay().call("versions", self._address, method, *args)
             if answer is not None:
                 return unpack_answer(answer) if isinstance(answer, list) else answer
-        return unpack_answer(_relay().call("relay", self._address, messages.pack((method, args, kwargs))))
+        return unpack_answer(_relay().call("relay", self._address, base.pack((method, args, kwargs))))
 
     def submit(self, method: str, /, *args: Any) -> Future:
         if os.path.exists(self._path):
             return self._local.submit(method, *args)
-        sent = _relay().submit("relay", self._address, messages.pack((method, args, {})))
+        sent = _relay().submit("relay", self._address, base.pack((method, args, {})))
         return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from rlframe import errors
 from rlframe.errors import NoMethodError, RemoteError, RlframeError, UnavailableError, UsageError
-from rlframe.transport import messages
+from rlframe.transport import base
 from rlframe.transport.base import CALL_TIMEOUT, MappedFuture
 
 _BACKLOG = 1024  # maximum number of connections that wait until the server accepts them
@@ -75,21 +75,21 @@ class SocketClient:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """See `Client`."""
-        return unpack_answer(self._send(messages.pack((method, args, kwargs))).result())
+        return unpack_answer(self._send(base.pack((method, args, kwargs))).result())
 
     def submit(self, method: str, /, *args: Any) -> MappedFuture[SocketFuture]:
         """See `Client`."""
         try:
-            sent = self._send(messages.pack((method, args, {})))
+            sent = self._send(base.pack((method, args, {})))
         except UnavailableError as error:
             sent = SocketFuture(None, self._idle, error)
         return MappedFuture(sent, lambda future: unpack_answer(future.result()))
 
-    def exchange(self, request: messages.Parts) -> messages.Parts:
+    def exchange(self, request: base.Parts) -> base.Parts:
         """Return the packed answer to a packed call (method, args, kwargs). Relays use this method."""
         return self._send(request).result()
 
-    def _send(self, parts: messages.Parts) -> SocketFuture:
+    def _send(self, parts: base.Parts) -> SocketFuture:
         while True:
             try:
                 connection, is_new = self._idle.pop(), False
@@ -97,7 +97,7 @@ class SocketClient:
                 connection, is_new = self._connect(), True
             try:
                 connection.settimeout(CALL_TIMEOUT)
-                messages.send(connection, parts)
+                base.send(connection, parts)
             except OSError as error:
                 connection.close()
                 if is_new or isinstance(error, TimeoutError):
@@ -127,7 +127,7 @@ class SocketFuture:
         self._connection, self._idle = connection, idle
         self._deadline = time.monotonic() + CALL_TIMEOUT
         self._lock = threading.Lock()  # locked by the thread that reads the answer
-        self._parts: messages.Parts = []
+        self._parts: base.Parts = []
         self._error = error
 
     def done(self) -> bool:
@@ -142,7 +142,7 @@ class SocketFuture:
         except (OSError, ValueError):  # another thread has already read the answer
             return True
 
-    def result(self) -> messages.Parts:
+    def result(self) -> base.Parts:
         """See `Future`."""
         with self._lock:
             if self._connection is not None:
@@ -154,7 +154,7 @@ class SocketFuture:
     def _take(self, connection: socket.socket) -> None:
         try:
             connection.settimeout(max(0.0, self._deadline - time.monotonic()))
-            self._parts = messages.receive(connection)
+            self._parts = base.receive(connection)
         except (OSError, EOFError) as error:
             connection.close()
             self._error = _unavailable(error)
@@ -229,16 +229,16 @@ class SocketServer:
             connection.close()
 
     def _answer_next(self, connection: socket.socket) -> None:
-        request = messages.receive(connection)
+        request = base.receive(connection)
         try:
-            method, args, kwargs = messages.unpack(request)
+            method, args, kwargs = base.unpack(request)
             if method in self._methods:
-                answer = messages.pack((self._methods[method](*args, **kwargs),))
+                answer = base.pack((self._methods[method](*args, **kwargs),))
             else:
-                answer = messages.pack((None, NoMethodError.__name__, f"{self.address} has no method {method}."))
+                answer = base.pack((None, NoMethodError.__name__, f"{self.address} has no method {method}."))
         except Exception as error:
-            answer = messages.pack((None, *_error_parts(error)))
-        messages.send(connection, answer)
+            answer = base.pack((None, *_error_parts(error)))
+        base.send(connection, answer)
 
 
 def _open_connection(address: str, timeout: float) -> socket.socket:
@@ -278,9 +278,9 @@ def _error_parts(error: Exception) -> tuple[str, str, str]:
     return names[0] if is_ours else RemoteError.__name__, str(error), traceback.format_exc()
 
 
-def unpack_answer(parts: messages.Parts) -> Any:
+def unpack_answer(parts: base.Parts) -> Any:
     """Return the value in a packed answer, or raise the method's error, as `Client.call` does."""
-    return _value_or_error(*messages.unpack(parts))
+    return _value_or_error(*base.unpack(parts))
 
 
 def _value_or_error(value: Any, name: str | None = None, message: str = "", text: str = "") -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from rlframe import AsyncEnv, SyncEnv
 from rlframe.actors import Actor
-from rlframe.actors.gates import UnrollGate
+from rlframe.actors.replay import UnrollGate
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.types import ReplaySpec, Sequence

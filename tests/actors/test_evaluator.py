@@ -11,7 +11,7 @@ from rlframe import SyncEnv
 from rlframe.actors import Evaluator
 from rlframe.errors import EnvError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.phases import STARTING, ThreadProgress
+from rlframe.interprocess.heartbeat import STARTING, ThreadProgress
 from tests.fakes import CountingEnv, FixedParams, counting_agent
 
 

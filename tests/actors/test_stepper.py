@@ -9,7 +9,7 @@ import pytest
 
 from rlframe import Actor, AsyncEnv, Inferencer, InferencerConfig, SyncEnv
 from rlframe.actors.stepper import EpisodeStatistics, stepping_phase
-from rlframe.interprocess.phases import ThreadProgress
+from rlframe.interprocess.heartbeat import ThreadProgress
 from rlframe.types import FIRST, LAST, MID, TimeStep
 from tests.fakes import CountingEnv, FixedParams, RecordingBuffer, counting_agent
 

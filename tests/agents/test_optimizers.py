@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rlframe.agents.optimizers import clip_gradients
+from rlframe.agents.schedules import clip_gradients
 
 
 def test_gradients_are_clipped_before_the_optimizer():

@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Header, Update
-from rlframe.coordinator.replay_thread import ReplayThread
+from rlframe.coordinator.threads import ReplayThread
 from rlframe.errors import CheckpointError, RlframeError
 from rlframe.replay import SharedMemReplayBuffer
 from rlframe.testing.streams import StepStream, fake_agent

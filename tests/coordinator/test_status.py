@@ -13,7 +13,7 @@ from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.control import endpoints
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Rates
+from rlframe.coordinator.core.records import Rates
 from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.simulation import Simulation
 

@@ -30,8 +30,7 @@ from rlframe.coordinator.messages import (
     WorkerKey,
 )
 from rlframe.coordinator.states import TRANSITIONS, JobState, TaskState, WorkerState
-from rlframe.coordinator.workers.collector_worker import CollectorWorker
-from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
+from rlframe.coordinator.workers.game_workers import CollectorWorker, EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from tests.coordinator.fakes import FakeCluster
 from tests.waiting import wait_until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlframe.device.call_length import MOST_PER_CALL, CallLength
+from rlframe.device.driver import MOST_PER_CALL, CallLength
 
 
 def compiled() -> CallLength:

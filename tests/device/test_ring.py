@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from rlframe.device.replay import StepRecord
-from rlframe.device.ring import StepRing
-from rlframe.device.sum_tree import DeviceSumTree
+from rlframe.device.ring import DeviceSumTree, StepRing
 from rlframe.errors import UsageError
 from rlframe.replay.rate_limiter import ItemCounts, RateLimiter
 from rlframe.testing.streams import ReferenceReplay, StepStream, batch_items, first_ids

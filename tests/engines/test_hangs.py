@@ -21,8 +21,7 @@ import pytest
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
-from rlframe.engines.supervision.supervisor import Backoff
+from rlframe.engines.supervision.supervisor import Backoff, ProgramSupervisor
 from rlframe.errors import ProgramError
 from tests.waiting import wait_until
 
@@ -31,7 +30,7 @@ BEATS = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from rlframe.interprocess import heartbeat
-from rlframe.interprocess.phases import Phase
+from rlframe.interprocess.heartbeat import Phase
 heartbeat.begin()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 """
@@ -134,7 +133,7 @@ def test_phase_may_take_longer_than_the_hang_timeout():
 
 @pytest.mark.system
 def test_node_that_waits_for_another_node_is_not_killed():
-    waits = BEATS + "from rlframe.interprocess.phases import waiting_for\nwith Phase('stepping', 2.0):\n"
+    waits = BEATS + "from rlframe.interprocess.heartbeat import waiting_for\nwith Phase('stepping', 2.0):\n"
     waits += "  with waiting_for('the learner'): time.sleep(3.0)\nprint('done')"
     with Program(node("actor", waits), hang_timeout=3.0) as program:
         program.wait_for_end()
@@ -153,7 +152,7 @@ def test_suspended_node_is_not_killed_if_the_hang_timeout_is_zero():
 LAUNCHER = """
 import sys
 from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
+from rlframe.engines.supervision.supervisor import ProgramSupervisor
 nodes = [StartableProcess(name, [sys.executable, "-S", "-c", sys.argv[1]]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, hang_timeout=float(sys.argv[2])).run())
 """

@@ -17,8 +17,7 @@ import pytest
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
-from rlframe.engines.supervision.supervisor import Backoff
+from rlframe.engines.supervision.supervisor import STOP_SIGNAL, Backoff, ProgramSupervisor
 from rlframe.errors import ProgramError
 from tests.waiting import is_process_alive, wait_until
 
@@ -180,7 +179,7 @@ import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
 from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.supervisor import STOP_SIGNAL, ProgramSupervisor
 code = sys.argv[1]
 nodes = [StartableProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, grace=60.0).run())

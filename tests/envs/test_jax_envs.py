@@ -17,8 +17,7 @@ from rlframe.envs import AsyncEnv, SyncEnv, default_type, list_envs
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs import looks_like_jax_env
 from rlframe.envs.jax_envs.breakout import Breakout
-from rlframe.envs.jax_envs.classic import Acrobot, AcrobotState, CartPole, CartPoleState, Pendulum, PendulumState
-from rlframe.envs.jax_envs.drawing import RED
+from rlframe.envs.jax_envs.classic import RED, Acrobot, AcrobotState, CartPole, CartPoleState, Pendulum, PendulumState
 from rlframe.errors import EnvError, UsageError
 from rlframe.types import FIRST, LAST, MID
 

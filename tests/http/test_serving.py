@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn", reason="the services need uvicorn: pip install rl
 
 from rlframe.errors import UsageError
 from rlframe.http.serving import HttpServer, address_of, listen
-from rlframe.interprocess.phases import PhaseStatus, ThreadProgress
+from rlframe.interprocess.heartbeat import PhaseStatus, ThreadProgress
 
 release, blocked = threading.Event(), threading.Event()
 

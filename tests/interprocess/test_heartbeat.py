@@ -12,13 +12,16 @@ import pytest
 
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.heartbeat import (
+    COMPILING,
+    STARTING,
     VARIABLE,
     HeartbeatMonitor,
     HeartbeatSender,
+    Phase,
     SuspendAwareClock,
+    ThreadProgress,
     heartbeat_interval,
 )
-from rlframe.interprocess.phases import COMPILING, STARTING, Phase, ThreadProgress
 
 
 @pytest.fixture(autouse=True)

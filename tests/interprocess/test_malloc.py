@@ -51,7 +51,7 @@ def in_a_new_process(code: str, **env: str) -> list[object]:
 
 def test_threads_share_one_arena():
     code = """
-from rlframe.interprocess.malloc import use_one_arena
+from rlframe.interprocess.memory import use_one_arena
 print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
 """
     assert in_a_new_process(code) == [True, 1]
@@ -63,7 +63,7 @@ print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
 )
 def test_number_of_arenas_set_by_an_environment_variable_is_not_changed(name, value):
     code = """
-from rlframe.interprocess.malloc import use_one_arena
+from rlframe.interprocess.memory import use_one_arena
 print(json.dumps([use_one_arena(), arenas_of_six_threads()]))
 """
     assert in_a_new_process(code, **{name: value}) == [False, 4]
@@ -94,7 +94,7 @@ print(json.dumps([arenas_of_six_threads()]))
 FAULTS = """
 import json, resource, sys
 import numpy as np
-from rlframe.interprocess.malloc import keep_freed_memory
+from rlframe.interprocess.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

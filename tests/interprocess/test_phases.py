@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlframe.interprocess.phases import STARTING, Phase, PhaseStatus, ThreadProgress, advance, waiting_for
+from rlframe.interprocess.heartbeat import STARTING, Phase, PhaseStatus, ThreadProgress, advance, waiting_for
 
 Look = Callable[[float], "PhaseStatus | None"]
 

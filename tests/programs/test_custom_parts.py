@@ -11,8 +11,8 @@ from rlframe.cli.main import main
 from rlframe.cli.train_options import read_arguments
 from rlframe.errors import UsageError
 from rlframe.programs import load_experiment, make_experiment, run_experiment
-from rlframe.programs.options.config_file import save_experiment
 from rlframe.programs.options.make_experiment import change_options
+from rlframe.programs.options.saved_experiment import save_experiment
 
 CUSTOM_PARTS = """
 import dataclasses

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.programs.options.config_file import load_experiment, save_experiment
 from rlframe.programs.options.make_experiment import make_experiment
-from rlframe.programs.options.resume import resume_experiment
+from rlframe.programs.options.saved_experiment import load_experiment, resume_experiment, save_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.heavy_env import HeavyEnv

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlframe.device import call_length
+from rlframe.device import driver
 from rlframe.device.ring import StepRing
 from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.metrics.files import read_jsonl
@@ -195,7 +195,7 @@ def test_agent_whose_update_is_not_jitted_learns_the_same(tmp_path):
 def test_results_do_not_depend_on_the_number_of_rounds_per_call(tmp_path, monkeypatch):
     values = experiment("dqn", **{**DQN, "steps": 1200})
     run_experiment(values, run_dir=tmp_path / "long")
-    monkeypatch.setattr(call_length, "_CALL_SECONDS", 0.0)  # one round per call
+    monkeypatch.setattr(driver, "_CALL_SECONDS", 0.0)  # one round per call
     run_experiment(values, run_dir=tmp_path / "short")
     assert largest_difference(tmp_path / "long", tmp_path / "short") == 0.0
 

@@ -19,12 +19,12 @@ from rlframe.language import ModelConfig
 from rlframe.language.model import weights
 from rlframe.language.server import PolicyServerConfig
 from rlframe.learners import Checkpointer
-from rlframe.learners.initial_state import InitialState
+from rlframe.learners.update import InitialState
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment
 from rlframe.programs.options.make_experiment import make_experiment
+from rlframe.programs.options.saved_experiment import load_experiment
 from rlframe.programs.policies.evaluation import evaluate
-from rlframe.programs.policies.warm_start import read_source
+from rlframe.programs.policies.saved import read_source
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.runner import run_experiment
 from rlframe.programs.session import Session
@@ -34,7 +34,7 @@ from rlframe.programs.topologies.makers import make_agent
 from rlframe.programs.training.language_monitor import LanguageMonitor
 from rlframe.trajectories.config import Settings
 from rlframe.trajectories.service.app import TrajectoryServer
-from rlframe.trajectories.service.previews import load_decode
+from rlframe.trajectories.service.models import load_decode
 from tests.programs.running_program import ROOT, RunningProgram, stop_signal
 from tests.small_disk import small_disk
 

@@ -13,7 +13,7 @@ import pytest
 from rlframe.engines import logs
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.program_supervisor import ProgramSupervisor
+from rlframe.engines.supervision.supervisor import ProgramSupervisor
 from rlframe.programs import make_experiment, run_experiment
 from tests.programs.running_program import ROOT
 

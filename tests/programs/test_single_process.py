@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rlframe.agents.networks import MLPConfig
-from rlframe.engines.inline import InlineEngine
+from rlframe.engines.threads import InlineEngine
 from rlframe.errors import EnvError, NonFiniteLossError, UsageError
 from rlframe.learners.checkpoints import Checkpointer
 from rlframe.metrics import read_jsonl

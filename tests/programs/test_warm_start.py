@@ -16,9 +16,8 @@ from rlframe.cli import main
 from rlframe.errors import UsageError
 from rlframe.learners import Checkpointer
 from rlframe.metrics import read_jsonl
-from rlframe.programs.options.config_file import load_experiment
-from rlframe.programs.policies.saved import read_checkpoint
-from rlframe.programs.policies.warm_start import mismatches, read_source
+from rlframe.programs.options.saved_experiment import load_experiment
+from rlframe.programs.policies.saved import mismatches, read_checkpoint, read_source
 from rlframe.programs.run_dir.directory import Result, RunDir
 
 PPO = {"num_envs": 4, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 1, "preset": "none", "eval_episodes": 1}

@@ -15,7 +15,7 @@ import pytest
 import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs.options.object_names import load_object
-from rlframe.programs.options.resume import is_different_backend
+from rlframe.programs.options.saved_experiment import is_different_backend
 from rlframe.user_code.files import forget_changed
 from tests.programs.running_program import WITH_ELASTIC, options_of
 from tests.user_code.test_files import ENV

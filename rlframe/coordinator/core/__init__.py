@@ -10,15 +10,15 @@ now)` handles one event (`events.py` defines all events and effects):
 3. `next_calls.call_next` chooses the next call to each queued worker. A call is also an effect.
 4. The job's new state is computed, and the effects are returned. The coordinator carries out the effects.
 
-All state is in a `TrainingJob` (`job.py`). Its workers and tasks are defined in `records.py`, and its counters in
-`accounts.py`. The functions that change a job:
+All state is in a `TrainingJob` (`job.py`). Its workers and tasks are defined in `records.py`, with its
+counters. The functions that change a job:
 
 - `machine.py`: the job's state, its ending, and the requests of people;
 - `worker_tracking.py`: workers appear, reply to pings, and leave. Its docstring lists the ways in which a worker ends.
 - `next_calls.py`: the next call to each worker.
 - `answers.py`: the replies of workers.
-- `tasks.py`: tasks end or are retried. Its docstring lists the ways in which a task ends.
-- `evaluations.py`: the version of each evaluation.
+- `tasks.py`: tasks end or are retried, and each evaluation gets a version. Its docstring lists the ways in which a
+  task ends.
 
 Example: while a learner runs, a collector joins, gets a task, and dies. Its next incarnation gets the same task. After
 each function in the table, `next_calls.call_next` adds the next call to the worker.

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import evaluations, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core import tasks, worker_tracking
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import Task, WorkerRecord
 from rlframe.coordinator.messages import (
@@ -101,7 +101,7 @@ def _on_not_ready(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.S
 
 def _is_preempted(job: TrainingJob, worker: WorkerRecord, task: Task, call: ev.Send) -> bool:
     """Return True if a call that waits for data must not be repeated, because another call is more urgent."""
-    if call.method == "learn" and not task.batches and evaluations.needs_save(job, task):
+    if call.method == "learn" and not task.batches and tasks.needs_save(job, task):
         return True
     return call.method in ("learn", "get_data") and job.must_close(worker, task)
 
@@ -233,7 +233,7 @@ def _on_learned(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Learn
     has_only_saved = not task.granted  # the call was `Learn(0, save=True)`, before an evaluation
     if has_only_saved:
         accounts.reach(reply.learner_steps, reply.params_version)
-        evaluations.pin_saved_version(job, task.start.policy_id)
+        tasks.pin_saved_version(job, task.start.policy_id)
         return
     accounts.learn(reply)
     reported = len(reply.updates) + reply.dropped

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from rlframe.coordinator.commander import Commander, View
 from rlframe.coordinator.config import Limits
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Accounts
-from rlframe.coordinator.core.records import Roster, Task, Tasks, WorkerRecord
+from rlframe.coordinator.core.records import Accounts, Roster, Task, Tasks, WorkerRecord
 from rlframe.coordinator.messages import ROLES, Header, Role, WorkerInfo
 from rlframe.coordinator.states import EndingStep, JobState, check, is_over
 from rlframe.metrics.rows import ActorCounts, Rows, add_point

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import answers, evaluations, next_calls, tasks, worker_tracking
+from rlframe.coordinator.core import answers, next_calls, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.job import JobEnding, OperatorLink, TrainingJob
 from rlframe.coordinator.core.records import Task
@@ -45,7 +45,7 @@ def _check_stop(job: TrainingJob) -> None:
     elif job.accounts.params_version >= 0 and not job.tasks.open("evaluate"):
         policy_id = job.commander.evaluation(view)
         if policy_id is not None:
-            evaluations.evaluate(job, policy_id)
+            tasks.evaluate(job, policy_id)
 
 
 def _derive_state(job: TrainingJob) -> None:
@@ -92,7 +92,7 @@ def _begin_step(job: TrainingJob, ending: JobEnding) -> None:
     if ending.step is EndingStep.EVALUATION:
         job.write_row()  # write it now, so that its rates exclude the time of the evaluation
         if is_evaluated and job.tasks.get(ending.task_id) is None:
-            ending.task_id = evaluations.evaluate(job, job.commander.final_policy()).task_id
+            ending.task_id = tasks.evaluate(job, job.commander.final_policy()).task_id
     elif ending.step is EndingStep.WORKERS:
         for task in job.tasks:
             tasks.cancel(job, task)
@@ -138,10 +138,10 @@ def _is_evaluated(job: TrainingJob, ending: JobEnding, waited: float) -> bool:
         return True
     if task.is_over:
         if task.state is not TaskState.SUCCEEDED:
-            evaluations.note_failure(job, f"{task.task_id} was cancelled")
+            tasks.note_failure(job, f"{task.task_id} was cancelled")
         return True
     if waited > deadline:
-        evaluations.note_failure(job, f"it was not done within {deadline:g} s")
+        tasks.note_failure(job, f"it was not done within {deadline:g} s")
         return True
     return False
 
@@ -172,8 +172,8 @@ def _resume_evaluations(job: TrainingJob) -> None:
     for task in job.tasks.open("evaluate"):
         if task.has_result:
             tasks.finish(job, task, TaskState.SUCCEEDED)
-        elif not evaluations.has_version(task):  # the journal may lack a version that was pinned
-            evaluations.choose_version(job, task)
+        elif not tasks.has_version(task):  # the journal may lack a version that was pinned
+            tasks.choose_version(job, task)
 
 
 def _on_operator_answered(job: TrainingJob, event: ev.OperatorAnswered) -> None:
@@ -199,7 +199,7 @@ def _on_operator_failed(job: TrainingJob, event: ev.OperatorFailed) -> None:
 
 def _on_ticked(job: TrainingJob, event: ev.Ticked) -> None:
     worker_tracking.check_all(job)
-    evaluations.end_overdue_saves(job)
+    tasks.end_overdue_saves(job)
     why = worker_tracking.missing_worker_reason(job)
     if why and job.ending is None:
         job.fail(why)
@@ -239,7 +239,7 @@ def _on_end_requested(job: TrainingJob, event: ev.EndRequested) -> None:
 
 def _on_evaluation_requested(job: TrainingJob, event: ev.EvaluationRequested) -> None:
     if job.ending is None and not job.tasks.open("evaluate"):
-        evaluations.evaluate(job, job.commander.final_policy())
+        tasks.evaluate(job, job.commander.final_policy())
 
 
 def _on_checkpoint_requested(job: TrainingJob, event: ev.CheckpointRequested) -> None:
@@ -264,7 +264,7 @@ _HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
     ev.Replied: answers.on_replied,
     ev.Unanswered: answers.on_unanswered,
     ev.BatchesDrawn: answers.on_batches_drawn,
-    ev.Pinned: evaluations.on_pinned,
+    ev.Pinned: tasks.on_pinned,
     ev.ScaleRequested: _on_scale_requested,
     ev.PauseRequested: _on_pause_requested,
     ev.EndRequested: _on_end_requested,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlframe.coordinator.core import evaluations
+from rlframe.coordinator.core import tasks
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import Task, WorkerRecord
 from rlframe.coordinator.messages import KINDS, GetData, Learn, Role
@@ -39,7 +39,7 @@ def _call_running(job: TrainingJob, worker: WorkerRecord, task: Task) -> None:
             _close_task(job, worker, task)
     elif task.kind == "evaluate":
         job.call(worker, task, "get_data", GetData())
-    elif task.kind == "learn" and task.drawing is None and evaluations.needs_save(job, task):
+    elif task.kind == "learn" and task.drawing is None and tasks.needs_save(job, task):
         job.call(worker, task, "learn", Learn(0, save=True))
     elif _must_wait(job, task):
         return  # `worker_tracking.check_all` queues the worker again
@@ -53,7 +53,7 @@ def _must_wait(job: TrainingJob, task: Task) -> bool:
     return (
         job.requests.paused
         or job.now < task.retry_at
-        or (task.kind == "learn" and (job.ending is not None or evaluations.blocks_learner(job, task)))
+        or (task.kind == "learn" and (job.ending is not None or tasks.blocks_learner(job, task)))
     )
 
 
@@ -103,7 +103,7 @@ def _may_work(job: TrainingJob, role: Role) -> bool:
 def _may_start(job: TrainingJob, worker: WorkerRecord, task: Task) -> bool:
     """Return True if the worker may start this pending task of its role."""
     if task.kind == "evaluate":
-        return evaluations.has_version(task) and (job.ending is None or not job.ending.closes(task))
+        return tasks.has_version(task) and (job.ending is None or not job.ending.closes(task))
     return task.kind == "learn" or task.index == worker.index
 
 

@@ -27,7 +27,7 @@ class OperatorError(RlframeError):
 class Operator(Protocol):
     """A service that keeps workers running: if a worker dies, it starts the next incarnation.
 
-    `rlframe.coordinator.operator_thread` calls the methods. Each method can raise `OperatorError`, or `PeerError` if
+    `rlframe.coordinator.threads` calls the methods. Each method can raise `OperatorError`, or `PeerError` if
     it calls another process. The caller then retries. Each call ends within a few seconds. Repeated calls change
     nothing.
 

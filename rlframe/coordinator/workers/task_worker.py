@@ -27,7 +27,7 @@ from rlframe.coordinator.messages import (
     WorkerReply,
 )
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
-from rlframe.interprocess.phases import STARTING, Phase
+from rlframe.interprocess.heartbeat import STARTING, Phase
 
 _REPLY_WITHIN = 0.3  # seconds before a call that is still in progress gets the reply NotReady
 _PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # a retry would fail in the same way

@@ -26,8 +26,7 @@ from rlframe.engines.supervision.nodes import RunningNode, StartableProcess
 from rlframe.errors import UnavailableError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
-from rlframe.transport.base import CALL_TIMEOUT
-from rlframe.transport.messages import Parts
+from rlframe.transport.base import CALL_TIMEOUT, Parts
 from rlframe.transport.ray import RaySockets, call_relay
 from rlframe.transport.sockets import SocketClient, SocketServer, SocketTransport
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import RlframeError, UnavailableError
-from rlframe.params.source import LONGEST_WAIT
-from rlframe.transport import messages
+from rlframe.params.packing import LONGEST_WAIT
+from rlframe.transport import base
 from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.sockets import SocketClient
 
@@ -67,7 +67,7 @@ class PublishedVersions:
                 if version > known:
                     # The node may return newer parameters than `version`. The next loop publishes them again under
                     # their own version number, but readers that already have them do not fetch them again.
-                    parts = self._client.exchange(messages.pack(("get_packed", (*self._policy, -1), {})))
+                    parts = self._client.exchange(base.pack(("get_packed", (*self._policy, -1), {})))
                     self._publish(version, ray.put(parts))
                     known = version
             except UnavailableError:
@@ -98,7 +98,7 @@ class FetchedVersions:
         self._changed = threading.Condition()
         self._fetching = threading.Lock()
         self._version, self._references = -1, list[Any]()
-        self._fetched: tuple[int, messages.Parts] = (-1, [])
+        self._fetched: tuple[int, base.Parts] = (-1, [])
 
     def take(self, version: int, references: list[Any]) -> None:
         """Receive the reference to a version in Ray's object store."""
@@ -137,9 +137,9 @@ class FetchedVersions:
                 return self._version
             version, references = self._version, self._references
         # If the caller has the newest version, return no parameters.
-        return messages.pack(((known, None),)) if version <= known else self._fetch(version, references)
+        return base.pack(((known, None),)) if version <= known else self._fetch(version, references)
 
-    def _fetch(self, version: int, references: list[Any]) -> messages.Parts:
+    def _fetch(self, version: int, references: list[Any]) -> base.Parts:
         with self._fetching:
             if self._fetched[0] != version:
                 try:

@@ -6,7 +6,7 @@ In the order of a node's life:
 - `nodes.py`: `StartableProcess.start` returns a `RunningProcess`, with the pid, the heartbeat and the exit code.
 - `node_main.py` runs in that process: it unpickles the node, constructs its object, serves it and runs it.
 - `supervisor.py`: `Supervisor` handles exits, kills hung nodes, and restarts nodes after a `Backoff`.
-- `program_supervisor.py`: `ProgramSupervisor` decides how an exit affects the program, and ends all nodes together.
+  `ProgramSupervisor` decides how an exit affects the program, and ends all nodes together.
 
 The class that represents a node in each stage of its life:
 

@@ -24,11 +24,11 @@ from rlframe import streams
 from rlframe.engines import logs
 from rlframe.engines.group_rules import traits_of
 from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID
-from rlframe.engines.supervision.program_supervisor import STOP_SIGNAL
+from rlframe.engines.supervision.supervisor import STOP_SIGNAL
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
-from rlframe.interprocess.malloc import rare_garbage_collections, use_one_arena
-from rlframe.interprocess.phases import ENDING, STARTING
+from rlframe.interprocess.heartbeat import ENDING, STARTING
+from rlframe.interprocess.memory import rare_garbage_collections, use_one_arena
 from rlframe.interprocess.processes import die_with_parent
 from rlframe.shutdown import register_program
 

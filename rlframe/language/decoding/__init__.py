@@ -1,7 +1,7 @@
 """Sampling of tokens, and an engine that answers many requests in one batch. The steps of a request:
 
     engine = DecodeEngine(config, params, EngineConfig(slots=8))
-    handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=32))    # requests.py: a `Handle` with a future
+    handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=32))    # slots.py: a `Handle` with a future
       DecodeEngine._fill                # engine.py: a waiting request gets a free slot
         Slots.fill                      # slots.py: the model reads the prompt (prefill); the first token is sampled
       DecodeEngine._decode              # repeated, for all slots together
@@ -12,9 +12,8 @@
 """
 
 from rlframe.language.decoding.engine import DecodeEngine, generate
-from rlframe.language.decoding.requests import Answer, Handle
 from rlframe.language.decoding.sampling import SamplingParams
-from rlframe.language.decoding.slots import EngineConfig
+from rlframe.language.decoding.slots import Answer, EngineConfig, Handle
 
 __all__ = [
     "Answer",

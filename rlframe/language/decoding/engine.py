@@ -25,10 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
-from rlframe.interprocess.phases import COMPUTING
-from rlframe.language.decoding.requests import Answer, DecodeRequest, Handle, OnTokens
+from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.language.decoding.sampling import Sampled, SamplingParams, TopTokens, check_prompt, power_of_two, row_key
-from rlframe.language.decoding.slots import EngineConfig, Slots
+from rlframe.language.decoding.slots import Answer, DecodeRequest, EngineConfig, Handle, OnTokens, Slots
 from rlframe.language.model.config import ModelConfig
 from rlframe.shutdown import Closeable
 from rlframe.types import Params

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Union
 
-from rlframe.language.model.chat_messages import plain_messages
+from rlframe.language.model.published_tokenizer import plain_messages
 from rlframe.trajectories.client.groups import Group
 from rlframe.trajectories.messages import IGNORED
 

@@ -22,7 +22,7 @@ from rlframe.language.environments.model_server import (
     merge_answers,
     options_with_derived_seed,
 )
-from rlframe.language.model.chat_messages import plain_messages
+from rlframe.language.model.published_tokenizer import plain_messages
 from rlframe.language.model.tokenizers import load_tokenizer
 from rlframe.trajectories.messages import IGNORED
 

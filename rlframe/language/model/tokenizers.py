@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlframe.errors import UsageError
-from rlframe.language.model.chat_messages import join_text_parts, plain_messages
+from rlframe.language.model.published_tokenizer import join_text_parts, plain_messages
 
 Message = Any  # a dict with "role" and "content", or a message of the `openai` package
 

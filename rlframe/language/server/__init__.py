@@ -7,8 +7,8 @@ The steps of a chat request, `POST /v1/chat/completions`:
 3. `replies.py: ChatReplies` makes the response, as one object or as events. Errors are in OpenAI's format
    (`errors.py`).
 
-`native.py` implements `/generate` with the formats of vLLM and SGLang. `server.py: PolicyServer` owns the engine, and
-follows the learner's parameters.
+`replies.py` also implements `/generate` with the formats of vLLM and SGLang. `server.py: PolicyServer` owns the
+engine, and follows the learner's parameters.
 """
 
 from rlframe import extras

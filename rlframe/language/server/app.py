@@ -20,8 +20,15 @@ from rlframe.http.bodies import answer
 from rlframe.http.config import read_token
 from rlframe.language.server.errors import RefusedError, invalid, refusal, refused
 from rlframe.language.server.generation import AnswerPiece, Generation
-from rlframe.language.server.native import GenerateRequest, SglangRequest, SglangSampling, VllmRequest
-from rlframe.language.server.replies import ChatReplies, CompletionReplies, Replies
+from rlframe.language.server.replies import (
+    ChatReplies,
+    CompletionReplies,
+    GenerateRequest,
+    Replies,
+    SglangRequest,
+    SglangSampling,
+    VllmRequest,
+)
 from rlframe.language.server.requests import ChatRequest, CompletionRequest, ParsedRequest
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from rlframe.programs.env_check.episodes import (
     check_reset_in_step,
     compare_copies,
 )
-from rlframe.programs.env_check.recommendation import recommend
 from rlframe.programs.env_check.report import CheckReport, Findings, Problem, Recommendation
-from rlframe.programs.env_check.speed import measure_growth, measure_pools
+from rlframe.programs.env_check.speed import measure_growth, measure_pools, recommend
 from rlframe.programs.experiment import MAX_SEED, Experiment
 
 

@@ -10,8 +10,8 @@
   annotation of its field. `fields.with_options` sets the value in the agent's config.
 - `make_experiment.from_flat` creates the `Experiment` from flat options: the fields of the experiment and of its
   topology.
-- `config_file.save_experiment` writes the experiment with `fields.to_jsonable`, and `load_experiment` reads it.
-- `resume.resume_experiment` compares the options of a resumed run with the saved options.
+- `saved_experiment.save_experiment` writes the experiment with `fields.to_jsonable`, and `load_experiment` reads it.
+- `resume_experiment` compares the options of a resumed run with the saved options.
 
 A value can come from five places. For example, `agent.batch_size` in `rlframe.train("dqn", batch_size=128)`:
 

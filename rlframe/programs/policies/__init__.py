@@ -6,6 +6,6 @@
   `video.VideoRecorder`, which records them
 - `trained.TrainedPolicy`, which acts on single observations or batches (`rlframe.load`)
 - `exported.export`, which writes a function for JAX without rlframe (`rlframe.export`)
-- `warm_start`, which writes the first checkpoint of a run that starts from another run (`--init-from`)
+- `saved.write_initial_checkpoint`, which starts a run from another run (`--init-from`)
 - `served`, which passes a language model to the policy server (`rlframe serve policy --run-dir`)
 """

@@ -17,13 +17,13 @@ from rlframe.agents import Agent
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.interprocess.phases import STARTING
+from rlframe.interprocess.heartbeat import STARTING
 from rlframe.learners.best import BestCheckpoint
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
-from rlframe.programs.options.resume import check_backend
+from rlframe.programs.options.saved_experiment import check_backend
 from rlframe.programs.policies.largest import make_largest
 from rlframe.programs.policies.saved import (
     NEVER_SYNC,

@@ -13,7 +13,7 @@ from rlframe.errors import CheckpointError, PeerError, UsageError
 from rlframe.language.model import ModelConfig, weights
 from rlframe.learners import Checkpointer
 from rlframe.params.publication import LocalParams
-from rlframe.programs.options.config_file import load_experiment
+from rlframe.programs.options.saved_experiment import load_experiment
 from rlframe.programs.policies.saved import read_checkpoint, read_policy
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.topologies.language import Language

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from rlframe.errors import UsageError, suggest
 from rlframe.programs.options import registry
-from rlframe.programs.presets import actor_critic, continuous, general, grpo, q_learning
+from rlframe.programs.presets import actor_critic, grpo, q_learning, table
 from rlframe.programs.presets.table import Preset, Setting, plain_name
 
 PRESETS: tuple[Preset, ...] = (
     *actor_critic.PRESETS,
     *q_learning.PRESETS,
     *grpo.PRESETS,
-    *continuous.PRESETS,
-    *general.PRESETS,  # last, because they fit every environment
+    *table.PRESETS,  # last, because they fit every environment
 )
 
 

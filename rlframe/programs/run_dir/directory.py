@@ -19,8 +19,8 @@ from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import stored_id, write_atomically
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.config_file import load_experiment, save_experiment
 from rlframe.programs.options.fields import convert
+from rlframe.programs.options.saved_experiment import load_experiment, save_experiment
 from rlframe.programs.presets import plain_name
 from rlframe.programs.run_dir import lock
 from rlframe.user_code.files import forget_changed

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # second program to run after the first program. Only `language` returns a topology, after the supervised warm-up.
 Topology = Callable[[Any, Any], Any]
 
-INLINE = "rlframe.engines.inline:InlineEngine"
+INLINE = "rlframe.engines.threads:InlineEngine"
 EnvType = Literal["auto", "loop", "thread", "process", "envpool", "jax"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Config = TypeVar("Config", bound="TopologyConfig")

@@ -20,8 +20,7 @@ from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators import Operator
 from rlframe.coordinator.operators.ray import RayOperator
 from rlframe.coordinator.param_store import ParamStore
-from rlframe.coordinator.workers.collector_worker import CollectorWorker
-from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
+from rlframe.coordinator.workers.game_workers import CollectorWorker, EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
 from rlframe.engines.base import MakeWorker, StartsWorkers
@@ -42,8 +41,7 @@ from rlframe.programs.topologies.makers import (
     learner_config,
     replay_capacity,
 )
-from rlframe.programs.training.progress import ProgressFile
-from rlframe.programs.training.row_writer import RowWriter
+from rlframe.programs.training.row_writer import ProgressFile, RowWriter
 
 if TYPE_CHECKING:
     from rlframe.programs.topologies.elastic import Elastic

@@ -18,7 +18,7 @@ from rlframe.actors.actor import env_seed
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.files import write_atomically
-from rlframe.interprocess.phases import Phase, advance
+from rlframe.interprocess.heartbeat import Phase, advance
 from rlframe.language.environments import APIServerConfig, BaseEnv
 from rlframe.language.environments.cli import override
 from rlframe.language.environments.serving import ServeLoop

@@ -2,7 +2,7 @@
 
 In a single process, the `TrainingLoop` (`loop.py`) steps an actor and a learner in turn. In a program of several
 processes, a `Monitor` (`monitor.py`) polls the nodes ten times a second. A `GameMonitor` counts the steps of actors. A
-`LanguageMonitor` counts the steps of the learner. A monitor saves its counts in `progress.json` (`progress.py`), so
+`LanguageMonitor` counts the steps of the learner. A monitor saves its counts in `progress.json` (`row_writer.py`), so
 that it can be restarted.
 
 The loop and the monitors use the same classes:
@@ -14,6 +14,5 @@ The loop and the monitors use the same classes:
 
 For example, the row of step 2,000 contains `episode_return` and `steps_per_second`, computed since the row of step
 1,000. It also contains `loss` and `learner_steps`, from the newest stats of the learner. The row is written to
-`metrics.jsonl`, to trackers and to the terminal, and the user's callbacks receive it (`callbacks.py`, with
-ready-made ones in `ready_callbacks.py`).
+`metrics.jsonl`, to trackers and to the terminal, and the user's callbacks receive it (`callbacks.py`).
 """

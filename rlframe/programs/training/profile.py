@@ -1,4 +1,4 @@
-"""The profile of a run in one process: a table with the time of each part."""
+"""The profile of a run in one process: a table with the time of each part, and options that may make the run faster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from rlframe.envs.jax_envs import jax_tasks
+from rlframe.envs.names import default_type, split
+from rlframe.errors import UsageError
 from rlframe.interprocess.files import NativePath
 from rlframe.metrics.terminal import console, table
+from rlframe.programs.experiment import Experiment
+from rlframe.programs.options import registry
+from rlframe.programs.options.make_experiment import change_options
+from rlframe.programs.topologies.config import EnvOptions
+from rlframe.programs.topologies.makers import check_supports_async, env_pool_type
 from rlframe.types import ReplaySpec
 
 # Names of the parts in the table.
@@ -129,3 +137,140 @@ class Profile:
             return result
 
         setattr(owner, method, timed)
+
+
+_LARGE = 0.3  # share of the time from which a part gets advice
+_MICROSECONDS_FOR_WORKERS = 100.0  # a faster step loses more time by waking workers than it gains
+
+
+class Change(NamedTuple):
+    """Options to try, and the reason."""
+
+    options: dict[str, Any]
+    reason: str
+
+    def __str__(self) -> str:
+        flags = []
+        for name, value in self.options.items():
+            flag = "--" + {"async_envs": "async"}.get(name, name).replace("_", "-")
+            flags.append(flag if value is True else f"{flag} {value}")
+        return f"try {' '.join(flags)}: {self.reason}"
+
+
+class Run(NamedTuple):
+    """The profiled run."""
+
+    experiment: Experiment
+    spec: ReplaySpec
+    microseconds: float  # time of a step of one environment
+    shares: dict[str, float]  # part -> share of the time without compilation
+    cores: int
+
+
+def advise(rows: Sequence[ProfileRow], experiment: Experiment, spec: ReplaySpec) -> list[str]:
+    """Return advice, one line for each large part of the run. Each line has options that this run would accept.
+
+    Args:
+        rows: rows of the profile.
+        experiment: the experiment of the run.
+        spec: the replay of its agent.
+    """
+    seconds = {row.name: row.seconds for row in rows}
+    compiling = seconds.pop(COMPILATION)
+    total = max(sum(seconds.values()), 1e-9)
+    shares = {name: value / total for name, value in seconds.items()}
+    step = next(row for row in rows if row.name == ENVIRONMENT).microseconds_per_call / experiment.num_awaited_envs
+    run = Run(experiment, spec, step, shares, len(os.sched_getaffinity(0)))
+    lines = []
+    if compiling > total:
+        lines.append(f"compilation {compiling / (compiling + total):.0%}: it runs only once, so profile more steps")
+    for name, share in sorted(shares.items(), key=lambda item: -item[1]):
+        change = next((change for change in _RULES[name](run) if _is_accepted(experiment, change.options)), None)
+        if share >= _LARGE and change is not None:
+            lines.append(f"{name} {share:.0%}: {change}")
+    return lines
+
+
+def _is_accepted(experiment: Experiment, options: dict[str, Any]) -> bool:
+    try:
+        change_options(experiment, options)
+    except UsageError:
+        return False
+    return True
+
+
+# Each rule yields changes, best first. The first one that the run accepts becomes the advice.
+
+
+def _environment(run: Run) -> Iterator[Change]:
+    experiment, config = run.experiment, EnvOptions.of(run.experiment)
+    env = registry.env_name_or_builder(experiment.env)
+    kind, task = env_pool_type(experiment, experiment.envs_per_pool, env), split(experiment.env)[1]
+    most = min(run.cores, experiment.num_envs)
+    workers = config.num_workers or most
+    if kind == "jax":
+        yield Change({"topology": "fused"}, "it compiles environment, agent and updates into one call")
+    elif kind in ("thread", "process") and workers < most:
+        yield Change({"num_workers": most}, f"{workers} of {run.cores} cores step environments")
+    if kind not in ("jax", "envpool") and default_type(env, experiment.envs_per_pool) == "envpool":
+        yield Change({"env_type": "envpool"}, "EnvPool has this task in C++")
+    if kind == "loop" and most > 1 and run.microseconds >= _MICROSECONDS_FOR_WORKERS:
+        change = {"env_type": "process", "num_workers": most}
+        yield Change(change, f"a step takes {run.microseconds:,.0f} us, and a loop uses one core")
+    if kind != "jax" and isinstance(env, str) and task in jax_tasks():
+        yield Change(
+            {"env": f"jax:{task}", "env_type": "auto", "topology": "fused"}, "the same task in one compiled loop"
+        )
+    if kind in ("thread", "process", "envpool") and not config.async_envs and _can_be_async(run):
+        yield Change({"async_envs": True}, "the agent acts in the environments that answer first")
+
+
+def _can_be_async(run: Run) -> bool:
+    try:
+        check_supports_async(run.experiment.agent, run.spec)
+    except UsageError:
+        return False
+    return True
+
+
+def _learner(run: Run) -> Iterator[Change]:
+    config = run.experiment.agent_config
+    acting = run.shares[ENVIRONMENT] + run.shares[INFERENCE]
+    if run.cores > 2 and acting >= _LARGE and run.spec.max_staleness != 0:  # on-policy actors wait for each update
+        yield Change({"topology": "heavy_env"}, "its processes act while the learner learns")
+    epochs, period = getattr(config, "num_epochs", 1), getattr(config, "update_period", None)
+    minibatches = getattr(config, "num_minibatches", 1)
+    if minibatches >= 8:
+        yield Change({"num_minibatches": minibatches // 2}, "fewer, larger minibatches take less time")
+    if epochs > 1:
+        yield Change({"num_epochs": epochs // 2}, "fewer passes over each batch, but the agent learns less from it")
+    if period is not None:
+        yield Change({"update_period": 2 * period}, "fewer updates per step, but the agent learns less from each step")
+
+
+def _inference(run: Run) -> Iterator[Change]:
+    yield Change({"num_envs": 2 * run.experiment.num_envs}, "each call of the network acts for all environments")
+
+
+def _sample(run: Run) -> Iterator[Change]:
+    size = run.spec.batch_size
+    if run.spec.kind != "queue" and size is not None and size > 1:
+        yield Change({"batch_size": size // 2}, "smaller batches are copied faster")
+
+
+def _loop(run: Run) -> Iterator[Change]:
+    yield Change({"num_envs": 2 * run.experiment.num_envs}, "the work of each loop is shared by all environments")
+
+
+def _nothing(run: Run) -> Iterator[Change]:
+    return iter(())
+
+
+_RULES: dict[str, Callable[[Run], Iterator[Change]]] = {
+    ENVIRONMENT: _environment,
+    INFERENCE: _inference,
+    ADD: _nothing,
+    SAMPLE: _sample,
+    LEARNER: _learner,
+    LOOP: _loop,
+}

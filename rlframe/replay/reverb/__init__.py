@@ -2,7 +2,7 @@
 
 server = reverb.Server(ReverbReplayBuffer.tables(agent), port)     # server_tables.py: tables and rate limiter
 replay = ReverbReplayBuffer(agent, f"localhost:{port}")            # in each process
-rank, _ = replay.claim_rank(num_envs=8)     # ranks.py: a table stores the claims of all ranks
+rank, _ = replay.claim_rank(num_envs=8)     # server_tables.py: a table stores the claims of all ranks
 replay.add(env_ids, step)
   ReverbWriter.add                          # writer.py: collects steps until items are complete
   ItemRows.pack                             # item_bytes.py: converts each item to a row of bytes

@@ -26,8 +26,8 @@ from rlframe.replay.base import BaseReplayBuffer, Dataset, override
 from rlframe.replay.rate_limiter import WriterQuorum, WriterState, default_run_ahead
 from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection
 from rlframe.replay.reverb.item_bytes import DrawnItems, ItemRows, ReverbDataset, ServerKeys
-from rlframe.replay.reverb.ranks import RankRegistry
 from rlframe.replay.reverb.server_tables import (
+    RankRegistry,
     ReverbTables,
     block_size,
     inserted,

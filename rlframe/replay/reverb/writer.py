@@ -15,8 +15,7 @@ from rlframe.replay.base import ReplayClosedError
 from rlframe.replay.layout import check_added
 from rlframe.replay.reverb.connection import HIGHEST, REPLAY, ReverbConnection, ReverbInserter
 from rlframe.replay.reverb.item_bytes import ItemRows
-from rlframe.replay.reverb.ranks import RankRegistry
-from rlframe.replay.reverb.server_tables import inserted
+from rlframe.replay.reverb.server_tables import RankRegistry, inserted
 from rlframe.replay.steps import ItemAssembler
 from rlframe.types import AgentSpecs, Step
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from rlframe.errors import StoppedError, UsageError
 from rlframe.handles import resolve
-from rlframe.interprocess.heartbeat import peer_timeout
-from rlframe.interprocess.phases import waiting_for
+from rlframe.interprocess.heartbeat import peer_timeout, waiting_for
 from rlframe.replay.base import BaseReplayBuffer, ReplayClosedError
 from rlframe.replay.layout import check_added, check_step, step_layouts
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD, items_of_rounds

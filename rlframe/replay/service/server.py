@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rlframe.errors import CheckpointError, StoppedError
-from rlframe.interprocess.phases import SAVING
+from rlframe.interprocess.heartbeat import SAVING
 from rlframe.replay import replay_files
 from rlframe.replay.base import override
 from rlframe.replay.local import ReplayBuffer

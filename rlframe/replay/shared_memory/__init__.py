@@ -11,7 +11,8 @@ Example: two actor processes add steps, and a learner process samples. No proces
       SegmentReader.sync                        # segment_reader.py: reads new entries of all logs into its table
       SegmentReader.read                        # copies the rows; replaces the rows that a writer overwrote
 
-`block.py` defines the layout of the memory. `saving.py` writes the buffer to a checkpoint while writers continue.
+`block.py` defines the layout of the memory. `segment_writers.py` also writes the buffer to a checkpoint, while writers
+continue.
 """
 
 from __future__ import annotations

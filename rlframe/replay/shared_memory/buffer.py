@@ -21,7 +21,7 @@ from rlframe.interprocess.processes import this_process
 from rlframe.replay import steps
 from rlframe.replay.base import Draw, KeyedReplayBuffer, check_keys, override, replace_evicted
 from rlframe.replay.rate_limiter import ROUNDS_AHEAD
-from rlframe.replay.shared_memory import block, saving
+from rlframe.replay.shared_memory import block, segment_writers
 from rlframe.replay.shared_memory.block import BufferMemory
 from rlframe.replay.shared_memory.sampler import Sampler
 from rlframe.replay.shared_memory.segment_reader import SegmentReader
@@ -269,7 +269,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
             UsageError: another process samples.
         """
         with self._sampling() as sampler:
-            saving.save(path, self._view().memory, sampler, self.spec)
+            segment_writers.save(path, self._view().memory, sampler, self.spec)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Continue from a saved buffer. Call this method in the sampler's process, before any writer adds steps.
@@ -282,7 +282,7 @@ class SharedMemReplayBuffer(KeyedReplayBuffer):
         """
         memory = self._view().memory
         with self._sampling() as sampler, memory.claims():
-            saving.restore(path, memory, sampler, self.spec)
+            segment_writers.restore(path, memory, sampler, self.spec)
 
 
 class _ProcessView:

@@ -13,9 +13,8 @@ import numpy as np
 
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
-from rlframe.trajectories.client.background import LeaseRenewal, PrefetchingDataset
 from rlframe.trajectories.client.base_client import new_key
-from rlframe.trajectories.client.client import TrajectoryClient
+from rlframe.trajectories.client.client import LeaseRenewal, PrefetchingDataset, TrajectoryClient
 from rlframe.trajectories.client.groups import Group, GroupWarnings, ServedBatch
 from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.trajectories.messages import IGNORED

@@ -25,16 +25,15 @@ from rlframe.http.serving import ServerThread
 from rlframe.trajectories.config import Settings
 from rlframe.trajectories.service.endpoints import (
     REFUSED,
-    batches,
     check_run_name,
-    groups,
+    data,
     invalid,
     live,
     registration,
     service_of,
 )
 from rlframe.trajectories.service.endpoints.live import PREFIX
-from rlframe.trajectories.service.previews import load_decode
+from rlframe.trajectories.service.models import load_decode
 from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.validation import InvalidGroupError
 from rlframe.trajectories.stores import open_store
@@ -78,7 +77,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
         no_token=settings.no_token,
         hosts=settings.allowed_hosts,
         origins=settings.cors_origins,
-        raw=groups.RAW,
+        raw=data.RAW,
         changing=_CHANGING_GETS,
         page=PAGE,
         stripped="/runs/{run}",
@@ -88,7 +87,7 @@ def make_app(settings: Settings, service: Service | None = None) -> FastAPI:
     app.get("/", response_model=dict[str, str], tags=["service"])(_root)
     app.get("/runs", response_model=dict[str, list[str]], tags=["service"])(_runs)
     # Routes are tried one by one, so the routes of the most frequent requests come first.
-    for router in (groups.router, batches.router, registration.env_router, registration.router, live.router):
+    for router in (data.batch_router, data.group_router, registration.env_router, registration.router, live.router):
         app.include_router(router, responses=REFUSED)
         app.include_router(router, prefix="/runs/{run}", dependencies=[Depends(check_run_name)], responses=REFUSED)
     return app

@@ -4,7 +4,7 @@ A store is an ordered log of records. A record may have a payload, the bytes of 
 
     store = open_store("sqlite:run.db")               # sqlite.py. Other stores: MemoryStore in base.py, and redis.py
     position = store.append(record, payload).result() # the future has the position when the record is durable
-      GroupCommitStore.append                         # group_commit.py: one thread commits all waiting appends
+      GroupCommitStore.append                         # base.py: one thread commits all waiting appends
         PayloadFile                                   # payload_file.py: the SQLite store has payloads in this file
     store.read(after=0)                               # return the records after a position, in order
     store.payloads([position])                        # return the payloads for a batch

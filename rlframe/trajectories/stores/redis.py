@@ -16,8 +16,7 @@ from redis.retry import Retry
 
 from rlframe import retry
 from rlframe.errors import PeerError, RlframeError, StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores.base import RecordsDroppedError, UnlimitedStore
-from rlframe.trajectories.stores.group_commit import Append, Commit, GroupCommitStore
+from rlframe.trajectories.stores.base import Append, Commit, GroupCommitStore, RecordsDroppedError, UnlimitedStore
 
 DEADLINE = 15.0  # seconds; longer than a restart of the server, but shorter than the timeouts of HTTP clients
 _ATTEMPT_TIMEOUT = 5.0  # seconds for the server to send or accept the next bytes

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import crc32c
 
 from rlframe.errors import StoreError, UnavailableError, UsageError
-from rlframe.trajectories.stores.base import check_range
-from rlframe.trajectories.stores.group_commit import Commit, GroupCommitStore
+from rlframe.trajectories.stores.base import Commit, GroupCommitStore, check_range
 from rlframe.trajectories.stores.payload_file import PayloadFile, PayloadLocation
 
 _APPLICATION_ID = 0x726C7472  # the ASCII characters "rltr", in the database's header

@@ -18,22 +18,21 @@ needs("trajectories")
 
 from rlframe.cli import main
 from rlframe.cli.run_control import has_reachable_coordinator
-from rlframe.coordinator.control.address import (
+from rlframe.coordinator.control.app import serve_control
+from rlframe.coordinator.control.client import (
     control_file,
     final_status_file,
     make_token_file,
     read_control,
     write_control,
 )
-from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
 from rlframe.http.serving import ServerThread
 from rlframe.programs import make_experiment
-from rlframe.programs.run_dir.control import ControlAddress, serve_run_control
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import NAME, RunLock
-from rlframe.programs.run_dir.status import StatusFile
+from rlframe.programs.run_dir.status import ControlAddress, StatusFile, serve_run_control
 from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.core import evaluations, worker_tracking
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core.accounts import Accounts
+from rlframe.coordinator.core import tasks, worker_tracking
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.machine import advance
-from rlframe.coordinator.core.records import Tasks
+from rlframe.coordinator.core.records import Accounts, Tasks
 from rlframe.coordinator.messages import (
     Alive,
     Evaluated,
@@ -360,7 +359,7 @@ def test_version_pinned_for_a_finished_evaluation_is_unpinned() -> None:
 
 def test_evaluation_of_a_policy_without_versions_is_cancelled() -> None:
     sim = running(1)
-    task = evaluations.evaluate(sim.job, "other")
+    task = tasks.evaluate(sim.job, "other")
     sim.deliver(ev.Pinned(task.task_id, "other", -1))
     assert task.state is TaskState.CANCELLED
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey
-from rlframe.coordinator.operator_thread import OperatorThread
 from rlframe.coordinator.operators import Operator, OperatorError
+from rlframe.coordinator.threads import OperatorThread
 from tests.waiting import wait_until
 
 

@@ -12,7 +12,7 @@ from rlframe.actors import Actor
 from rlframe.agents import DQN, IMPALA, PPO, DQNConfig, IMPALAConfig, PPOConfig
 from rlframe.coordinator.messages import Closed, Collected, GetData, NotReady, Started, StartTask
 from rlframe.coordinator.param_store import ParamStore
-from rlframe.coordinator.workers.collector_worker import CollectorWorker
+from rlframe.coordinator.workers.game_workers import CollectorWorker
 from rlframe.envs import SyncEnv
 from rlframe.errors import EnvError, StoppedError
 from rlframe.replay import ReplayBuffer

@@ -11,7 +11,7 @@ import pytest
 from rlframe.agents import DQN, DQNConfig
 from rlframe.coordinator.messages import Closed, Evaluated, Failed, GetData, NotReady, Started, StartTask
 from rlframe.coordinator.param_store import ParamStore
-from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
+from rlframe.coordinator.workers.game_workers import EvaluatorWorker
 from rlframe.errors import StoppedError
 from rlframe.programs.options.make_experiment import make_experiment
 from rlframe.programs.policies.evaluation import Evaluations

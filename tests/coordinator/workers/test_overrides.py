@@ -12,8 +12,7 @@ from rlframe.agents import DQN, IMPALA, DQNConfig, IMPALAConfig, Normalized
 from rlframe.agents.dqn_heads import Quantiles
 from rlframe.coordinator.messages import Failed, GetData, Learn, Started, StartTask
 from rlframe.coordinator.param_store import ParamStore
-from rlframe.coordinator.workers.collector_worker import CollectorWorker
-from rlframe.coordinator.workers.evaluator_worker import EvaluatorWorker
+from rlframe.coordinator.workers.game_workers import CollectorWorker, EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.coordinator.workers.overrides import FixedParamsAgent, with_config
 from rlframe.envs import SyncEnv

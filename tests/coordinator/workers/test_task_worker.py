@@ -25,7 +25,7 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.workers import task_worker
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.errors import EnvError, UsageError
-from rlframe.interprocess.phases import ThreadProgress
+from rlframe.interprocess.heartbeat import ThreadProgress
 from tests.coordinator.workers.caller import Caller
 from tests.waiting import wait_until
 

@@ -20,7 +20,6 @@ from rlframe.errors import UsageError
 from rlframe.programs import api, make_experiment, runner
 from rlframe.programs.api import SessionOptions
 from rlframe.programs.options import registry
-from rlframe.programs.options.config_file import load_experiment, save_experiment
 from rlframe.programs.options.fields import (
     check_numbers,
     field_names,
@@ -31,6 +30,7 @@ from rlframe.programs.options.fields import (
     with_choices,
 )
 from rlframe.programs.options.make_experiment import config_classes, to_flat
+from rlframe.programs.options.saved_experiment import load_experiment, save_experiment
 from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.topologies.config import find_topology
 

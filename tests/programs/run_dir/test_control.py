@@ -16,13 +16,12 @@ pytest.importorskip("fastapi")
 import httpx
 
 from rlframe.cli import main
-from rlframe.coordinator.control.address import read_control
+from rlframe.coordinator.control.client import read_control
 from rlframe.engines.base import NodeStatus
 from rlframe.programs import make_experiment, run_experiment
-from rlframe.programs.run_dir.control import ControlAddress, LocalRunTarget, serve_run_control
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
-from rlframe.programs.run_dir.status import StatusFile
+from rlframe.programs.run_dir.status import ControlAddress, LocalRunTarget, StatusFile, serve_run_control
 from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
@@ -58,7 +57,7 @@ def client(run_dir: pathlib.Path) -> httpx.Client:
 
 def test_http_service_shows_the_run_and_can_only_stop_it(directory, monkeypatch):
     killed = []
-    monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr("rlframe.programs.run_dir.status.os.kill", lambda pid, number: killed.append(number))
     with serve_run_control(directory.path, ControlAddress()), client(directory.path) as http:
         assert http.get("/healthz", headers={"Authorization": ""}).json() == {"status": "ok"}
         assert http.get("/status", headers={"Authorization": ""}).status_code == 401
@@ -100,7 +99,7 @@ def test_token_is_printed_only_to_a_terminal(directory, monkeypatch, capsys):
 @pytest.mark.parametrize("has_coordinator", [False, True])
 def test_http_service_refuses_requests_without_the_right_token(directory, monkeypatch, has_coordinator):
     killed = []  # replace `os.kill`, because an accepted stop would end this process
-    monkeypatch.setattr("rlframe.programs.run_dir.control.os.kill", lambda pid, number: killed.append(number))
+    monkeypatch.setattr("rlframe.programs.run_dir.status.os.kill", lambda pid, number: killed.append(number))
     coordinator = ScriptedCoordinator() if has_coordinator else None
     with serve_run_control(directory.path, ControlAddress(), coordinator):
         known = read_control(directory.path)

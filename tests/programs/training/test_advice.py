@@ -9,8 +9,16 @@ import rlframe
 from rlframe.errors import UsageError
 from rlframe.programs import make_experiment
 from rlframe.programs.topologies.makers import make_agent
-from rlframe.programs.training.advice import advise
-from rlframe.programs.training.profile import COMPILATION, ENVIRONMENT, INFERENCE, LEARNER, LOOP, SAMPLE, ProfileRow
+from rlframe.programs.training.profile import (
+    COMPILATION,
+    ENVIRONMENT,
+    INFERENCE,
+    LEARNER,
+    LOOP,
+    SAMPLE,
+    ProfileRow,
+    advise,
+)
 
 
 class Slow(gymnasium.Env):

@@ -28,7 +28,7 @@ from rlframe.programs.run_dir.directory import Result, RunDir
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.makers import make_agent, make_pool
 from rlframe.programs.training.game_monitor import GameMonitor
-from rlframe.programs.training.progress import ProgressFile
+from rlframe.programs.training.row_writer import ProgressFile
 from rlframe.replay import ReplayBuffer
 
 # The environment of evaluations waits until the file `gate` exists.

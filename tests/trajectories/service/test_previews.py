@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlframe.errors import UsageError
-from rlframe.trajectories.service.previews import (
+from rlframe.trajectories.service.models import (
     MAX_BYTES,
     MAX_SEQUENCES,
     MAX_TOKENS,

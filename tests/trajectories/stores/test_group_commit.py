@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from rlframe.errors import StoreError, UnavailableError
-from rlframe.trajectories.stores import group_commit
-from rlframe.trajectories.stores.group_commit import GroupCommitStore
+from rlframe.trajectories.stores import base
+from rlframe.trajectories.stores.base import GroupCommitStore
 
 DEADLINE = 60.0
 
@@ -55,7 +55,7 @@ def test_appends_during_commit_go_into_next_commit(disk):
 
 
 def test_append_is_refused_if_too_many_bytes_wait(disk, monkeypatch):
-    monkeypatch.setattr(group_commit, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(base, "MAX_WAITING_BYTES", 1000)
     disk.append(b"a", None)
     assert disk.writing.wait(DEADLINE)
     disk.append(b"b", bytes(2000))  # This append is accepted in spite of its size, because no other append waits.
@@ -65,7 +65,7 @@ def test_append_is_refused_if_too_many_bytes_wait(disk, monkeypatch):
 
 
 def test_commit_size_is_limited(disk, monkeypatch):
-    monkeypatch.setattr(group_commit, "MAX_COMMIT_BYTES", 1000)
+    monkeypatch.setattr(base, "MAX_COMMIT_BYTES", 1000)
     futures = [disk.append(b"a", None)]
     assert disk.writing.wait(DEADLINE)
     futures += [disk.append(b"b", bytes(size)) for size in (400, 400, 400, 5000, 100)]

@@ -19,8 +19,7 @@ import rlframe
 from rlframe.http.bodies import answer
 from rlframe.trajectories.service import models
 from rlframe.trajectories.service.endpoints import INVALID, run_of, service_of
-from rlframe.trajectories.service.models import LiveReport, ServiceReport
-from rlframe.trajectories.service.previews import preview
+from rlframe.trajectories.service.models import LiveReport, ServiceReport, preview
 from rlframe.trajectories.service.service import Service
 from rlframe.trajectories.service.state_machine import LATEST
 

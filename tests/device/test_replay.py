@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlframe.device.unroll_queue import UnrollQueue
+from rlframe.device.replay import UnrollQueue
 from rlframe.testing.streams import ReferenceReplay, StepStream
 from rlframe.types import ReplaySpec, Sequence
 from tests.device.test_ring import NUM_ENVS, RNG, compare, to_record

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlframe.metrics.text import format_number, plus_minus
+from rlframe.metrics.terminal import format_number, plus_minus
 
 
 @pytest.mark.parametrize(
