@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in ("actor", "gates"):
+    for module in ("actor", "replay"):
         monkeypatch.setattr(f"rlframe.actors.{module}.time", made)
     return made
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import mmap
 import shlex
 import textwrap
 import threading
@@ -22,6 +24,17 @@ from rlframe.errors import UsageError
 from rlframe.programs import load_experiment
 from rlframe.programs.env_check.check import check_env
 from rlframe.programs.env_check.report import CheckReport, Problem
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unaffected_by_other_tests():
+    """Leave the objects of other tests out of garbage collections, and allow for memory that their threads allocate."""
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlframe.programs.env_check.speed._MIN_GROWTH", 8 << 20)
+        yield
+    gc.unfreeze()
 
 
 class Walk(gymnasium.Env):
@@ -256,17 +269,21 @@ def test_environment_without_an_end_is_reported(monkeypatch):
     assert "no episode ended" in str(only_problem(check(Endless)))
 
 
+KEPT = []
+
+
+class Grows(Walk):
+    def step(self, action):
+        KEPT.append(mmap.mmap(-1, 80_000))  # pages of its own: the process may reuse freed pages of the heap
+        KEPT[-1].write(bytes(80_000))
+        return super().step(action)
+
+
 def test_growing_memory_is_reported():
-    kept = []
-
-    class Grows(Walk):
-        def step(self, action):
-            kept.append(np.ones(10_000))
-            return super().step(action)
-
     problem = only_problem(check(Grows))
     assert problem.check == "memory"
     assert 60_000 < int(problem.received.split()[0].replace(",", "")) < 100_000  # 80,000 bytes and noise
+    KEPT.clear()
 
 
 def test_environment_that_cannot_be_pickled_is_reported():

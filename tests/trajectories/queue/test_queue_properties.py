@@ -222,9 +222,9 @@ class RandomCommands(RuleBasedStateMachine):
         before = Twin(self.queue)
         given = self.given.get(consumer) if request is not None else None
         step = self.queue.status().current_step
-        batch = self.do("take", now=self.now, lease_seconds=lease, consumer=consumer, request=request)
         again = given is not None and given[0] == request and given[1] is not None and self.known(before, given[1])
         again = again and self.now < given[2] + ANSWER_TTL
+        batch = self.do("take", now=self.now, lease_seconds=lease, consumer=consumer, request=request)
         came_back = again and any(kept["batch_id"] == given[1].batch_id for kept in before.returned)
         # The queue records a new request even if it got no batch.
         if consumer is not None and (not again or came_back):
