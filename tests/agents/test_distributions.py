@@ -45,6 +45,7 @@ def test_categorical_never_samples_an_action_with_zero_probability(excluded):
     assert excluded not in np.asarray(Categorical(3).sample(RNG, logits))
 
 
+@pytest.mark.system
 def test_categorical_agrees_with_distrax(distrax):
     logits, actions = jax.random.normal(RNG, (7, 4)), jnp.array([0, 1, 2, 3, 0, 1, 2])
     ours, oracle = Categorical(4), distrax.Categorical(logits)
@@ -53,6 +54,7 @@ def test_categorical_agrees_with_distrax(distrax):
     np.testing.assert_array_equal(ours.mode(logits), oracle.mode())
 
 
+@pytest.mark.system
 @pytest.mark.system
 def test_multi_categorical_is_the_product_of_categorical_distributions(distrax):
     policy, logits = MultiCategorical((2, 3)), jax.random.normal(RNG, (6, 5))
@@ -70,6 +72,7 @@ def test_multi_categorical_choices_are_independent():
     np.testing.assert_allclose(np.mean(samples[:, 0] == samples[:, 1]), 0.5, atol=0.015)
 
 
+@pytest.mark.system
 def test_gaussian_agrees_with_distrax(distrax):
     policy = ClippedGaussian(box(-1.0, 1.0, (2,)))
     params = jnp.array([[0.3, -0.2, 0.1, -0.7], [1.0, 2.0, 0.0, 0.5]])
@@ -124,6 +127,7 @@ def test_error_about_integer_actions_with_several_axes_suggests_a_fix(maximum):
         default_distribution(specs.BoundedArray((2, 2), np.int32, 0, maximum, "action"))
 
 
+@pytest.mark.system
 def test_squashed_gaussian_agrees_with_distrax(distrax):
     # small values, because distrax loses precision in the inverse of tanh for large values
     params = 0.3 * jax.random.normal(RNG, (6, 4))
