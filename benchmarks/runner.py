@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
 import importlib
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import against
 from benchmarks.context import Context
@@ -80,12 +84,19 @@ def main(arguments: Sequence[str] = ()) -> int:
         quick=args.quick,
     )
     print(machine(), flush=True)
-    tables: list[Table] = []
+    found: dict[str, list[Table]] = {}
     for name in names:
-        found = importlib.import_module(f"benchmarks.{name}").run(context, _log)
-        print("", *found, sep="\n\n" if len(found) > 1 else "\n", flush=True)
-        tables += found
-    return _sum_up(tables)
+        found[name] = importlib.import_module(f"benchmarks.{name}").run(context, _log)
+        print("", *found[name], sep="\n\n" if len(found[name]) > 1 else "\n", flush=True)
+    code = _sum_up([table for tables in found.values() for table in tables])
+    if args.json:
+        print(json.dumps(_as_json(found)))
+    return code
+
+
+def _as_json(found: Mapping[str, list[Table]]) -> dict[str, Any]:
+    tables = {name: [dataclasses.asdict(table) for table in tables] for name, tables in found.items()}
+    return {"date": datetime.date.today().isoformat(), "machine": machine(), "benchmarks": tables}
 
 
 def _can_run(name: str, is_named: bool) -> bool:
@@ -134,10 +145,10 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--against", metavar="CHECKOUT", help="compare with another checkout, or a git revision")
     parser.add_argument("--turns", type=int, help="with --against: turns of old, new and old again (default: 5)")
     parser.add_argument("--old-python", help="with --against: Python for the old checkout")
-    parser.add_argument("--json", action="store_true", help="with --against: print one JSON object as the last line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     args = parser.parse_args(list(arguments))
-    if args.against is None and (args.turns is not None or args.json or args.old_python):
-        parser.error("--turns, --json and --old-python require --against.")
+    if args.against is None and (args.turns is not None or args.old_python):
+        parser.error("--turns and --old-python require --against.")
     peers = ("peers_python", "cleanrl", "purejaxrl", "purejaxrl_python")
     if args.against is not None and (given := [name for name in peers if getattr(args, name)]):
         option = f"--{given[0].replace('_', '-')}"

@@ -1,10 +1,13 @@
 """Tests of the tables of `rlframe bench`."""
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import runner, speed
 from benchmarks.context import Context, run_interleaved
 from benchmarks.report import NotMeasured, Row, Table, format_number, median
 from benchmarks.runner import BENCHMARKS, main
@@ -100,3 +103,27 @@ def test_unknown_benchmark_is_rejected(capsys):
 def test_list_option_prints_every_benchmark(capsys):
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)
+
+
+def test_page_of_speeds_has_the_stored_figures():
+    assert speed.page(speed.PAGE.read_text(), json.loads(speed.RECORDS.read_text())) == speed.PAGE.read_text()
+
+
+def test_figures_of_a_benchmark_replace_the_older_ones(monkeypatch, capsys, tmp_path):
+    table = Table("A game", "steps/s", Row("rlframe", 1500.0), (Row("bare loop", 1000.0, 2.0), Row("a peer", None)))
+    found = SimpleNamespace(run=lambda context, log: [table])
+    monkeypatch.setattr(runner.importlib, "import_module", lambda name: found)
+    assert runner.main(["dqn_cartpole", "--json"]) == 1  # a target is missed
+    (tmp_path / "output.txt").write_text(capsys.readouterr().out)
+    (tmp_path / "speed.json").write_text('{"lm": {"date": "1 May", "machine": "", "tables": []}}')
+    (tmp_path / "speed.md").write_text("Text\n<!-- tables: dqn_cartpole -->\nold\n<!-- end -->\n")
+    monkeypatch.setattr(speed, "RECORDS", tmp_path / "speed.json")
+    monkeypatch.setattr(speed, "PAGE", tmp_path / "speed.md")
+    assert speed.main([str(tmp_path / "output.txt")]) == 0
+    lines = (tmp_path / "speed.md").read_text().splitlines()
+    assert lines[4:6] == [
+        "| A game (steps/s) | 1,500 | bare loop: 1,000 | 1.50 | 2, **missed** |",
+        "|  |  | a peer: - |  |  |",
+    ]
+    assert lines[0] == "Text" and lines[-1] == "<!-- end -->" and "old" not in lines
+    assert sorted(json.loads((tmp_path / "speed.json").read_text())) == ["dqn_cartpole", "lm"]
