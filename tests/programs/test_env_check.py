@@ -259,6 +259,17 @@ def test_problem_is_reported(env, level, part, texts):
     assert report.ok == (level == "warning") == (report.recommendation is not None)
 
 
+def test_normalization_is_recommended_if_observations_are_large():
+    class Large(Walk):
+        observation_space = spaces.Box(-1000.0, 1000.0, (3,), np.float32)
+
+        def observe(self):
+            return 1000.0 * super().observe()
+
+    assert "normalize_observations=True" in check(Large).recommendation.command
+    assert "normalize_observations" not in check(Walk).recommendation.command
+
+
 def test_environment_without_an_end_is_reported(monkeypatch):
     monkeypatch.setattr("rlframe.programs.env_check.episodes._LONG", 20)
 

@@ -128,6 +128,8 @@ def test_schedules_of_a_resumed_run_end_at_the_last_step_of_its_first_session():
     assert (longer.steps, longer.schedule_steps) == (3000, 1000)
     again = resume_experiment(longer, make_experiment("ppo", steps=5000))
     assert (again.steps, again.schedule_steps) == (5000, 1000)
+    with pytest.raises(UsageError, match="end at step 1000; a resumed run cannot change this to schedule_steps = 4000"):
+        resume_experiment(longer, make_experiment("ppo", steps=5000, schedule_steps=4000))
 
 
 def test_resume_without_changes_gives_an_equal_experiment():

@@ -156,7 +156,7 @@ def recommend(
         chosen = {name: value for name, value in options.items() if value}
         chosen |= {"topology": "fused"} if kind == "jax" else {"env_type": kind}
         chosen |= {} if workers is None else {"num_workers": workers}
-        if preset is None and largest > _LARGE:
+        if (preset is None or preset.is_general) and largest > _LARGE:
             chosen["normalize_observations"] = True
         try:
             experiment = make_experiment(agent, subject.name or subject.env, **chosen)
@@ -183,7 +183,12 @@ def _agents(spec: Any, subject: Subject, speed: float) -> list[str]:
         agents = (
             ["ppo", "sac"] if speed >= _SLOW or not np.isfinite([spec.minimum, spec.maximum]).all() else ["sac", "ppo"]
         )
-    return sorted(agents, key=lambda agent: find_preset("auto", agent, subject.name or "") is None)
+
+    def has_no_preset_of_its_own(agent: str) -> bool:
+        preset = find_preset("auto", agent, subject.name or "")
+        return preset is None or preset.is_general
+
+    return sorted(agents, key=has_no_preset_of_its_own)
 
 
 def _command(subject: Subject, agent: str, chosen: dict[str, Any]) -> str:
