@@ -34,7 +34,7 @@ The other engines run nodes elsewhere:
 
 The other files: `base.py` has the contract of engines, `group_rules.py` has the rules for each group of nodes,
 `logs.py` has the logs of nodes, and `stopping.py` has the handlers of signals that end a run. `reverb_server.py` has a
-node with a Reverb server, and `launchpad.py` has such a node for `launchpad`.
+node with a Reverb server, and `reverb_node.py` has such a node for `launchpad`.
 
 In the topology elastic, workers start and end while the program runs. `SupervisedOperator` in
 `rlframe.coordinator.operators` supervises them with a subclass of the same `Supervisor`.

@@ -2,9 +2,6 @@
 
 Use `launch` instead of `lp.launch`: if a node crashes, `lp.launch` either ignores the crash or kills its own process
 (exit code 137) while it ends the other nodes.
-
-`CheckpointedReverbNode` is a node with a Reverb server that saves checkpoints by itself. `lp.ReverbNode` saves only on
-request.
 """
 
 from __future__ import annotations
@@ -17,9 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-import launchpad as lp
-from launchpad import address as lp_address
-
 from rlframe import extras, handles
 from rlframe.engines.base import (
     GRACE,
@@ -31,7 +25,6 @@ from rlframe.engines.base import (
 )
 from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.reverb_server import ReverbServer
 from rlframe.engines.supervision.nodes import pickle_node, program_processes
 from rlframe.engines.supervision.supervisor import STOP_SIGNAL, ProgramSupervisor
 from rlframe.errors import UsageError, suggest
@@ -67,7 +60,7 @@ class LaunchpadEngine(ResourceEngine):
     def add_reverb(self, group: str, tables: Any, path: str) -> Any:
         """See `RunsReverb`."""
         with extras.explain_import_error("--replay reverb", "reverb"):
-            from rlframe.engines.launchpad import CheckpointedReverbNode
+            from rlframe.engines.reverb_node import CheckpointedReverbNode
 
         with self.program.group(group):
             node = CheckpointedReverbNode(tables, path, at_end=self._options.grace_seconds / 2.0)
@@ -220,28 +213,3 @@ class FixedAddress:
     def build(self) -> str:
         """Return the address."""
         return self.address
-
-
-class CheckpointedReverbNode(lp.ReverbNode):
-    """`lp.ReverbNode` with checkpoints: see `ReverbServer`.
-
-    Args:
-        tables: function that creates the tables, such as `ReverbReplayBuffer.tables(agent)`.
-        directory: directory of the newest checkpoint, on the machine of the node.
-        seconds, at_end: see `ReverbServer`.
-    """
-
-    def __init__(
-        self,
-        tables: Callable[[], list[Any]],
-        directory: str | os.PathLike,
-        seconds: float = 30.0,
-        at_end: float = 4.0,
-    ) -> None:
-        super().__init__(tables)
-        path = pathlib.Path(directory).absolute()
-        self._make = functools.partial(ReverbServer, tables, path, seconds=seconds, at_end=at_end)
-
-    def run(self) -> None:
-        """Serve and save periodically until the program ends."""
-        self._make(port=lp_address.get_port_from_address(self._address.resolve())).run()

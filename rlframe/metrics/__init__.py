@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlframe.extras import lazy_names
-from rlframe.metrics.base import CallbackLogger, LenientLogger, Logger, MultiLogger, ProgressDisplay
 from rlframe.metrics.files import CSVLogger, JSONLLogger, read_jsonl
+from rlframe.metrics.rows import CallbackLogger, LenientLogger, Logger, MultiLogger, ProgressDisplay
 from rlframe.metrics.terminal import TerminalLogger
 from rlframe.metrics.trackers import TensorBoardLogger, TrackioLogger, WandbLogger
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlframe.interprocess.files import write_atomically
-from rlframe.metrics.base import Values, append, on_host, scalars, writing
+from rlframe.metrics.rows import Values, append, on_host, scalars, writing
 
 Path = str | os.PathLike[str]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from rlframe.metrics.base import Values, on_host, scalars
+from rlframe.metrics.rows import Values, on_host, scalars
 
 
 def format_number(value: float | None) -> str:

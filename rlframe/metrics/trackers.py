@@ -18,7 +18,7 @@ import numpy as np
 from rlframe import extras
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import stored_id
-from rlframe.metrics.base import Values, append, on_host, scalars, writing
+from rlframe.metrics.rows import Values, append, on_host, scalars, writing
 
 _FILES = itertools.count()  # a number for each file name, because two files can have the same time stamp
 

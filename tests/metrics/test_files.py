@@ -12,7 +12,7 @@ import pytest
 
 from rlframe.errors import RlframeError
 from rlframe.metrics import CSVLogger, JSONLLogger, read_jsonl
-from rlframe.metrics.base import append
+from rlframe.metrics.rows import append
 
 
 def read_table(path: pathlib.Path) -> list[dict[str, str]]:

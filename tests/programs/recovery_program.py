@@ -62,7 +62,7 @@ def make_program(topology: str, directory: pathlib.Path, steps: int) -> tuple[lp
     if topology == "heavy_env":
         replay = memory = SharedMemReplayBuffer(agent, num_writers=NUM_ACTORS[topology])
     else:
-        from rlframe.engines.launchpad import CheckpointedReverbNode
+        from rlframe.engines.reverb_node import CheckpointedReverbNode
 
         tables = ReverbReplayBuffer.tables(agent, block=NUM_ENVS)
         with program.group("replay"):

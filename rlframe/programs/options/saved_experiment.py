@@ -125,7 +125,8 @@ def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
     if wanted.schedule_steps not in (0, saved.schedule_steps, schedule_steps):
         raise UsageError(
             f"The schedules of the run end at step {schedule_steps}; a resumed run cannot change this to "
-            f"schedule_steps = {wanted.schedule_steps}. To change it, start a new run with --config RUN_DIR/config.json."
+            f"schedule_steps = {wanted.schedule_steps}. To change it, start a new run with "
+            "--config RUN_DIR/config.json."
         )
     return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
 

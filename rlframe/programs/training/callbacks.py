@@ -20,7 +20,7 @@ import numpy as np
 from rlframe import handles
 from rlframe.errors import NoMethodError, PeerError, RlframeError, UsageError
 from rlframe.learners import Checkpointer
-from rlframe.metrics.base import Values, on_host
+from rlframe.metrics.rows import Values, on_host
 from rlframe.programs.options import registry
 from rlframe.programs.policies.evaluation import evaluate
 from rlframe.programs.policies.saved import wait_until_saved
