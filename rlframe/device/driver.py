@@ -21,7 +21,7 @@ from rlframe.agents.networks import has_images
 from rlframe.device.replay import UnrollQueue
 from rlframe.device.ring import StepRing
 from rlframe.device.rounds import CallLimits, Carry, Rounds, Start, Tally, in_parts
-from rlframe.envs.action_masks import no_legal_action_error
+from rlframe.envs.checks import no_legal_action_error
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import COMPUTING

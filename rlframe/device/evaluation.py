@@ -15,8 +15,7 @@ from rlframe.actors.evaluator import EVALUATOR_RANK, PlayedEpisodes
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
 from rlframe.device.driver import CallLength
-from rlframe.envs.action_masks import MaskCheck
-from rlframe.envs.checks import FiniteCheck
+from rlframe.envs.checks import FiniteCheck, MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.errors import StoppedError
 from rlframe.inferencers.inferencer import call_number

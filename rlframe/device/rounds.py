@@ -26,7 +26,7 @@ from rlframe import compilation
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents.base import Agent
 from rlframe.device.replay import DeviceReplay, StepRecord
-from rlframe.envs.action_masks import MaskCheck
+from rlframe.envs.checks import MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.learners.update import are_finite, check_are_numbers, copy_arrays
 from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, Tree

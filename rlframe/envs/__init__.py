@@ -10,7 +10,7 @@ The calls of one step, in a pool of type "loop":
         GymnasiumEnv.step                           # adapters.py: return (observation, reward, discount, last)
         ObservationRows.write                       # codec.py: write to a row of a BatchBuffer (layout.py)
       FiniteCheck                                   # checks.py: reject NaN and infinity
-      MaskCheck                                     # action_masks.py: reject an action mask without a legal action
+      MaskCheck                                     # checks.py: reject an action mask without a legal action
       FrameStack                                    # wrappers.py: stack observations, if frame_stack > 1
 
 Pools of the types "thread" (thread.py) and "process" (process.py, worker.py) have one `EnvGroup` in each thread or

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlframe import handles
-from rlframe.envs.action_masks import DEFAULT_KEY
 from rlframe.envs.adapters import env_seed, is_environment, wrap
+from rlframe.envs.checks import DEFAULT_KEY
 from rlframe.envs.envpool import ActionRepeatEnvPool, EnvPoolAdapter
 from rlframe.envs.group import ANSWER_TIMEOUT, EnvGroup, LoopPool, build_group, build_groups
 from rlframe.envs.jax_envs import make_jax_env

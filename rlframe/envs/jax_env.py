@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlframe.envs import spaces
-from rlframe.envs.action_masks import mark_mask
 from rlframe.envs.api_checks import check_image, check_not_empty
+from rlframe.envs.checks import mark_mask
 from rlframe.envs.codec import Codec
 from rlframe.envs.layout import SpecMismatchError
 from rlframe.envs.wrappers import merge_stack, num_frames

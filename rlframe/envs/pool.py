@@ -8,8 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from dm_env import specs
 
-from rlframe.envs.action_masks import DEFAULT_KEY, MaskCheck, mark_mask
-from rlframe.envs.checks import ActionCheck, FiniteCheck
+from rlframe.envs.checks import DEFAULT_KEY, ActionCheck, FiniteCheck, MaskCheck, mark_mask
 from rlframe.envs.codec import Codec
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.envs.wrappers import FrameStack

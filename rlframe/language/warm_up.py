@@ -16,8 +16,8 @@ from rlframe.errors import UsageError
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model.tokenizers import Tokenizer
 from rlframe.learners.update import UncheckedUpdate, check_params, check_update
+from rlframe.trajectories.client.batches import pad
 from rlframe.trajectories.client.groups import Group
-from rlframe.trajectories.client.padding import pad
 from rlframe.trajectories.messages import IGNORED
 from rlframe.types import Batch, Params
 

@@ -17,7 +17,7 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.language import ModelConfig
 from rlframe.language.model import transformer, weights
 from rlframe.trajectories import Group
-from rlframe.trajectories.client.padding import pad
+from rlframe.trajectories.client.batches import pad
 from rlframe.types import FIRST, MID, Sequence, TimeStep, specs
 from tests.agents.batches import assert_trees_equal, gradients, learn, started
 from tests.agents.token_batches import token_batch

@@ -285,7 +285,7 @@ KEPT = []
 
 class Grows(Walk):
     def step(self, action):
-        KEPT.append(mmap.mmap(-1, 80_000))  # pages of its own: the process may reuse freed pages of the heap
+        KEPT.append(mmap.mmap(-1, 80_000))  # new pages, because the process may reuse freed pages of the heap
         KEPT[-1].write(bytes(80_000))
         return super().step(action)
 

@@ -2,8 +2,8 @@
 
 Example: `rlframe scale RUN_DIR collector 4`.
 
-1. `client.py: read_control` reads the URL and the path of the token file from `RUN_DIR/control.json`.
-2. `ControlClient.scale` posts `/scale`.
+1. `address.py: read_control` reads the URL and the path of the token file from `RUN_DIR/control.json`.
+2. `client.py: ControlClient.scale` posts `/scale`.
 3. `endpoints.py` checks the body. `calls.py: CoordinatorCalls` calls `Coordinator.scale` in a thread, with a deadline.
 4. The response is `{"status": "ok"}`, or an error from `app.py`: `{"error": {"type", "message", "field"}}`.
 

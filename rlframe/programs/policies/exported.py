@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlframe.envs.action_masks import MaskCheck
+from rlframe.envs.checks import MaskCheck
 from rlframe.envs.codec import ActionLeaf, Codec, ObservationLeaf
 from rlframe.envs.spaces import canonical_dtype
 from rlframe.envs.wrappers import merge_stack, num_frames

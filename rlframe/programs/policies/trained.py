@@ -13,7 +13,7 @@ from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.actors.stepper import reset_at_first
 from rlframe.agents import Agent
 from rlframe.agents.transforms import NormalizedParams
-from rlframe.envs.action_masks import MaskCheck
+from rlframe.envs.checks import MaskCheck
 from rlframe.envs.codec import Codec
 from rlframe.envs.layout import SpecMismatchError
 from rlframe.envs.wrappers import FrameStack

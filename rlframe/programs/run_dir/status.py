@@ -298,7 +298,7 @@ def serve_run_control(
     if address is None:
         yield
         return
-    from rlframe.coordinator.control.client import make_token_file, remove_control, write_control
+    from rlframe.coordinator.control.address import make_token_file, remove_control, write_control
 
     with extras.explain_import_error("--http", "trajectories"):
         from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control

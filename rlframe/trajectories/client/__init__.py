@@ -9,6 +9,6 @@ An environment sends a group, and a learner receives it:
 3. `base_client.BaseClient` sends the request. It retries with a backoff until the service answers or the deadline has
    passed. `TrainerCalls` (`register`, `batch`, `ack`) are sent in the same way.
 4. In the learner's process, `buffer.TrajectoryBuffer` requests the next batch in a thread while the Learner learns from
-   the current one. Another thread renews the leases (`client.py`).
-5. `TrajectoryBuffer.sample` converts the groups to a `TokenBatch` with `padding.pad`, and returns it as a `Batch`.
+   the current one. Another thread renews the leases (`batches.py`).
+5. `TrajectoryBuffer.sample` converts the groups to a `TokenBatch` with `batches.pad`, and returns it as a `Batch`.
 """

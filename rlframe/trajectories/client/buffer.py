@@ -14,9 +14,9 @@ import numpy as np
 from rlframe.errors import RlframeError, UsageError
 from rlframe.replay.base import STATS, BaseReplayBuffer
 from rlframe.trajectories.client.base_client import new_key
-from rlframe.trajectories.client.client import LeaseRenewal, PrefetchingDataset, TrajectoryClient
+from rlframe.trajectories.client.batches import LeaseRenewal, PrefetchingDataset, bucket_lengths, pad
+from rlframe.trajectories.client.client import TrajectoryClient
 from rlframe.trajectories.client.groups import Group, GroupWarnings, ServedBatch
-from rlframe.trajectories.client.padding import bucket_lengths, pad
 from rlframe.trajectories.messages import IGNORED
 from rlframe.types import Batch, ReplaySpec, Sequence, Step, TokenBatch
 

@@ -18,14 +18,14 @@ needs("trajectories")
 
 from rlframe.cli import main
 from rlframe.cli.run_control import has_reachable_coordinator
-from rlframe.coordinator.control.app import serve_control
-from rlframe.coordinator.control.client import (
+from rlframe.coordinator.control.address import (
     control_file,
     final_status_file,
     make_token_file,
     read_control,
     write_control,
 )
+from rlframe.coordinator.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import UnavailableError
 from rlframe.http.serving import ServerThread

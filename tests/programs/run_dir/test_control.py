@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 import httpx
 
 from rlframe.cli import main
-from rlframe.coordinator.control.client import read_control
+from rlframe.coordinator.control.address import read_control
 from rlframe.engines.base import NodeStatus
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import RunDir

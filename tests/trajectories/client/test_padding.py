@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlframe.trajectories import Group
-from rlframe.trajectories.client.padding import bucket_lengths, pad
+from rlframe.trajectories.client.batches import bucket_lengths, pad
 from tests.trajectories.client.test_groups import a_group
 
 BUCKETS = [4, 8]
