@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 import sys
@@ -37,6 +38,7 @@ exclude_patterns = ["_generated"]
 templates_path: list[str] = []
 default_role = "literal"  # docstrings write `code` as Markdown does
 
+os.environ["TERM"] = "dumb"  # commands in notebooks print their progress as lines
 # The pages of docs/learn are notebooks. The build executes them, and an error ends the build.
 nb_execution_mode = "force"
 nb_execution_timeout = 240

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -41,6 +42,11 @@ def console(file: TextIO) -> Any:
     from rich.console import Console
 
     return Console(file=file, highlight=False, width=None if file.isatty() else 120)
+
+
+def can_redraw(file: TextIO) -> bool:
+    """Return True if `file` is a terminal that can redraw lines. The variable TERM=dumb says that it cannot."""
+    return file.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def table(
@@ -96,7 +102,7 @@ class TerminalLogger:
         self._started = time.monotonic()
         self._next_drawing = self._started
         self._drawn_step = 0
-        self._live = _Live(self._file) if self._file.isatty() else None
+        self._live = _Live(self._file) if can_redraw(self._file) else None
         self._is_in_notebook = type(self._file).__module__.startswith("ipykernel.")
         is_redrawn = self._live is not None or self._is_in_notebook
         self._pause = _SECONDS_BETWEEN_DRAWINGS if is_redrawn else seconds_between_lines

@@ -22,6 +22,11 @@ class Tty(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def term(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
@@ -39,6 +44,13 @@ def test_plain_lines_show_progress_and_remaining_time(clock):
         "PPO on CartPole-v1: steps 4,000 / 10,000  steps/s 500  return 31.2  loss 0.0123  staleness 1.0"
         "  time 0:06, 0:12 left"
     )
+
+
+def test_lines_are_printed_if_the_terminal_cannot_redraw(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    out = Tty()
+    TerminalLogger(10_000, file=out).write(1_000, {"episode_return": 20.0})
+    assert out.getvalue() == "steps 1,000 / 10,000  return 20.0  time 0:00\n"
 
 
 def test_evaluations_are_printed_at_once_instead_of_after_the_interval(clock):
