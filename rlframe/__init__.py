@@ -2,7 +2,8 @@
 
 Training loop:       agents, envs, actors, inferencers, learners, replay, params (from learner to inferencers)
 Runs:                cli (the command), programs (from options to a result), engines (processes of a program),
-                     coordinator (only for the elastic topology), metrics (loggers)
+                     coordinator (elastic runs, the status and control of every run), metrics (loggers),
+                     device (the topology fused)
 Language models:     language, trajectories (the service between environments and trainers)
 Between processes:   handles, transport, interprocess (one machine), http, shutdown (stop all nodes of a program),
                      launchpad_nodes (guard processes for nodes of plain lp.launch)
@@ -11,7 +12,7 @@ Shared by packages:  types (TimeStep, Batch), errors, retry (backoff), compilati
 User code and setup: user_code (files that users name), extras (optional packages, lazy imports), streams (stdout),
                      testing (checks for users' classes)
 
-docs/project/architecture.md lists the files and their contents.
+docs/project/architecture.md says where to find what.
 """
 
 from __future__ import annotations

@@ -170,3 +170,23 @@ def test_no_file_has_more_than_400_lines():
 
 if __name__ == "__main__":
     PAGE.write_text(_TABLE.sub(lambda _: table(), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+
+
+def test_files_that_a_package_describes_exist():
+    """The docstring of a package names its files as `file.py`, and other files with their paths."""
+    missing = []
+    for path in (ROOT / "rlframe").rglob("__init__.py"):
+        text = "" if path.parent.name == "user_code" else ast.get_docstring(parsed(path)) or ""
+        for name in re.findall(r"[\w/]+\.py\b", text):
+            if "my_" not in name and not any((folder / name).exists() for folder in (path.parent, *path.parents[1:4], ROOT / "rlframe")):
+                missing.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not missing
+
+
+def test_map_of_the_agents_names_every_file():
+    folder = ROOT / "rlframe/agents"
+    text = ast.get_docstring(parsed(folder / "__init__.py")).partition("An agent stores no parameters")[0]
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    words = set(re.findall(r"\w+", text))
+    assert files <= words
+    assert not {"optimizers", "subclass_checks"} & words

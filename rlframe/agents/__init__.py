@@ -8,9 +8,8 @@ Contents of the files:
     transforms        transforms: Normalized
     networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: builds the network
     math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
-                      distributions (of actions)     optimizers                    trees
-                      action_masks: legal actions
-    checks            subclass_checks: methods of user-defined agents
+                      distributions (of actions)     schedules: rates, clipping    trees
+                      action_masks: legal actions    initializers: of parameters
 
 An agent stores no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for
 learning. Example for PPO on CartPole:

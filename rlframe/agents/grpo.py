@@ -276,9 +276,8 @@ class GRPO(Agent):
             logs, grads = self._accumulate(params, learner_state, self._rows(batch.data), size)
         data = batch.data
         logs |= {
-            "reward": jnp.sum(
-                data.scores / S
-            ),  # divide before summing, because a sum of very large scores could overflow
+            # Divide before summing, because a sum of very large scores could overflow.
+            "reward": jnp.sum(data.scores / S),
             "length": jnp.sum(data.mask) / S,  # mean number of sampled tokens per sequence
             "tokens": jnp.sum(data.lengths),  # tokens in the batch, without padding
             "grad_norm": optax.global_norm(grads),

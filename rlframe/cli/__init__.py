@@ -8,7 +8,7 @@
    `rlframe/programs/options/` applies the given options to the experiment. Scripts use the same function.
 3. `rlframe/programs/api.py: run_with_options` trains. `train.py` prints the `Result`, and `main` returns the exit code.
 
-With `--seeds`, `seeds.py: run_seeds` starts one run for each seed. `sweep.py` starts runs for each trial:
+With `--seeds`, `seeds.py: train_seeds` starts one run for each seed. `sweep.py` starts runs for each trial:
 `sweep_options.py` parses the options that vary. Both use `multi_run.py`, which runs each seed in its own process.
 
 Commands for an active run (pause, scale, stop) are in `run_control.py`. `status.py` uses it to find the run. Commands

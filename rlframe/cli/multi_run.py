@@ -154,9 +154,8 @@ class SeedRun:
 
     def __init__(self, directory: pathlib.Path, seed: int, options: TrainOptions) -> None:
         self.seed, self.path = seed, directory / f"seed-{seed}"
-        self.log = (
-            directory / "logs" / f"seed-{seed}.log"
-        )  # must not match `DIRECTORY/seed-*`, the pattern of run directories
+        # The path must not match `DIRECTORY/seed-*`, the pattern of run directories.
+        self.log = directory / "logs" / f"seed-{seed}.log"
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.was_stopped = False

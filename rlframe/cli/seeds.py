@@ -1,6 +1,6 @@
 """`rlframe train --seeds`: one run for each seed, and a table and a plot of all runs.
 
-`rlframe train --seeds 1-3 --run-dir runs/x` calls `run_seeds`:
+`rlframe train --seeds 1-3 --run-dir runs/x` calls `train_seeds`:
 
     seeds = parse_seeds("1-3")                                          # [1, 2, 3]
     with lock_multi_run(directory, experiment, options):                # no other process writes to runs/x
@@ -42,7 +42,7 @@ from rlframe.programs.run_dir.directory import SEEDS, Result, RunDir, default_pa
 from rlframe.programs.run_dir.lock import holder_of
 
 
-def run_seeds(experiment: Experiment, options: TrainOptions) -> int:
+def train_seeds(experiment: Experiment, options: TrainOptions) -> int:
     """Train once for each seed. Print a table and draw a plot of all runs.
 
     Each run has its own process. With the topology fused and without `--at-once`, all runs are in this process.

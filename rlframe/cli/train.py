@@ -27,9 +27,9 @@ def run(arguments: list[str]) -> int:
         return _train_and_print(experiment, options, preset)
     if "seed" in raw_option_values(arguments):
         raise UsageError(f"--seeds {options.seeds} starts one run for each seed: leave --seed out.")
-    from rlframe.cli.seeds import run_seeds
+    from rlframe.cli.seeds import train_seeds
 
-    return run_seeds(experiment, options)
+    return train_seeds(experiment, options)
 
 
 def _train_and_print(experiment: Experiment, options: TrainOptions, preset: Preset | None) -> int:

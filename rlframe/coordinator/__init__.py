@@ -1,6 +1,7 @@
 """The coordinator of the elastic topology: workers start and stop while training continues. See docs/run/elastic.md.
 
-Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it.
+Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it. Other runs use
+`states.py` and the HTTP service in `control` for their status.
 
 The objects, by process:
 

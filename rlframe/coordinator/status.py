@@ -24,7 +24,7 @@ def status(
     rates: Rates,
     now: float,
 ) -> dict[str, Any]:
-    """Return the status of a job. See docs/run/elastic.md, "Control".
+    """Return the status of a job. See docs/run/elastic.md, "Live page and API".
 
     Args:
         job: The job.

@@ -25,8 +25,8 @@ from rlframe.engines.base import (
 )
 from rlframe.engines.group_rules import GroupRules, rules_by_group
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.nodes import pickle_node, program_processes
-from rlframe.engines.supervision.supervisor import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.nodes import STOP_SIGNAL, pickle_node, program_processes
+from rlframe.engines.supervision.supervisor import ProgramSupervisor
 from rlframe.errors import UsageError, suggest
 from rlframe.interprocess.heartbeat import STARTING, TIMEOUT
 

@@ -15,7 +15,8 @@
    holds tuned values. `options/` converts names to classes, and values to JSON. `api.py: run_with_options` makes the
    progress display, the trackers and the profile.
 2. `runner.py: run_experiment` locks the run directory and writes `config.json` (`run_dir/`). It makes the agent and a
-   `Session` (`session.py`), which every node receives. With `--resume`, it first restores a checkpoint.
+   `Session` (`session.py`), which every node receives. With `--resume`, it first checks the newest
+   checkpoint. The Learner restores it.
 3. The topology adds nodes to an engine. `topologies/single_process.py` adds one node, the `TrainingLoop`
    (`training/loop.py`). A topology of several processes adds a learner, actors and a `GameMonitor`
    (`training/game_monitor.py`).

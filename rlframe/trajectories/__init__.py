@@ -4,7 +4,7 @@ The path of one scored group, from an environment to the learner's batch:
 
 1. An environment has two answers to one prompt, scored 1 and 0. It sends them: `client.post(Group(tokens=[[5, 6, 7],
    [5, 6, 8, 9]], masks=[[-100, -100, 7], [-100, -100, 8, 9]], scores=[1, 0]))`. Masks are -100 in the prompt.
-2. The endpoint `/scored_data` (`service/endpoints/groups.py`) decodes the group with `service/wire.py` and checks it
+2. The endpoint `/scored_data` (`service/endpoints/data.py`) decodes the group with `service/wire.py` and checks it
    with `service/validation.py`. `Service.submit` appends it to the log of a store (`stores/`): SQLite, Redis or
    memory. When the group is in the log, the environment gets `{"status": "received"}`.
 3. `service/state_machine.py` applies the log: `queue.Queue.add` puts the group into a unit queue.

@@ -16,8 +16,8 @@ import pytest
 
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.supervisor import STOP_SIGNAL, Backoff, ProgramSupervisor
+from rlframe.engines.supervision.nodes import STOP_SIGNAL, StartableProcess
+from rlframe.engines.supervision.supervisor import Backoff, ProgramSupervisor
 from rlframe.errors import ProgramError
 from tests.waiting import is_process_alive, wait_until
 
@@ -179,7 +179,8 @@ import signal, sys
 for ignored_under_nohup in (signal.SIGHUP, signal.SIGINT):
     signal.signal(ignored_under_nohup, signal.SIG_DFL)
 from rlframe.engines.supervision.nodes import StartableProcess
-from rlframe.engines.supervision.supervisor import STOP_SIGNAL, ProgramSupervisor
+from rlframe.engines.supervision.nodes import STOP_SIGNAL
+from rlframe.engines.supervision.supervisor import ProgramSupervisor
 code = sys.argv[1]
 nodes = [StartableProcess(name, [sys.executable, "-S", "-c", code]) for name in ("a", "b")]
 print(ProgramSupervisor(nodes, grace=60.0).run())

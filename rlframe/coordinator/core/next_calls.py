@@ -1,4 +1,4 @@
-"""Choose the next call of each worker, in the order of docs/run/elastic.md. `answers.py` handles the replies."""
+"""Choose the next call of each worker, for one worker after another. `answers.py` handles the replies."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _task_for(job: TrainingJob, worker: WorkerRecord) -> Task | None:
     for task in job.tasks.open(KINDS[worker.role]):
         if task.state is TaskState.PENDING and _may_start(job, worker, task):
             return task
-    if job.ending is not None or worker.role == "evaluator":  # `evaluations` adds the tasks of evaluators
+    if job.ending is not None or worker.role == "evaluator":  # `tasks.evaluate` adds the tasks of evaluators
         return None
     return _new_task(job, worker)
 

@@ -45,9 +45,8 @@ class Accounts(ActorCounts):
     coordinator_restarts: int = 0
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
     returns: list[list[float]] = dataclasses.field(default_factory=list)  # [env_steps, mean return] of each metrics row
-    evaluations: list[list[float]] = dataclasses.field(
-        default_factory=list
-    )  # [env_steps, mean return, version] of each evaluation
+    # [env_steps, mean return, version] of each evaluation
+    evaluations: list[list[float]] = dataclasses.field(default_factory=list)
 
     def learn(self, reply: Learned) -> None:
         """Count the batches in a learner's reply to a grant."""

@@ -5,7 +5,7 @@ function            state after the call                       when
 `retry`             PENDING; FAILED after too many failures    the worker failed, was lost, or must restart
 `cancel`            CANCELLED                                  the job ends before the task is done
 
-`worker_tracking.py` has the functions that change the states of workers.
+`worker_tracking.py` has most functions that change the states of workers.
 
 Before an evaluation, the learner saves, and the saved version is pinned until the evaluation ends. So each evaluated
 policy is in a checkpoint before the result of the evaluation is written. Between the save and the pin, the learner is
@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.core import tasks
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import KINDS, StartTask
@@ -112,8 +111,8 @@ def note_failure(job: TrainingJob, why: str) -> None:
 
 def _without_version(job: TrainingJob, policy_id: str) -> list[Task]:
     """Return the policy's open evaluations that still have no pinned version."""
-    tasks = [task for task in job.tasks.open("evaluate") if task.start.policy_id == policy_id]
-    return [task for task in tasks if not has_version(task)]
+    open_tasks = job.tasks.open("evaluate")
+    return [task for task in open_tasks if task.start.policy_id == policy_id and not has_version(task)]
 
 
 def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
@@ -122,9 +121,9 @@ def finish(job: TrainingJob, task: Task, state: TaskState) -> None:
     If the task belonged to a learner, pin the version that it saved, for evaluations that wait for this.
     """
     task.become(state)
-    tasks.unpin(job, task)
+    unpin(job, task)
     if task.kind == "learn" and job.ending is None:  # the learner has saved, or will never save again
-        tasks.pin_saved_version(job, task.start.policy_id)
+        pin_saved_version(job, task.start.policy_id)
 
 
 def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, is_permanent: bool = False) -> None:
@@ -155,7 +154,7 @@ def retry(job: TrainingJob, task: Task, why: str, *, counts: bool, is_permanent:
         if task.kind == "evaluate":
             job.note("evaluation", f"{task.task_id} was given up: {why}.")
             if job.ending is not None and task.task_id == job.ending.task_id:
-                tasks.note_failure(job, why)
+                note_failure(job, why)
         else:
             times = "" if is_permanent else f" {task.failures} times"
             job.fail(f"{task.task_id} failed{times}: {why}")

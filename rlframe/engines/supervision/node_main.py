@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 from rlframe import streams
 from rlframe.engines import logs
 from rlframe.engines.group_rules import traits_of
-from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID
-from rlframe.engines.supervision.supervisor import STOP_SIGNAL
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID, STOP_SIGNAL
 from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.heartbeat import ENDING, STARTING

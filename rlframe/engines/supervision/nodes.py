@@ -30,6 +30,7 @@ from rlframe.user_code.directories import import_path
 _MAX_LINES = 80  # number of output lines that are kept for each node, because the last lines can contain a traceback
 
 EXIT_PERMANENT = 4  # exit code of a process that would fail again after a restart
+STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, for example in `lp.stop()`
 LAUNCHER_PID = "RLFRAME_LAUNCHER_PID"  # environment variable with the launcher's process id, for a node's process
 
 

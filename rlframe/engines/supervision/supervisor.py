@@ -22,7 +22,7 @@ from rlframe.engines.base import GRACE, NodeState, NodeStatus, Watch
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.logs import NodeLogs
 from rlframe.engines.stopping import signal_handlers, stop_signals
-from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, STOP_SIGNAL, RunningNode, StartableNode
 from rlframe.errors import ProgramError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor, SuspendAwareClock, heartbeat_interval
 from rlframe.interprocess.waiting import Inbox
@@ -194,9 +194,6 @@ class Supervisor:
             each.send(signal.SIGKILL)
         for each in running:
             each.wait()
-
-
-STOP_SIGNAL = signal.SIGUSR1  # a node sends this signal to the launcher to end the program, for example in `lp.stop()`
 
 
 class ProgramSupervisor(Supervisor):

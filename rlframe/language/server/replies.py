@@ -39,9 +39,8 @@ class Replies:
     prefix = ""  # prefix of the response's id
     kinds = ("", "")  # value of the field `object`: in a complete response, in an event
     partial = ""  # prefix of a token's name if the token is a part of a character
-    _content: Callable[
-        [AnswerPiece, bool, bool], dict[str, Any]
-    ]  # arguments: piece; True if it is streamed; True if it is the first piece of its answer
+    # arguments: piece; True if it is streamed; True if it is the first piece of its answer
+    _content: Callable[[AnswerPiece, bool, bool], dict[str, Any]]
     _log_probs: Callable[[AnswerPiece], dict[str, Any]]
 
     def __init__(self, request: CompletionRequest | ChatRequest, parsed: ParsedRequest, tokenizer: Tokenizer) -> None:

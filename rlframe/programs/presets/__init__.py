@@ -47,7 +47,7 @@ def find_preset(name: str, agent: str, env: str) -> Preset | None:
 
 
 def _is_kind_of(agent: str, named: str) -> bool:
-    """Return True if `name` is the agent's name, or the name of a built-in agent that it is a subclass of."""
+    """Return True if `named` is the agent's name, or the name of a built-in agent that it is a subclass of."""
     return agent == named or (":" in agent and issubclass(registry.agent_class(agent), registry.agent_class(named)))
 
 

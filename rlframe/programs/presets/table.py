@@ -32,9 +32,8 @@ class Preset:
     name: str  # AGENT/FAMILY
     envs: tuple[str, ...]  # names or patterns, without prefixes
     fields: Mapping[str, Setting]
-    excluded_envs: tuple[
-        str, ...
-    ] = ()  # names or patterns of environments that match `envs`, but do not use this preset
+    # names or patterns of environments that match `envs`, but do not use this preset
+    excluded_envs: tuple[str, ...] = ()
     automatic: bool = True  # False means that only `--preset NAME` applies this preset
 
     @property

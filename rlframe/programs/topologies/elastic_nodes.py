@@ -115,11 +115,8 @@ def add_operator(engine: Engine, session: Session, makers: Mapping[Any, MakeWork
     }
     if config.operator_name == "ray":
         assert isinstance(engine, StartsWorkers), "`Elastic` refuses other engines."
-        most = {
-            "learner": 1,
-            "collector": config.max_actors,
-            "evaluator": 0,
-        }  # evaluators run rarely, so no node is reserved for them
+        # Evaluators run rarely, so no node is reserved for them.
+        most = {"learner": 1, "collector": config.max_actors, "evaluator": 0}
         operator: Operator = RayOperator(engine.worker_nodes(makers, most), **options)
     else:
         env = {} if "learner" in config.accelerators else {"learner": NO_ACCELERATOR}

@@ -90,6 +90,11 @@ class ReverbTables:
         return [items, claims, highest_priority]
 
     def _limiter(self, limiters: Any) -> Any:
+        """Return the rate limiter of the table of items.
+
+        `run_ahead` is how many items inserts may run ahead of samples. In a run, `makers.add_reverb` computes it with
+        `items_of_rounds`. In your own program, `ReverbReplayBuffer.tables` uses `default_run_ahead`.
+        """
         spec = self.agent.replay_spec
         if spec.kind == "queue":
             size = -(-items_kept(spec) // self.block)
