@@ -33,7 +33,7 @@ FOREIGN = {
     "--cleanrl", "--env-id", "--host", "--num-steps", "--track", "--total-timesteps", "--capture-video", "--save-model",
     "--array", "--job-name", "--nodes", "--cpus-per-task", "--requeue", "--no-wait", "--submission-id", "--working-dir",
     "--entrypoint-num-cpus", "--entrypoint-num-gpus", "--runtime-env", "--openai", "--env", "--map-root-user", "--net",
-    "--init", "--help", "--version", "--xla", "--options", "--name-of-option", "--peers-python",
+    "--init", "--help", "--version", "--xla", "--options", "--name-of-option", "--peers-python", "--logdir",
 }  # fmt: skip
 
 
