@@ -178,7 +178,9 @@ def test_files_that_a_package_describes_exist():
     for path in (ROOT / "rlframe").rglob("__init__.py"):
         text = "" if path.parent.name == "user_code" else ast.get_docstring(parsed(path)) or ""
         for name in re.findall(r"[\w/]+\.py\b", text):
-            if "my_" not in name and not any((folder / name).exists() for folder in (path.parent, *path.parents[1:4], ROOT / "rlframe")):
+            if "my_" not in name and not any(
+                (folder / name).exists() for folder in (path.parent, *path.parents[1:4], ROOT / "rlframe")
+            ):
                 missing.append(f"{path.relative_to(ROOT)}: {name}")
     assert not missing
 
