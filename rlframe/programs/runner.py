@@ -32,6 +32,7 @@ from rlframe.programs.options.saved_experiment import (
     backend_note,
     check_backend,
     import_env,
+    last_values,
     load_experiment,
     resume_experiment,
 )
@@ -213,6 +214,15 @@ class _Launcher:
             if not has_checkpoint:
                 _log.warning(
                     "The run in %s ended before its first checkpoint. Its learner starts from the beginning.",
+                    directory.path,
+                )
+            if values := last_values(experiment):
+                _log.warning(
+                    "The schedules of the run ended at step %s. Since then, %s. For other values, start a new run with "
+                    "--config %s --init-from %s.",
+                    f"{experiment.schedule_steps:,}",
+                    " and ".join(f"{name} is {value:g}" for name, value in values.items()),
+                    directory.config,
                     directory.path,
                 )
             self._print_plan(session)

@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.errors import UsageError
 from rlframe.programs.options.make_experiment import make_experiment
-from rlframe.programs.options.saved_experiment import load_experiment, resume_experiment, save_experiment
+from rlframe.programs.options.saved_experiment import last_values, load_experiment, resume_experiment, save_experiment
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import EnvOptions
 from rlframe.programs.topologies.heavy_env import HeavyEnv
@@ -130,6 +130,14 @@ def test_schedules_of_a_resumed_run_end_at_the_last_step_of_its_first_session():
     assert (again.steps, again.schedule_steps) == (5000, 1000)
     with pytest.raises(UsageError, match="end at step 1000; a resumed run cannot change this to schedule_steps = 4000"):
         resume_experiment(longer, make_experiment("ppo", steps=5000, schedule_steps=4000))
+
+
+def test_last_values_of_schedules_that_have_ended():
+    options = {"preset": "none", "learning_rate": "linear:1e-3:1e-4"}
+    saved = make_experiment("ppo", steps=1000, **options)
+    longer = resume_experiment(saved, make_experiment("ppo", steps=3000, **options))
+    assert last_values(saved) == {}
+    assert last_values(longer) == {"learning_rate": 1e-4}
 
 
 def test_resume_without_changes_gives_an_equal_experiment():

@@ -268,13 +268,14 @@ def test_resumed_run_resets_environments_that_cannot_be_saved(tmp_path):
 
 
 @pytest.mark.system
-def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path):
+def test_resumed_run_with_more_steps_keeps_the_end_of_its_schedules(tmp_path, caplog):
     experiment = ppo(learning_rate="linear:1e-3:0")
     run_experiment(experiment, run_dir=tmp_path / "run")
     run_experiment(dataclasses.replace(experiment, steps=700), run_dir=tmp_path / "run", resume=True)
     assert load_experiment(tmp_path / "run").schedule_steps == 600
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "learning_rate" in row]
     assert rows[-1]["step"] > 650 and rows[-1]["learning_rate"] == 0.0
+    assert "schedules of the run ended at step 600" in caplog.text and "learning_rate is 0." in caplog.text
 
 
 def test_resuming_a_complete_run_returns_its_result(copied, tmp_path, capsys):

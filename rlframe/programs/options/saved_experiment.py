@@ -119,16 +119,27 @@ def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
             name, before, now = _first_difference(name, before, now)
             raise UsageError(
                 f"The run was started with {name} = {before!r}; a resumed run cannot change it to {now!r}. "
-                "To change it, start a new run with --config RUN_DIR/config.json."
+                "To change it, start a new run with --config RUN_DIR/config.json --init-from RUN_DIR."
             )
     schedule_steps = saved.schedule_steps or saved.steps
     if wanted.schedule_steps not in (0, saved.schedule_steps, schedule_steps):
         raise UsageError(
             f"The schedules of the run end at step {schedule_steps}; a resumed run cannot change this to "
             f"schedule_steps = {wanted.schedule_steps}. To change it, start a new run with "
-            "--config RUN_DIR/config.json."
+            "--config RUN_DIR/config.json --init-from RUN_DIR."
         )
     return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
+
+
+def last_values(experiment: Experiment) -> dict[str, float]:
+    """Return option -> last value, for the schedules that end before the last step of a resumed run."""
+    from rlframe.agents.schedules import known_values, scheduled_fields  # imports JAX
+
+    if not 0 < experiment.schedule_steps < experiment.steps:
+        return {}
+    config = experiment.agent_config
+    found = {name: known_values(config, name) for name in scheduled_fields(config) if getattr(config, name) is not None}
+    return {name: values[-1] for name, values in found.items() if len(values) > 1}
 
 
 def _first_difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
