@@ -91,7 +91,7 @@ lint: $(ALL) ## ruff, mypy, the layers of the design, and plain English
 	$(BIN)/python -m tests.plain_english
 
 docs: $(DOCS) ## the documentation site, in build/docs; every notebook runs, and a warning is an error
-	PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" $(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -j 2 -b html docs build/docs
+	PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" $(DOCS_VENV)/bin/sphinx-build -q -W --keep-going -j 4 -b html docs build/docs
 	@$(DOCS_VENV)/bin/python docs/pages.py | tail -n 1
 	@echo "The site is in build/docs/index.html."
 

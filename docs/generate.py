@@ -115,7 +115,8 @@ def command_line() -> str:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), unittest.mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"):
             main([*call, "--help"])
-        lines += [f"## rlframe {' '.join(call)}".rstrip(), "", "```text", out.getvalue().rstrip(), "```", ""]
+        text = re.sub(rf"{re.escape(os.getcwd())}/|{re.escape(str(DOCS.parent))}/", "", out.getvalue()).rstrip()
+        lines += [f"## rlframe {' '.join(call)}".rstrip(), "", "```text", text, "```", ""]
     return "\n".join(lines)
 
 
