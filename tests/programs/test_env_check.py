@@ -34,7 +34,6 @@ def unaffected_by_other_tests():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlframe.programs.env_check.speed._MIN_GROWTH", 8 << 20)
         yield
-    gc.unfreeze()
 
 
 class Walk(gymnasium.Env):
