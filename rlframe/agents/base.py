@@ -3,7 +3,7 @@
 A subclass defines how to act and what to learn from. If one gradient step per batch is enough, a subclass only
 defines `loss`. Otherwise it overrides `learner_step`, or one of the three methods that `learner_step` calls.
 
-When a subclass is defined, `check_methods` checks that every public method has a caller.
+When a subclass is defined, `check_methods` rejects misspelled methods and wrong arguments.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class NodeOptions:
 
     ray_address: Union[str, None] = None  # Ray cluster: auto or HOST:PORT; None starts Ray on this machine
     accelerators: tuple[AcceleratorGroup, ...] = ("learner",)  # groups whose nodes may use accelerators
-    max_restarts: int = 3  # maximum number of restarts of each node
+    max_restarts: int = 3  # restarts of each node in a row; 15 minutes without a death reset the count
     hang_timeout: float = TIMEOUT  # seconds without a heartbeat after which a node is killed; 0 means never
     grace_seconds: float = GRACE  # seconds for nodes to save and end before they are killed
 
