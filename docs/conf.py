@@ -38,7 +38,12 @@ exclude_patterns = ["_generated"]
 templates_path: list[str] = []
 default_role = "literal"  # docstrings write `code` as Markdown does
 
-os.environ["TERM"] = "dumb"  # commands in notebooks print their progress as lines
+# Commands in notebooks print their progress as lines. Kernels set TERM when they start, so this file changes it afterwards.
+_startup = ROOT / "build/ipython/profile_default/startup/term.py"
+_startup.parent.mkdir(parents=True, exist_ok=True)
+_startup.write_text('import os\n\nos.environ["TERM"] = "dumb"\n')
+os.environ["IPYTHONDIR"] = str(ROOT / "build/ipython")
+
 # The pages of docs/learn are notebooks. The build executes them, and an error ends the build.
 nb_execution_mode = "force"
 nb_execution_timeout = 240
