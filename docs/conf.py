@@ -38,7 +38,7 @@ exclude_patterns = ["_generated"]
 templates_path: list[str] = []
 default_role = "literal"  # docstrings write `code` as Markdown does
 
-# Commands in notebooks print their progress as lines. A kernel sets TERM when it starts, so this script changes it later.
+# Commands in notebooks print their progress as lines. A kernel sets TERM when it starts; this script changes it later.
 _startup = ROOT / "build/ipython/profile_default/startup/term.py"
 _startup.parent.mkdir(parents=True, exist_ok=True)
 _startup.write_text('import os\n\nos.environ["TERM"] = "dumb"\n')
