@@ -26,6 +26,10 @@ _ENVS = (
     "A prefix selects the library: `gymnasium:NAME`, `envpool:NAME`, `dm_control:NAME`, `jax:NAME`, `gymnax:NAME`, "
     "`jumanji:NAME`. To use your own environment, write file.py:make_env."
 )
+_CHECK_ENV = (
+    "Check an environment: spaces, dtypes, NaN, seeds, resets, ends of episodes, speed and memory. Then recommend a "
+    "pool and a training command. The exit code is 1 if there are errors, and 0 if there are only warnings."
+)
 _AGENTS = "List the agents with their options and presets. To use your own agent, write file.py:Class."
 
 
@@ -129,12 +133,6 @@ def print_preset(preset: Preset, experiment: Any, file: TextIO) -> None:
     console(file).print(table(("field", "value", "source"), rows, title=f"preset {preset.name}"))
 
 
-_DESCRIPTION = (
-    "Check an environment: spaces, dtypes, NaN, seeds, resets, ends of episodes, speed and memory. Then recommend a "
-    "pool and a training command. The exit code is 1 if there are errors, and 0 if there are only warnings."
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class CheckEnvOptions(CommandOptions):
     """Options of `rlframe check-env`."""
@@ -150,10 +148,10 @@ class CheckEnvOptions(CommandOptions):
 
 def check_env(arguments: list[str]) -> int:
     """Run the command and return its exit code."""
-    options = parse(CheckEnvOptions, arguments, "rlframe check-env", _DESCRIPTION)
-    from rlframe.programs.env_check.check import check_env
+    options = parse(CheckEnvOptions, arguments, "rlframe check-env", _CHECK_ENV)
+    from rlframe.programs.env_check import check
 
     seed, num_envs, seconds = options.seed, options.num_envs, options.seconds
-    report = check_env(options.env, options.env_kwargs, seed=seed, num_envs=num_envs, seconds=seconds)
+    report = check.check_env(options.env, options.env_kwargs, seed=seed, num_envs=num_envs, seconds=seconds)
     print(json.dumps(report.to_json()) if options.json else report)
     return 0 if report.ok else 1

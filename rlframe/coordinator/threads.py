@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _BACKOFF = 0.25, 5.0  # shortest and longest pause in seconds between two attempts to reach the operator
 _PATIENCE = 5.0  # seconds to wait for the end of all workers, in addition to the operator's grace period
-_JOIN = 10.0  # seconds to wait for the end of the thread; each call to an operator takes less time
+_OPERATOR_JOIN = 10.0  # seconds to wait for the end of the thread; each call to an operator takes less time
 
 
 class OperatorThread:
@@ -82,7 +82,7 @@ class OperatorThread:
         self._ends.set()
         self._wake.set()
         if self._thread.is_alive():
-            self._thread.join(_JOIN)
+            self._thread.join(_OPERATOR_JOIN)
         elif self._thread.ident is None:
             self._operator.close()
 
@@ -155,7 +155,7 @@ class OperatorThread:
 _WAIT = 0.2  # seconds that a draw waits for enough data
 _STATS_EVERY = 0.5  # seconds between two reads of the replay buffer's counters
 _SAVE_EVERY = 30.0  # seconds between two saves of a small replay buffer
-_JOIN_TIMEOUT = 60.0  # seconds to wait for the last save and the end of the thread
+_REPLAY_JOIN = 60.0  # seconds to wait for the last save and the end of the thread
 
 
 class ReplayThread:
@@ -216,7 +216,7 @@ class ReplayThread:
         """Carry out the queued effects, read the counters a last time, save the buffer if due, and end the thread."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(_JOIN_TIMEOUT)
+            self._thread.join(_REPLAY_JOIN)
 
     def _run(self) -> None:
         while True:

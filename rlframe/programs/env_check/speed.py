@@ -152,11 +152,10 @@ def recommend(
     workers = num_workers(options["num_envs"] or Experiment.num_envs) if kind in ("thread", "process") else None
     refused: UsageError | None = None
     for agent in _agents(codec.action_spec, subject, speeds[kind]):
-        preset = find_preset("auto", agent, subject.name or "")
         chosen = {name: value for name, value in options.items() if value}
         chosen |= {"topology": "fused"} if kind == "jax" else {"env_type": kind}
         chosen |= {} if workers is None else {"num_workers": workers}
-        if (preset is None or preset.is_general) and largest > _LARGE:
+        if largest > _LARGE and not _has_own_preset(agent, subject):
             chosen["normalize_observations"] = True
         try:
             experiment = make_experiment(agent, subject.name or subject.env, **chosen)
@@ -183,12 +182,13 @@ def _agents(spec: Any, subject: Subject, speed: float) -> list[str]:
         agents = (
             ["ppo", "sac"] if speed >= _SLOW or not np.isfinite([spec.minimum, spec.maximum]).all() else ["sac", "ppo"]
         )
+    return sorted(agents, key=lambda agent: not _has_own_preset(agent, subject))
 
-    def has_no_preset_of_its_own(agent: str) -> bool:
-        preset = find_preset("auto", agent, subject.name or "")
-        return preset is None or preset.is_general
 
-    return sorted(agents, key=has_no_preset_of_its_own)
+def _has_own_preset(agent: str, subject: Subject) -> bool:
+    """Return True if the agent has a preset for this environment, other than its general preset."""
+    preset = find_preset("auto", agent, subject.name or "")
+    return preset is not None and not preset.is_general
 
 
 def _command(subject: Subject, agent: str, chosen: dict[str, Any]) -> str:

@@ -24,6 +24,8 @@ from rlframe.programs.run_dir.directory import Result
 from rlframe.programs.session import Session
 from rlframe.programs.training.callbacks import Callbacks
 
+_log = logging.getLogger(__name__)
+
 # `Evaluator.evaluate` returns values with these names
 _EVALUATION_METRICS = ("return_mean", "return_std", "length_mean", "episodes")
 _POLL_SECONDS = 0.5  # seconds between two reads of the file that another process writes
@@ -176,9 +178,6 @@ def forward_rows(path: pathlib.Path, loggers: list[Logger], callbacks: Callbacks
         if loggers:
             thread.join()
             read()
-
-
-_log = logging.getLogger(__name__)
 
 
 class ProgressFile:
