@@ -159,6 +159,19 @@ def test_slurm_script_requeues_the_job_only_after_exit_code_1(slurm, code, reque
     assert process.wait(120.0) == code and slurm.requeued.exists() == requeued
 
 
+def test_slurm_script_saves_and_requeues_a_run_that_starts_after_the_signal(slurm):
+    slurm.has_nodes(2)
+    slurm.add("python", "echo 127.0.0.1")
+    answers = 'touch "$RUNS/asked"; test -e "$RUNS/ready" && printf " 1 node_a\\n 1 node_b\\n"'
+    slurm.add("ray", f"case $1 in start) exec sleep 60;; status) {answers};; esac")
+    slurm.replace_rlframe("exec sleep 60")
+    process = slurm.start()
+    wait_until((slurm.run_dir.parent / "asked").exists)
+    os.kill(process.pid, signal.SIGUSR1)
+    (slurm.run_dir.parent / "ready").touch()
+    assert process.wait(30.0) == 128 + signal.SIGTERM and slurm.requeued.exists()
+
+
 def test_slurm_script_starts_and_stops_ray_for_several_nodes(slurm):
     needs("ray")
     slurm.has_nodes(3)
