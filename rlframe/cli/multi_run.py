@@ -67,7 +67,7 @@ def check_multi_run_options(experiment: Experiment, options: TrainOptions, by: s
     `by` is the name of the option or command that starts the runs. Messages contain it.
     """
     for field in dataclasses.fields(TrainOptions):
-        if "multi_run" not in field.metadata and getattr(options, field.name) != field.default:
+        if field.metadata.get("multi_run", "refused") == "refused" and getattr(options, field.name) != field.default:
             raise UsageError(f"--{field.name.replace('_', '-')} is only for a single run, but {by} starts several.")
     if options.take_over and not options.resume:
         raise UsageError("--take-over needs --resume.")

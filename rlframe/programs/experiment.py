@@ -10,7 +10,7 @@ from rlframe.envs.gymnasium_registry import restore
 from rlframe.envs.names import backend, registration
 from rlframe.errors import UsageError
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import check_numbers, number
+from rlframe.programs.options.fields import check_numbers, option
 from rlframe.programs.options.object_names import check_no_live_objects, is_live
 from rlframe.programs.options.registry import OPTIONS
 from rlframe.programs.topologies.config import (
@@ -35,14 +35,17 @@ class Experiment:
 
     agent: str = "ppo"  # A name from `rlframe agents`, or file.py:Class.
     env: str = "CartPole-v1"  # A name from `rlframe envs`, or file.py:make_env.
-    steps: int = number(100_000, at_least=1)  # Environment steps; for language models, learner steps.
-    schedule_steps: int = number(0, at_least=0)  # Step at which schedules end. 0 means --steps; --resume keeps it.
+    steps: int = option(100_000, at_least=1, changeable=True)  # Environment steps; for language models, learner steps.
+    # Step at which schedules end. 0 means --steps; --resume keeps it.
+    schedule_steps: int = option(0, at_least=0, changeable=True)
     seed: int = 1  # Random seed.
-    num_envs: int = number(8, at_least=1)  # Total number of environments of all actors.
+    num_envs: int = option(8, at_least=1)  # Total number of environments of all actors.
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
-    eval_every: int = number(0, at_least=0)  # Steps between evaluations. 0 means only the final one.
-    checkpoint_every: int = number(100_000, at_least=0)  # Steps between checkpoints. 0 means only at the end.
-    log_every: int = number(0, at_least=0)  # Steps between log rows. 0 means 1% of the run, at most 10,000.
+    eval_every: int = option(0, at_least=0, changeable=True)  # Steps between evaluations. 0 means only the final one.
+    # Steps between checkpoints. 0 means only at the end.
+    checkpoint_every: int = option(100_000, at_least=0, changeable=True)
+    # Steps between log rows. 0 means 1% of the run, at most 10,000.
+    log_every: int = option(0, at_least=0, changeable=True)
     # Start from the parameters of a run: RUN_DIR[@STEP|@best].
     init_from: Union[str, None] = None
     init_skip_mismatched: bool = False  # With --init-from: load only the arrays that fit.

@@ -19,27 +19,26 @@ _KEYWORDS = {"async": "async_envs", "async_": "async_envs"}
 _LONGEST = 80  # an error message shows at most this number of characters of a value
 
 
-def number(default: Any, *, at_least: float | None = None, above: float | None = None) -> Any:
-    """Return a dataclass field with a lower limit for `check_numbers`: `frame_stack: int = number(1, at_least=1)`.
+def option(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    changeable: bool = False,
+    multi_run: Literal["each", "command", "refused"] = "refused",
+) -> Any:
+    """Return a dataclass field with more facts about an option: `frame_stack: int = option(1, at_least=1)`.
 
     Args:
         default: default of the field. None is never checked.
-        at_least: inclusive lower limit.
-        above: exclusive lower limit.
+        at_least: inclusive lower limit for `check_numbers`.
+        above: exclusive lower limit for `check_numbers`.
+        changeable: True if a resumed run can change the option.
+        multi_run: what a command that starts several runs, such as `rlframe train --seeds`, does with an option of a
+            session. "each" passes it to each run, "command" means that only the command uses it, "refused" is an error.
     """
-    return dataclasses.field(default=default, metadata={"at_least": at_least, "above": above})
-
-
-def option(default: Any, *, multi_run: Literal["each", "command"]) -> Any:
-    """Return a dataclass field for an option of commands that start several runs, such as `rlframe train --seeds`.
-
-    These commands refuse session options that are not defined with this function.
-
-    Args:
-        default: default of the field.
-        multi_run: "each" passes the option to each run; "command" means that only the command uses it.
-    """
-    return dataclasses.field(default=default, metadata={"multi_run": multi_run})
+    facts = {"at_least": at_least, "above": above, "changeable": changeable, "multi_run": multi_run}
+    return dataclasses.field(default=default, metadata=facts)
 
 
 def check_numbers(config: Any) -> None:

@@ -13,6 +13,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from rlframe.engines.base import NodeOptions
 from rlframe.envs.names import CHANGED, describe_backend, registration, split
 from rlframe.errors import UsageError
 from rlframe.interprocess.files import write_atomically
@@ -91,26 +92,15 @@ def load_experiment(
     return fill_configs(from_jsonable(Experiment, {**values, "topology_config": topology}, f"{path}: experiment"))
 
 
-# Options that a resumed run may change. Only `steps` affects learning, and new `steps` do not change the schedules.
-_CHANGEABLE = {
-    *("steps", "schedule_steps", "num_workers", "eval_every", "log_every"),
-    *("eval_episodes", "eval_num_envs", "eval_max_episode_length"),
-    *("engine", "operator", "ray_address", "accelerators", "max_restarts", "hang_timeout", "grace_seconds"),
-    *("checkpoint_every", "replay_checkpoint_every", "answer_timeout", "check_finite"),
-    *("min_actors", "mean_staleness", "until_learner_steps", "until_seconds", "until_return"),
-    *("slots", "service_port", "policy_port"),
-}
-
-
 def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
     """Return the experiment of a resumed run: the options of `wanted`, with the schedule length of `saved`.
 
     Raises:
         UsageError: `wanted` changes an option that a resumed run cannot change.
     """
-    now_all = to_flat(wanted)
+    now_all, changeable = to_flat(wanted), _changeable(wanted)
     for name, before in to_flat(saved).items():
-        if name in _CHANGEABLE:
+        if name in changeable:
             continue
         before, now = to_jsonable(before), to_jsonable(now_all.get(name))
         if name in OPTIONS:
@@ -129,6 +119,16 @@ def resume_experiment(saved: Experiment, wanted: Experiment) -> Experiment:
             "--config RUN_DIR/config.json --init-from RUN_DIR."
         )
     return with_fields(wanted, schedule_steps=0 if schedule_steps == wanted.steps else schedule_steps)
+
+
+def _changeable(experiment: Experiment) -> set[str]:
+    """Return the names of the options that a resumed run can change.
+
+    Of these, only `steps` affects learning. New `steps` do not change the schedules.
+    """
+    fields = [*dataclasses.fields(experiment), *dataclasses.fields(experiment.topology_config)]
+    marked = {field.name for field in fields if field.metadata.get("changeable")}
+    return marked | {field.name for field in dataclasses.fields(NodeOptions)}
 
 
 def last_values(experiment: Experiment) -> dict[str, float]:

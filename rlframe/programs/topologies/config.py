@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 from rlframe.engines.base import GRACE, NodeOptions, RunsReverb
 from rlframe.errors import UsageError, check_at_least
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import check_numbers, number
+from rlframe.programs.options.fields import check_numbers, option
 from rlframe.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
     """Options of a topology with several nodes: the engine and its options."""
 
     # Engine that runs the nodes: local, launchpad, ray, threads (all in this process), or file.py:Class.
-    engine: str = "auto"
+    engine: str = option("auto", changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,16 +188,17 @@ class EnvOptions(TopologyConfig):
 
     env_type: EnvType = "auto"  # Environment pool; auto is the fastest
     # Threads or processes that step the environments, not actors (--num-actors). None means one per core.
-    num_workers: Union[int, None] = number(None, at_least=1)
+    num_workers: Union[int, None] = option(None, at_least=1, changeable=True)
     async_envs: bool = False  # Act on the environments that answer first; not on-policy.
     wait_num: Union[int, None] = None  # With --async: environments to wait for. None means a third.
-    answer_timeout: float = number(600.0, above=0)  # Seconds after which a step counts as hung.
-    check_finite: Union[bool, None] = None  # Stop at NaN or infinity. None means yes, except for EnvPool.
-    frame_stack: int = number(1, at_least=1)  # Number of newest observations to stack.
-    action_repeat: int = number(1, at_least=1)  # Times to repeat each action, as one environment step.
+    answer_timeout: float = option(600.0, above=0, changeable=True)  # Seconds after which a step counts as hung.
+    # Stop at NaN or infinity. None means yes, except for EnvPool.
+    check_finite: Union[bool, None] = option(None, changeable=True)
+    frame_stack: int = option(1, at_least=1)  # Number of newest observations to stack.
+    action_repeat: int = option(1, at_least=1)  # Times to repeat each action, as one environment step.
     action_mask: Union[str, None] = "action_mask"  # Key of the mask in a dict observation. None: no mask.
     # Clip training rewards to +/- this value. None means no clipping.
-    clip_rewards: Union[float, None] = number(None, above=0)
+    clip_rewards: Union[float, None] = option(None, above=0)
 
     @property
     def num_actors(self) -> int:
@@ -240,9 +241,9 @@ class AgentOptions(TopologyConfig):
     network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net. None: by the env.
     network_config: Any = None  # Options of a named network.
     normalize_observations: bool = False  # Subtract the running mean, divide by the deviation.
-    observation_clip: float = number(10.0, above=0)  # Limit of normalized observations, in deviations.
+    observation_clip: float = option(10.0, above=0)  # Limit of normalized observations, in deviations.
     normalize_rewards: bool = False  # Divide by the running deviation of the return.
-    reward_clip: float = number(10.0, above=0)  # Limit of normalized rewards.
+    reward_clip: float = option(10.0, above=0)  # Limit of normalized rewards.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,10 +252,10 @@ class EvaluationOptions(TopologyConfig):
 
     # Changes of --env-kwargs for evaluations.
     eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    eval_episodes: int = number(20, at_least=0)  # Episodes per evaluation. 0 means no evaluation.
+    eval_episodes: int = option(20, at_least=0, changeable=True)  # Episodes per evaluation. 0 means no evaluation.
     # Environments per evaluation. None means one per episode.
-    eval_num_envs: Union[int, None] = number(None, at_least=1)
-    eval_max_episode_length: int = number(108_000, at_least=1)  # Longest evaluation episode, in steps.
+    eval_num_envs: Union[int, None] = option(None, at_least=1, changeable=True)
+    eval_max_episode_length: int = option(108_000, at_least=1, changeable=True)  # Longest evaluation episode, in steps.
 
     @property
     def evaluates(self) -> bool:
@@ -275,10 +276,12 @@ class EvaluationOptions(TopologyConfig):
 class StoppingOptions(TopologyConfig):
     """The limits that end a run before its last step."""
 
-    until_learner_steps: Union[int, None] = number(None, above=0)  # End the run after this number of updates.
+    # End the run after this number of updates.
+    until_learner_steps: Union[int, None] = option(None, above=0, changeable=True)
     # End the run after this wall time of the session, in seconds.
-    until_seconds: Union[float, None] = number(None, above=0)
-    until_return: Union[float, None] = None  # End the run when an evaluation reaches this mean return.
+    until_seconds: Union[float, None] = option(None, above=0, changeable=True)
+    # End the run when an evaluation reaches this mean return.
+    until_return: Union[float, None] = option(None, changeable=True)
 
     @property
     def stop_conditions(self) -> StopConditions:
@@ -339,8 +342,8 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
 class GameProgram(ProgramConfig, GameConfig):
     """Options of a topology for games with several nodes, whose actors share the environments."""
 
-    num_actors: int = number(2, at_least=1)  # Number of actors. With elastic: number of actors at the start.
-    replay_shards: int = number(1, at_least=1)  # With --replay service: number of services that share the replay.
+    num_actors: int = option(2, at_least=1)  # Number of actors. With elastic: number of actors at the start.
+    replay_shards: int = option(1, at_least=1)  # With --replay service: number of services that share the replay.
 
     def __post_init__(self) -> None:
         super().__post_init__()

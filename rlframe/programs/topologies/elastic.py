@@ -12,7 +12,7 @@ from typing import Union
 from rlframe.engines import Engine
 from rlframe.errors import UsageError
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import number
+from rlframe.programs.options.fields import option
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 
@@ -26,12 +26,12 @@ class Elastic(GameProgram):
 
     name: str = "elastic"
     # With elastic: operator that starts workers: local, ray or file.py:Class. auto means the operator of the engine.
-    operator: str = "auto"
-    min_actors: int = number(1, at_least=1)  # With elastic: minimum number of actors.
+    operator: str = option("auto", changeable=True)
+    min_actors: int = option(1, at_least=1, changeable=True)  # With elastic: minimum number of actors.
     # With elastic: maximum number of actors. Automatic scaling is also limited by the number of cores.
     max_actors: int = 8
     # With elastic: stop actors if the mean staleness exceeds this number of versions. None means no limit.
-    mean_staleness: Union[float, None] = number(None, above=0)
+    mean_staleness: Union[float, None] = option(None, above=0, changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Union
 from rlframe.engines import Engine
 from rlframe.errors import UsageError
 from rlframe.programs.experiment import Experiment
-from rlframe.programs.options.fields import number
+from rlframe.programs.options.fields import option
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import ProgramConfig, Topology, configured_by
 
@@ -42,10 +42,12 @@ class Language(ProgramConfig):
     # Tokenizer: byte, or a folder with a tokenizer.json. None means the tokenizer of the loaded weights, or byte.
     tokenizer: Union[str, None] = None
     # Maximum number of versions by which the policy of a group can be older than the learner's. None means no limit.
-    max_staleness: Union[int, None] = number(None, at_least=0)
-    slots: int = number(32, at_least=1)  # Number of sequences that the policy server decodes in parallel.
-    service_port: int = 0  # Port of the trajectory service and its live page. 0 means any free port.
-    policy_port: int = 0  # Port of the policy server. 0 means any free port.
+    max_staleness: Union[int, None] = option(None, at_least=0)
+    # Number of sequences that the policy server decodes in parallel.
+    slots: int = option(32, at_least=1, changeable=True)
+    # Port of the trajectory service and its live page. 0 means any free port.
+    service_port: int = option(0, changeable=True)
+    policy_port: int = option(0, changeable=True)  # Port of the policy server. 0 means any free port.
 
     def __post_init__(self) -> None:
         super().__post_init__()

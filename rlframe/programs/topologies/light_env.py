@@ -17,7 +17,7 @@ from rlframe.actors import Actor
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.options.fields import number
+from rlframe.programs.options.fields import option
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameProgram, configured_by
 from rlframe.programs.topologies.makers import (
@@ -35,9 +35,9 @@ class LightEnv(GameProgram):
     """Options of the topology light_env."""
 
     name: str = "light_env"
-    num_inferencers: int = number(1, at_least=1)  # With light_env and distributed: number of inference services.
+    num_inferencers: int = option(1, at_least=1)  # With light_env and distributed: number of inference services.
     # Number of environment pools per actor. With 2, one pool steps while a service computes the other pool's actions.
-    num_pools: int = number(1, at_least=1)
+    num_pools: int = option(1, at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 from rlframe.engines import Engine
 from rlframe.inferencers import Inferencer
 from rlframe.learners import Learner
-from rlframe.programs.options.fields import number
+from rlframe.programs.options.fields import option
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.config import GameConfig, configured_by
 from rlframe.programs.topologies.makers import (
@@ -28,7 +28,8 @@ class SingleProcess(GameConfig):
     can_profile = True
 
     name: str = "single_process"
-    replay_checkpoint_every: int = number(1_000_000, at_least=0)  # Steps between two saves of a large replay.
+    # Steps between two saves of a large replay.
+    replay_checkpoint_every: int = option(1_000_000, at_least=0, changeable=True)
 
 
 @configured_by(SingleProcess)

@@ -25,7 +25,7 @@ from rlframe.programs.options.fields import (
     field_names,
     flat_fields,
     from_jsonable,
-    number,
+    option,
     to_jsonable,
     with_choices,
 )
@@ -408,8 +408,8 @@ def test_object_that_cannot_be_written_as_json_is_refused():
 
 @dataclasses.dataclass
 class Numbers:
-    least: int = number(1, at_least=1)
-    bound: Union[float, None] = number(None, above=0)
+    least: int = option(1, at_least=1)
+    bound: Union[float, None] = option(None, above=0)
     free: float = -1.0
 
 
