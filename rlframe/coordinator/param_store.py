@@ -17,8 +17,8 @@ import numpy as np
 
 from rlframe.errors import FencedError, StoppedError, UsageError
 from rlframe.handles import Remote, stop_with_program
-from rlframe.params.packing import LONGEST_WAIT, PackedParams
-from rlframe.params.publication import Publication, PublicationReader
+from rlframe.params.packing import PackedParams
+from rlframe.params.publication import LONGEST_WAIT, Publication, PublicationReader
 from rlframe.transport import Server
 from rlframe.transport.sockets import SocketTransport
 from rlframe.types import Tree

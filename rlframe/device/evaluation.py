@@ -21,7 +21,7 @@ from rlframe.errors import StoppedError
 from rlframe.inferencers.inferencer import call_number
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners.update import are_finite
-from rlframe.params.packing import ParamSource
+from rlframe.params.reader import ParamSource
 from rlframe.types import LAST, AgentState, Logs, Params, TimeStep
 
 _MOST_STEPS = 1024  # limit of the steps of one call

@@ -20,8 +20,8 @@ from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.shared_calls import CallMemoryRegistry
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.interprocess.memory import MemoryName
-from rlframe.params.packing import PackedParams, Packing, ParamSource
-from rlframe.params.reader import Refresher
+from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.reader import ParamSource, Refresher
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)

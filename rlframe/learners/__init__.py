@@ -7,7 +7,7 @@ nodes, checkpoints. One iteration of the loop:
    dropped.
 2. `LearnerUpdate` (update.py), one jitted call, returns new parameters, the agent's logs, and the parameters for
    actors.
-3. `VersionCounter` (update.py) returns the next version, and a `Publication` (`rlframe.params`) publishes it.
+3. `VersionCounter` returns the next version, and a `Publication` publishes it (both in params/publication.py).
 4. `LearnerReplay.update_priorities` passes priorities to the buffer. Every `log_every` steps, the logger gets a row.
 5. `Saver` decides whether a checkpoint is due. If so, `Checkpointer` writes it (checkpoints.py). `BestCheckpoint`
    keeps the checkpoint with the best evaluation (best.py).

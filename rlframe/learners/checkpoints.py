@@ -163,13 +163,13 @@ class Checkpointer:
         """
         return self._read(self.existing(step))
 
-    def go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
-        """Go back to an earlier checkpoint: check it, and move all newer checkpoints and replays to another directory.
+    def check_and_go_back_to(self, step: int | None, aside: pathlib.Path) -> None:
+        """Check a checkpoint before a run resumes from it, and move all newer checkpoints and replays elsewhere.
 
         The file `versions.json` is not moved, so that the versions of the parameters never decrease.
 
         Args:
-            step: step of the checkpoint to go back to. None means the newest checkpoint, if there is one.
+            step: step of the checkpoint. None means the newest checkpoint, if there is one; then nothing is moved.
             aside: newer checkpoints are moved to a new directory under this path.
 
         Raises:

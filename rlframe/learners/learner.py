@@ -22,7 +22,6 @@ from rlframe.learners.update import (
     InitialState,
     LearnerUpdate,
     UncheckedUpdate,
-    VersionCounter,
     as_numbers,
     check_are_numbers,
     check_is_batch,
@@ -32,7 +31,7 @@ from rlframe.learners.update import (
     mean_version,
 )
 from rlframe.params.packing import PackedParams
-from rlframe.params.publication import Publication, PublicationReader
+from rlframe.params.publication import Publication, PublicationReader, VersionCounter
 from rlframe.replay import ReplayReader
 from rlframe.replay.layout import batch_shapes
 from rlframe.types import Batch, Logs, Tree
@@ -361,17 +360,18 @@ class Learner:
         """
         if self._checkpointer is None:
             raise UsageError("Learner.restore needs LearnerConfig.checkpoint_dir.")
-        buffer, template = self._replay.saved if with_replay else None, (self._params, self._learner_state)
-        tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
-        self._params, self._learner_state = copy_arrays(tree)
-        self.learner_steps = saved["counters"]["learner_steps"]
-        self._unchecked = None
-        self._replay.resume(saved["counters"]["version"])
-        self._versions.resume(saved["counters"]["version"])
-        self._pack_params()
-        self._publish()
-        self._note_saved(has_replay)
-        self.restored = RestoredCheckpoint(saved["extras"], has_replay)
+        with self._update_lock:
+            buffer, template = self._replay.saved if with_replay else None, (self._params, self._learner_state)
+            tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
+            self._params, self._learner_state = copy_arrays(tree)
+            self.learner_steps, version = saved["counters"]["learner_steps"], saved["counters"]["version"]
+            self._unchecked = None
+            self._replay.resume(version)
+            self._versions.resume(version)
+            self._pack_params()
+            self._publish()
+            self._note_saved(has_replay)
+            self.restored = RestoredCheckpoint(saved["extras"], has_replay)
         return saved["extras"]
 
     def _note_saved(self, with_replay: bool) -> None:

@@ -21,6 +21,7 @@ In the elastic topology, the learner sends each version to the coordinator's `Pa
 store, because the store continues to run if the learner dies.
 """
 
-from rlframe.params.packing import PackedParams, ParamSource
+from rlframe.params.packing import PackedParams
+from rlframe.params.reader import ParamSource
 
 __all__ = ["PackedParams", "ParamSource"]

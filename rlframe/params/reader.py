@@ -7,19 +7,44 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from rlframe import handles
 from rlframe.errors import NoMethodError, PeerError, StoppedError, UnavailableError, UsageError
 from rlframe.handles import Remote
-from rlframe.params.packing import LONGEST_WAIT, PackedParams, PackedSource, ParamSource
-from rlframe.params.publication import PublicationReader
+from rlframe.params.packing import PackedParams
+from rlframe.params.publication import LONGEST_WAIT, PublicationReader
 from rlframe.types import Tree
 
 _log = logging.getLogger(__name__)
 
 _POLL_INTERVAL = 0.02  # seconds between two polls of a source that has no `wait_for_version`
 _MAX_WAIT = 0.2  # maximum seconds that `Refresher.follow` waits for a newer version in one call
+
+
+class ParamSource(Protocol):
+    """A source of parameters whose versions increase: a Learner, a policy of a param store, or your own object.
+
+    Several inferencers may call a source, from any thread. The source returns a copy of the parameters, because the
+    learner continues to train them.
+    """
+
+    def get_params(self, known_version: int = -1) -> tuple[int, Tree | None]:
+        """Return (newest version, its tree of numpy arrays). The tree is None if `known_version` is the newest."""
+
+    def wait_for_version(self, known_version: int, timeout: float) -> int:
+        """Wait until there is a version above `known_version`, or for `timeout` seconds (1 at most).
+
+        Return the newest version. This method is optional: if a source does not have it, inferencers poll `get_params`.
+        Only inferencers of on-policy agents call it.
+        """
+
+
+class PackedSource(ParamSource, Protocol):
+    """A source that packs each version only once, for all inferencers."""
+
+    def get_packed(self, known_version: int = -1) -> tuple[int, PackedParams | None]:
+        """Return the same result as `get_params`, but with packed parameters instead of the tree."""
 
 
 def as_packed_source(source: Any) -> PackedSource:

@@ -38,7 +38,7 @@ from rlframe.programs.options.saved_experiment import (
 )
 from rlframe.programs.policies.evaluation import describe_evaluation
 from rlframe.programs.policies.saved import write_initial_checkpoint
-from rlframe.programs.run_dir.directory import Result, RunDir, default_path
+from rlframe.programs.run_dir.directory import ProgressFile, Result, RunDir, default_path
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import ControlAddress, StatusFile, describe_start, serve_run_control
 from rlframe.programs.session import Session, Shared
@@ -47,7 +47,7 @@ from rlframe.programs.topologies.config import ProgramConfig, find_topology
 from rlframe.programs.topologies.makers import check_answer_timeout, make_agent, read_codec
 from rlframe.programs.training.callbacks import Callback, Callbacks
 from rlframe.programs.training.profile import Profile
-from rlframe.programs.training.row_writer import ProgressFile, forward_rows
+from rlframe.programs.training.row_writer import forward_rows
 from rlframe.programs.training.updates import check_updates
 from rlframe.user_code.files import check_main_is_guarded, check_not_loading, keep_files
 
@@ -201,7 +201,7 @@ class _Launcher:
             experiment = resume_experiment(saved, experiment)
             check_backend(directory.notes(), experiment)
             with contextlib.closing(Checkpointer(directory.checkpoints)) as checkpointer:
-                checkpointer.go_back_to(resume_from, directory.path / "aside")
+                checkpointer.check_and_go_back_to(resume_from, directory.path / "aside")
                 has_checkpoint = bool(checkpointer.steps())
             if resume_from is None and (earlier := self._earlier_result(saved, experiment)) is not None:
                 return earlier

@@ -91,9 +91,9 @@ def test_run_that_goes_back_to_an_earlier_checkpoint_has_no_later_best_one(check
     best = BestCheckpoint(checkpointer.directory)
     evaluate(checkpointer, 1, 1.0)
     evaluate(checkpointer, 2, 2.0)
-    checkpointer.go_back_to(2, tmp_path / "aside")
+    checkpointer.check_and_go_back_to(2, tmp_path / "aside")
     assert best.read() == Best(2, 2.0)
-    checkpointer.go_back_to(1, tmp_path / "aside")
+    checkpointer.check_and_go_back_to(1, tmp_path / "aside")
     assert best.read() is None and len(list((tmp_path / "aside").glob("*/checkpoints/best/2"))) == 1
     evaluate(checkpointer, 3, -3.0)
     assert best.read() == Best(3, -3.0)

@@ -15,7 +15,7 @@ from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, Pee
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
 from rlframe.learners import replay as learner_replay
-from rlframe.learners.update import VersionCounter
+from rlframe.params.publication import VersionCounter
 from rlframe.replay import ReplayBuffer, replay_files
 from rlframe.replay.base import DatasetTimeoutError
 from tests.fakes import (

@@ -47,7 +47,7 @@ def test_damaged_checkpoint_is_refused_and_an_older_checkpoint_can_be_resumed(tm
 
 
 @pytest.mark.parametrize("moves", range(4))
-def test_newest_checkpoint_has_its_replay_if_go_back_to_is_interrupted(tmp_path, monkeypatch, moves):
+def test_newest_checkpoint_has_its_replay_if_the_move_of_newer_ones_is_interrupted(tmp_path, monkeypatch, moves):
     directory = RunDir(tmp_path / "run")
     checkpointer, replay_buffer = Checkpointer(directory.checkpoints), ReplayBuffer(counting_agent())
     replay_buffer.claim_rank(1)
@@ -63,7 +63,7 @@ def test_newest_checkpoint_has_its_replay_if_go_back_to_is_interrupted(tmp_path,
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(pathlib.Path, "rename", interrupted_rename)
-        Checkpointer(directory.checkpoints).go_back_to(1, tmp_path / "run/aside")
+        Checkpointer(directory.checkpoints).check_and_go_back_to(1, tmp_path / "run/aside")
     newest = Checkpointer(directory.checkpoints).steps()[-1]
     assert newest == max(1, 3 - moves) and (directory.checkpoints / "replay" / str(newest)).exists()
 

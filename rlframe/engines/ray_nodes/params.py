@@ -14,7 +14,7 @@ from typing import Any
 
 from rlframe import extras
 from rlframe.errors import RlframeError, UnavailableError
-from rlframe.params.packing import LONGEST_WAIT
+from rlframe.params.publication import LONGEST_WAIT
 from rlframe.transport import base
 from rlframe.transport.base import CALL_TIMEOUT
 from rlframe.transport.sockets import SocketClient

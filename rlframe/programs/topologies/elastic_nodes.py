@@ -32,6 +32,7 @@ from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, explain
+from rlframe.programs.run_dir.directory import ProgressFile
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.makers import (
     add_reverb,
@@ -41,7 +42,7 @@ from rlframe.programs.topologies.makers import (
     learner_config,
     replay_capacity,
 )
-from rlframe.programs.training.row_writer import ProgressFile, RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 
 if TYPE_CHECKING:
     from rlframe.programs.topologies.elastic import Elastic

@@ -2,8 +2,8 @@
 
 In a single process, the `TrainingLoop` (`loop.py`) steps an actor and a learner in turn. In a program of several
 processes, a `Monitor` (`monitor.py`) polls the nodes ten times a second. A `GameMonitor` counts the steps of actors. A
-`LanguageMonitor` counts the steps of the learner. A monitor saves its counts in `progress.json` (`row_writer.py`), so
-that it can be restarted.
+`LanguageMonitor` counts the steps of the learner. A monitor saves its counts in `progress.json`
+(`run_dir/directory.py: ProgressFile`), so that it can be restarted.
 
 The loop and the monitors use the same classes:
 

@@ -16,9 +16,9 @@ from rlframe.errors import PeerError, StoppedError
 from rlframe.interprocess.heartbeat import Phase
 from rlframe.metrics.rows import evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, try_evaluation
-from rlframe.programs.run_dir.directory import Result
+from rlframe.programs.run_dir.directory import ProgressFile, Result
 from rlframe.programs.session import EarlyStop, Schedule, Session
-from rlframe.programs.training.row_writer import ProgressFile, RowWriter
+from rlframe.programs.training.row_writer import RowWriter
 from rlframe.types import Logs
 
 _log = logging.getLogger(__name__)

@@ -140,9 +140,9 @@ def test_changed_head_option_keeps_other_head_values_of_the_preset(asked, tmp_pa
         with pytest.raises(UsageError) as raised:
             rlframe.train("dqn", head=wrong)
         assert str(raised.value) == message
-    for option in ("num-atoms", "head.num-atoms"):
-        with pytest.raises(UsageError, match=rf"no option --{option}. It is an option of --head categorical\.$"):
-            read_arguments(["--agent", "dqn", f"--{option}", "3"])
+    for given in ("num-atoms", "head.num-atoms"):
+        with pytest.raises(UsageError, match=rf"no option --{given}. It is an option of --head categorical\.$"):
+            read_arguments(["--agent", "dqn", f"--{given}", "3"])
         with pytest.raises(UsageError, match=r"It is an option of head='categorical'\.$"):
             rlframe.train("dqn", **{option.replace("-", "_"): 3})
 

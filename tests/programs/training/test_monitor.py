@@ -24,11 +24,10 @@ from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
 from rlframe.metrics import read_jsonl
 from rlframe.programs import evaluate, make_experiment
-from rlframe.programs.run_dir.directory import Result, RunDir
+from rlframe.programs.run_dir.directory import ProgressFile, Result, RunDir
 from rlframe.programs.session import Session
 from rlframe.programs.topologies.makers import make_agent, make_pool
 from rlframe.programs.training.game_monitor import GameMonitor
-from rlframe.programs.training.row_writer import ProgressFile
 from rlframe.replay import ReplayBuffer
 
 # The environment of evaluations waits until the file `gate` exists.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rlframe.errors import CheckpointError
-from rlframe.programs.training.row_writer import ProgressFile
+from rlframe.programs.run_dir.directory import ProgressFile
 
 
 def stats(rank: int, incarnation: int, steps: int, **logged: list[float]) -> dict[str, object]:
