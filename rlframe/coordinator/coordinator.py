@@ -114,7 +114,7 @@ class Coordinator:
         self._operator = OperatorThread(operator, self._events.put)
         self._operator_kind = getattr(operator, "kind", type(operator).__name__)
         self._replay = ReplayThread(replay, param_store, self._events.put, pathlib.Path(cfg.path) / "replay")
-        self._carry_out: dict[type, Callable[[Any], None]] = {
+        self._carry_out: dict[type[ev.Effect], Callable[[Any], None]] = {
             ev.Send: self._calls.send,
             ev.Connect: lambda effect: self._calls.connect(effect.key, effect.address),
             ev.Disconnect: lambda effect: self._calls.disconnect(effect.key),
@@ -257,7 +257,7 @@ class Coordinator:
         """Restart the learner from its latest checkpoint. Version numbers keep rising."""
         self._request_change(ev.RestoreRequested())
 
-    def _request_change(self, event: Any) -> None:
+    def _request_change(self, event: ev.Event) -> None:
         """Make a request that changes the job. Raise if the job has not started, is ending or is over."""
         if self._thread is None:
             raise UsageError("The job has not been submitted, so it cannot be changed.")
@@ -267,7 +267,7 @@ class Coordinator:
             raise UsageError(f"The job is ending and cannot be changed any more. {self._job.reason}".rstrip())
         self._request(event)
 
-    def _request(self, event: Any) -> None:
+    def _request(self, event: ev.Event) -> None:
         """Queue a request. Wait up to 1 s until it is in the journal, so that a restart does not lose it."""
         mark = _JournaledMarker()
         self._events.put(event)
@@ -335,7 +335,7 @@ class Coordinator:
 
     def _advance(self, happened: list[Any]) -> None:
         """Pass the events to the job, write the journal, and carry out the effects."""
-        effects: list[Any] = []
+        effects: list[ev.Effect] = []
         with self._lock:
             for event in happened:
                 if not isinstance(event, _JournaledMarker):

@@ -48,10 +48,10 @@ class OperatorThread:
         put_event: Function that receives `OperatorAnswered`, `OperatorFailed` and `WorkersEnded`.
     """
 
-    def __init__(self, operator: Operator, put_event: Callable[[Any], None]) -> None:
+    def __init__(self, operator: Operator, put_event: Callable[[ev.Event], None]) -> None:
         self._operator, self._put_event = operator, put_event
-        self._effects: collections.deque[Any] = collections.deque()
-        self._carry_out: dict[type, Callable[[Any], None]] = {
+        self._effects: collections.deque[ev.Effect] = collections.deque()
+        self._carry_out: dict[type[ev.Effect], Callable[[Any], None]] = {
             ev.ScaleRole: lambda effect: operator.scale(effect.role, effect.count),
             ev.Replace: lambda effect: operator.replace(effect.key),
             ev.Release: lambda effect: operator.release(effect.key),
@@ -67,7 +67,7 @@ class OperatorThread:
         """Start the thread. It also lists workers that an earlier coordinator has started."""
         self._thread.start()
 
-    def put(self, effect: Any) -> None:
+    def put(self, effect: ev.Effect) -> None:
         """Queue an effect. `EndWorkers` ends all workers in the background, within seconds."""
         if isinstance(effect, ev.EndWorkers):
             self._stops_workers = True
@@ -172,7 +172,7 @@ class ReplayThread:
     """
 
     def __init__(
-        self, replay: Any, param_store: Any, put_event: Callable[[Any], None], directory: pathlib.Path
+        self, replay: Any, param_store: Any, put_event: Callable[[ev.Event], None], directory: pathlib.Path
     ) -> None:
         self._replay, self._put_event = replay, put_event
         self._store = handles.resolve(param_store, "param store")
@@ -187,7 +187,7 @@ class ReplayThread:
         draws = bool(getattr(replay, "fetches_by_key", False))
         self._files = ReplayFiles(directory, 1) if draws and replay.is_saved_by_learner else None
         self._save_at = time.monotonic() + _SAVE_EVERY
-        self._carry_out: dict[type, Callable[[Any], None]] = {
+        self._carry_out: dict[type[ev.Effect], Callable[[Any], None]] = {
             ev.DrawBatches: self._draw,
             ev.FinishBatches: self._finish_batches,
             ev.SaveReplay: lambda effect: self._save(),
@@ -208,7 +208,7 @@ class ReplayThread:
             self._files.restore(self._replay, newest)
         self._thread.start()
 
-    def put(self, effect: Any) -> None:
+    def put(self, effect: ev.Effect) -> None:
         """Queue an effect."""
         self._effects.put(effect)
 
@@ -308,7 +308,7 @@ class WorkerCalls:
         put_event: Function that receives `Replied` and `Unanswered`. Other threads call it.
     """
 
-    def __init__(self, transport: Transport, put_event: Callable[[Any], None]) -> None:
+    def __init__(self, transport: Transport, put_event: Callable[[ev.Event], None]) -> None:
         self._transport, self._put_event = transport, put_event
         self._clients: dict[WorkerKey, Client] = {}
         self._delayed: list[tuple[float, int, ev.Send]] = []

@@ -4,8 +4,8 @@ The machine is deterministic: the same events at the same times give the same ef
 now)` handles one event (`events.py` defines all events and effects):
 
 1. The event's handler changes the job. `job.emit` adds an effect; `job.queue_call` adds a worker whose next call must
-   be chosen. There are two tables of handlers: `machine._HANDLERS` has a handler for each type of event, and
-   `answers._HANDLERS` has a handler for each type of reply.
+   be chosen. There are two tables of handlers: `machine._EVENT_HANDLERS` has a handler for each type of event, and
+   `answers._REPLY_HANDLERS` has a handler for each type of reply.
 2. If the job must end, its ending starts. An ending that has started takes its next step.
 3. `next_calls.call_next` chooses the next call to each queued worker. A call is also an effect.
 4. The job's new state is computed, and the effects are returned. The coordinator carries out the effects.

@@ -79,7 +79,7 @@ def _on_answer(job: TrainingJob, worker: WorkerRecord, call: ev.Send, task: Task
     is_healthy = task.state is TaskState.RUNNING and job.now - task.started_at > job.limits.healthy_after
     if is_healthy and not isinstance(reply, Failed):
         task.failures = 0
-    _HANDLERS[type(reply)](job, worker, task, reply)
+    _REPLY_HANDLERS[type(reply)](job, worker, task, reply)
     job.queue_call(worker)
 
 
@@ -264,7 +264,7 @@ def _on_evaluated(job: TrainingJob, worker: WorkerRecord, task: Task, reply: Eva
     task.become(TaskState.CLOSING)
 
 
-_HANDLERS: dict[type, Callable[[TrainingJob, WorkerRecord, Task, Any], None]] = {
+_REPLY_HANDLERS: dict[type[WorkerReply], Callable[[TrainingJob, WorkerRecord, Task, Any], None]] = {
     Failed: _on_failed,
     Started: _on_started,
     Demand: _on_demand,

@@ -17,20 +17,24 @@ class _WorkerKeyed:
 # --- events
 
 
+class Event:
+    """Something that happened: an input of the core."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Submitted:
+class Submitted(Event):
     """The job starts. A job that is restored from the journal continues."""
 
 
 @dataclasses.dataclass(frozen=True)
-class OperatorAnswered:
+class OperatorAnswered(Event):
     """The operator answered with a list of its live workers."""
 
     workers: tuple[WorkerInfo, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class OperatorFailed:
+class OperatorFailed(Event):
     """The operator cannot be reached."""
 
     why: str
@@ -38,7 +42,7 @@ class OperatorFailed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replied(_WorkerKeyed):
+class Replied(_WorkerKeyed, Event):
     """A worker replied to a call."""
 
     method: str
@@ -47,7 +51,7 @@ class Replied(_WorkerKeyed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unanswered(_WorkerKeyed):
+class Unanswered(_WorkerKeyed, Event):
     """A call did not reach its worker, or no reply arrived in time."""
 
     method: str
@@ -55,7 +59,7 @@ class Unanswered(_WorkerKeyed):
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchesDrawn:
+class BatchesDrawn(Event):
     """The result of `DrawBatches`. It has no batches if the buffer contained too little data or raised an exception."""
 
     header: Header
@@ -64,7 +68,7 @@ class BatchesDrawn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pinned:
+class Pinned(Event):
     """The result of `Pin`."""
 
     task_id: str
@@ -73,7 +77,7 @@ class Pinned:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleRequested:
+class ScaleRequested(Event):
     """A person or the automatic scaling requested a number of workers of a role."""
 
     role: Role
@@ -82,14 +86,14 @@ class ScaleRequested:
 
 
 @dataclasses.dataclass(frozen=True)
-class PauseRequested:
+class PauseRequested(Event):
     """A person requested a pause of collecting and learning, or the end of the pause."""
 
     paused: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class EndRequested:
+class EndRequested(Event):
     """A person, a callback or the program requested the end of the job."""
 
     reason: StopReason
@@ -98,37 +102,41 @@ class EndRequested:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationRequested:
+class EvaluationRequested(Event):
     """A person requested an evaluation of the newest version."""
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointRequested:
+class CheckpointRequested(Event):
     """A person requested a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoreRequested:
+class RestoreRequested(Event):
     """A person requested a restart of the learner from its latest checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkersEnded:
+class WorkersEnded(Event):
     """The operator has ended all workers. This is the last event of a job."""
 
     why: str = ""  # if some workers could not be ended: the reason
 
 
 @dataclasses.dataclass(frozen=True)
-class Ticked:
+class Ticked(Event):
     """Time has passed."""
 
 
 # --- effects
 
 
+class Effect:
+    """Something that the coordinator must do: an output of the core."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Send(_WorkerKeyed):
+class Send(_WorkerKeyed, Effect):
     """Call a worker. `Replied` or `Unanswered` follows."""
 
     method: str
@@ -138,19 +146,19 @@ class Send(_WorkerKeyed):
 
 
 @dataclasses.dataclass(frozen=True)
-class Connect(_WorkerKeyed):
+class Connect(_WorkerKeyed, Effect):
     """Connect to a worker."""
 
     address: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Disconnect(_WorkerKeyed):
+class Disconnect(_WorkerKeyed, Effect):
     """Drop the connection to a worker. Later replies change nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaleRole:
+class ScaleRole(Effect):
     """Tell the operator how many workers a role must have in total."""
 
     role: Role
@@ -158,22 +166,22 @@ class ScaleRole:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replace(_WorkerKeyed):
+class Replace(_WorkerKeyed, Effect):
     """Request that the operator replaces a lost worker."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(_WorkerKeyed):
+class Release(_WorkerKeyed, Effect):
     """Request that the operator ends a worker without a replacement."""
 
 
 @dataclasses.dataclass(frozen=True)
-class EndWorkers:
+class EndWorkers(Effect):
     """Request that the operator ends all workers. `WorkersEnded` follows."""
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawBatches:
+class DrawBatches(Effect):
     """Draw the keys of batches for a learner. `BatchesDrawn` follows."""
 
     header: Header
@@ -181,7 +189,7 @@ class DrawBatches:
 
 
 @dataclasses.dataclass(frozen=True)
-class FinishBatches:
+class FinishBatches(Effect):
     """Release drawn batches in the replay buffer, and set the priorities of the batches on which the learner trained.
 
     Attributes:
@@ -196,12 +204,12 @@ class FinishBatches:
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveReplay:
+class SaveReplay(Effect):
     """Save the replay buffer now, if this process samples from it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Pin:
+class Pin(Effect):
     """Pin the newest version of a policy for an evaluation. `Pinned` follows."""
 
     task_id: str
@@ -209,7 +217,7 @@ class Pin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unpin:
+class Unpin(Effect):
     """Unpin the version of an evaluation."""
 
     policy_id: str
@@ -217,7 +225,7 @@ class Unpin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Note:
+class Note(Effect):
     """A line in the log for people."""
 
     kind: str
@@ -226,7 +234,7 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(Effect):
     """A row of the run's metrics."""
 
     env_steps: int
@@ -234,7 +242,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Over:
+class Over(Effect):
     """The job is over."""
 
     failed: bool

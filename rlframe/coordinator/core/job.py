@@ -173,7 +173,7 @@ class TrainingJob:
         counts = counts_before or ActorCounts()
         self.accounts = Accounts(dict(counts.counters), dict(counts.logged), evaluated_at=counts.env_steps)
         self.rows = Rows(counts.env_steps, self.accounts.total(), self.accounts.total_logged(), now)
-        self.effects: list[Any] = []
+        self.effects: list[ev.Effect] = []
         self.workers_to_call: list[WorkerRecord] = []
         self._starts = saved["starts"] + 1 if saved is not None else 0  # number of earlier coordinators of this job
         # Number of the last call. It is greater than all call numbers that earlier coordinators have used.
@@ -241,7 +241,7 @@ class TrainingJob:
 
     # --- effects
 
-    def emit(self, effect: Any) -> None:
+    def emit(self, effect: ev.Effect) -> None:
         """Add an effect of the current event."""
         self.effects.append(effect)
 

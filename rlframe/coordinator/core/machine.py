@@ -16,12 +16,12 @@ from rlframe.coordinator.messages import ROLES
 from rlframe.coordinator.states import EndingStep, JobState, TaskState, WorkerState, is_over
 
 
-def advance(job: TrainingJob, event: Any, now: float) -> list[Any]:
+def advance(job: TrainingJob, event: ev.Event, now: float) -> list[ev.Effect]:
     """Change the job according to an event (see `events`). Return the effects. A job that is over does not change."""
     if is_over(job.state):
         return []
     job.now, job.effects = max(now, job.now), []
-    _HANDLERS[type(event)](job, event)
+    _EVENT_HANDLERS[type(event)](job, event)
     if job.ending is None and job.state is not JobState.INIT:
         _check_stop(job)
     if job.ending is not None and not is_over(job.state):
@@ -257,7 +257,7 @@ def _on_restore_requested(job: TrainingJob, event: ev.RestoreRequested) -> None:
             worker_tracking.make_idle(job, worker)
 
 
-_HANDLERS: dict[type, Callable[[TrainingJob, Any], None]] = {
+_EVENT_HANDLERS: dict[type[ev.Event], Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _on_submitted,
     ev.OperatorAnswered: _on_operator_answered,
     ev.OperatorFailed: _on_operator_failed,
