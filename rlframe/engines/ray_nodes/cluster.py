@@ -60,8 +60,7 @@ class RayCluster:
             opened.callback(relay.close)
             # Share memory with the nodes on the same Ray node, and call nodes.
             opened.enter_context(environment_variable(MACHINE, self._ray_node))
-            use_sockets(relay.ray_sockets)
-            opened.callback(use_sockets, None)
+            use_sockets(relay.ray_sockets)  # not undone by `close`: then a call through an old handle raises PeerError
             self.hosts: list[tuple[str, Any]] = []
             self.others = relay.others
             self._opened = opened.pop_all()
