@@ -1,11 +1,14 @@
-"""Exponential backoff between retries, with a deadline."""
+"""Try again: after exponential pauses until a deadline, or with fewer environments."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlframe.errors import EnvError, UsageError
 
 _random = random.SystemRandom()  # differs between processes, even if each process calls `random.seed(0)`
 
@@ -29,3 +32,29 @@ def backoff(
     while (left := end - time.monotonic()) > 0:
         yield min(_random.uniform(1.0 - jitter, 1.0) * pause, left)
         pause = min(2.0 * pause, longest)
+
+
+def make_largest(make: Callable[[int], Any], count: int) -> tuple[Any, Exception | None]:
+    """Return (`make(n)`, error) for the largest n up to `count` at which `make` does not fail.
+
+    `error` is the error of `make(count)`, or None. A binary search finds n. Results of `make` must have `close()`.
+
+    Raises:
+        EnvError, UsageError: the error of `make(count)`, if `make(1)` fails too.
+    """
+    try:
+        return make(count), None
+    except (EnvError, UsageError) as error:
+        problem = error
+    works, fails = 0, count
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        try:
+            make(middle).close()
+        except (EnvError, UsageError):
+            fails = middle
+        else:
+            works = middle
+    if not works:
+        raise problem
+    return make(works), problem

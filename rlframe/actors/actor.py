@@ -15,6 +15,7 @@ from rlframe import handles
 from rlframe.actors.replay import ActorReplay, StepBudget, UnrollGate
 from rlframe.actors.stepper import AsyncStepper, InferenceRequest, SyncStepper, merge_logs
 from rlframe.envs import as_pool
+from rlframe.envs.adapters import env_seed
 from rlframe.errors import NoMethodError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, StatelessInference, as_inference
 from rlframe.metrics.rows import add_sums
@@ -361,8 +362,3 @@ class _PendingCall(NamedTuple):
     stepper: SyncStepper | AsyncStepper
     request: InferenceRequest
     call: handles.AsyncCall
-
-
-def env_seed(*parts: int) -> int:
-    """Return a seed below 2^31 for an environment pool, derived from `parts`: (seed, rank, incarnation)."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)

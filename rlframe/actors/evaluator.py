@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.actors.actor import env_seed
 from rlframe.actors.stepper import reset_at_first
 from rlframe.envs import as_pool
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.pool import stepping_phase
 from rlframe.errors import EnvError, StoppedError, UsageError
 from rlframe.inferencers.base import Inference, as_inference

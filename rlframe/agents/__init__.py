@@ -4,11 +4,12 @@ Contents of the files:
 
     algorithms        ppo, impala, pqn, dqn, r2d2, sac, td3, grpo
     base classes      base: Agent                    actor_critic: PPO, IMPALA     minibatches: PPO, PQN
-                      q_learning: DQN, R2D2, PQN     twin_critics: SAC, TD3        off_policy: DQN, R2D2, SAC, TD3
+                      q_learning: DQN, R2D2, PQN     twin_critics: SAC, TD3
     transforms        transforms: Normalized
     networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: builds the network
     math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
                       distributions (of actions)     schedules: rates, clipping    trees
+                      off_policy: replay, targets
                       action_masks: legal actions    initializers: of parameters
 
 An agent stores no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for

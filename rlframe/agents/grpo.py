@@ -22,6 +22,7 @@ from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients,
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import UsageError, check_above, check_at_least
 from rlframe.language.model import ModelConfig, transformer, weights
+from rlframe.sharding import divide_rows
 from rlframe.types import (
     AgentOutput,
     AgentState,
@@ -306,7 +307,7 @@ class GRPO(Agent):
         gradient = jax.value_and_grad(self._loss_of_rows, has_aux=True)
 
         def add(total: Any, part: _Rows) -> tuple[Any, None]:
-            (_, logs), grads = gradient(params, state, part)
+            (_, logs), grads = gradient(params, state, divide_rows(part))
             return jax.tree.map(jnp.add, total, (logs, _widened(grads))), None
 
         first = jax.tree.map(lambda x: x[0], parts)

@@ -33,6 +33,7 @@ from rlframe.agents.base import Agent, LearnerState
 from rlframe.agents.networks import has_images
 from rlframe.agents.schedules import current, current_values
 from rlframe.errors import UsageError
+from rlframe.sharding import divide_rows
 from rlframe.types import Batch, Logs, Params, ReplaySpec, Sequence, SequenceBatch, Tree
 
 
@@ -175,7 +176,7 @@ class MinibatchUpdates:
     def _step(self, carry: _Carry, rows: Tree, index: jax.Array | None, state: Any) -> tuple[_Carry, Logs]:
         """Do one gradient step. Discard the result if `stops(logs)` is True."""
         state = state._replace(opt_state=carry.opt_state)
-        minibatch = rows if index is None else jax.tree.map(lambda leaf: leaf[index], rows)
+        minibatch = rows if index is None else divide_rows(jax.tree.map(lambda leaf: leaf[index], rows))
         logs, grads = self._gradients(self._unravel(carry.vector), state, minibatch)
         vector, opt_state, more = self._agent.apply_gradients(carry.vector, ravel_pytree(grads)[0], state)
         after, logs = _Carry(vector, opt_state, carry.is_stopped), {**logs, **more}

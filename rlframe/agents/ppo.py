@@ -60,9 +60,10 @@ class PPOConfig:
 
 
 class Rollout(NamedTuple):
-    """The rows for minibatches. Every leaf is `[N, ...]` with N = B * T.
+    """The rows of PPO's minibatches. Every leaf is `[N, ...]`, with one row for each step.
 
     For a recurrent network, a row is the whole unroll of an environment, and the leaves are `[B, T, ...]`.
+    `PPO.predictions` returns them with one row for each step.
     """
 
     observation: Tree
@@ -117,7 +118,7 @@ class PPO(ActorCritic, MinibatchAgent):
         """Return the PPO loss of a minibatch: clipped objective, value error and entropy. Also return logs."""
         cfg, steps = self.cfg, learner_state.steps
         clip_epsilon = current(cfg, "clip_epsilon", steps)
-        logits, value, rows = self._forward(params, rows)
+        logits, value, rows = self.predictions(params, rows)
         log_ratio = self.distribution.log_prob(logits, rows.sample) - rows.log_prob
         ratio = jnp.exp(log_ratio)
         advantage = losses.normalize(rows.advantage, rows.mask) if cfg.normalize_advantages else rows.advantage
@@ -150,8 +151,13 @@ class PPO(ActorCritic, MinibatchAgent):
             )
         return logs["approx_kl"] > self.cfg.target_kl
 
-    def _forward(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
-        """Return (distribution parameters [N, P], values [N], the minibatch converted to one row per step)."""
+    def predictions(self, params: Params, rollout: Rollout) -> tuple[jax.Array, jax.Array, Rollout]:
+        """Apply the network to the rows of a minibatch, for any kind of network.
+
+        Returns:
+            (distribution parameters [N, P], values [N], the rows with one row per step). With a recurrent network, N
+            is the number of steps of all unrolls.
+        """
         if self._stepped.is_recurrent:
             outputs, _ = self._stepped.unroll(params, rollout.observation, rollout.step_type, rollout.state)
             logits, value = flatten_batch_and_time(outputs)

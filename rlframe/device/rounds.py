@@ -28,7 +28,8 @@ from rlframe.agents.base import Agent
 from rlframe.device.replay import DeviceReplay, StepRecord
 from rlframe.envs.checks import MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
-from rlframe.learners.update import are_finite, check_are_numbers, copy_arrays
+from rlframe.learners.update import are_finite, check_are_numbers
+from rlframe.sharding import copy_arrays
 from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, Tree
 
 # Added to the run's key to get the key of the replay. `Acting.calls` is the number for the keys of the actions, and

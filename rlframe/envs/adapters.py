@@ -52,12 +52,13 @@ class SingleEnv(abc.ABC):
         self.env.close()
 
 
-def env_seed(seed: int, index: int) -> int:
-    """Return the seed of one environment, in [0, 2^31): a hash of the pool's `seed` and the environment's `index`.
+def env_seed(*parts: int) -> int:
+    """Return a seed in [0, 2^31), a hash of `parts`.
 
+    The parts are (seed, rank, incarnation) for a pool, and (seed of the pool, index) for an environment in a pool.
     Because of the hash, pools with the seeds 1 and 2 share no environment seed.
     """
-    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0] >> 1)
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
 
 
 _NUMPY_FALSE = np.False_  # NumPy has only one False object: compare with `is`, which is faster than `==`

@@ -229,7 +229,7 @@ class Checkpointer:
         if self._open_manager is None:
             import orbax.checkpoint as ocp
 
-            # Hide Orbax's warning about a restore without a template. `_check` compares the arrays with a template.
+            # Hide Orbax's warning about a restore without a template. `SavedCheckpoint.tree` has the template.
             logging.getLogger("absl").addFilter(lambda record: "expects a target tree" not in record.getMessage())
             self.directory.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, enable_async_checkpointing=False)

@@ -27,13 +27,13 @@ from rlframe.learners.update import (
     check_is_batch,
     check_params,
     check_update,
-    copy_arrays,
     mean_version,
 )
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import Publication, PublicationReader, VersionCounter
 from rlframe.replay import ReplayReader
 from rlframe.replay.layout import batch_shapes
+from rlframe.sharding import LearnerDevices, copy_arrays
 from rlframe.types import Batch, Logs, Tree
 
 
@@ -81,6 +81,7 @@ class Learner:
         self._cfg, self._agent, self._logger = cfg, agent, logger
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
         self._update_lock = threading.RLock()
+        self._devices = LearnerDevices(cfg.devices, shard_params=cfg.shard_params)
         self.learner_steps = 0
         self._logs: Logs = {}  # logs of the newest checked update
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until `_check_update` has checked it
@@ -112,14 +113,13 @@ class Learner:
         cfg, agent, initial = self._cfg, self._agent, InitialState(self._agent)
         num_envs = cfg.num_envs if self._replay.buffer is not None else None
         arrays = initial.make(cfg.seed) if num_envs is None else initial.shapes()
-        self._packing = arrays.packing(agent)
-        self._update = LearnerUpdate(agent, self._packing)
+        self._update = LearnerUpdate(agent, arrays.packing(agent), self._devices)
         if num_envs is not None:
             self._update.compile_ahead(arrays, batch_shapes(agent, num_envs))
             arrays = initial.make(cfg.seed)
-        self._params, self._learner_state, self._actor_arrays = arrays
+        self._params, self._learner_state, self._actor_arrays = self._devices.put_state(arrays)
         check_params(self._params, self.learner_steps, self._last_good)
-        self._publication = Publication(self._versions.value, PackedParams(self._packing, self._actor_arrays))
+        self._publication = Publication(self._versions.value, self._update.for_actors(self._actor_arrays))
 
     def _restore_if_saved(self) -> None:
         """Restore the latest checkpoint. If there is none, continue above the versions that may have been published."""
@@ -152,15 +152,15 @@ class Learner:
         check_is_batch(batch, *others)
         if batch is None or self._replay.is_too_old(batch.params_version, self.params_version):
             return None
+        data = self._update.put(batch)  # the devices can get it while they still compute the previous update
         with self._update_lock, COMPUTING:
-            return self._step(batch)
+            return self._step(batch, data)
 
-    def _step(self, batch: Batch) -> Logs:
+    def _step(self, batch: Batch, data: Batch) -> Logs:
         self._check_update()
         keys, staleness = batch.keys, self.params_version - mean_version(batch.params_version)
-        batch = batch._replace(keys=(), params_version=())
         self._params, self._learner_state, logs, self._actor_arrays, is_finite = self._update(
-            self._params, self._learner_state, batch, self._actor_arrays
+            self._params, self._learner_state, data, self._actor_arrays
         )
         self.learner_steps += 1
         priorities, logs["staleness"] = logs.pop("priorities", None), float(staleness)
@@ -363,7 +363,7 @@ class Learner:
         with self._update_lock:
             buffer, template = self._replay.saved if with_replay else None, (self._params, self._learner_state)
             tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
-            self._params, self._learner_state = copy_arrays(tree)
+            self._params, self._learner_state = self._devices.put_state(copy_arrays(tree))
             self.learner_steps, version = saved["counters"]["learner_steps"], saved["counters"]["version"]
             self._unchecked = None
             self._replay.resume(version)
@@ -384,7 +384,7 @@ class Learner:
         self._actor_arrays = self._update.pack(self._params, self._learner_state)
 
     def _publish(self) -> None:
-        self._publication.publish(self._versions.value, PackedParams(self._packing, self._actor_arrays))
+        self._publication.publish(self._versions.value, self._update.for_actors(self._actor_arrays))
 
     def close(self) -> None:
         """Stop `run()`, and the threads that write checkpoints and publish parameters."""

@@ -16,7 +16,8 @@ import numpy as np
 from rlframe import compilation
 from rlframe.agents.base import Agent
 from rlframe.errors import NonFiniteLossError, UsageError
-from rlframe.params.packing import Packing
+from rlframe.params.packing import PackedParams, Packing
+from rlframe.sharding import LearnerDevices, copy_arrays, one_copy
 from rlframe.types import Batch, Logs, Params, Tree
 
 
@@ -63,10 +64,11 @@ class LearnerUpdate:
     Args:
         agent: the `Agent` that learns.
         packing: layout of the packed parameters.
+        devices: the devices that share the update.
     """
 
-    def __init__(self, agent: Agent, packing: Packing) -> None:
-        self._agent, self._packing = agent, packing
+    def __init__(self, agent: Agent, packing: Packing, devices: LearnerDevices) -> None:
+        self._agent, self._packing, self._devices = agent, packing, devices
         self.pack = jax.jit(self._pack)
         self._keep_finite = jax.jit(self._finite_or_old)
         self._jitted: compilation.jit | None = None
@@ -74,7 +76,16 @@ class LearnerUpdate:
             self._jitted = compilation.jit(self._update, donate_argnums=(0, 1), differentiates=True)
 
     def __call__(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
-        return (self._jitted or self._update)(params, learner_state, batch, actor_arrays)
+        with self._devices.dividing():
+            return (self._jitted or self._update)(params, learner_state, batch, actor_arrays)
+
+    def put(self, batch: Batch) -> Batch:
+        """Start to copy a batch to the devices, without the fields that the update does not use."""
+        return self._devices.put_rows(batch._replace(keys=(), params_version=()))
+
+    def for_actors(self, actor_arrays: list[jax.Array]) -> PackedParams:
+        """Return packed parameters to publish. If several devices have them, use the copy of the first device."""
+        return PackedParams(self._packing, [one_copy(array) for array in actor_arrays])
 
     def compile_ahead(self, shapes: LearnerArrays, batch: Batch) -> None:
         """Compile the update in another thread. See `compilation.jit.compile_ahead`.
@@ -84,12 +95,15 @@ class LearnerUpdate:
             batch: the shapes of a batch, from `batch_shapes`.
         """
         if self._jitted is not None:
-            self._jitted.compile_ahead(shapes.params, shapes.learner_state, batch, shapes.actor_arrays)
+            params, learner_state, actor_arrays = self._devices.state_shapes(shapes)
+            with self._devices.dividing():
+                self._jitted.compile_ahead(params, learner_state, self._devices.row_shapes(batch), actor_arrays)
 
     def _update(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
         actor_arrays, is_finite = self._keep_finite(params, learner_state, actor_arrays)
-        return UpdateResult(params, learner_state, dict(logs), actor_arrays, is_finite)
+        kept = self._devices.keep_state((params, learner_state, actor_arrays))
+        return UpdateResult(kept[0], kept[1], dict(logs), kept[2], is_finite)
 
     def _finite_or_old(
         self, params: Tree, learner_state: Tree, actor_arrays: list[jax.Array]
@@ -104,19 +118,14 @@ class LearnerUpdate:
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
         # Copy the arrays, because actors can still read the packed parameters when the next update donates the arrays.
-        return copy_arrays(self._packing.pack_jax(self._agent.actor_params(params, learner_state)))
+        packed = self._packing.pack_jax(self._agent.actor_params(params, learner_state))
+        return self._devices.keep_state(copy_arrays(packed))
 
 
 def are_finite(tree: Tree) -> jax.Array:
     """Return [] bool: True if every floating-point number in `tree` is finite."""
     leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves] or True))
-
-
-@jax.jit
-def copy_arrays(tree: Tree) -> Tree:
-    """Return a copy of each array."""
-    return jax.tree.map(jnp.copy, tree)
 
 
 def as_numbers(logs: Logs) -> dict[str, float]:

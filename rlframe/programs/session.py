@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from rlframe import handles
-from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.codec import Codec
 from rlframe.metrics import Logger, ProgressDisplay
 from rlframe.programs.experiment import Experiment

@@ -95,7 +95,7 @@ def test_ppo_learns_with_the_same_recurrent_states_as_in_acting(specs, name):
     assert (data.step_type == LAST).any() and (data.step_type[:, 1:] == FIRST).any()
     rollout = agent.rollout(params, data)
     assert rollout.log_prob.shape == (4, 40)
-    logits, value, rows = agent._forward(params, rollout)
+    logits, value, rows = agent.predictions(params, rollout)
     np.testing.assert_allclose(agent.distribution.log_prob(logits, rows.sample), rows.log_prob, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(value, rows.value, rtol=1e-4, atol=1e-5)
     new, learner_state, logs = jax.jit(agent.learner_step)(params, agent.initial_learner_state(params), batch)

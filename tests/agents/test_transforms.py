@@ -104,7 +104,7 @@ def test_log_probabilities_are_equal_in_learning_and_acting(network):
     for seed in range(2):
         batch = batches.sequences(agent, params, state, seed=seed)
         data, statistics = agent.normalized(state.statistics, batch.data)
-        logits, _, rows = inner._forward(params, inner.rollout(params, data))
+        logits, _, rows = inner.predictions(params, inner.rollout(params, data))
         np.testing.assert_allclose(
             inner.distribution.log_prob(logits, rows.sample), rows.log_prob, rtol=1e-5, atol=1e-5
         )

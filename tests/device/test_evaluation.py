@@ -11,11 +11,11 @@ import pytest
 from dm_env import specs
 
 from rlframe.actors import Evaluator
-from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import PPO
 from rlframe.device.evaluation import DeviceEvaluator, EvaluationProgram
 from rlframe.device.seeds import JointSeeds
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, StoppedError

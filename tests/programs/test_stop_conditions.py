@@ -47,7 +47,7 @@ def test_run_ends_after_until_seconds(tmp_path, place):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("limit", [{"until_return": 5.0}, {"until_learner_steps": 20}, {"until_seconds": 12.0}])
+@pytest.mark.parametrize("limit", [{"until_return": 5.0}, {"until_learner_steps": 20}, {"until_seconds": 25.0}])
 @pytest.mark.parametrize("place", PROCESSES)
 def test_each_limit_ends_a_run_in_every_topology_and_engine(tmp_path, place, limit):
     result = check(tmp_path / "run", place, limit)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import jax
 
 from rlframe.actors import Evaluator
-from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents import Agent
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
@@ -24,7 +24,6 @@ from rlframe.programs.options import registry
 from rlframe.programs.options.fields import convert
 from rlframe.programs.options.make_experiment import with_fields
 from rlframe.programs.options.saved_experiment import check_backend
-from rlframe.programs.policies.largest import make_largest
 from rlframe.programs.policies.saved import (
     NEVER_SYNC,
     Checkpoint,
@@ -41,6 +40,7 @@ from rlframe.programs.topologies.makers import (
     make_pool,
     read_codec,
 )
+from rlframe.retry import make_largest
 from rlframe.types import Logs, Tree
 
 if TYPE_CHECKING:

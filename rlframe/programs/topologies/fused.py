@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from rlframe.actors.actor import env_seed
 from rlframe.engines import Engine
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.jax_pool import env_keys
 from rlframe.envs.names import default_type, describe, is_jax
 from rlframe.errors import UsageError

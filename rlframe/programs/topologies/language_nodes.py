@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from rlframe import handles
-from rlframe.actors.actor import env_seed
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.group import ANSWER_TIMEOUT
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.files import write_atomically

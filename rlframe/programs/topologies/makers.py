@@ -13,12 +13,12 @@ import dataclasses
 import functools
 from typing import Any
 
-from rlframe.actors.actor import env_seed
 from rlframe.agents import Agent, Normalized
 from rlframe.agents.schedules import checked_for_run, function_names
 from rlframe.engines import Engine
 from rlframe.engines.base import RunsReverb
 from rlframe.envs import AsyncEnv, SyncEnv, default_type
+from rlframe.envs.adapters import env_seed
 from rlframe.envs.codec import Codec
 from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs import make_jax_env

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import rlframe
-from rlframe.actors.actor import env_seed
 from rlframe.actors.evaluator import EVALUATOR_RANK
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
+from rlframe.envs.adapters import env_seed
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.learners.checkpoints import Checkpointer, SavedCheckpoint
 from rlframe.programs.options import registry
