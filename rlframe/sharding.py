@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -72,11 +72,21 @@ class LearnerDevices:
         finally:
             _mesh.reset(token)
 
-    def put_rows(self, tree: Tree, axis: int = 0) -> Tree:
+    def divided(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, called with `dividing`."""
+
+        def call(*args: Any) -> Any:
+            with self.dividing():
+                return function(*args)
+
+        return function if self.mesh is None else call
+
+    def put_rows(self, tree: Tree) -> Tree:
         """Copy rows `[B, ...]` to the devices. With one device, the next jitted call copies them."""
-        if self.mesh is None:
+        mesh = self.mesh
+        if mesh is None:
             return tree
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, _row_sharding(self.mesh, leaf, axis)), tree)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, _row_sharding(mesh, leaf)), tree)
 
     def put_state(self, tree: Tree) -> Tree:
         """Copy parameters and learner state to the devices. With one device, return `tree`."""
@@ -94,10 +104,11 @@ class LearnerDevices:
 
     def row_shapes(self, tree: Tree) -> Tree:
         """Add the sharding of `put_rows` to a tree of `jax.ShapeDtypeStruct`."""
-        if self.mesh is None:
+        mesh = self.mesh
+        if mesh is None:
             return tree
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_row_sharding(self.mesh, leaf)), tree
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_row_sharding(mesh, leaf)), tree
         )
 
     def keep_state(self, tree: Tree) -> Tree:
@@ -107,7 +118,8 @@ class LearnerDevices:
         return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, self._state_sharding(leaf)), tree)
 
     def _state_sharding(self, leaf: Any) -> NamedSharding:
-        spec = [None] * np.ndim(leaf)
+        assert self.mesh is not None
+        spec: list[str | None] = [None] * np.ndim(leaf)
         if self._shard_params:
             sizes = {size: axis for axis, size in reversed([*enumerate(np.shape(leaf))]) if size % self.count == 0}
             if sizes:
@@ -125,6 +137,15 @@ def divide_rows(tree: Tree, axis: int = 0) -> Tree:
     if mesh is None:
         return tree
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, _row_sharding(mesh, leaf, axis)), tree)
+
+
+def keep_whole(tree: Tree) -> Tree:
+    """Keep a copy of each array on each device of the learner. For jitted functions, like `divide_rows`."""
+    mesh = _mesh.get()
+    if mesh is None:
+        return tree
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, whole), tree)
 
 
 def one_copy(array: Any) -> Any:

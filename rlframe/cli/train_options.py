@@ -73,7 +73,8 @@ HELP_GROUPS = {
     ),
     "Processes": (
         *("topology", "engine", "num_actors", "num_inferencers", "num_pools", "replay", "replay_shards"),
-        *("max_restarts", "hang_timeout", "grace_seconds", "slots", "service_port", "policy_port"),
+        *("learner_devices", "shard_params", "max_restarts", "hang_timeout", "grace_seconds", "slots"),
+        *("service_port", "policy_port"),
     ),
     "Elastic and cluster": (
         *("operator", "min_actors", "max_actors", "mean_staleness", "ray_address", "accelerators"),

@@ -26,6 +26,7 @@ from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.learners import Learner
+from rlframe.sharding import LearnerDevices
 from rlframe.types import Logs, Params
 
 
@@ -203,6 +204,7 @@ class CompiledRounds:
         envs: the environments.
         num_envs: number of environments.
         clip_rewards: see `Rounds`.
+        devices: the devices that share the environments, the replay and the updates.
 
     Attributes:
         rounds: the rounds.
@@ -211,19 +213,23 @@ class CompiledRounds:
         init: `Rounds.init`.
     """
 
-    def __init__(self, agent: Agent, envs: BatchedJaxEnv, num_envs: int, clip_rewards: float | None) -> None:
+    def __init__(
+        self, agent: Agent, envs: BatchedJaxEnv, num_envs: int, clip_rewards: float | None, devices: LearnerDevices
+    ) -> None:
         spec = agent.replay_spec
         replay = UnrollQueue(spec, num_envs) if spec.kind == "queue" else StepRing(spec, num_envs)
         self.rounds = Rounds(agent, envs, replay, num_envs, clip_rewards)
         # On a CPU, the gradient of a convolution takes many times as long inside a loop (docs/project/speed.md).
         loops_slowly = has_images(agent.observation_spec) and jax.default_backend() == "cpu"
         self.in_parts = loops_slowly or not agent.jit_learner_step
-        self.run: Callable[[Carry, CallLimits], Carry]
-        if self.in_parts:
-            self.run = in_parts(self.rounds, agent)
-        else:
-            self.run = compilation.jit(self.rounds.run, donate_argnums=(0,), differentiates=True)
-        self.init: Callable[..., Carry] = compilation.jit(self.rounds.init, differentiates=False)
+        run = (
+            in_parts(self.rounds, agent)
+            if self.in_parts
+            else compilation.jit(self.rounds.run, donate_argnums=(0,), differentiates=True)
+        )
+        self.run: Callable[[Carry, CallLimits], Carry] = devices.divided(run)
+        self.init: Callable[..., Carry] = devices.divided(compilation.jit(self.rounds.init, differentiates=False))
+        self._devices = devices
 
     def restore(self, start: Start, saved: list[np.ndarray]) -> Carry:
         """Return the carry with the leaves of a saved `state_of`, and otherwise like `init`. Empty `saved`.
@@ -240,7 +246,10 @@ class CompiledRounds:
         saved.reverse()
         leaves = [_to_device(saved.pop()) for _ in range(len(saved))]
         acting, replay, actor_params = jax.tree.unflatten(structure, leaves)
-        return Carry(acting=acting, replay=replay, actor_params=actor_params, **parts)
+        carry = Carry(acting=acting, replay=replay, actor_params=actor_params, **parts)
+        if self._devices.mesh is None:
+            return carry
+        return self._devices.divided(compilation.jit(self.rounds.divide, differentiates=False))(carry)
 
     def check_memory(self, start: Start, *, runs: int = 1, restored: int = 0, joins: bool = False) -> None:
         """Raise UsageError if the replays of several runs do not fit into memory. They must not exist yet.
@@ -255,8 +264,10 @@ class CompiledRounds:
         if jax.default_backend() == "cpu":
             # A checkpoint needs memory for one more replay. A restored checkpoint is freed after it was copied.
             replays = runs + 1 - restored
-        replay = self.rounds.replay
-        check_memory(replays * num_bytes(self.rounds.replay_shapes(start)), replay.how_to_shrink)
+        needed = replays * num_bytes(self.rounds.replay_shapes(start))
+        if jax.default_backend() != "cpu":  # each device has a part of the replay
+            needed //= self._devices.count
+        check_memory(needed, self.rounds.replay.how_to_shrink)
 
 
 class SingleRun:

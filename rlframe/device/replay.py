@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rlframe.errors import UsageError
+from rlframe.sharding import divide_rows, keep_whole
 from rlframe.types import AgentState, Batch, ReplaySpec, Sequence, SequenceBatch, TimeStep, Tree
 
 
@@ -52,6 +53,9 @@ class DeviceReplay(Protocol):
 
     def set_priorities(self, replay: Any, places: Any, priorities: jax.Array) -> Any:
         """Set the priorities [B] of items."""
+
+    def divide(self, replay: Any) -> Any:
+        """Divide the steps of the environments between the learner's devices. See `sharding.divide_rows`."""
 
 
 class QueueArrays(NamedTuple):
@@ -128,6 +132,10 @@ class UnrollQueue:
     def set_priorities(self, queue: QueueArrays, places: Any, priorities: jax.Array) -> QueueArrays:
         """Do nothing, because a queue has no priorities."""
         return queue
+
+    def divide(self, queue: QueueArrays) -> QueueArrays:
+        """See `DeviceReplay`."""
+        return QueueArrays(divide_rows(queue.unrolls), *keep_whole((queue.first, queue.size)))
 
 
 def unroll(records: StepRecord) -> SequenceBatch:

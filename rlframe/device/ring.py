@@ -16,6 +16,7 @@ import numpy as np
 from rlframe.device.replay import StepRecord
 from rlframe.errors import UsageError
 from rlframe.replay.tables import MIN_PRIORITY
+from rlframe.sharding import divide_rows, keep_whole
 from rlframe.types import (
     LAST,
     AgentState,
@@ -367,6 +368,11 @@ class StepRing:
         values = jnp.maximum(priorities, MIN_PRIORITY) ** self._spec.priority_exponent
         weights = self._tree.set(ring.weights, leaves, values.astype(jnp.float32))
         return ring._replace(weights=weights, highest=jnp.maximum(ring.highest, priorities.max()))
+
+    def divide(self, ring: RingArrays) -> RingArrays:
+        """See `DeviceReplay`. Each device has the steps of some environments, and all priorities."""
+        others = {name: part for name, part in ring._asdict().items() if name != "steps"}
+        return RingArrays(divide_rows(ring.steps, axis=1), **keep_whole(others))
 
 
 def _put(rows: Tree, row: jax.Array, values: Tree) -> Tree:

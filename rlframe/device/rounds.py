@@ -29,8 +29,8 @@ from rlframe.device.replay import DeviceReplay, StepRecord
 from rlframe.envs.checks import MaskCheck
 from rlframe.envs.jax_env import BatchedJaxEnv, EnvCarry
 from rlframe.learners.update import are_finite, check_are_numbers
-from rlframe.sharding import copy_arrays
-from rlframe.types import FIRST, LAST, AgentState, Logs, Params, TimeStep, Tree
+from rlframe.sharding import copy_arrays, divide_rows, keep_whole
+from rlframe.types import FIRST, LAST, AgentState, Batch, Logs, Params, TimeStep, Tree
 
 # Added to the run's key to get the key of the replay. `Acting.calls` is the number for the keys of the actions, and
 # does not reach this number.
@@ -172,7 +172,13 @@ class Rounds:
             shapes = jax.eval_shape(agent.learner_step, params, learner_state, batch)[2]
             logs = {name: jnp.zeros((), jnp.float32) for name in shapes if name != "priorities"}
         carry = Carry(rng, replay_rng, params, learner_state, actor_params, acting, replay, logs, no_tally())
-        return jax.tree.map(jnp.copy, carry)
+        return self.divide(jax.tree.map(jnp.copy, carry))
+
+    def divide(self, carry: Carry) -> Carry:
+        """Divide environments and replay between the learner's devices, which each have the rest. See `sharding`."""
+        divided = {"acting": divide_rows(carry.acting), "replay": self.replay.divide(carry.replay)}
+        others = {name: part for name, part in carry._asdict().items() if name not in divided}
+        return Carry(**keep_whole(others), **divided)
 
     def replay_shapes(self, start: Start) -> Any:
         """Return the shapes and dtypes of the replay of `init`, without computing it."""
@@ -232,11 +238,17 @@ class Rounds:
         state = (carry.acting, carry.tally)
         (acting, tally), records = jax.lax.scan(act, state, length=self.replay.steps_per_round)
         replay = self.replay.add(carry.replay, records)
-        return carry._replace(acting=acting, tally=tally._replace(rounds=tally.rounds + 1), replay=replay)
+        tally = tally._replace(rounds=tally.rounds + 1)
+        return self.divide(carry._replace(acting=acting, tally=tally, replay=replay))
+
+    def draw(self, rng: jax.Array, replay: Any) -> tuple[Any, Batch, Any]:
+        """Draw a batch, and divide it between the learner's devices. See `DeviceReplay.draw`."""
+        replay, batch, places = self.replay.draw(rng, replay)
+        return replay, divide_rows(batch), places
 
     def learn(self, carry: Carry) -> Carry:
         """Draw a batch, and do one update."""
-        replay, batch, places = self.replay.draw(carry.replay_rng, carry.replay)
+        replay, batch, places = self.draw(carry.replay_rng, carry.replay)
         params, learner_state, logs = self._agent.learner_step(carry.params, carry.learner_state, batch)
         return self.finish_update(carry._replace(replay=replay), params, learner_state, dict(logs), places)
 
@@ -253,7 +265,7 @@ class Rounds:
         failed = jnp.where((tally.failed_update == 0) & ~is_finite, updates, tally.failed_update)
         check_are_numbers(logs)
         logs = {name: jnp.asarray(value, jnp.float32).reshape(()) for name, value in logs.items()}
-        return carry._replace(
+        after = carry._replace(
             params=params,
             learner_state=learner_state,
             actor_params=actor_params,
@@ -261,6 +273,7 @@ class Rounds:
             logs=logs,
             tally=tally._replace(updates=updates, failed_update=failed),
         )
+        return self.divide(after)
 
     def _act(self, rng: jax.Array, actor_params: Tree, acting: Acting) -> tuple[Acting, StepRecord, jax.Array]:
         """Step all environments once. Return also the rewards before clipping, [N]."""
@@ -302,7 +315,7 @@ def in_parts(rounds: Rounds, agent: Agent) -> Callable[[Carry, CallLimits], Carr
     may_learn = compilation.jit(rounds.may_learn, differentiates=False)
     collect = compilation.jit(rounds.collect, donate_argnums=(0,), differentiates=False)
     learn = compilation.jit(rounds.learn, donate_argnums=(0,), differentiates=True)
-    draw = compilation.jit(rounds.replay.draw, differentiates=False)
+    draw = compilation.jit(rounds.draw, differentiates=False)
     finish = compilation.jit(rounds.finish_update, differentiates=False)
 
     def learn_in_python(carry: Carry) -> Carry:

@@ -62,6 +62,7 @@ class Learner:
         learner_steps: updates since the run started, including those before a resume.
         saver: writes due checkpoints. None without a `checkpoint_dir`. Callers that use `step` can call it, too.
         saved_step: the value of `learner_steps` in the newest checkpoint.
+        devices: the devices that share each update.
         replay_saved_step: the value of `learner_steps` in the newest checkpoint that has a replay.
         restored: the checkpoint that the Learner was restored from, or None.
     """
@@ -80,8 +81,7 @@ class Learner:
         keep_freed_memory()
         self._cfg, self._agent, self._logger = cfg, agent, logger
         self._stop, self._finish, self._finished = threading.Event(), threading.Event(), threading.Event()
-        self._update_lock = threading.RLock()
-        self._devices = LearnerDevices(cfg.devices, shard_params=cfg.shard_params)
+        self._update_lock, self.devices = threading.RLock(), LearnerDevices(cfg.devices, shard_params=cfg.shard_params)
         self.learner_steps = 0
         self._logs: Logs = {}  # logs of the newest checked update
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until `_check_update` has checked it
@@ -113,11 +113,11 @@ class Learner:
         cfg, agent, initial = self._cfg, self._agent, InitialState(self._agent)
         num_envs = cfg.num_envs if self._replay.buffer is not None else None
         arrays = initial.make(cfg.seed) if num_envs is None else initial.shapes()
-        self._update = LearnerUpdate(agent, arrays.packing(agent), self._devices)
+        self._update = LearnerUpdate(agent, arrays.packing(agent), self.devices)
         if num_envs is not None:
             self._update.compile_ahead(arrays, batch_shapes(agent, num_envs))
             arrays = initial.make(cfg.seed)
-        self._params, self._learner_state, self._actor_arrays = self._devices.put_state(arrays)
+        self._params, self._learner_state, self._actor_arrays = self.devices.put_state(arrays)
         check_params(self._params, self.learner_steps, self._last_good)
         self._publication = Publication(self._versions.value, self._update.for_actors(self._actor_arrays))
 
@@ -363,7 +363,7 @@ class Learner:
         with self._update_lock:
             buffer, template = self._replay.saved if with_replay else None, (self._params, self._learner_state)
             tree, saved, has_replay = self._checkpointer.restore(template, step, buffer)
-            self._params, self._learner_state = self._devices.put_state(copy_arrays(tree))
+            self._params, self._learner_state = self.devices.put_state(copy_arrays(tree))
             self.learner_steps, version = saved["counters"]["learner_steps"], saved["counters"]["version"]
             self._unchecked = None
             self._replay.resume(version)

@@ -70,6 +70,11 @@ def run_seeds(
             f"run_seeds needs the topology fused, but the topology is {experiment.topology_config.name}. Call "
             "run_experiment for each seed."
         )
+    if experiment.topology_config.learner_devices > 1:
+        raise UsageError(
+            "Several seeds in one process use one device, because they are already computed together. Leave "
+            "learner_devices at 1, or run each seed in its own process (--at-once)."
+        )
     _import_modules(experiment, [_SERVICE] * (control_address is not None))
     group, callbacks = JointSeeds(run_dirs), list(callbacks)
     outcomes: dict[int, Outcome] = {}

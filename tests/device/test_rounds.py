@@ -14,6 +14,7 @@ from rlframe.learners import Learner, LearnerConfig
 from rlframe.learners.update import copy_arrays
 from rlframe.programs.options.make_experiment import fill_configs
 from rlframe.programs.topologies.makers import make_agent, make_jax_envs
+from rlframe.sharding import LearnerDevices
 from tests.programs.test_fused import SMALL, experiment
 
 MANY = 10**6
@@ -28,7 +29,7 @@ class Made:
     def __init__(self, agent="dqn", **options):
         values = fill_configs(experiment(agent, **{**DQN, **options}))
         self.agent = make_agent(values)
-        self.compiled = CompiledRounds(self.agent, make_jax_envs(values), NUM_ENVS, None)
+        self.compiled = CompiledRounds(self.agent, make_jax_envs(values), NUM_ENVS, None, LearnerDevices())
         self.learner = Learner(LearnerConfig(seed=3), self.agent, None)
         self.start = Start(jax.random.PRNGKey(3), *self.learner.state, env_keys(5, NUM_ENVS))
         self.carry = self.compiled.init(*self.start)

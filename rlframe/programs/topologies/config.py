@@ -62,7 +62,7 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-    """The base class of all topology options. Its only option is the name.
+    """The base class of all topology options. Its only options are the name and the devices of the learner.
 
     Each property returns a default. If a subclass has an option for this value, it overrides the property.
 
@@ -86,6 +86,8 @@ class TopologyConfig:
     joins_seeds: ClassVar[bool] = False
 
     name: str = ""  # Name on the command line.
+    # Devices that share each update: the first ones of the learner's process.
+    learner_devices: int = option(1, at_least=1, changeable=True)
 
     @property
     def engine_name(self) -> str:

@@ -55,7 +55,9 @@ def fused(engine: Engine, session: Session) -> None:
     experiment, config = session.experiment, Fused.of(session.experiment)
     session.show("compiling")
     learner = Learner(learner_config(session), session.agent, None)
-    compiled = CompiledRounds(session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards)
+    compiled = CompiledRounds(
+        session.agent, make_jax_envs(experiment), experiment.num_envs, config.clip_rewards, learner.devices
+    )
     keys = env_keys(env_seed(experiment.seed, 0, 0), experiment.num_envs)
     start = Start(jax.random.PRNGKey(experiment.seed), *learner.state, keys)
     extras = None if learner.restored is None else learner.restored.extras

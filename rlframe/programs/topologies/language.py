@@ -47,6 +47,8 @@ class Language(ProgramConfig):
     slots: int = option(32, at_least=1, changeable=True)
     # Port of the trajectory service and its live page. 0 means any free port.
     service_port: int = option(0, changeable=True)
+    # With --learner-devices: each device has only a part of the parameters and of the optimizer's state.
+    shard_params: bool = option(False, changeable=True)
     policy_port: int = option(0, changeable=True)  # Port of the policy server. 0 means any free port.
 
     def __post_init__(self) -> None:
@@ -161,7 +163,12 @@ def make_learner(session: Session) -> Any:
         )
     # The steps of this run are learner steps. The learner also stops at the last step, in case the monitor fails.
     every = experiment.checkpoint_every or experiment.steps
-    cfg = dataclasses.replace(learner_config(session), max_learner_steps=session.until, checkpoint_every=every)
+    cfg = dataclasses.replace(
+        learner_config(session),
+        max_learner_steps=session.until,
+        checkpoint_every=every,
+        shard_params=config.shard_params,
+    )
     vocab_size = session.agent.model_config.vocab_size  # type: ignore[attr-defined]
     return Learner(cfg, session.agent, TrajectoryBuffer(config.service_url, vocab_size=vocab_size))
 

@@ -204,6 +204,7 @@ def learner_config(session: Session) -> LearnerConfig:
         resume=True,  # a restarted learner must continue from its checkpoint
         num_envs=experiment.num_envs if session.agent.learns_from == "steps" else None,
         codec=session.codec,
+        devices=session.topology_config.learner_devices,
     )
 
 
