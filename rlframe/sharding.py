@@ -48,15 +48,11 @@ class LearnerDevices:
     def __init__(self, count: int = 1, *, shard_params: bool = False) -> None:
         devices = jax.local_devices()
         if count > len(devices):
-            kind = devices[0].platform
+            platform, plural = devices[0].platform, "s" * (len(devices) > 1)
+            simulate = " For a test, XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices on a CPU."
             raise UsageError(
-                f"learner_devices={count}, but the learner's process has {len(devices)} {kind} device"
-                f"{'s' * (len(devices) > 1)}. Lower learner_devices"
-                + (
-                    ", or start with XLA_FLAGS=--xla_force_host_platform_device_count=N to simulate devices."
-                    * (kind == "cpu")
-                    or "."
-                )
+                f"learner_devices={count}, but the learner's process has {len(devices)} {platform} device{plural}. Lower "
+                f"learner_devices.{simulate if platform == 'cpu' else ''}"
             )
         self.count, self._shard_params = count, shard_params
         self.mesh: Mesh | None = None

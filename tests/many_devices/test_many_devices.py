@@ -1,0 +1,28 @@
+"""Run `checks.py` in a process with 8 simulated devices, because a process chooses its devices only once."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from rlframe.errors import UsageError
+from rlframe.sharding import LearnerDevices
+
+CHECKS = pathlib.Path(__file__).with_name("checks.py")
+
+
+@pytest.mark.parametrize("marker", ["not system", pytest.param("system", marks=pytest.mark.system)])
+def test_several_devices_compute_the_same_as_one(marker):
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marker, str(CHECKS)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-5_000:] + done.stderr[-2_000:]
+
+
+def test_more_devices_than_the_process_has_are_refused():
+    with pytest.raises(UsageError, match=r"learner_devices=64, but the learner's process has 1 cpu device\. Lower"):
+        LearnerDevices(64)
