@@ -34,30 +34,28 @@ _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", defa
 
 
 class LearnerDevices:
-    """The devices of a learner: the first ones of its process.
+    """The devices of a learner.
 
     Args:
-        count: number of devices.
+        devices: number of devices, the first ones of this process, or the ids of devices.
         shard_params: divide large parameters and their optimizer state, too. Each device then has only a part of them,
             and gets the other parts when it needs them. A model that is too large for one device can learn.
 
+    Attributes:
+        count: number of devices.
+        mesh: the devices as a mesh. None means JAX's default device.
+
     Raises:
-        UsageError: this process has fewer devices.
+        UsageError: this process does not have these devices.
     """
 
-    def __init__(self, count: int = 1, *, shard_params: bool = False) -> None:
-        devices = jax.local_devices()
-        if count > len(devices):
-            platform, plural = devices[0].platform, "s" * (len(devices) > 1)
-            simulate = " For a test, XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices on a CPU."
-            raise UsageError(
-                f"learner_devices={count}, but the learner's process has {len(devices)} {platform} device{plural}. Lower "
-                f"learner_devices.{simulate if platform == 'cpu' else ''}"
-            )
-        self.count, self._shard_params = count, shard_params
+    def __init__(self, devices: int | tuple[int, ...] = 1, *, shard_params: bool = False) -> None:
+        ids = tuple(range(devices)) if isinstance(devices, int) else devices
+        chosen = [local_device("learner_devices", each) for each in ids]
+        self.count, self._shard_params = len(ids), shard_params
         self.mesh: Mesh | None = None
-        if count > 1:
-            self.mesh = jax.make_mesh((count,), (_AXIS,), devices=devices[:count], axis_types=(AxisType.Auto,))
+        if ids != (0,):
+            self.mesh = jax.make_mesh((len(ids),), (_AXIS,), devices=chosen, axis_types=(AxisType.Auto,))
 
     @contextlib.contextmanager
     def dividing(self) -> Iterator[None]:
@@ -121,6 +119,19 @@ class LearnerDevices:
             if sizes:
                 spec[sizes[max(sizes)]] = _AXIS
         return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def local_device(option: str, number: int) -> jax.Device:
+    """Return device `number` of this process. If there is no such device, raise UsageError, which names the option."""
+    devices = jax.local_devices()
+    if number < len(devices):
+        return devices[number]
+    there = f"{len(devices)} {devices[0].platform} device{'s' * (len(devices) > 1)}"
+    simulate = " For a test, XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices on a CPU."
+    raise UsageError(
+        f"{option} needs device {number} (the first one is 0), but this process has {there}. Choose other devices."
+        f"{simulate if devices[0].platform == 'cpu' else ''}"
+    )
 
 
 def divide_rows(tree: Tree, axis: int = 0) -> Tree:

@@ -74,7 +74,7 @@ HELP_GROUPS = {
     "Processes": (
         *("topology", "engine", "num_actors", "num_inferencers", "num_pools", "replay", "replay_shards"),
         *("learner_devices", "shard_params", "max_restarts", "hang_timeout", "grace_seconds", "slots"),
-        *("service_port", "policy_port"),
+        *("service_port", "policy_port", "actor_device_ids", "learner_device_ids"),
     ),
     "Elastic and cluster": (
         *("operator", "min_actors", "max_actors", "mean_staleness", "ray_address", "accelerators"),

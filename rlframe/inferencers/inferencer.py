@@ -22,6 +22,7 @@ from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.interprocess.memory import MemoryName
 from rlframe.params.packing import PackedParams, Packing
 from rlframe.params.reader import ParamSource, Refresher
+from rlframe.sharding import local_device
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class InferencerConfig:
     sync_interval: int = 1  # inference calls between two checks for newer parameters
     greedy: bool = False  # True: act with `agent.eval_step`, not `agent.actor_step`
     seed: int = 0
+    device: int | None = None  # id of the device that acts; None means the device of the parameters
     learner_deadline: float = handles.DEADLINE  # maximum seconds without an answer from a remote learner
     # Options of a service (`run`), which an inline Inferencer ignores:
     refresh_interval: float = 0.02  # seconds between two checks for newer parameters
@@ -113,7 +115,7 @@ class Inferencer:
 
     @functools.cached_property
     def _rng(self) -> jax.Array:
-        return jax.random.PRNGKey(self._cfg.seed)
+        return self._put(jax.random.PRNGKey(self._cfg.seed))
 
     @functools.cached_property
     def _jitted_step(self) -> compilation.jit:
@@ -134,8 +136,16 @@ class Inferencer:
 
     @functools.cached_property
     def _upload(self) -> Any:
+        if self._cfg.device is not None:
+            return self._put
         # A jitted identity function copies arrays to the device ten times faster than jax.device_put.
         return jax.jit(lambda arrays: arrays)
+
+    def _put(self, tree: Tree) -> Tree:
+        """Copy arrays to the device that acts, directly from device to device if they are on another one."""
+        if self._cfg.device is None:
+            return tree
+        return jax.device_put(tree, local_device("actor_device_ids", self._cfg.device))
 
     def specs(self) -> AgentSpecs:
         """Return (replay_spec, step_spec) of the agent. An Actor needs them if its replay is on another node."""

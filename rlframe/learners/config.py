@@ -53,12 +53,13 @@ class LearnerConfig:
     # Number of environments of all actors. If it is given, the constructor compiles the update in another thread, so
     # that the first update need not wait. None: the first update compiles.
     num_envs: int | None = None
-    devices: int = 1  # number of devices that share each update: the first ones of the process
+    # Devices that share each update: a number (the first ones of the process), or the ids of devices.
+    devices: int | tuple[int, ...] = 1
     shard_params: bool = False  # with several devices: each device has only a part of large parameters
     codec: Any = None  # environment codec, saved in checkpoints so that `rlframe.load` needs no environment
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every", "num_envs", "devices")
+        check_at_least(self, 1, "checkpoint_every", "checkpoints_kept", "log_every", "num_envs")
         check_above(self, 0, "checkpoint_seconds")
         if self.resume and not self.checkpoint_dir:
             raise UsageError("LearnerConfig.resume needs a checkpoint_dir.")

@@ -41,6 +41,22 @@ def option(
     return dataclasses.field(default=default, metadata=facts)
 
 
+def parse_ids(name: str, text: str) -> tuple[int, ...]:
+    """Parse the ids of devices: `0`, `1-3` or `0,2`.
+
+    Raises:
+        UsageError: the format is wrong, or an id occurs twice. The message contains `name`, the name of the option.
+    """
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        ids = [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
+    except ValueError:
+        ids = []
+    if not ids or len({*ids}) < len(ids):
+        raise UsageError(f"{name} must be the ids of devices, such as 0, 1-3 or 0,2, got {text!r}.")
+    return tuple(ids)
+
+
 def check_numbers(config: Any) -> None:
     """Raise UsageError if a number in a config is below the limit of its field."""
     for field in dataclasses.fields(config):

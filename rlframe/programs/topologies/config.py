@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 from rlframe.engines.base import GRACE, NodeOptions, RunsReverb
 from rlframe.errors import UsageError, check_at_least
 from rlframe.programs.options import registry
-from rlframe.programs.options.fields import check_numbers, option
+from rlframe.programs.options.fields import check_numbers, option, parse_ids
 from rlframe.stop_conditions import StopConditions
 
 if TYPE_CHECKING:
@@ -346,15 +346,28 @@ class GameProgram(ProgramConfig, GameConfig):
 
     num_actors: int = option(2, at_least=1)  # Number of actors. With elastic: number of actors at the start.
     replay_shards: int = option(1, at_least=1)  # With --replay service: number of services that share the replay.
+    # With --engine threads: devices that act, such as 0 or 0,1. Actors (or inference services) take turns.
+    actor_device_ids: Union[str, None] = option(None, changeable=True)
+    # With --engine threads: devices that share each update, such as 1-3, instead of --learner-devices.
+    learner_device_ids: Union[str, None] = option(None, changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        chosen = [name for name in ("actor_device_ids", "learner_device_ids") if getattr(self, name) is not None]
+        for name in chosen:
+            parse_ids(name, getattr(self, name))
+        if chosen and not self.engine_class.in_process:
+            raise UsageError(
+                f"{chosen[0]} is for --engine threads, which runs all nodes in one process. The engine "
+                f"{self.engine_name} gives devices to groups of nodes: use --accelerators."
+            )
+        if self.learner_device_ids is not None and self.learner_devices > 1:
+            raise UsageError("learner_device_ids and learner_devices both choose the learner's devices. Give only one.")
         if self.replay_shards != 1 and self.replay_kind != "service":
             raise UsageError(
                 f"replay_shards={self.replay_shards} is for --replay service: {self.replay_kind} has no shards. Leave "
                 "it at 1, or use --replay service."
             )
-
         if self.replay_kind == "reverb" and not issubclass(self.engine_class, RunsReverb):
             others = " or ".join(f"--replay {kind}" for kind in self.replays if kind != "reverb")
             raise UsageError(

@@ -39,7 +39,7 @@ def heavy_env(engine: Engine, session: Session) -> None:
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     actors = []
     for rank in range(HeavyEnv.of(session.experiment).num_actors):
-        inferencer = Inferencer(inferencer_config(session), session.agent, learner)
+        inferencer = Inferencer(inferencer_config(session, rank), session.agent, learner)
         builder = env_builder(session.experiment)
         actors.append(engine.add("actor", Actor, builder, inferencer, replay_buffer, rank, **actor_options(session)))
     engine.add("monitor", GameMonitor, session, learner, actors)

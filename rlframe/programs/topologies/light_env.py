@@ -70,8 +70,8 @@ def light_env(engine: Engine, session: Session) -> None:
     replay_buffer = add_replay(engine, session)
     learner = engine.add("learner", Learner, learner_config(session), session.agent, replay_buffer)
     inferencers = [
-        engine.add("inferencer", Inferencer, inferencer_config(session), session.agent, learner)
-        for _ in range(config.num_inferencers)
+        engine.add("inferencer", Inferencer, inferencer_config(session, index), session.agent, learner)
+        for index in range(config.num_inferencers)
     ]
     options = {**actor_options(session), "num_pools": config.num_pools}
     actors = [

@@ -28,6 +28,7 @@ from rlframe.inferencers import InferencerConfig
 from rlframe.learners import LearnerConfig
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry
+from rlframe.programs.options.fields import parse_ids
 from rlframe.programs.options.object_names import load_object
 from rlframe.programs.options.registry import takes
 from rlframe.programs.run_dir.directory import CHECKPOINTS_KEPT
@@ -184,14 +185,22 @@ def check_supports_async(name: str, spec: ReplaySpec) -> None:
     )
 
 
-def inferencer_config(session: Session) -> InferencerConfig:
-    """Return the config of the inferencers of a program."""
-    return InferencerConfig(seed=session.experiment.seed, learner_deadline=session.peer_deadline)
+def inferencer_config(session: Session, index: int = 0) -> InferencerConfig:
+    """Return the config of the inferencer with number `index` of a program."""
+    ids = getattr(session.topology_config, "actor_device_ids", None)
+    devices = None if ids is None else parse_ids("actor_device_ids", ids)
+    return InferencerConfig(
+        seed=session.experiment.seed,
+        learner_deadline=session.peer_deadline,
+        device=None if devices is None else devices[index % len(devices)],
+    )
 
 
 def learner_config(session: Session) -> LearnerConfig:
     """Return the config of a program's learner. Convert its checkpoint interval to learner steps."""
     experiment, steps = session.experiment, session.experiment.steps
+    ids = getattr(session.topology_config, "learner_device_ids", None)
+    devices = session.topology_config.learner_devices if ids is None else parse_ids("learner_device_ids", ids)
     # Estimate the updates per checkpoint from steps after the run, because the first steps of a run cause no updates.
     between = steps, steps + (experiment.checkpoint_every or steps)
     return LearnerConfig(
@@ -204,7 +213,7 @@ def learner_config(session: Session) -> LearnerConfig:
         resume=True,  # a restarted learner must continue from its checkpoint
         num_envs=experiment.num_envs if session.agent.learns_from == "steps" else None,
         codec=session.codec,
-        devices=session.topology_config.learner_devices,
+        devices=devices,
     )
 
 
