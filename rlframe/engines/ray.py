@@ -32,7 +32,7 @@ class RayEngine(ServedEngine):
             from rlframe.engines.ray_nodes.cluster import RayCluster
         super().__init__(options)
         self._owned: list[Any] = []
-        self._cluster = RayCluster(options.ray_address)
+        self._cluster = RayCluster(options.ray_address, None if options.logs is None else options.logs.parent)
         self._resources.callback(self._cluster.close)
 
     def worker_nodes(

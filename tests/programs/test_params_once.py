@@ -78,8 +78,9 @@ def test_parameters_are_packed_and_unpacked_only_in_jitted_calls(tmp_path, progr
     # Only the monitor packs with numpy, once for each checkpoint that it evaluates.
     assert sum(found.pop("pack_numpy", [])) < 10
     assert set(found) == {"pack_jax", "unpack_jax"}
-    # A call in a jitted function is logged only when JAX traces it. Only the learner's update packs; the others unpack.
-    assert len(found["pack_jax"]) == 1
+    # A call in a jitted function is logged only when JAX traces it. The learner packs in its update, and the monitor in
+    # its template of a checkpoint. The others only unpack.
+    assert len(found["pack_jax"]) <= 2
     assert max(found["pack_jax"] + found["unpack_jax"]) < 10
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlframe import extras
+from rlframe import extras, retry
 from rlframe.engines.group_rules import GroupRules
-from rlframe.engines.ray_nodes.host import CONCURRENCY, NodeHost, NodeSnapshot, Relay
+from rlframe.engines.ray_nodes.host import CONCURRENCY, SHARED_DIRECTORY, NodeHost, NodeSnapshot, Relay
 from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
@@ -33,6 +35,7 @@ with extras.explain_import_error("--engine ray", "ray"):
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RELAY = "relay-launcher"
+_REACHABLE_WITHIN = 15.0  # seconds in which the address of a cluster must accept a connection
 _KILL_TIMEOUT = 5.0  # seconds that a Ray actor has to confirm the end of a killed node
 
 
@@ -41,6 +44,7 @@ class RayCluster:
 
     Args:
         address: "auto" or "HOST:PORT". None starts Ray on this machine until `close` or the end of this process.
+        directory: a directory that each machine with a node must have. None means no directory.
 
     Attributes:
         token: a random id of the program, which is part of the paths of the program's sockets.
@@ -51,7 +55,8 @@ class RayCluster:
         UsageError: Ray cannot be reached.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, directory: pathlib.Path | None = None) -> None:
+        self._env = {} if directory is None else {SHARED_DIRECTORY: str(directory)}
         self.token = secrets.token_hex(4)
         with contextlib.ExitStack() as opened:
             opened.enter_context(_connected_to_ray(address))
@@ -90,6 +95,7 @@ class RayCluster:
         """
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if shares_memory else "SPREAD"}
+        rules = dataclasses.replace(rules, env={**rules.env, **self._env})
         return StartableRayNode(name, address, pickled, rules, options, self, end_program)
 
     def cpus(self, nodes: int, shares_memory: bool) -> float:
@@ -130,6 +136,7 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             if address is not None:
+                _wait_until_reachable(address)
                 ray.init(address=address, **quiet)
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -144,11 +151,33 @@ def _connected_to_ray(address: str | None) -> Iterator[None]:
                 "directory, or choose another engine."
             ) from error
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(f"Ray cannot be reached (--ray-address {address}): {error}") from error
+            raise UsageError(
+                f"Ray cannot be reached (--ray-address {address}): {error} If the cluster needs a token, this shell "
+                "needs the same RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as `ray start`."
+            ) from error
         opened.callback(ray.shutdown)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # restore the handler that Ray has replaced
         yield
+
+
+def _wait_until_reachable(address: str) -> None:
+    """Raise UsageError if nothing listens at `HOST:PORT` for some seconds. Ray would wait for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():  # `auto`, or an address such as ray://HOST:PORT
+        return
+    reason = ""
+    for pause in retry.backoff(0.5, 2.0, _REACHABLE_WITHIN):
+        try:
+            socket.create_connection((host, int(port)), timeout=5.0).close()
+            return
+        except OSError as error:
+            reason = str(error)
+        time.sleep(pause)
+    raise UsageError(
+        f"Nothing listens at --ray-address {address} ({reason}). Start Ray on {host} with `ray start --head "
+        f"--port={port}`, or check the address and the firewall."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

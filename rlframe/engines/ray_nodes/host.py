@@ -23,7 +23,7 @@ from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.params import FetchedVersions, Policy, PublishedVersions
 from rlframe.engines.supervision.node_main import run_served_node
 from rlframe.engines.supervision.nodes import RunningNode, StartableProcess
-from rlframe.errors import UnavailableError
+from rlframe.errors import UnavailableError, UsageError
 from rlframe.interprocess.heartbeat import HeartbeatMonitor
 from rlframe.interprocess.memory import MACHINE
 from rlframe.transport.base import CALL_TIMEOUT, Parts
@@ -33,6 +33,7 @@ from rlframe.transport.sockets import SocketClient, SocketServer, SocketTranspor
 with extras.explain_import_error("--engine ray", "ray"):
     import ray
 
+SHARED_DIRECTORY = "RLFRAME_SHARED_DIRECTORY"  # environment variable: a directory that each machine must have
 WATCH_TIMEOUT = 0.5  # seconds that `NodeHost.watch` waits for a change
 
 _MAX_LINES = 10_000  # maximum number of output lines that are kept for the supervisor; older lines are dropped
@@ -257,5 +258,15 @@ class Relay:
 
 
 def run_ray_node(pickled: bytes) -> None:
-    """Run a node in its process."""
+    """Run a node in its process.
+
+    Raises:
+        UsageError: this machine does not have the run directory.
+    """
+    directory = os.environ.get(SHARED_DIRECTORY)
+    if directory and not os.path.isdir(directory):
+        raise UsageError(
+            f"The machine {socket.gethostname()} does not have the run directory {directory}. With --engine ray, every "
+            "machine needs it at the same path: give --run-dir a directory of a shared file system, such as NFS."
+        )
     run_served_node(pickled, end=lambda: call_relay("end_program"))
