@@ -166,7 +166,7 @@ def test_gradient_step_moves_only_gradients_and_scalars(name):
 
 
 def test_checkpoint_of_four_devices_is_restored_on_two_bit_for_bit(tmp_path):
-    agent, batch = AGENTS["dqn"], make_batch("dqn")
+    agent, batch = AGENTS["ppo"], make_batch("ppo")
     learner = Learner(LearnerConfig(checkpoint_dir=str(tmp_path), devices=4), agent, None)
     for _ in range(3):
         learner.step(batch._replace(keys=()))
