@@ -29,6 +29,7 @@ class Context:
     purejaxrl_python: Path | None = None  # Python of an environment with its libraries
     repeats: int = 3  # turns of each contender; tables show medians
     quick: bool = False  # one short turn, to check that everything runs
+    devices: tuple[int, ...] = (1, 2)  # numbers of devices of the benchmark `learner`
     only_ours: bool = False  # measure no peers and no bare loops
     timeout: float = 900.0  # seconds for one script
 

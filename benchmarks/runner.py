@@ -37,6 +37,7 @@ BENCHMARKS = {
     "dqn_cartpole": "DQN on CartPole-v1, against CleanRL",
     "fused": "PPO and DQN on CartPole-v1 in one jitted call, against PureJaxRL and single_process",
     "sac_halfcheetah": "SAC on HalfCheetah-v4, against a bare loop of the same update",
+    "learner": "a Learner's updates on one device and on several (--devices 1,2)",
     "r2d2": "R2D2's learner on replayed sequences, against its jitted update alone",
     "ppo_pong": "PPO on Pong-v5, against CleanRL and Stable-Baselines3",
     "impala_pong": "IMPALA on Pong-v5 with two actors, against its parts alone on the same cores",
@@ -80,6 +81,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         cleanrl=_path(args.cleanrl, "RLFRAME_CLEANRL"),
         purejaxrl=_path(args.purejaxrl, "RLFRAME_PUREJAXRL"),
         purejaxrl_python=_path(args.purejaxrl_python, "RLFRAME_PUREJAXRL_PYTHON"),
+        devices=tuple(map(int, args.devices.split(","))),
         repeats=1 if args.quick else args.repeats,
         quick=args.quick,
     )
@@ -140,6 +142,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cleanrl", help="a checkout of CleanRL")
     parser.add_argument("--purejaxrl", help="a checkout of PureJaxRL")
     parser.add_argument("--purejaxrl-python", help="Python of an environment with PureJaxRL's libraries")
+    parser.add_argument("--devices", default="1,2", help="numbers of devices for the benchmark `learner`")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each contender; tables show medians")
     parser.add_argument("--quick", action="store_true", help="one short turn, to check that everything runs")
     parser.add_argument("--against", metavar="CHECKOUT", help="compare with another checkout, or a git revision")

@@ -9,6 +9,7 @@ When a subclass is defined, `check_methods` rejects misspelled methods and wrong
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -75,6 +76,20 @@ def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
             raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
 
 
+def check_config_class(cls: type) -> None:
+    """Raise UsageError if `cls.config_cls` extends a dataclass, but is not declared as a dataclass itself."""
+    config_cls = vars(cls).get("config_cls")
+    if config_cls is None or not dataclasses.is_dataclass(config_cls):
+        return
+    names = {field.name for field in dataclasses.fields(config_cls)}
+    for name, hint in inspect.get_annotations(config_cls).items():  # type: ignore[arg-type]
+        if name not in names and "ClassVar" not in str(hint):
+            raise UsageError(
+                f"{config_cls.__name__}.{name} is not an option, because {config_cls.__name__} is not a dataclass. Add "  # type: ignore[union-attr]
+                "@dataclasses.dataclass(frozen=True) to the class."
+            )
+
+
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
 PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.distributions`
 
@@ -136,6 +151,7 @@ class Agent:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_methods(Agent, cls)
+        check_config_class(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Agent:
         check_arguments(cls, kwargs)

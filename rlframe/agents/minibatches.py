@@ -252,6 +252,12 @@ class MinibatchAgent(Agent):
         """Return the rows for minibatches: a tree of `[N, ...]`."""
         raise NotImplementedError
 
+    def loss(self, params: Params, learner_state: LearnerState, batch: Batch) -> tuple[jax.Array, Logs]:
+        """Raise NotImplementedError: this agent has a `minibatch_loss` instead."""
+        raise NotImplementedError(
+            f"{type(self).__name__} learns from minibatches: call minibatch_loss(params, learner_state, rows)."
+        )
+
     def minibatch_loss(self, params: Params, learner_state: LearnerState, rows: Any) -> tuple[jax.Array, Logs]:
         """Return the loss of a minibatch of the rollout, and logs."""
         raise NotImplementedError

@@ -361,6 +361,22 @@ def test_additional_methods_and_renamed_arguments_are_accepted():
     assert Mine(MeanConfig(), VECTOR, DISCRETE).jit_learner_step is False
 
 
+def test_config_that_is_not_a_dataclass_itself_is_rejected_at_class_definition():
+    class Config(PPOConfig):
+        cost: float = 0.1
+
+    with pytest.raises(
+        UsageError, match=r"Config\.cost is not an option, because Config is not a dataclass\. Add @data"
+    ):
+        type("Mine", (PPO,), {"config_cls": Config})
+    assert type("Mine", (PPO,), {"config_cls": dataclasses.dataclass(frozen=True)(Config)}).config_cls is Config
+
+
+def test_loss_of_an_agent_that_learns_from_minibatches_names_the_other_method():
+    with pytest.raises(NotImplementedError, match="PPO learns from minibatches: call minibatch_loss"):
+        PPO(PPOConfig(total_learner_steps=1), VECTOR, DISCRETE).loss({}, (), None)
+
+
 def test_error_names_a_misspelled_argument_of_an_agent():
     with pytest.raises(UsageError, match="PPO has no argument obs_spec. Did you mean 'observation_spec'?"):
         PPO(PPO_CONFIG, obs_spec=VECTOR, action_spec=DISCRETE)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import jax
 import numpy as np
 import pytest
 
+from benchmarks.ours.learner import traffic
 from rlframe.agents import (
     DQN,
     GRPO,
@@ -123,18 +123,6 @@ def test_devices_have_parts_of_the_parameters_with_shard_params(name):
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(four[:2]))
     on_first = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(four[:2]))
     assert on_first < 0.3 * total
-
-
-def traffic(compiled: str) -> dict[str, int]:
-    """Return operation -> bytes that it returns on each device, for the communication in compiled code."""
-    sizes = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "u8": 1}
-    found: dict[str, int] = {}
-    operations = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    for shapes, operation in re.findall(rf"= (\(?[^=]*?\)?) ({operations})(?:-start)?\(", compiled):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            size = sizes[dtype] * int(np.prod([int(each) for each in shape.split(",") if each]))
-            found[operation] = found.get(operation, 0) + size
-    return found
 
 
 def gradient_step(name, params, batch):

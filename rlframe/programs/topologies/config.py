@@ -86,8 +86,7 @@ class TopologyConfig:
     joins_seeds: ClassVar[bool] = False
 
     name: str = ""  # Name on the command line.
-    # Devices that share each update: the first ones of the learner's process.
-    learner_devices: int = option(1, at_least=1, changeable=True)
+    learner_devices: int = option(1, at_least=1, changeable=True)  # Number of devices that share each update.
 
     @property
     def engine_name(self) -> str:
@@ -189,7 +188,7 @@ class EnvOptions(TopologyConfig):
     """Options of the environments. `makers.make_pool` reads them."""
 
     env_type: EnvType = "auto"  # Environment pool; auto is the fastest
-    # Threads or processes that step the environments, not actors (--num-actors). None means one per core.
+    # Threads or processes that step environments. None means one per core.
     num_workers: Union[int, None] = option(None, at_least=1, changeable=True)
     async_envs: bool = False  # Act on the environments that answer first; not on-policy.
     wait_num: Union[int, None] = None  # With --async: environments to wait for. None means a third.
