@@ -33,8 +33,9 @@ FOREIGN = {
     "--cleanrl", "--env-id", "--host", "--num-steps", "--track", "--total-timesteps", "--capture-video", "--save-model",
     "--array", "--job-name", "--nodes", "--cpus-per-task", "--requeue", "--no-wait", "--submission-id", "--working-dir",
     "--entrypoint-num-cpus", "--entrypoint-num-gpus", "--runtime-env", "--openai", "--env", "--map-root-user", "--net",
-    "--xla_force_host_platform_device_count", "--node-manager-port", "--object-manager-port", "--runtime-env-agent-port",
-    "--min-worker-port", "--max-worker-port", "--init", "--help", "--version", "--xla", "--options", "--name-of-option", "--peers-python", "--logdir",
+    "--xla_force_host_platform_device_count", "--node-manager-port", "--object-manager-port", "--min-worker-port",
+    "--runtime-env-agent-port", "--max-worker-port", "--init", "--help", "--version", "--xla", "--options",
+    "--name-of-option", "--peers-python", "--logdir",
 }  # fmt: skip
 
 

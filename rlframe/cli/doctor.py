@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import resource
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import rlframe
 from rlframe import extras
 from rlframe.cli.parsing import CommandOptions, parse
+from rlframe.engines.group_rules import accelerators, how_to_use
 from rlframe.programs.options import registry
 
 _DESCRIPTION = (
@@ -114,16 +114,6 @@ def _jax_answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return {"error": lines[-1]}
 
 
-def _accelerators(root: pathlib.Path) -> list[str]:
-    """Return the accelerators that the system has, whether or not JAX uses them."""
-    infos = root.glob("proc/driver/nvidia/gpus/*/information")
-    found = re.findall(r"Model:\s*(.+)", "\n".join(path.read_text() for path in infos))
-    if not found and any(root.glob("dev/nvidia[0-9]*")):
-        found = ["NVIDIA GPU"]
-    found += ["AMD GPU"] if (root / "dev/kfd").exists() else []
-    return found + (["TPU"] if any(root.glob("dev/accel[0-9]*")) else [])
-
-
 # --- machine
 
 
@@ -169,7 +159,7 @@ def _open_files(root: pathlib.Path) -> int:
 
 
 _MACHINE: dict[str, Callable[[pathlib.Path], Any]] = {
-    "accelerators": _accelerators,
+    "accelerators": accelerators,
     "cores": _cores,
     "memory": _memory,
     "dev_shm": _ray_memory,
@@ -227,7 +217,8 @@ def _problems(found: dict[str, Any]) -> Iterator[dict[str, str]]:
             f"JAX does not work: {jax['error']}", "Install it again: pip install --force-reinstall jax jaxlib"
         )
     elif machine["accelerators"] and jax["backend"] == "cpu":
-        yield _unused_accelerator(machine["accelerators"])
+        names = machine["accelerators"]
+        yield _problem(f"this machine has {', '.join(names)}, but JAX uses only the CPU", how_to_use(names))
     if not machine["shares_memory"]:
         yield _problem(
             "processes cannot share memory here, so only one process works",
@@ -252,22 +243,6 @@ def _problems(found: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 def _problem(wrong: str, fix: str) -> dict[str, str]:
     return {"wrong": wrong, "fix": fix}
-
-
-def _unused_accelerator(names: list[str]) -> dict[str, str]:
-    wrong = f"this machine has {', '.join(names)}, but JAX uses only the CPU"
-    chosen = os.environ.get("JAX_PLATFORMS", "")
-    if chosen.startswith("cpu"):
-        return _problem(wrong, "The environment variable JAX_PLATFORMS=cpu hides it: unset JAX_PLATFORMS")
-    if names[0] == "TPU":
-        return _problem(wrong, "pip install 'jax[tpu]'")
-    if names[0] == "AMD GPU":
-        return _problem(wrong, "Install JAX for ROCm: https://docs.jax.dev/en/latest/installation.html")
-    if not any(map(extras.has, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
-        return _problem(wrong, "pip install 'rlframe[gpu]'")
-    return _problem(
-        wrong, "The CUDA plugin is installed, so check the driver with nvidia-smi, and the versions of jax."
-    )
 
 
 # --- text

@@ -12,10 +12,15 @@ A monitor or a learner can end a program. Here, the monitor ends it, because `TR
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
+import pathlib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
+
+from rlframe import extras
 
 AcceleratorGroup = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
@@ -125,3 +130,54 @@ def _idle_cores(groups: Mapping[str, int]) -> int:
     ending = ending_group(groups)
     used = sum(count for name, count in groups.items() if name != ending and not traits_of(name).takes_idle_cores)
     return max(1, len(os.sched_getaffinity(0)) - used)
+
+
+def accelerators(root: pathlib.Path = pathlib.Path("/")) -> list[str]:
+    """Return the accelerators of this machine, whether or not JAX uses them. `root` is for tests."""
+    infos = root.glob("proc/driver/nvidia/gpus/*/information")
+    found = re.findall(r"Model:\s*(.+)", "\n".join(path.read_text() for path in infos))
+    if not found and any(root.glob("dev/nvidia[0-9]*")):
+        found = ["NVIDIA GPU"]
+    found += ["AMD GPU"] if (root / "dev/kfd").exists() else []
+    return found + (["TPU"] if any(root.glob("dev/accel[0-9]*")) else [])
+
+
+def how_to_use(names: list[str]) -> str:
+    """Return a sentence that says how JAX can use these accelerators, which it does not use now."""
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return "The environment variable JAX_PLATFORMS=cpu hides it: unset JAX_PLATFORMS"
+    if names[0] == "TPU":
+        return "pip install 'jax[tpu]'"
+    if names[0] == "AMD GPU":
+        return "Install JAX for ROCm: https://docs.jax.dev/en/latest/installation.html"
+    if not _has_cuda():
+        return "pip install 'rlframe[gpu]'"
+    return "The CUDA plugin is installed, so check the driver with nvidia-smi, and the versions of jax."
+
+
+def describe_devices(in_process: bool) -> tuple[list[str], str]:
+    """Return the devices of a run, and a sentence about them.
+
+    Args:
+        in_process: True if the run uses JAX in this process. If False, do not start JAX here, because it would take
+            memory of the accelerators: return the accelerators of this machine.
+    """
+    there = accelerators()
+    if in_process:
+        import jax
+
+        names = [device.device_kind for device in jax.local_devices()]
+        unused = jax.default_backend() == "cpu"
+    else:
+        hidden = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+        unused = hidden or (bool(there) and "TPU" not in there and not _has_cuda())
+        names = ["cpu"] if unused or not there else there
+    counted = [f"{count} x {name}" if count > 1 else name for name, count in collections.Counter(names).items()]
+    text = f"Devices: {', '.join(counted)}."
+    if there and unused:
+        text += f" This machine has {', '.join(there)}, but JAX uses only the CPU. To use it: {how_to_use(there)}"
+    return names, text
+
+
+def _has_cuda() -> bool:
+    return any(map(extras.has, ("jax_cuda12_plugin", "jax_cuda13_plugin")))

@@ -20,7 +20,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import NodeStatus
-from rlframe.engines.group_rules import ending_group
+from rlframe.engines.group_rules import describe_devices, ending_group
 from rlframe.envs.jax_envs import SUITES
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
@@ -276,16 +276,14 @@ class _Launcher:
         )
 
     def _print_plan(self, session: Session, updates: str = "", start: str = "") -> None:
-        """Print the library that makes the environment, the number of updates, and the settings of the evaluation.
-
-        `start` is a sentence about the run that this run starts from.
-        """
+        """Print the devices, the environment, the updates and the evaluation. `start` names an initial run."""
         experiment = session.experiment
-        lines = [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
+        lines = [describe_devices(experiment.topology_config.engine_class.in_process)[1]]
+        lines += [f"The environment {experiment.env} is made by {each}." for each in backend_note(experiment).values()]
         lines += [start] if start else []
         if experiment.topology_config.learns_from == "steps":
             lines.append(f"{updates} {describe_evaluation(experiment)}".lstrip())
-        if self.progress is not None and lines:
+        if self.progress is not None:
             print("\n".join(lines), file=sys.stderr)
 
     def _make_program(

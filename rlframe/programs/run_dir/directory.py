@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from rlframe.engines.group_rules import describe_devices
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import stored_id, write_atomically
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger
@@ -157,7 +158,8 @@ class RunDir:
     def write_config(self, experiment: Experiment, notes: dict[str, Any]) -> None:
         """Write `config.json` atomically."""
         try:
-            save_experiment(experiment, self.config, {**notes, "versions": versions()})
+            devices, _ = describe_devices(experiment.topology_config.engine_class.in_process)
+            save_experiment(experiment, self.config, {**notes, "versions": versions(), "devices": devices})
         except OSError as error:
             raise CheckpointError(f"Cannot write {self.config}: {error.strerror}.") from error
 
