@@ -45,9 +45,10 @@ def blocks(page: pathlib.Path) -> Iterator[Block]:
 
 
 def count_words(page: pathlib.Path) -> int:
-    """Return the number of words of a page without code blocks, comments and front matter."""
+    """Return the number of words of a page without code blocks, generated tables, comments and front matter."""
     text = re.sub(r"\A---\n.*?^---\n", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^(`{3,}|:{3,}).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!-- tables?: \w+ -->.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     return len(re.sub(r"\]\([^)]*\)", "]", text).split())
 

@@ -12,6 +12,7 @@ import collections
 import contextlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 STARTED = float(os.environ.get("RLFRAME_BENCH_STARTED", time.time()))  # includes the start of the interpreter
 
 
-EXPERIMENTS = ("ppo_cartpole", "ppo_pong", "ppo_purejaxrl_4", "ppo_purejaxrl_64", "dqn_1", "dqn_8", "sac")
+# A number at the end of a name is the number of environments: ppo_purejaxrl_N, pqn_N, dqn_1, dqn_8.
+EXPERIMENTS = re.compile(r"ppo_cartpole|ppo_pong|ppo_purejaxrl_\d+|pqn_\d+|dqn_1|dqn_8|sac")
 
 
 def experiment(
@@ -37,8 +39,11 @@ def experiment(
     total: int,
     env: str = "CartPole-v1",
     topology: str = "single_process",
+    devices: int = 1,
 ) -> Any:
     """Return the experiment `name`, with the settings of the peers. `env` is another version of CartPole."""
+    if not EXPERIMENTS.fullmatch(name):
+        raise ValueError(f"There is no experiment {name!r}.")
     from rlframe.agents import DQNConfig, PPOConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.programs import make_experiment
@@ -51,6 +56,7 @@ def experiment(
         "checkpoint_every": 0,
         "schedule_steps": total,
         "topology": topology,
+        **({"learner_devices": devices} if devices > 1 else {}),  # older checkouts do not have this option
     }
     if name == "ppo_cartpole":
         # the value of rl-baselines3-zoo, also used for the peers
@@ -80,6 +86,8 @@ def experiment(
             **({"learning_rate": "linear:2.5e-4:0"} if has_schedules else old),
             **common,
         )
+    if name.startswith("pqn"):
+        return make_experiment("pqn", env, num_envs=int(name.rpartition("_")[2]), eval_episodes=1, **common)
     if name == "ppo_pong":
         return make_experiment("ppo", "Pong-v5", **common)  # the preset is the same as CleanRL's
     if name == "sac":
@@ -196,7 +204,7 @@ def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("experiment")
     parser.add_argument("--steps", type=int, required=True, help="environment steps to run")
     parser.add_argument("--warm-up", type=int, default=0, help="steps before the clock starts, included in --steps")
     parser.add_argument("--total", type=int, default=100_000, help="steps of the schedules")
@@ -205,13 +213,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--topology", default="single_process")
+    parser.add_argument("--devices", type=int, default=1, help="devices that share each update")
     args = parser.parse_args()
+    if args.devices > 1:  # must be set before JAX creates its CPU client; accelerators ignore it
+        flag = f"--xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
     from rlframe import programs
 
     train = getattr(programs, "run_experiment", None) or programs.train  # its name in older checkouts
 
-    options = (args.seed, args.steps, args.log_every, args.solve_every, args.total, args.env, args.topology)
+    options = (
+        args.seed,
+        args.steps,
+        args.log_every,
+        args.solve_every,
+        args.total,
+        args.env,
+        args.topology,
+        args.devices,
+    )
     described = experiment(args.experiment, *options)
     compiling = CompileTimes()
     watch = Watch(args.warm_up, bool(args.solve_every))
