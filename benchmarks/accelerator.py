@@ -1,6 +1,6 @@
 """Every figure of the table in docs/howto/accelerators.md: `python -m benchmarks.accelerator`, in about ten minutes.
 
-Each case runs on 1, 2, 4, ... devices of this machine, in a process of its own. On an accelerator, the command stores
+Each case runs on 1, 2, 4, ... devices of this machine, in a new process. On an accelerator, the command stores
 the figures in benchmarks/accelerator.json and writes the page. On a CPU it only prints them. `--quick` uses small
 sizes, to check that everything runs.
 """

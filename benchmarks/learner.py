@@ -1,7 +1,7 @@
 """Updates of a Learner on one device and on several devices of its process (`--devices 1,2`).
 
 On a machine without accelerators, each device is simulated and has the CPU's threads in common with the others. The
-table then shows what it costs to divide an update, and nothing about real devices.
+table then shows the cost of dividing an update, and nothing about real devices.
 """
 
 from __future__ import annotations
