@@ -20,7 +20,7 @@ from rlframe.inferencers.batching import TIMEOUT, Batcher
 from rlframe.inferencers.shared_calls import CallMemoryRegistry
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.interprocess.memory import MemoryName
-from rlframe.params.packing import PackedParams, Packing
+from rlframe.params.packing import ByteLayout, PackedParams, Packing
 from rlframe.params.reader import ParamSource, Refresher
 from rlframe.sharding import local_device
 from rlframe.types import ENVS_PER_RANK, AgentOutput, AgentSpecs, AgentState, TimeStep, Tree
@@ -36,6 +36,7 @@ class InferencerConfig:
     greedy: bool = False  # True: act with `agent.eval_step`, not `agent.actor_step`
     seed: int = 0
     device: int | None = None  # id of the device that acts; None means the device of the parameters
+    pack_requests: bool | None = None  # copy each request to the device as one array; None: on accelerators
     learner_deadline: float = handles.DEADLINE  # maximum seconds without an answer from a remote learner
     # Options of a service (`run`), which an inline Inferencer ignores:
     refresh_interval: float = 0.02  # seconds between two checks for newer parameters
@@ -94,6 +95,8 @@ class Inferencer:
         # (version, packed parameters), in one tuple, so that a concurrent refresh replaces both values at once.
         self._active_params: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
+        self._layout_of_rows: dict[int, ByteLayout] = {}  # number of rows -> layout of packed requests
+        self._layouts: dict[int, ByteLayout] = {}  # size -> layout
         self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; each tracing adds an entry
         self._lock = threading.Lock()  # a call of an inline Inferencer acquires this lock
         self._counting = threading.Lock()  # guards `_calls`, so that no two calls draw the same random numbers
@@ -119,10 +122,10 @@ class Inferencer:
 
     @functools.cached_property
     def _jitted_step(self) -> compilation.jit:
-        def step(
-            rng: jax.Array, call: jax.Array, packed: list[jax.Array], timestep: TimeStep, state: AgentState
-        ) -> list[jax.Array]:
+        def step(rng: jax.Array, packed: list[jax.Array], request: Any) -> list[jax.Array]:
             # Python runs this function only while JAX traces it, once for each number of rows. Later calls skip checks.
+            is_packed = not isinstance(request, tuple)
+            call, timestep, state = self._layouts[request.size].unpack_jax(request) if is_packed else request
             self.agent.check_observation(timestep.observation)
             act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
             assert self._params_packing is not None
@@ -146,6 +149,23 @@ class Inferencer:
         if self._cfg.device is None:
             return tree
         return jax.device_put(tree, local_device("actor_device_ids", self._cfg.device))
+
+    @functools.cached_property
+    def _packs_requests(self) -> bool:
+        chosen = self._cfg.pack_requests
+        return jax.default_backend() != "cpu" if chosen is None else chosen
+
+    def _request(self, call: np.uint32, timestep: TimeStep, state: AgentState) -> Any:
+        """Return the arguments of a call. On an accelerator, copy them as one array, because each copy takes time."""
+        request = (call, timestep, state)
+        if not self._packs_requests:
+            return request
+        layout = self._layout_of_rows.get(len(timestep.step_type))
+        if layout is None:
+            layout = self._layout_of_rows[len(timestep.step_type)] = ByteLayout(request)
+            self._layouts[layout.size] = layout
+        device = None if self._cfg.device is None else local_device("actor_device_ids", self._cfg.device)
+        return jax.device_put(layout.pack(request), device)
 
     def specs(self) -> AgentSpecs:
         """Return (replay_spec, step_spec) of the agent. An Actor needs them if its replay is on another node."""
@@ -196,7 +216,8 @@ class Inferencer:
         """
         self.refresh()
         timestep, call = zero_timestep(self.agent.observation_spec, rows), np.uint32(0)
-        self._jitted_step.compile_ahead(self._rng, call, self._active_params[1], timestep, self.initial_state(rows))
+        request = self._request(call, timestep, self.initial_state(rows))
+        self._jitted_step.compile_ahead(self._rng, self._active_params[1], request)
 
     def is_ready(self, timeout: float) -> bool:
         """Wait for the first parameters, for up to `timeout` seconds (at most 1). Return True if they have arrived."""
@@ -336,7 +357,7 @@ class Inferencer:
         call = call_number(int(env_ids[0]) // ENVS_PER_RANK, calls)
         version, params = self._active_params
         with COMPUTING:
-            packed = self._jitted_step(self._rng, call, params, timestep, state)
+            packed = self._jitted_step(self._rng, params, self._request(call, timestep, state))
             output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
         return AgentOutput(output.action, output.extras, version), state
 

@@ -20,7 +20,7 @@ _LARGE = 64 * 1024  # maximum bytes of a leaf that is packed; larger leaves stay
 
 
 class _Part(NamedTuple):
-    """The part of the packed vector that contains one small leaf."""
+    """The part of a packed vector that contains one leaf. `start` and `stop` count elements of the vector."""
 
     start: int
     stop: int
@@ -132,6 +132,46 @@ class Packing:
             np.ndarray(part.shape, part.dtype, vector, 4 * part.start) if part else next(rest) for part in self._parts
         ]
         return self._treedef.unflatten(leaves)
+
+
+class ByteLayout:
+    """The layout of a tree in one array of bytes, so that a single copy brings the tree to a device.
+
+    Args:
+        tree: a tree of numpy arrays. The layout is valid for trees of the same structure, shapes and dtypes.
+
+    Attributes:
+        size: number of bytes.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        leaves, self._treedef = jax.tree.flatten(tree)
+        self._parts: list[_Part] = []
+        self.size = 0
+        for leaf in map(np.asarray, leaves):
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            start = -(-self.size // 8) * 8  # aligned for every dtype
+            self.size = start + leaf.size * dtype.itemsize
+            self._parts.append(_Part(start, self.size, leaf.shape, dtype))
+
+    def pack(self, tree: Tree) -> np.ndarray:
+        """Return a new array [size] uint8."""
+        packed = np.empty(self.size, np.uint8)
+        for leaf, part in zip(jax.tree.leaves(tree), self._parts, strict=True):
+            packed[part.start : part.stop].view(part.dtype).reshape(part.shape)[...] = leaf
+        return packed
+
+    def unpack_jax(self, packed: jax.Array) -> Tree:
+        """Return the tree that `pack` packed. For jitted functions."""
+        return self._treedef.unflatten([_from_bytes(packed[part.start : part.stop], part) for part in self._parts])
+
+
+def _from_bytes(raw: jax.Array, part: _Part) -> jax.Array:
+    if part.dtype == np.bool_:
+        return (raw != 0).reshape(part.shape)
+    if part.dtype.itemsize > 1:
+        raw = raw.reshape(-1, part.dtype.itemsize)
+    return jax.lax.bitcast_convert_type(raw, part.dtype).reshape(part.shape)
 
 
 class PackedParams:
