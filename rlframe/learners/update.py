@@ -40,7 +40,7 @@ class UpdateResult(NamedTuple):
     learner_state: Tree
     logs: Logs
     actor_arrays: list[jax.Array]  # packed parameters for actors; the previous ones if the new ones are not finite
-    is_finite: jax.Array  # [] bool: True if the parameters and the new parameters for actors are finite
+    is_finite: jax.Array  # [] bool: True if the loss, the parameters and the new parameters for actors are finite
 
 
 class UncheckedUpdate(NamedTuple):
@@ -49,7 +49,7 @@ class UncheckedUpdate(NamedTuple):
     step: int  # number of the learner step
     logs: Logs
     keys: Any  # [B, 3], keys of the batch's items; () if they are unknown
-    is_finite: Any  # [] bool: True if the parameters are finite
+    is_finite: Any  # [] bool: True if the loss and the parameters are finite
 
 
 class LearnerUpdate:
@@ -101,19 +101,20 @@ class LearnerUpdate:
 
     def _update(self, params: Tree, learner_state: Tree, batch: Batch, actor_arrays: list[jax.Array]) -> UpdateResult:
         params, learner_state, logs = self._agent.learner_step(params, learner_state, batch)
-        actor_arrays, is_finite = self._keep_finite(params, learner_state, actor_arrays)
+        loss = logs.get("loss", 0.0)
+        actor_arrays, is_finite = self._keep_finite(params, learner_state, actor_arrays, loss)
         kept = self._devices.keep_state((params, learner_state, actor_arrays))
         return UpdateResult(kept[0], kept[1], dict(logs), kept[2], is_finite)
 
     def _finite_or_old(
-        self, params: Tree, learner_state: Tree, actor_arrays: list[jax.Array]
+        self, params: Tree, learner_state: Tree, actor_arrays: list[jax.Array], loss: Any
     ) -> tuple[list[jax.Array], jax.Array]:
         for_actors = self._agent.actor_params(params, learner_state)
         packed = self._packing.pack_jax(for_actors)
         in_packed = {id(leaf) for leaf in jax.tree.leaves(for_actors)}
         others = [leaf for leaf in jax.tree.leaves(params) if id(leaf) not in in_packed]
         # Checking one long array compiles faster than checking each leaf.
-        is_finite = are_finite((self._packing.floats(packed), others))
+        is_finite = are_finite((self._packing.floats(packed), others, loss))
         return [jnp.where(is_finite, new, old) for new, old in zip(packed, actor_arrays)], is_finite
 
     def _pack(self, params: Tree, learner_state: Tree) -> list[jax.Array]:
@@ -166,13 +167,13 @@ def check_update(update: UncheckedUpdate, last_good: Callable[[], str]) -> None:
         update: the update to check.
         last_good: returns a sentence with the path of the last checkpoint.
     """
-    loss = update.logs.get("loss")
-    if loss is not None and not math.isfinite(loss):
-        wrong = f"The loss of learner step {update.step} is {float(loss)}"
-    elif not update.is_finite:
-        wrong = f"A parameter is NaN or infinite after learner step {update.step}"
-    else:
+    if update.is_finite:  # the only value that this check fetches from the device
         return
+    loss = update.logs.get("loss", 0.0)
+    if not math.isfinite(loss):
+        wrong = f"The loss of learner step {update.step} is {float(loss)}"
+    else:
+        wrong = f"A parameter is NaN or infinite after learner step {update.step}"
     batch = ""
     if len(update.keys):
         key = tuple(int(part) for part in update.keys[0])

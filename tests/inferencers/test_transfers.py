@@ -68,3 +68,17 @@ def test_byte_layout_returns_the_tree_with_the_dtypes_of_jax():
     found = jax.jit(layout.unpack_jax)(layout.pack(tree))
     jax.tree.map(np.testing.assert_array_equal, found, tree)
     assert found["b"][0].dtype == np.float32 and found["b"][1].dtype == np.int32
+
+
+def test_parameters_do_not_pass_through_the_host_if_the_learner_is_on_the_same_device():
+    agent = PPO(PPOConfig(total_learner_steps=1), OBSERVATION, specs.DiscreteArray(4), net_factory=NETWORKS["mlp"])
+    learner = Learner(LearnerConfig(), agent, None)
+    inferencer = Inferencer(InferencerConfig(), agent, learner)
+    inferencer.refresh()
+    learner.adopt(*learner.state, {}, updates=1)
+    with jax.transfer_guard_host_to_device("disallow"):
+        before = inferencer.params_version
+        inferencer.refresh()
+    assert inferencer.params_version == before + 1
+    assert all(isinstance(array, jax.Array) for array in learner.get_packed()[1].arrays)
+    learner.close()

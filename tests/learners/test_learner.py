@@ -520,6 +520,7 @@ def test_stats_are_numbers_and_do_not_wait_for_an_update(tmp_path):
         assert unblock.wait(60.0)
         return {}
 
+    slow_update.put = lambda batch: batch
     learner._update = slow_update  # simulates a compilation
     buffer.stats = slow_stats
     thread = threading.Thread(target=lambda: update(learner, buffer.sample()))
