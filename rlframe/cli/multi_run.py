@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import signal
 import subprocess
@@ -25,6 +26,7 @@ import numpy as np
 
 from rlframe.cli.main import one_sentence
 from rlframe.cli.train_options import TrainOptions
+from rlframe.engines.group_rules import share_memory
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import RlframeError, UsageError
 from rlframe.metrics.terminal import TerminalLogger, format_number, plus_minus
@@ -123,7 +125,7 @@ def run_all(
         try:
             while True:
                 while stop.number is None and len(running) < at_once and (run := next_run()) is not None:
-                    run.start()
+                    run.start(share_memory(at_once))
                     running.append(run)
                 if not running:
                     return stop.number
@@ -175,8 +177,8 @@ class SeedRun:
         result = Result.read(path) if path.exists() else None
         return result if result is not None and result.return_mean is not None else None
 
-    def start(self) -> None:
-        """Start the run. With `--resume`, continue a run that was started earlier."""
+    def start(self, env: dict[str, str]) -> None:
+        """Start the run, with more environment variables. With `--resume`, continue a run that was started earlier."""
         command = [sys.executable, "-m", "rlframe", "train", "--run-dir", str(self.path), "--quiet"]
         if self._options.resume and (self.path / "config.json").exists():
             command += ["--resume", *["--take-over"] * self._options.take_over]
@@ -192,7 +194,12 @@ class SeedRun:
             # Start a new session, so that the run does not get the Ctrl-C of the terminal. It must get only the
             # signal of this process, because a second signal would end it without saving.
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **env},
             )
 
     def stop(self) -> None:

@@ -69,7 +69,8 @@ ON_CPU = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
-_PREALLOCATES = "XLA_PYTHON_CLIENT_PREALLOCATE"
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of an accelerator's memory that a process allocates
+_MOST_MEMORY = 0.9  # the shares of all processes of a run on an accelerator, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +120,17 @@ def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[
     if group not in accelerators:
         return {**found, **NO_ACCELERATOR}
     found = {name: value for name, value in found.items() if name not in NO_ACCELERATOR}
-    # If several nodes share an accelerator, no node may allocate all of the accelerator's memory.
-    if sum(count for name, count in groups.items() if name in accelerators) > 1 and _PREALLOCATES not in os.environ:
-        found[_PREALLOCATES] = "false"
-    return found
+    return {**found, **share_memory(sum(count for name, count in groups.items() if name in accelerators))}
+
+
+def share_memory(processes: float) -> dict[str, str]:
+    """Return the environment variables of `processes` processes that share an accelerator: each gets an equal share.
+
+    One process uses JAX's default. Variables that the user has set are not changed.
+    """
+    if processes <= 1 or {MEMORY_SHARE, "XLA_PYTHON_CLIENT_PREALLOCATE"} & os.environ.keys():
+        return {}
+    return {MEMORY_SHARE: f"{_MOST_MEMORY / processes:.3f}"}
 
 
 def _idle_cores(groups: Mapping[str, int]) -> int:

@@ -29,3 +29,23 @@ def test_accelerators_of_the_machine_are_the_devices_of_several_processes(monkey
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     names, text = group_rules.describe_devices(in_process=False)
     assert names == ["cpu"] and "unset JAX_PLATFORMS" in text
+
+
+def test_processes_that_share_an_accelerator_get_equal_shares_of_its_memory(monkeypatch):
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.delenv(name, raising=False)
+    groups = {"learner": 1, "inferencer": 2, "actor": 4, "monitor": 1}
+
+    def shares(*accelerators):
+        rules = group_rules.rules_by_group(groups, 3, accelerators)
+        return {group: rules[group].env.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for group in groups}
+
+    assert set(shares("learner").values()) == {None}
+    assert shares("learner", "inferencer") == {
+        "learner": "0.300",
+        "inferencer": "0.300",
+        "actor": None,
+        "monitor": None,
+    }
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")
+    assert set(shares("learner", "inferencer").values()) == {None}

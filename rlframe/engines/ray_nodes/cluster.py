@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlframe import extras, retry
-from rlframe.engines.group_rules import GroupRules
+from rlframe.engines.group_rules import MEMORY_SHARE, GroupRules, share_memory
 from rlframe.engines.ray_nodes.host import CONCURRENCY, SHARED_DIRECTORY, NodeHost, NodeSnapshot, Relay
 from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError
@@ -95,7 +95,10 @@ class RayCluster:
         """
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if shares_memory else "SPREAD"}
-        rules = dataclasses.replace(rules, env={**rules.env, **self._env})
+        env = {**rules.env, **self._env}
+        if env.pop(MEMORY_SHARE, None) is not None and gpus > 0:  # this node may have an accelerator of its own
+            env.update(share_memory(1.0 / gpus))
+        rules = dataclasses.replace(rules, env=env)
         return StartableRayNode(name, address, pickled, rules, options, self, end_program)
 
     def cpus(self, nodes: int, shares_memory: bool) -> float:
