@@ -96,7 +96,7 @@ class RayCluster:
         affinity = NodeAffinitySchedulingStrategy(self._ray_node, soft=False)
         options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": affinity if shares_memory else "SPREAD"}
         env = {**rules.env, **self._env}
-        if env.pop(MEMORY_SHARE, None) is not None and gpus > 0:  # this node may have an accelerator of its own
+        if env.pop(MEMORY_SHARE, None) is not None and gpus > 0:  # this node may have a whole accelerator
             env.update(share_memory(1.0 / gpus))
         rules = dataclasses.replace(rules, env=env)
         return StartableRayNode(name, address, pickled, rules, options, self, end_program)
