@@ -51,6 +51,7 @@ class LearnerDevices:
 
     def __init__(self, devices: int | tuple[int, ...] = 1, *, shard_params: bool = False) -> None:
         ids = tuple(range(devices)) if isinstance(devices, int) else devices
+        local_device("learner_devices", max(ids))  # raises if there are too few
         chosen = [local_device("learner_devices", each) for each in ids]
         self.count, self._shard_params = len(ids), shard_params
         self.mesh: Mesh | None = None

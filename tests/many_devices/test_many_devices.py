@@ -24,5 +24,8 @@ def test_several_devices_compute_the_same_as_one(marker):
 
 
 def test_more_devices_than_the_process_has_are_refused():
-    with pytest.raises(UsageError, match=r"learner_devices=64, but the learner's process has 1 cpu device\. Lower"):
+    message = (
+        r"learner_devices needs device 63 \(the first one is 0\), but this process has 1 cpu device\. Choose other"
+    )
+    with pytest.raises(UsageError, match=message):
         LearnerDevices(64)

@@ -144,7 +144,7 @@ def test_changed_head_option_keeps_other_head_values_of_the_preset(asked, tmp_pa
         with pytest.raises(UsageError, match=rf"no option --{given}. It is an option of --head categorical\.$"):
             read_arguments(["--agent", "dqn", f"--{given}", "3"])
         with pytest.raises(UsageError, match=r"It is an option of head='categorical'\.$"):
-            rlframe.train("dqn", **{option.replace("-", "_"): 3})
+            rlframe.train("dqn", **{given.replace("-", "_"): 3})
 
 
 def test_train_function_accepts_three_names_of_the_async_option(asked):
