@@ -53,7 +53,7 @@ class TrainOptions(CommandOptions, SessionOptions):
 
     # Seeds such as 1-5 or 1,2,7. Each seed is one run, in RUN_DIR/seed-N.
     seeds: Union[str, None] = option(None, multi_run="command")
-    # With --seeds: number of runs at a time, each in its own process. None: 1, or with fused all in one process.
+    # With --seeds: number of processes. None: 1, or with fused one for all seeds.
     at_once: Union[int, None] = option(None, multi_run="command")
     json: bool = option(False, multi_run="command")  # Print the result as one JSON object in the last line.
 
@@ -74,7 +74,7 @@ HELP_GROUPS = {
     "Processes": (
         *("topology", "engine", "num_actors", "num_inferencers", "num_pools", "replay", "replay_shards"),
         *("learner_devices", "shard_params", "max_restarts", "hang_timeout", "grace_seconds", "slots"),
-        *("service_port", "policy_port", "actor_device_ids", "learner_device_ids"),
+        *("service_port", "policy_port", "actor_device_ids", "learner_device_ids", "matmul_precision"),
     ),
     "Elastic and cluster": (
         *("operator", "min_actors", "max_actors", "mean_staleness", "ray_address", "accelerators"),

@@ -13,14 +13,16 @@ A monitor or a learner can end a program. Here, the monitor ends it, because `TR
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal
 
 from rlframe import extras
+from rlframe.interprocess.processes import environment_variable
 
 AcceleratorGroup = Literal["learner", "inferencer", "policy"]  # groups whose nodes may use accelerators
 
@@ -70,6 +72,7 @@ ON_CPU = {
 }
 
 MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the share of an accelerator's memory that a process allocates
+_PRECISION = "JAX_DEFAULT_MATMUL_PRECISION"
 _MOST_MEMORY = 0.9  # the shares of all processes of a run on an accelerator, together
 
 
@@ -117,6 +120,8 @@ def rules_by_group(groups: Mapping[str, int], max_restarts: int, accelerators: I
 def _env_of_group(group: str, groups: Mapping[str, int], accelerators: Iterable[str]) -> dict[str, str]:
     """Return the environment variables that set the cores and accelerators of a group's nodes."""
     found = {"NPROC": str(_idle_cores(groups))} if traits_of(group).takes_idle_cores else dict(ON_CPU)
+    if _PRECISION in os.environ:  # processes on other machines do not inherit it
+        found[_PRECISION] = os.environ[_PRECISION]
     if group not in accelerators:
         return {**found, **NO_ACCELERATOR}
     found = {name: value for name, value in found.items() if name not in NO_ACCELERATOR}
@@ -185,6 +190,33 @@ def describe_devices(in_process: bool) -> tuple[list[str], str]:
     if there and unused:
         text += f" This machine has {', '.join(there)}, but JAX uses only the CPU. To use it: {how_to_use(there)}"
     return names, text
+
+
+@contextlib.contextmanager
+def matmul_precision(value: str, in_process: bool) -> Iterator[None]:
+    """Set the precision of matrix products, for the processes of a run and, if `in_process`, for this one.
+
+    Args:
+        value: "default", "high" or "highest", as for `jax.default_matmul_precision`. "default" changes nothing.
+        in_process: True if the run uses JAX in this process.
+    """
+    if value == "default":
+        yield
+        return
+    with environment_variable(_PRECISION, value):
+        if not in_process:
+            yield
+            return
+        import jax
+
+        before = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        jax.config.update(
+            "jax_default_matmul_precision", value
+        )  # JAX's context manager would set it in one thread only
+        try:
+            yield
+        finally:
+            jax.config.update("jax_default_matmul_precision", before)
 
 
 def _has_cuda() -> bool:

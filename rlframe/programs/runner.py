@@ -20,7 +20,7 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import NodeStatus
-from rlframe.engines.group_rules import describe_devices, ending_group
+from rlframe.engines.group_rules import describe_devices, ending_group, matmul_precision
 from rlframe.envs.jax_envs import SUITES
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError
@@ -258,9 +258,10 @@ class _Launcher:
 
     def _make_session(self, experiment: Experiment, opened: contextlib.ExitStack) -> Session:
         """Make the agent and the session. Until the session ends, warnings of this process also go to a log file."""
-        is_program = isinstance(experiment.topology_config, ProgramConfig)
-        node, is_shared = "launcher" if is_program else "train", self.shared is not None
+        config = experiment.topology_config
+        node, is_shared = "launcher" if isinstance(config, ProgramConfig) else "train", self.shared is not None
         opened.enter_context(logs.logging_to_file(self.directory.logs, node, of_this_thread=is_shared))
+        opened.enter_context(matmul_precision(config.matmul_precision, config.engine_class.in_process))
         codec = read_codec(experiment)
         return Session(
             experiment,

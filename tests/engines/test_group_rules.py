@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import jax
+import numpy as np
 import pytest
 
 from rlframe import extras
@@ -49,3 +53,16 @@ def test_processes_that_share_an_accelerator_get_equal_shares_of_its_memory(monk
     }
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.2")
     assert set(shares("learner", "inferencer").values()) == {None}
+
+
+def test_precision_is_set_for_this_process_and_for_nodes_until_the_run_ends(monkeypatch):
+    monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION", raising=False)
+    with group_rules.matmul_precision("highest", in_process=True):
+        assert jax.config.jax_default_matmul_precision == "highest"
+        rules = group_rules.rules_by_group({"learner": 1, "actor": 2}, 3, ["learner"])
+        assert {each.env["JAX_DEFAULT_MATMUL_PRECISION"] for each in rules.values()} == {"highest"}
+        lowered = jax.jit(lambda x: x @ x).lower(np.ones((2, 2), np.float32)).as_text()
+        assert "HIGHEST" in lowered
+    assert jax.config.jax_default_matmul_precision is None and "JAX_DEFAULT_MATMUL_PRECISION" not in os.environ
+    with group_rules.matmul_precision("default", in_process=True):
+        assert jax.config.jax_default_matmul_precision is None

@@ -62,7 +62,7 @@ def configured_by(config_cls: type[TopologyConfig]) -> Callable[[Function], Func
 
 @dataclasses.dataclass(frozen=True)
 class TopologyConfig:
-    """The base class of all topology options. Its only options are the name and the devices of the learner.
+    """The base class of all topology options. Its options are the name, the devices of the learner and the precision.
 
     Each property returns a default. If a subclass has an option for this value, it overrides the property.
 
@@ -87,6 +87,7 @@ class TopologyConfig:
 
     name: str = ""  # Name on the command line.
     learner_devices: int = option(1, at_least=1, changeable=True)  # Number of devices that share each update.
+    matmul_precision: Literal["default", "high", "highest"] = "default"  # Matrix products on accelerators.
 
     @property
     def engine_name(self) -> str:
