@@ -88,6 +88,7 @@ def traffic(compiled: str) -> dict[str, int]:
     """Return operation -> bytes that it returns on each device, for the communication in compiled code."""
     sizes = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
     found: dict[str, int] = {}
+    compiled = re.sub(r"/\*.*?\*/", "", compiled)  # XLA numbers the elements of long tuples
     operations = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     for shapes, operation in re.findall(rf"= (\(?[^=]*?\)?) ({operations})(?:-start)?\(", compiled):
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):

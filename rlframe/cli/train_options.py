@@ -93,8 +93,8 @@ class TopologyOption:
     """The option `--topology`. This class is the last base class, so that `--topology` comes first in the help."""
 
     # Processes of the run. heavy_env: actors that run the network; light_env: actors that call an inference service;
-    # distributed: light_env on several machines; elastic: a number of actors that changes during the run. These four
-    # start actor processes (--num-actors). fused: one jitted call, for JAX environments such as jax:CartPole-v1.
+    # distributed: light_env on several machines; elastic: a changing number of actors. These four start actor
+    # processes (--num-actors). fused: one jitted call, for JAX environments.
     topology: str = ""
 
 
