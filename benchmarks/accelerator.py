@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -150,7 +149,7 @@ def page(text: str, record: Mapping[str, Any] | None) -> str:
 
 def stored() -> dict[str, Any] | None:
     """Return the newest record, or None."""
-    return json.loads(RECORDS.read_text()) if pathlib.Path(RECORDS).exists() else None
+    return json.loads(RECORDS.read_text()) if RECORDS.exists() else None
 
 
 if __name__ == "__main__":

@@ -51,8 +51,9 @@ class LearnerDevices:
 
     def __init__(self, devices: int | tuple[int, ...] = 1, *, shard_params: bool = False) -> None:
         ids = tuple(range(devices)) if isinstance(devices, int) else devices
-        local_device("learner_devices", max(ids))  # raises if there are too few
-        chosen = [local_device("learner_devices", each) for each in ids]
+        owner = "The learner (learner_devices or learner_device_ids)"
+        local_device(owner, max(ids))  # raises if there are too few
+        chosen = [local_device(owner, each) for each in ids]
         self.count, self._shard_params = len(ids), shard_params
         self.mesh: Mesh | None = None
         if ids != (0,):
@@ -77,10 +78,10 @@ class LearnerDevices:
         return function if self.mesh is None else call
 
     def put_rows(self, tree: Tree) -> Tree:
-        """Copy rows `[B, ...]` to the devices. With one device, the next jitted call copies them."""
+        """Start to copy rows `[B, ...]` to the devices. A CPU without other devices reads them where they are."""
         mesh = self.mesh
         if mesh is None:
-            return tree
+            return tree if jax.default_backend() == "cpu" else jax.device_put(tree)
         return jax.tree.map(lambda leaf: jax.device_put(leaf, _row_sharding(mesh, leaf)), tree)
 
     def put_state(self, tree: Tree) -> Tree:
@@ -122,15 +123,15 @@ class LearnerDevices:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
 
-def local_device(option: str, number: int) -> jax.Device:
-    """Return device `number` of this process. If there is no such device, raise UsageError, which names the option."""
+def local_device(owner: str, number: int) -> jax.Device:
+    """Return device `number` of this process. If there is none, raise UsageError, which names the `owner`."""
     devices = jax.local_devices()
     if number < len(devices):
         return devices[number]
     there = f"{len(devices)} {devices[0].platform} device{'s' * (len(devices) > 1)}"
     simulate = " For a test, XLA_FLAGS=--xla_force_host_platform_device_count=N simulates N devices on a CPU."
     raise UsageError(
-        f"{option} needs device {number} (the first one is 0), but this process has {there}. Choose other devices."
+        f"{owner} needs device {number} (the first one is 0), but this process has {there}. Choose other devices."
         f"{simulate if devices[0].platform == 'cpu' else ''}"
     )
 

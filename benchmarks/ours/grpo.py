@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
+
+from benchmarks.ours import simulate_devices
 
 
 def main() -> None:
@@ -18,9 +19,7 @@ def main() -> None:
     parser.add_argument("--shard-params", action="store_true")
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
-    if args.devices > 1:  # must be set before JAX creates its CPU client; accelerators ignore it
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    simulate_devices(args.devices)
     print(json.dumps(measure(args.model, args.devices, args.shard_params, args.seconds)))
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from typing import Any
+
+from benchmarks.ours import simulate_devices
 
 
 def main() -> None:
@@ -20,9 +21,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
-    if args.devices > 1:  # must be set before JAX creates its CPU client; accelerators ignore it
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    simulate_devices(args.devices)
     print(json.dumps(measure(args.config, args.devices, args.seconds)))
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.ours import simulate_devices
 from benchmarks.processor import processor_seconds
 
 if TYPE_CHECKING:
@@ -215,9 +216,7 @@ def main() -> None:
     parser.add_argument("--topology", default="single_process")
     parser.add_argument("--devices", type=int, default=1, help="devices that share each update")
     args = parser.parse_args()
-    if args.devices > 1:  # must be set before JAX creates its CPU client; accelerators ignore it
-        flag = f"--xla_force_host_platform_device_count={args.devices}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    simulate_devices(args.devices)
 
     from rlframe import programs
 

@@ -188,7 +188,7 @@ def describe_devices(in_process: bool) -> tuple[list[str], str]:
     counted = [f"{count} x {name}" if count > 1 else name for name, count in collections.Counter(names).items()]
     text = f"Devices: {', '.join(counted)}."
     if there and unused:
-        text += f" This machine has {', '.join(there)}, but JAX uses only the CPU. To use it: {how_to_use(there)}"
+        text += f" This machine has {', '.join(there)}, but JAX uses only the CPU. Fix: {how_to_use(there)}"
     return names, text
 
 

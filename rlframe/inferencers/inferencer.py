@@ -95,8 +95,7 @@ class Inferencer:
         # (version, packed parameters), in one tuple, so that a concurrent refresh replaces both values at once.
         self._active_params: tuple[int, list[jax.Array]] = (-1, [])
         self._params_packing: Packing | None = None
-        self._layout_of_rows: dict[int, ByteLayout] = {}  # number of rows -> layout of packed requests
-        self._layouts: dict[int, ByteLayout] = {}  # size -> layout
+        self._layouts: dict[int, ByteLayout] = {}  # number of rows -> layout of packed requests
         self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; each tracing adds an entry
         self._lock = threading.Lock()  # a call of an inline Inferencer acquires this lock
         self._counting = threading.Lock()  # guards `_calls`, so that no two calls draw the same random numbers
@@ -124,8 +123,10 @@ class Inferencer:
     def _jitted_step(self) -> compilation.jit:
         def step(rng: jax.Array, packed: list[jax.Array], request: Any) -> list[jax.Array]:
             # Python runs this function only while JAX traces it, once for each number of rows. Later calls skip checks.
-            is_packed = not isinstance(request, tuple)
-            call, timestep, state = self._layouts[request.size].unpack_jax(request) if is_packed else request
+            if not isinstance(request, tuple):
+                layout = next(each for each in self._layouts.values() if each.size == request.size)
+                request = layout.unpack_jax(request)
+            call, timestep, state = request
             self.agent.check_observation(timestep.observation)
             act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
             assert self._params_packing is not None
@@ -144,11 +145,14 @@ class Inferencer:
         # A jitted identity function copies arrays to the device ten times faster than jax.device_put.
         return jax.jit(lambda arrays: arrays)
 
+    @functools.cached_property
+    def _device(self) -> jax.Device | None:
+        number = self._cfg.device
+        return None if number is None else local_device("An actor (actor_device_ids)", number)
+
     def _put(self, tree: Tree) -> Tree:
         """Copy arrays to the device that acts, directly from device to device if they are on another one."""
-        if self._cfg.device is None:
-            return tree
-        return jax.device_put(tree, local_device("actor_device_ids", self._cfg.device))
+        return tree if self._device is None else jax.device_put(tree, self._device)
 
     @functools.cached_property
     def _packs_requests(self) -> bool:
@@ -160,12 +164,10 @@ class Inferencer:
         request = (call, timestep, state)
         if not self._packs_requests:
             return request
-        layout = self._layout_of_rows.get(len(timestep.step_type))
+        layout = self._layouts.get(len(timestep.step_type))
         if layout is None:
-            layout = self._layout_of_rows[len(timestep.step_type)] = ByteLayout(request)
-            self._layouts[layout.size] = layout
-        device = None if self._cfg.device is None else local_device("actor_device_ids", self._cfg.device)
-        return jax.device_put(layout.pack(request), device)
+            layout = self._layouts[len(timestep.step_type)] = ByteLayout(request)
+        return jax.device_put(layout.pack(request), self._device)
 
     def specs(self) -> AgentSpecs:
         """Return (replay_spec, step_spec) of the agent. An Actor needs them if its replay is on another node."""

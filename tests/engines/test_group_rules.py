@@ -20,7 +20,7 @@ def test_unused_accelerator_is_reported_with_the_install_command(monkeypatch, in
     names, text = group_rules.describe_devices(in_process)
     assert names == ["cpu"]
     assert text == (
-        "Devices: cpu. This machine has NVIDIA H200, NVIDIA H200, but JAX uses only the CPU. To use it: pip install "
+        "Devices: cpu. This machine has NVIDIA H200, NVIDIA H200, but JAX uses only the CPU. Fix: pip install "
         "'rlframe[gpu]'"
     )
 

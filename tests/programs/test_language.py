@@ -325,3 +325,11 @@ def test_monitor_survives_a_full_disk(small_disk, caplog):
     LanguageMonitor(session, services, services, [services]).run()
     assert services.evaluated > 2 and json.loads(directory.progress.read_text())["evaluated"] == services.steps
     assert f"Cannot write {directory.progress}: No space left on device." in caplog.text
+
+
+def test_shard_params_needs_several_devices():
+    with pytest.raises(
+        UsageError, match="shard_params divides the parameters between devices: set learner_devices to 2"
+    ):
+        grpo_experiment(shard_params=True)
+    assert grpo_experiment(shard_params=True, learner_devices=2).topology_config.shard_params

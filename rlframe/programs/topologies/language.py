@@ -55,6 +55,8 @@ class Language(ProgramConfig):
         super().__post_init__()
         if self.tokenizer and self.tokenizer != "byte":  # make it absolute now: an environment may change the folder
             object.__setattr__(self, "tokenizer", os.path.abspath(self.tokenizer))
+        if self.shard_params and self.learner_devices == 1:
+            raise UsageError("shard_params divides the parameters between devices: set learner_devices to 2 or more.")
         for name in ("service_port", "policy_port"):
             if not 0 <= getattr(self, name) < 2**16:
                 raise UsageError(f"{name} must be from 0 to 65535, got {getattr(self, name)}.")

@@ -187,8 +187,7 @@ def check_supports_async(name: str, spec: ReplaySpec) -> None:
 
 def inferencer_config(session: Session, index: int = 0) -> InferencerConfig:
     """Return the config of the inferencer with number `index` of a program."""
-    ids = getattr(session.topology_config, "actor_device_ids", None)
-    devices = None if ids is None else parse_ids("actor_device_ids", ids)
+    devices = _device_ids(session, "actor_device_ids")
     return InferencerConfig(
         seed=session.experiment.seed,
         learner_deadline=session.peer_deadline,
@@ -196,11 +195,15 @@ def inferencer_config(session: Session, index: int = 0) -> InferencerConfig:
     )
 
 
+def _device_ids(session: Session, option: str) -> tuple[int, ...] | None:
+    """Return the devices that an option of `GameProgram` lists. None: the topology has no such option, or no value."""
+    text = getattr(session.topology_config, option, None)
+    return None if text is None else parse_ids(option, text)
+
+
 def learner_config(session: Session) -> LearnerConfig:
     """Return the config of a program's learner. Convert its checkpoint interval to learner steps."""
     experiment, steps = session.experiment, session.experiment.steps
-    ids = getattr(session.topology_config, "learner_device_ids", None)
-    devices = session.topology_config.learner_devices if ids is None else parse_ids("learner_device_ids", ids)
     # Estimate the updates per checkpoint from steps after the run, because the first steps of a run cause no updates.
     between = steps, steps + (experiment.checkpoint_every or steps)
     return LearnerConfig(
@@ -213,7 +216,7 @@ def learner_config(session: Session) -> LearnerConfig:
         resume=True,  # a restarted learner must continue from its checkpoint
         num_envs=experiment.num_envs if session.agent.learns_from == "steps" else None,
         codec=session.codec,
-        devices=devices,
+        devices=_device_ids(session, "learner_device_ids") or session.topology_config.learner_devices,
     )
 
 
