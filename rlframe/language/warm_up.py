@@ -10,19 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlframe import compilation
 from rlframe.agents.grpo import GRPO
-from rlframe.errors import UsageError
+from rlframe.errors import NonFiniteLossError, UsageError
 from rlframe.language.decoding.sampling import power_of_two
 from rlframe.language.model.tokenizers import Tokenizer
-from rlframe.learners.update import UncheckedUpdate, check_params, check_update
+from rlframe.learners import Learner, LearnerConfig
+from rlframe.sharding import one_copy
 from rlframe.trajectories.client.batches import pad
 from rlframe.trajectories.client.groups import Group
 from rlframe.trajectories.messages import IGNORED
 from rlframe.types import Batch, Params
 
 _SHORTEST = 16  # tokens; sequences are padded at least to this length
-_NOTHING = "Nothing is saved during the supervised warm-up."
 
 
 def warm_up(
@@ -31,6 +30,8 @@ def warm_up(
     tokenizer: Tokenizer,
     *,
     seed: int = 0,
+    devices: int = 1,
+    shard_params: bool = False,
     logger: Any = None,
     log_every: int = 10,
 ) -> Params:
@@ -45,11 +46,13 @@ def warm_up(
             pairs (prompt, correct answer), which it draws at random with `source`, a `random.Random`.
         tokenizer: Tokenizer of the model. Its eos token is appended to each answer.
         seed: Seed of the initial parameters and of the demonstrations.
+        devices: Number of devices that share each update.
+        shard_params: See `LearnerConfig`.
         logger: An object with `write(step, values)`, to log `supervised_loss`. None logs nothing.
         log_every: Number of updates between two log rows.
 
     Returns:
-        The parameters after the last update.
+        The parameters after the last update, on the first device, or as numpy arrays if `shard_params` is True.
 
     Raises:
         UsageError: The tokenizer has no eos token, or a demonstration is longer than `max_tokens`.
@@ -58,20 +61,19 @@ def warm_up(
     cfg = agent.cfg
     schedule = {"learning_rate": cfg.supervised_learning_rate, "total_learner_steps": cfg.supervised_steps or None}
     sft_agent = GRPO(dataclasses.replace(cfg, loss="sft", **schedule))
-    params = sft_agent.initial_params(jax.random.PRNGKey(seed))
-    state = sft_agent.initial_learner_state(params)
-    update = compilation.jit(sft_agent.learner_step, differentiates=True)
+    learner = Learner(LearnerConfig(seed=seed, devices=devices, shard_params=shard_params), sft_agent, None)
     source = random.Random(seed)
-    for step in range(1, cfg.supervised_steps + 1):
-        pairs = demonstrate(source, cfg.supervised_batch_size)
-        batch = demonstration_batch(tokenizer, pairs, cfg.max_tokens)
-        params, state, logs = update(params, state, batch)
-        if step % log_every == 0 or step == cfg.supervised_steps:
-            check_update(UncheckedUpdate(step, logs, np.asarray(batch.keys), True), lambda: _NOTHING)
-            if logger is not None:
-                logger.write(step, {"supervised_loss": float(logs["loss"])})
-    check_params(params, cfg.supervised_steps, lambda: _NOTHING)
-    return params
+    try:
+        for step in range(1, cfg.supervised_steps + 1):
+            pairs = demonstrate(source, cfg.supervised_batch_size)
+            learner.step(demonstration_batch(tokenizer, pairs, cfg.max_tokens))
+            if logger is not None and (step % log_every == 0 or step == cfg.supervised_steps):
+                logger.write(step, {"supervised_loss": learner.wait_for_update()["loss"]})
+        return jax.tree.map(one_copy, learner.state[0])
+    except NonFiniteLossError as error:
+        raise NonFiniteLossError(f"Supervised warm-up: {error}") from None
+    finally:
+        learner.close()
 
 
 def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], max_tokens: int) -> Batch:
@@ -97,5 +99,4 @@ def demonstration_batch(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], 
     groups = [Group(tokens=[row], masks=[mask], scores=[0.0]) for row, mask in zip(rows, masks)]
     data, _ = pad(groups, [min(power_of_two(len(longest), _SHORTEST), max_tokens)])
     S = len(rows)
-    keys = np.stack([np.full(S, -1), np.zeros(S), np.arange(S)], axis=1).astype(np.int64)
-    return Batch(data, keys, np.full(S, 1 / S, np.float32), np.full(S, -1, np.int64))
+    return Batch(data, (), np.full(S, 1 / S, np.float32), np.full(S, -1, np.int64))

@@ -78,5 +78,5 @@ def test_too_long_demonstrations_and_infinite_losses_are_refused():
     with pytest.raises(UsageError, match=r"25 tokens, more than GRPOConfig.max_tokens \(24\): \('aaa"):
         demonstration_batch(BYTES, [("a", "b"), ("a" * 20, "b" * 4)], 24)
     agent = GRPO(dataclasses.replace(CONFIG, supervised_learning_rate=1e38, max_grad_norm=None))
-    with pytest.raises(NonFiniteLossError, match="supervised warm-up"):
+    with pytest.raises(NonFiniteLossError, match="Supervised warm-up: "):
         warm_up(agent, next_letter, BYTES)

@@ -34,6 +34,8 @@ from rlframe.envs.jax_env import BatchedJaxEnv
 from rlframe.envs.jax_envs import make_jax_env
 from rlframe.envs.jax_pool import env_keys
 from rlframe.language.model import ModelConfig
+from rlframe.language.model.tokenizers import ByteTokenizer
+from rlframe.language.warm_up import warm_up
 from rlframe.learners import Learner, LearnerConfig
 from rlframe.learners.update import InitialState, LearnerUpdate
 from rlframe.sharding import LearnerDevices
@@ -123,6 +125,21 @@ def test_devices_have_parts_of_the_parameters_with_shard_params(name):
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(four[:2]))
     on_first = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(four[:2]))
     assert on_first < 0.3 * total
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("shard_params", [False, True])
+def test_supervised_warm_up_on_four_devices_gives_the_parameters_of_one(shard_params):
+    sizes = {"supervised_steps": 3, "supervised_batch_size": 8, "supervised_learning_rate": 1e-3}
+    model = dataclasses.replace(MODEL, vocab_size=ByteTokenizer().vocab_size)
+    agent = GRPO(dataclasses.replace(GRPO_CONFIG, model=model, **sizes))
+
+    def demonstrate(source, count):
+        return [(f"{letter}>", letter) for letter in source.choices("abcd", k=count)]
+
+    one = warm_up(agent, demonstrate, ByteTokenizer())
+    four = warm_up(agent, demonstrate, ByteTokenizer(), devices=4, shard_params=shard_params)
+    assert_close(one, four)
 
 
 def gradient_step(name, params, batch):

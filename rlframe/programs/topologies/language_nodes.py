@@ -214,7 +214,8 @@ class WarmUpNode:
         session, directory = self._session, self._session.directory
         env_cls = load_env_class(session.experiment.env)
         env = env_cls(env_config(env_cls, session), [api_server_config(session)])
-        tokenizer = load_tokenizer(language_config(session).tokenizer_name(session.experiment.agent_config))
+        config = language_config(session)
+        tokenizer = load_tokenizer(config.tokenizer_name(session.experiment.agent_config))
 
         def demonstrations(source: random.Random, count: int) -> Sequence[tuple[str, str]]:  # each update calls this
             if self._stop.is_set():
@@ -229,6 +230,8 @@ class WarmUpNode:
                     demonstrations,
                     tokenizer,
                     seed=session.experiment.seed,
+                    devices=config.learner_devices,
+                    shard_params=config.shard_params,
                     logger=logger,
                 )
         except StoppedError:

@@ -10,12 +10,11 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
-
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import CheckpointError, EnvError, ForcedExitError, StoppedError
 from rlframe.learners import Checkpointer
 from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.update import as_numbers
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation
 from rlframe.programs.session import EarlyStop, Schedule, Session
@@ -204,7 +203,7 @@ class TrainingLoop:
         # Transfers from the device are slow, so fetch only the logs of the newest update, and only for a row.
         logs, self._learner_logs = self._learner_logs or {}, None
         return {
-            **{name: float(np.asarray(value).reshape(())) for name, value in logs.items()},
+            **as_numbers(logs),
             "learner_steps": self.learner.learner_steps,
             "params_version": self.learner.params_version,
             # `Learner.stats` uses the same names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlframe.learners.update import LearnerUpdate
 from rlframe.metrics import read_jsonl
 from rlframe.programs import make_experiment, run_experiment
 
@@ -36,3 +37,35 @@ def test_program_rows_have_the_same_columns_as_a_single_process(tmp_path, single
 def test_rows_of_an_elastic_run_also_contain_the_number_of_collectors(tmp_path, single_process_columns):
     training, evaluation = columns(tmp_path / "run", topology="elastic", engine="local")
     assert (training - {"collectors"}, evaluation) == single_process_columns and "collectors" in training
+
+
+class CountedLog:
+    """A log of an update on the device. It counts how often it is fetched."""
+
+    fetched: list[tuple[int, str]] = []  # the update and the name of each log that was fetched
+
+    def __init__(self, value, *key):
+        self.size, self.dtype, self.shape = value.size, value.dtype, value.shape
+        self._value, self._key = value, key
+
+    def __array__(self, dtype=None, copy=None):
+        self.fetched.append(self._key)
+        return self._value.__array__(dtype)
+
+
+def test_one_process_fetches_the_logs_of_updates_only_for_rows(tmp_path, monkeypatch):
+    update, count = LearnerUpdate.__call__, []
+
+    def counted(self, *args):
+        count.append(None)
+        result = update(self, *args)
+        return result._replace(logs={name: CountedLog(log, len(count), name) for name, log in result.logs.items()})
+
+    monkeypatch.setattr(LearnerUpdate, "__call__", counted)
+    monkeypatch.setattr(CountedLog, "fetched", [])
+    fields = {**FIELDS, "steps": 600, "min_replay_size": 100, "log_every": 200}
+    run_experiment(make_experiment("dqn", **fields), run_dir=tmp_path / "run")
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    assert len(count) > 20 * len(rows) > 0
+    assert sorted({update for update, _ in CountedLog.fetched}) == [row["learner_steps"] for row in rows]
+    assert len(CountedLog.fetched) == len(set(CountedLog.fetched))
