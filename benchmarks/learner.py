@@ -13,6 +13,7 @@ CONFIGS = {
     "ppo": "PPO, MLP 64 x 64, 64 environments x 128 steps, 4 epochs of 4 minibatches",
     "ppo_large": "PPO, MLP 512 x 512, 64 environments x 128 steps, 4 epochs of 4 minibatches",
     "sac": "SAC, MLP 256 x 256, batches of 256",
+    "dqn_fused": "prioritized DQN in `fused`, MLP 64 x 64, 64 environments, batches of 256",
 }
 
 

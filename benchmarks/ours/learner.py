@@ -1,4 +1,4 @@
-"""Time the updates of a Learner whose devices share each update. Prints one JSON object.
+"""Time the updates of a learner whose devices share each update. Prints one JSON object.
 
 Without accelerators, the devices are simulated. All of them use the same threads of the CPU.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.ours import simulate_devices
@@ -17,15 +18,16 @@ from benchmarks.ours import simulate_devices
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", choices=("ppo", "ppo_large", "sac"))
+    parser.add_argument("config", choices=("ppo", "ppo_large", "sac", "dqn_fused"))
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=5.0)
     args = parser.parse_args()
     simulate_devices(args.devices)
+    measure = measure_fused if args.config == "dqn_fused" else measure_learner
     print(json.dumps(measure(args.config, args.devices, args.seconds)))
 
 
-def measure(config: str, devices: int, seconds: float) -> dict[str, Any]:
+def measure_learner(config: str, devices: int, seconds: float) -> dict[str, Any]:
     """Return updates per second, processor time per update, and the bytes that an update moves between devices.
 
     `moved_bytes` is the sum over the communication in the compiled update. A loop counts once, so for PPO it contains
@@ -34,7 +36,6 @@ def measure(config: str, devices: int, seconds: float) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from benchmarks.processor import Stopwatch
     from rlframe.agents import PPO, SAC, PPOConfig, SACConfig
     from rlframe.agents.networks import MLPConfig
     from rlframe.learners import Learner, LearnerConfig
@@ -60,18 +61,79 @@ def measure(config: str, devices: int, seconds: float) -> dict[str, Any]:
     batch = batch._replace(keys=(), params_version=np.zeros(len(jax.tree.leaves(batch.data)[0]), np.int64))
     learner = Learner(LearnerConfig(devices=devices), agent, None)
     moved = _moved_bytes(learner, batch)
-    for _ in range(3):  # compile
+
+    def update() -> int:
         learner.step(batch)
+        return 1
+
+    for _ in range(3):  # compile
+        update()
     learner.wait_for_update()
+    found = _timed(update, learner.wait_for_update, seconds)
+    learner.close()
+    return {**found, "moved_bytes": moved}
+
+
+def measure_fused(config: str, devices: int, seconds: float) -> dict[str, Any]:
+    """Return the same for a prioritized DQN whose devices share the environments and the replay, too.
+
+    `moved_bytes` also contains the steps in the environments, and the batch that is sampled from the replay.
+    """
+    call, limits, carry = fused_dqn(devices)
+
+    def update() -> int:
+        nonlocal carry
+        carry = call(carry, limits)
+        return int(carry.tally.updates)
+
+    update()
+    return {**_timed(update, lambda: None, seconds), "moved_bytes": sum(traffic(call.as_text()).values())}
+
+
+def fused_dqn(devices: int, capacity: int = 10_000) -> tuple[Any, Any, Any]:
+    """Return (call, limits, carry): `call(carry, limits)` makes 1,000 rounds of a prioritized DQN."""
+    import jax
+    import numpy as np
+
+    from rlframe.agents import DQN, DQNConfig
+    from rlframe.agents.networks import MLPConfig
+    from rlframe.device.driver import CompiledRounds
+    from rlframe.device.rounds import CallLimits, Start
+    from rlframe.envs.jax_env import BatchedJaxEnv
+    from rlframe.envs.jax_envs import make_jax_env
+    from rlframe.envs.jax_pool import env_keys
+    from rlframe.learners.update import InitialState
+    from rlframe.sharding import LearnerDevices
+
+    envs, shared = BatchedJaxEnv(make_jax_env("jax:CartPole-v1", {}), 1, 1, None), LearnerDevices(devices)
+    cfg = DQNConfig(
+        prioritized=True,
+        total_learner_steps=1_000_000,
+        min_replay_size=1_000,
+        replay_capacity=capacity,
+        batch_size=256,
+    )
+    specs = envs.codec.observation_spec, envs.codec.action_spec
+    agent = DQN(cfg, *specs, net_factory=MLPConfig(hidden=(64, 64)))
+    compiled = CompiledRounds(agent, envs, 64, None, shared)
+    params, learner_state, _ = shared.put_state(InitialState(agent).make(seed=0))
+    start = Start(jax.random.PRNGKey(0), params, learner_state, env_keys(0, 64))
+    carry, limits = compiled.init(*start), CallLimits(*np.array([1_000, 10_000_000, 1_000, 1_000], np.int32))
+    with shared.dividing():
+        call = jax.jit(compiled.rounds.run, donate_argnums=(0,)).lower(carry, limits).compile()
+    return call, limits, carry
+
+
+def _timed(update: Callable[[], int], wait: Callable[[], Any], seconds: float) -> dict[str, Any]:
+    """Call `update`, which returns its number of updates, for about `seconds` seconds. Return the rates."""
+    from benchmarks.processor import Stopwatch
+
     watch, updates = Stopwatch(), 0
     while watch.seconds < seconds:
-        learner.step(batch)
-        updates += 1
-    learner.wait_for_update()
+        updates += update()
+    wait()
     rate = watch.rate(updates)
-    learner.close()
-    found = {"updates_per_second": rate["steps_per_second"], "moved_bytes": moved, "devices": devices}
-    return {**found, "processor_us": rate["processor_us"]}
+    return {"updates_per_second": rate["steps_per_second"], "processor_us": rate["processor_us"]}
 
 
 def _moved_bytes(learner: Any, batch: Any) -> int:

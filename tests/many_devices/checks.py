@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.ours.learner import traffic
+from benchmarks.ours.learner import fused_dqn, traffic
 from rlframe.agents import (
     DQN,
     GRPO,
@@ -223,3 +223,9 @@ def test_fused_rounds_on_four_devices_equal_those_on_one(name):
     assert_close(one, four, rtol=1e-3, atol=1e-4)
     places = jax.tree.leaves(four.replay.steps if name == "dqn" else four.replay.unrolls)
     assert not any(leaf.sharding.is_fully_replicated for leaf in [*places, *jax.tree.leaves(four.acting.timestep)])
+
+
+@pytest.mark.system
+def test_sampling_a_divided_replay_moves_the_batch_and_not_the_replay():
+    small, large = (sum(traffic(fused_dqn(4, size)[0].as_text()).values()) for size in (10_000, 100_000))
+    assert small <= large < 1.1 * small < 100_000  # bytes; the replay has more than 4 MB
