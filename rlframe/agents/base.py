@@ -258,9 +258,9 @@ class Agent:
         return optax.adam(functools.partial(current, self.cfg, "learning_rate"))
 
     @functools.cached_property
-    def optimizer(self) -> optax.GradientTransformation:
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer, built on first use."""
-        return self.make_optimizer()
+        return optax.with_extra_args_support(self.make_optimizer())
 
     def initial_learner_state(self, params: Params) -> Any:
         """Return the learner state at step 0: a `LearnerState`, or an agent's own class with more fields.

@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.flatten_util import ravel_pytree
 
 from rlframe import compilation
 from rlframe.agents.base import Agent, LearnerState
 from rlframe.agents.networks import has_images
-from rlframe.agents.schedules import current, current_values
+from rlframe.agents.schedules import current_values, descend_at_rate
 from rlframe.errors import UsageError
 from rlframe.sharding import divide_rows
 from rlframe.types import Batch, Logs, Params, ReplaySpec, Sequence, SequenceBatch, Tree
@@ -216,8 +217,7 @@ class MinibatchAgent(Agent):
     2. `minibatch_gradients` for each minibatch of these rows. It differentiates `minibatch_loss`, which a subclass
        defines.
     3. `stop_condition` on the logs, if there is one.
-    4. `apply_gradients`. The optimizer has no learning rate. `apply_gradients` multiplies its updates by the learning
-       rate.
+    4. `apply_gradients`, which passes the number of learner steps to the optimizer: see `descend_at_rate`.
 
     `loss` and `compute_gradients`, which other agents use for a whole batch, are never called.
     """
@@ -280,11 +280,14 @@ class MinibatchAgent(Agent):
         params, after, logs = self._minibatch_updates(params, learner_state, batch)
         return params, after, {**logs, **scheduled}
 
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """Return the optimizer. It gets all parameter arrays joined into one vector (see `MinibatchUpdates`)."""
+        return optax.chain(optax.scale_by_adam(), descend_at_rate(self.cfg))
+
     def apply_gradients(self, params: Params, grads: Params, learner_state: LearnerState) -> tuple[Params, Any, Logs]:
-        """Do one step of the optimizer, scaled by the learning rate."""
-        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params)
-        rate = current(self.cfg, "learning_rate", learner_state.steps)
-        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state, {}
+        """Do one step of the optimizer, with the learning rate of this learner step."""
+        updates, opt_state = self.optimizer.update(grads, learner_state.opt_state, params, steps=learner_state.steps)
+        return optax.apply_updates(params, updates), opt_state, {}
 
     def check_num_envs(self, num_envs: int) -> None:
         self._minibatch_updates.check_rows(num_envs * self.cfg.unroll_length)

@@ -16,7 +16,7 @@ from rlframe.agents.actor_critic import ActorCritic
 from rlframe.agents.base import LearnerState
 from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.returns import generalized_advantages
-from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, descend_at_rate, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import UsageError, check_above, check_at_least, check_fraction
 from rlframe.types import LAST, Logs, Params, SequenceBatch, Tree
@@ -88,7 +88,8 @@ class PPO(ActorCritic, MinibatchAgent):
         return {**super().acting_extras(logits, value, sample), "value": value.reshape(logits.shape[0])}
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_adam(eps=self.cfg.adam_epsilon))
+        adam = optax.scale_by_adam(eps=self.cfg.adam_epsilon)
+        return clip_gradients(self.cfg.max_grad_norm, adam, descend_at_rate(self.cfg))
 
     def rollout_and_logs(self, params: Params, data: SequenceBatch) -> tuple[Rollout, Logs]:
         """Return the rollout, and the explained variance of the values that the actor computed."""

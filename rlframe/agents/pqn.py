@@ -16,7 +16,7 @@ from rlframe.agents.minibatches import MinibatchAgent
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.q_learning import ActorParams, QLearning
 from rlframe.agents.returns import q_lambda_returns
-from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, clip_gradients, current, descend_at_rate, scheduled
 from rlframe.agents.trees import flatten_batch_and_time
 from rlframe.errors import check_above, check_at_least, check_fraction
 from rlframe.types import (
@@ -93,7 +93,8 @@ class PQN(QLearning, MinibatchAgent):
     # Learning
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        return clip_gradients(self.cfg.max_grad_norm, optax.scale_by_radam(eps=self.cfg.adam_epsilon))
+        radam = optax.scale_by_radam(eps=self.cfg.adam_epsilon)
+        return clip_gradients(self.cfg.max_grad_norm, radam, descend_at_rate(self.cfg))
 
     def rollout(self, params: Params, data: SequenceBatch) -> QRollout:
         """Return the steps of a batch with lambda-returns, computed from the values that the actor stored."""

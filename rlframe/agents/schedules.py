@@ -230,9 +230,26 @@ def _interpolate(points: _Points, steps: Any, total: int | None, where: str) -> 
     return jnp.asarray(value, jnp.float32)
 
 
+def descend_at_rate(config: Any) -> optax.GradientTransformation:
+    """Return the last part of an optimizer: it multiplies updates by minus the learning rate.
+
+    The caller counts the learner steps, because an agent can make several gradient steps in one of them:
+    `optimizer.update(grads, opt_state, params, steps=steps)`.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, *, steps: Any, **others: Any) -> tuple[Any, Any]:
+        rate = current(config, "learning_rate", steps)
+        return jax.tree.map(lambda update: -rate * update, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 def clip_gradients(
-    max_grad_norm: float | None, optimizer: optax.GradientTransformation
+    max_grad_norm: float | None, *optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Return an optimizer that first clips the gradients by their global norm. If the maximum is None, do not clip."""
+    """Return an optimizer that first clips the gradients by their global norm. If the maximum is None, do not clip.
+
+    `optimizer` is one optimizer, or its parts in order.
+    """
     clip = optax.clip_by_global_norm(max_grad_norm) if max_grad_norm else optax.identity()
-    return optax.chain(clip, optimizer)
+    return optax.chain(clip, *optimizer)

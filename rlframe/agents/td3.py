@@ -14,7 +14,7 @@ from rlframe.agents.base import TargetState
 from rlframe.agents.networks import MLPConfig, NatureCNNConfig
 from rlframe.agents.off_policy import check_replay_size
 from rlframe.agents.returns import soft_targets
-from rlframe.agents.schedules import Scheduled, check_schedules, current, current_values, scheduled
+from rlframe.agents.schedules import Scheduled, check_schedules, current, current_values, descend_at_rate, scheduled
 from rlframe.agents.twin_critics import TwinCriticAgent
 from rlframe.errors import check_at_least, check_fraction
 from rlframe.types import Batch, Logs, Params, Tree
@@ -92,7 +92,7 @@ class TD3(TwinCriticAgent):
     # Learning
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        return optax.scale_by_adam()  # `_descend` multiplies by the learning rate
+        return optax.chain(optax.scale_by_adam(), descend_at_rate(self.cfg))
 
     def initial_learner_state(self, params: TD3Params) -> TargetState:
         _, steps, rng = super().initial_learner_state(params)
@@ -138,9 +138,8 @@ class TD3(TwinCriticAgent):
         return -jnp.mean(self._nets.values(critic_params, observation, self.greedy(policy_params, observation))[0])
 
     def _descend(self, params: Params, grads: Params, opt_state: Any, steps: jax.Array) -> tuple[Params, Any]:
-        updates, opt_state = self.optimizer.update(grads, opt_state, params)
-        rate = current(self.cfg, "learning_rate", steps)
-        return jax.tree.map(lambda param, update: param - rate * update, params, updates), opt_state
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, steps=steps)
+        return optax.apply_updates(params, updates), opt_state
 
 
 def smoothed_action(action: jax.Array, noise: jax.Array, clip: float) -> jax.Array:

@@ -312,9 +312,9 @@ def test_subclass_may_override_each_part_of_a_learner_step():
 
 def test_gradients_are_clipped_by_their_global_norm():
     agent = make(max_grad_norm=0.5)
-    updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))
+    updates, _ = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)), steps=0)
     # Adam's first step has size 1 for every norm, so compare its first moment.
-    clipped = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)))[1][1].mu
+    clipped = agent.optimizer.update(jnp.array([30.0, 40.0]), agent.optimizer.init(jnp.zeros(2)), steps=0)[1][1].mu
     np.testing.assert_allclose(clipped, 0.1 * np.array([0.3, 0.4]), rtol=1e-5)
     assert updates.shape == (2,)
 

@@ -39,17 +39,18 @@ def test_rows_of_an_elastic_run_also_contain_the_number_of_collectors(tmp_path, 
     assert (training - {"collectors"}, evaluation) == single_process_columns and "collectors" in training
 
 
-class CountedLog:
-    """A log of an update on the device. It counts how often it is fetched."""
+fetched: list[tuple[int, str]] = []  # the update and the name of each log that was fetched
 
-    fetched: list[tuple[int, str]] = []  # the update and the name of each log that was fetched
+
+class CountedLog:
+    """A log of an update on the device. It notes that it is fetched."""
 
     def __init__(self, value, *key):
         self.size, self.dtype, self.shape = value.size, value.dtype, value.shape
         self._value, self._key = value, key
 
     def __array__(self, dtype=None, copy=None):
-        self.fetched.append(self._key)
+        fetched.append(self._key)
         return self._value.__array__(dtype)
 
 
@@ -62,10 +63,10 @@ def test_one_process_fetches_the_logs_of_updates_only_for_rows(tmp_path, monkeyp
         return result._replace(logs={name: CountedLog(log, len(count), name) for name, log in result.logs.items()})
 
     monkeypatch.setattr(LearnerUpdate, "__call__", counted)
-    monkeypatch.setattr(CountedLog, "fetched", [])
+    fetched.clear()
     fields = {**FIELDS, "steps": 600, "min_replay_size": 100, "log_every": 200}
     run_experiment(make_experiment("dqn", **fields), run_dir=tmp_path / "run")
     rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert len(count) > 20 * len(rows) > 0
-    assert sorted({update for update, _ in CountedLog.fetched}) == [row["learner_steps"] for row in rows]
-    assert len(CountedLog.fetched) == len(set(CountedLog.fetched))
+    assert sorted({update for update, _ in fetched}) == [row["learner_steps"] for row in rows]
+    assert len(fetched) == len(set(fetched))
