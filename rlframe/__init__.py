@@ -18,7 +18,7 @@ docs/project/architecture.md says where to find what.
 from __future__ import annotations
 
 from rlframe.extras import lazy_names
-from rlframe.launchpad_nodes import import_hook
+from rlframe.launchpad_nodes import register_with_launchpad
 
 __version__ = "0.1.0"
 
@@ -51,4 +51,4 @@ __all__ = list(_PUBLIC)
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
 
 
-import_hook.register_with_launchpad()
+register_with_launchpad()

@@ -11,8 +11,8 @@ environments and adds the step to the replay buffer in `act`. The stepper of an 
 in `act`. The next call of `next_request` waits for the environments that finish first, and adds their steps.
 
 `Actor.run()` repeats `step` within its `StepBudget`. An actor of an on-policy agent waits at an `UnrollGate` after each
-unroll, until newer parameters are published. `StepBudget` and `UnrollGate` are in replay.py. An actor claims its rank
-from the replay buffer (`ActorReplay`). The seeds of its environments depend on this rank.
+unroll, until newer parameters are published. `StepBudget` and `UnrollGate` are in pacing.py. An actor claims its rank
+from the replay buffer (actor_replay.py). The seeds of its environments depend on this rank.
 """
 
 from rlframe.actors.actor import Actor

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from rlframe import handles
-from rlframe.actors.replay import ActorReplay, StepBudget, UnrollGate
+from rlframe.actors.actor_replay import ActorReplay
+from rlframe.actors.pacing import StepBudget, UnrollGate
 from rlframe.actors.stepper import AsyncStepper, InferenceRequest, SyncStepper, merge_logs
 from rlframe.envs import as_pool
 from rlframe.envs.adapters import env_seed

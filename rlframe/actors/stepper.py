@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlframe.actors.replay import UnrollGate
+from rlframe.actors.pacing import UnrollGate
 from rlframe.envs.pool import stepping_phase, true_rewards
 from rlframe.types import FIRST, LAST, AgentOutput, AgentState, Logs, Step, TimeStep, Tree
 

@@ -27,69 +27,6 @@ from rlframe.agents.trees import check_tree, without_batch, zero_timestep, zeros
 from rlframe.errors import UsageError, suggest
 from rlframe.types import AgentOutput, AgentState, Batch, Logs, Params, ReplaySpec, StepSpec, TimeStep, Tree
 
-
-def check_methods(base: type, cls: type) -> None:
-    """Raise UsageError if `cls` misspells the name of a method of `base`, or if its method takes other arguments."""
-    for name, member in vars(cls).items():
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-            _check_method(base, cls, name, member)
-
-
-def _check_method(base: type, cls: type, name: str, member: Any) -> None:
-    hooks = {hook: method for hook, method in vars(base).items() if inspect.isfunction(method)}
-    if name not in vars(base):
-        near = difflib.get_close_matches(name, vars(base), n=1, cutoff=0.9)
-        if near:
-            raise UsageError(
-                f"{cls.__name__} defines {name}, which is never called. The method of an Agent is {near[0]}"
-                f"{_arguments(hooks.get(near[0]))}. If this is a different method, give it a different name, or a name "
-                "that starts with an underscore."
-            )
-    elif name in hooks and inspect.isfunction(member):
-        wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
-        try:
-            inspect.signature(member).bind(None, *wanted)
-            fits = given == wanted or set(given) != set(wanted)  # The same names in a different order are an error.
-        except TypeError:
-            fits = False
-        if not fits:
-            raise UsageError(
-                f"{cls.__name__}.{name} takes ({', '.join(given)}); it is called with ({', '.join(wanted)})."
-            )
-
-
-def _arguments(hook: Any) -> str:
-    return f"({', '.join(list(inspect.signature(hook).parameters)[1:])})" if hook is not None else ""
-
-
-def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError for a named argument that the constructor of an agent's class does not accept."""
-    accepted = inspect.signature(cls.__init__).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
-        raise UsageError(
-            f"{cls.__name__} makes its own network and reads no net_factory. Either leave --network out, or add the "
-            "parameter net_factory to the constructor and build the network from it."
-        )
-    for name in kwargs:
-        if name not in accepted and not takes_all:
-            raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
-
-
-def check_config_class(cls: type) -> None:
-    """Raise UsageError if `cls.config_cls` extends a dataclass, but is not declared as a dataclass itself."""
-    config_cls = vars(cls).get("config_cls")
-    if config_cls is None or not dataclasses.is_dataclass(config_cls):
-        return
-    names = {field.name for field in dataclasses.fields(config_cls)}
-    for name, hint in inspect.get_annotations(config_cls).items():  # type: ignore[arg-type]
-        if name not in names and "ClassVar" not in str(hint):
-            raise UsageError(
-                f"{config_cls.__name__}.{name} is not an option, because {config_cls.__name__} is not a dataclass. Add "  # type: ignore[union-attr]
-                "@dataclasses.dataclass(frozen=True) to the class."
-            )
-
-
 NetFactory = Callable[[Tree, Tree], Any]  # (observation_spec, action_spec) -> an object with init and apply
 PolicyFactory = Callable[[Tree], Any]  # (action_spec) -> a distribution, see `rlframe.agents.distributions`
 
@@ -339,6 +276,74 @@ class Agent:
         params = self.initial_params(rng)
         params = self.actor_params(params, self.initial_learner_state(params))
         return self.actor_step(rng, params, zero_timestep(self.observation_spec, 1), self.initial_state(1))
+
+
+# --- checks of subclasses
+
+
+def check_methods(base: type, cls: type) -> None:
+    """Raise UsageError if `cls` misspells the name of a method of `base`, or if its method takes other arguments."""
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            _check_method(base, cls, name, member)
+
+
+def _check_method(base: type, cls: type, name: str, member: Any) -> None:
+    hooks = {hook: method for hook, method in vars(base).items() if inspect.isfunction(method)}
+    if name not in vars(base):
+        near = difflib.get_close_matches(name, vars(base), n=1, cutoff=0.9)
+        if near:
+            raise UsageError(
+                f"{cls.__name__} defines {name}, which is never called. The method of an Agent is {near[0]}"
+                f"{_arguments(hooks.get(near[0]))}. If this is a different method, give it a different name, or a name "
+                "that starts with an underscore."
+            )
+    elif name in hooks and inspect.isfunction(member):
+        wanted, given = (list(inspect.signature(function).parameters)[1:] for function in (hooks[name], member))
+        try:
+            inspect.signature(member).bind(None, *wanted)
+            fits = given == wanted or set(given) != set(wanted)  # The same names in a different order are an error.
+        except TypeError:
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"{cls.__name__}.{name} takes ({', '.join(given)}); it is called with ({', '.join(wanted)})."
+            )
+
+
+def _arguments(hook: Any) -> str:
+    return f"({', '.join(list(inspect.signature(hook).parameters)[1:])})" if hook is not None else ""
+
+
+def check_arguments(cls: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise UsageError for a named argument that the constructor of an agent's class does not accept."""
+    accepted = inspect.signature(cls.__init__).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    if kwargs.get("net_factory") is not None and not takes_all and "net_factory" not in accepted:
+        raise UsageError(
+            f"{cls.__name__} makes its own network and reads no net_factory. Either leave --network out, or add the "
+            "parameter net_factory to the constructor and build the network from it."
+        )
+    for name in kwargs:
+        if name not in accepted and not takes_all:
+            raise UsageError(f"{cls.__name__} has no argument {name}.{suggest(name, accepted)}")
+
+
+def check_config_class(cls: type) -> None:
+    """Raise UsageError if `cls.config_cls` extends a dataclass, but is not declared as a dataclass itself."""
+    config_cls = vars(cls).get("config_cls")
+    if config_cls is None or not dataclasses.is_dataclass(config_cls):
+        return
+    names = {field.name for field in dataclasses.fields(config_cls)}
+    for name, hint in inspect.get_annotations(config_cls).items():  # type: ignore[arg-type]
+        if name not in names and "ClassVar" not in str(hint):
+            raise UsageError(
+                f"{config_cls.__name__}.{name} is not an option, because {config_cls.__name__} is not a dataclass. Add "  # type: ignore[union-attr]
+                "@dataclasses.dataclass(frozen=True) to the class."
+            )
+
+
+# --- pickling
 
 
 def _cached_property(function: Any, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Adapters from Gymnasium and dm_env environments to one base class, `SingleEnv`.
 
 `wrap` returns the adapter of an environment. The adapters hide the differences between the two APIs: missing rewards,
-seeds and time limits.
+seeds and time limits. `pickle_with_state` saves an environment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rlframe.envs import api_checks, spaces
 from rlframe.envs.codec import Codec
 from rlframe.envs.jax_envs import looks_like_jax_env
 from rlframe.errors import UsageError
+from rlframe.user_code.files import pickle_with_code
 
 
 class SingleEnv(abc.ABC):
@@ -173,3 +174,19 @@ def _is_gymnasium(env: Any) -> bool:
 
 def _is_dm_env(env: Any) -> bool:
     return callable(getattr(env, "observation_spec", None)) and callable(getattr(env, "action_spec", None))
+
+
+# Methods with which a class can omit parts of its state from a pickle. For example, Gymnasium's EzPickle pickles only
+# the constructor's arguments, and a restored environment would silently be in its initial state.
+_PICKLE_HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+def pickle_with_state(env: Any) -> bytes | None:
+    """Pickle an environment with its state. Return None if the environment or a wrapper cannot be saved exactly."""
+    for layer in api_checks.wrapper_chain(env):
+        if any(getattr(type(layer), hook, None) is not getattr(object, hook, None) for hook in _PICKLE_HOOKS):
+            return None
+    try:
+        return pickle_with_code(env)
+    except Exception:  # pickling sockets, surfaces or native handles can raise any exception
+        return None

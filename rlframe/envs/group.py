@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlframe.envs import api_checks, snapshot
-from rlframe.envs.adapters import SingleEnv, wrap
+from rlframe.envs import api_checks
+from rlframe.envs.adapters import SingleEnv, pickle_with_state, wrap
 from rlframe.envs.api_checks import EnvApiError
 from rlframe.envs.checks import EnvOwnership, check_distinct
 from rlframe.envs.codec import ObservationRows
@@ -159,7 +159,7 @@ class EnvGroup:
 
     def get_state(self) -> list[EnvState] | None:
         """Return the state of each environment for `set_state`, or None if one of them cannot be saved."""
-        pickled = [snapshot.dump(env.env) for env in self.envs]
+        pickled = [pickle_with_state(env.env) for env in self.envs]
         if any(one is None for one in pickled):
             return None
         return list(zip(pickled, self._last, self._seeds, strict=True))

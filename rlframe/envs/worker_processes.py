@@ -13,7 +13,6 @@ import weakref
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from rlframe.envs import snapshot
 from rlframe.envs.codec import Codec
 from rlframe.envs.group import (
     ANSWER_TIMEOUT,
@@ -31,6 +30,7 @@ from rlframe.interprocess.memory import SUPPORTED, anonymous_file
 from rlframe.interprocess.processes import start_process
 from rlframe.metrics.rows import Sums, add_sums
 from rlframe.user_code.directories import import_path
+from rlframe.user_code.files import pickle_with_code
 
 _CLOSE_TIMEOUT = 5.0  # maximum seconds for closing the environments; then the worker is killed
 
@@ -169,7 +169,7 @@ def _spawn(descriptors: Descriptors) -> subprocess.Popen[bytes]:
 def pickle_builder(builder: Any) -> bytes:
     """Pickle a `names.Builder` for a worker process. Raise UsageError if this is not possible."""
     try:
-        return snapshot.dumps(builder, builder.code)
+        return pickle_with_code(builder, builder.code)
     except Exception as error:
         raise UsageError(
             f"The environment builder cannot be sent to a worker process: {type(error).__name__}: {error}. "

@@ -10,7 +10,7 @@
 Orbax saves arrays and extras in `directory/STEP`. The replay buffer is saved in `directory/replay/STEP`, before its
 checkpoint, so the newest checkpoint is complete even if a save is interrupted. A large replay is saved with only some
 of the checkpoints. A checkpoint without a replay is restored with the newest older replay. `directory/best` has a copy
-of the checkpoint with the best evaluation (best.py).
+of the checkpoint with the best evaluation (saving.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import pathlib
 import pickle
 import shutil
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -32,9 +31,7 @@ import numpy as np
 
 from rlframe.errors import CheckpointError, RlframeError, UsageError
 from rlframe.interprocess.files import NativePath
-from rlframe.interprocess.heartbeat import SAVING
-from rlframe.learners.best import BestCheckpoint
-from rlframe.learners.config import LearnerConfig
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.replay.replay_files import ReplayFiles
 from rlframe.streams import root_handler
 from rlframe.types import Tree
@@ -261,100 +258,6 @@ class Checkpointer:
             free = _free_megabytes(self.directory)
             hint = f" Only {free:.1f} MB are free on this disk. Free some space." if free < 1_000 else ""
             raise CheckpointError(f"Cannot write checkpoint {path}: {_first_line(error)}.{kept}{hint}") from error
-
-
-class Saver:
-    """Saves a learner when a checkpoint is due. Any thread may call it.
-
-    Args:
-        cfg: config of the learner.
-        learner: the learner. Its `save` method is called.
-        lock: lock that the learner holds during an update.
-        replay_buffer: buffer to save with the learner, or None.
-        replays: files of the saved replay buffers.
-    """
-
-    def __init__(self, cfg: LearnerConfig, learner: Any, lock: Any, replay_buffer: Any, replays: ReplayFiles) -> None:
-        self._cfg, self._learner, self._lock = cfg, learner, lock
-        self._replay_buffer, self._replays = replay_buffer, replays
-        self._tried_at = time.monotonic()
-        self._starting = threading.Lock()
-        self._thread = threading.Thread()  # thread of `save_soon`; this placeholder never runs
-        self._failure: Exception | None = None
-
-    def save_if_due(self, *, now: bool = False, final: bool = False) -> None:
-        """If a checkpoint is due, write it between two updates. Write the replay too if it is due.
-
-        Args:
-            now: save even if no checkpoint is due.
-            final: True if no parameters are published after this save (see `Learner.save`).
-
-        Raises:
-            CheckpointError: the final checkpoint could not be written. Earlier checkpoints are not touched.
-            NonFiniteLossError: the parameters contain NaN or infinity. Nothing was written.
-        """
-        self._wait()
-        cfg, seconds = self._cfg, time.monotonic() - self._tried_at
-        is_due = self._learner.learner_steps % cfg.checkpoint_every == 0 or seconds >= cfg.checkpoint_seconds
-        if is_due or now or final:
-            self._save_or_warn(final)
-
-    def _save_or_warn(self, final: bool) -> None:
-        """Write a checkpoint, unless this learner step already has one.
-
-        If the checkpoint cannot be written (for example because the disk is full), log a warning and try again when the
-        next checkpoint is due.
-
-        Raises:
-            CheckpointError: the final checkpoint could not be written.
-        """
-        try:
-            with self._lock, SAVING:
-                self._save(final)
-        except CheckpointError as error:
-            if final:
-                raise
-            _log.warning("%s Learning continues. The next checkpoint will be tried when it is due.", error)
-        finally:
-            self._tried_at = time.monotonic()
-
-    def _save(self, final: bool) -> None:
-        learner, buffer, steps = self._learner, self._replay_buffer, self._learner.learner_steps
-        is_new, with_replay = learner.saved_step != steps, False
-        if buffer is not None and learner.replay_saved_step != steps:
-            with_replay = self._replays.is_due(buffer, final)
-        if final and is_new and with_replay and not self._replays.is_small(buffer):
-            # Save without the replay first, because the program may be killed while the large replay is written.
-            learner.save(final=True)
-        if is_new or with_replay:
-            learner.save(final=final, with_replay=with_replay)
-        elif final:  # this step is already saved, but not as the final checkpoint
-            learner.release_versions()
-
-    def save_soon(self) -> None:
-        """Start a thread that saves between two updates. If it fails, the next `save_if_due` raises the error."""
-        with self._starting:
-            if not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._save_in_thread, name="rlframe checkpoint", daemon=True)
-                self._thread.start()
-
-    def _wait(self) -> None:
-        """Wait until the thread of `save_soon` has ended, and raise its error.
-
-        Without this wait, the learner could take the lock for one update after another, and the thread would never
-        get it.
-        """
-        if self._thread.is_alive():
-            self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-
-    def _save_in_thread(self) -> None:
-        try:
-            self._save_or_warn(final=False)
-        except Exception as error:
-            self._failure = error
-            self._learner.stop()  # end the learner's wait for a batch
 
 
 def last_good(checkpointer: Checkpointer | None) -> str:

@@ -15,9 +15,10 @@ from rlframe.agents.base import Agent
 from rlframe.errors import StoppedError, UsageError
 from rlframe.interprocess.heartbeat import COMPUTING
 from rlframe.interprocess.memory import keep_freed_memory, use_one_arena
-from rlframe.learners.checkpoints import Checkpointer, RestoredCheckpoint, Saver, last_good
+from rlframe.learners.checkpoints import Checkpointer, RestoredCheckpoint, last_good
 from rlframe.learners.config import DataConfig, LearnerConfig
-from rlframe.learners.replay import LearnerReplay
+from rlframe.learners.learner_replay import LearnerReplay
+from rlframe.learners.saving import Saver
 from rlframe.learners.update import (
     InitialState,
     LearnerUpdate,
@@ -29,8 +30,9 @@ from rlframe.learners.update import (
     check_update,
     mean_version,
 )
+from rlframe.learners.versions import VersionCounter
 from rlframe.params.packing import PackedParams
-from rlframe.params.publication import Publication, PublicationReader, VersionCounter
+from rlframe.params.publication import Publication, PublicationReader
 from rlframe.replay import ReplayReader
 from rlframe.replay.layout import batch_shapes
 from rlframe.sharding import LearnerDevices, copy_arrays
@@ -201,8 +203,7 @@ class Learner:
                 check_update(UncheckedUpdate(step, logs, (), is_finite=False), self._last_good)
             self.learner_steps += updates
             self._versions.next(updates)
-            self._pack_params()
-            self._publish()
+            self._publish_state()
 
     def wait_for_update(self) -> dict[str, float]:
         """Wait for the newest update and return its logs as numbers. Return an empty dict before the first update.
@@ -230,9 +231,8 @@ class Learner:
         self._replay.drop_too_old(self.params_version)
         dataset = self._make_dataset(self._cfg.data)
         # `stop` may have been called before the dataset existed. A resumed learner may have no steps left.
-        has_ended = self._should_end or self._is_done
         try:
-            for batch in () if has_ended else dataset:
+            for batch in () if self._should_end or self._is_done else dataset:
                 if self._should_end:
                     break
                 self._learn_from(batch)
@@ -368,8 +368,7 @@ class Learner:
             self._unchecked = None
             self._replay.resume(version)
             self._versions.resume(version)
-            self._pack_params()
-            self._publish()
+            self._publish_state()
             self._note_saved(has_replay)
             self.restored = RestoredCheckpoint(saved["extras"], has_replay)
         return saved["extras"]
@@ -378,10 +377,11 @@ class Learner:
         self.saved_step = self.learner_steps
         self.replay_saved_step = self.learner_steps if with_replay else self.replay_saved_step
 
-    def _pack_params(self) -> None:
-        """Pack the current parameters for actors. Not needed after an update, which returns packed parameters."""
+    def _publish_state(self) -> None:
+        """Pack and publish the current parameters. An update needs only `_publish`: it returns packed parameters."""
         check_params(self._params, self.learner_steps, self._last_good)
         self._actor_arrays = self._update.pack(self._params, self._learner_state)
+        self._publish()
 
     def _publish(self) -> None:
         self._publication.publish(self._versions.value, self._update.for_actors(self._actor_arrays))

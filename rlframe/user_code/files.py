@@ -1,4 +1,4 @@
-"""Load files and modules that a user names, and reload them for a later run if they have changed.
+"""Load and pickle files and modules that a user names, and reload them for a later run if they have changed.
 
 Modules are searched in the working directory. A run stores the directory of each module for later sessions.
 """
@@ -203,3 +203,54 @@ def describe(error: BaseException) -> str:
     line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {message}{line}".rstrip(".: ")
+
+
+# --- pickling of user code
+
+
+def pickle_with_code(value: Any, inside: Any = None) -> bytes:
+    """Pickle an object. Pickle its code by value if other processes cannot import it, for example code in `__main__`.
+
+    Args:
+        value: the object to pickle.
+        inside: the part of `value` whose code may come from a file that is no importable module. None means `value`.
+    """
+    import cloudpickle
+
+    inside = value if inside is None else inside
+    modules = {_module_of(inside), _module_of(type(inside))} - {None}
+    by_value = [module for module in modules if not is_importable(module)]
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(value)
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _module_of(value: Any) -> Any:
+    name = getattr(getattr(value, "func", value), "__module__", None)  # a `functools.partial` has `func`
+    return sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
+
+
+def is_importable(module: Any) -> bool:
+    """Return True if another process with the same `sys.path` imports this module from the same file."""
+    path = None
+    spec = None
+    parts = module.__name__.split(".")
+    # Do not use `importlib.util.find_spec`, which also finds modules that were loaded from a file, in `sys.modules`.
+    for depth in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:depth]), path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and spec.origin in (getattr(module, "__file__", None), "built-in", "frozen")
+
+
+def _find(name: str, path: Any) -> Any:
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            return spec
+    return None

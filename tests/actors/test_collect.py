@@ -11,7 +11,7 @@ import pytest
 
 from rlframe import AsyncEnv, SyncEnv
 from rlframe.actors import Actor
-from rlframe.actors.replay import UnrollGate
+from rlframe.actors.pacing import UnrollGate
 from rlframe.errors import StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.types import ReplaySpec, Sequence
@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in ("actor", "replay"):
+    for module in ("actor", "pacing"):
         monkeypatch.setattr(f"rlframe.actors.{module}.time", made)
     return made
 

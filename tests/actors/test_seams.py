@@ -13,7 +13,7 @@ import pytest
 
 from rlframe import shutdown
 from rlframe.actors import Actor, Evaluator
-from rlframe.actors.replay import ActorReplay
+from rlframe.actors.actor_replay import ActorReplay
 from rlframe.agents import PPO, PPOConfig
 from rlframe.agents.trees import zero_timestep
 from rlframe.errors import EnvError, UsageError

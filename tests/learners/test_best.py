@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlframe.learners import Checkpointer
-from rlframe.learners.best import Best, BestCheckpoint
+from rlframe.learners.saving import Best, BestCheckpoint
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from rlframe.actors import Actor
 from rlframe.envs import SyncEnv
 from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, PeerError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
-from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig
-from rlframe.learners import replay as learner_replay
-from rlframe.params.publication import VersionCounter
+from rlframe.learners import Checkpointer, DataConfig, Learner, LearnerConfig, learner_replay
+from rlframe.learners.versions import VersionCounter
 from rlframe.replay import ReplayBuffer, replay_files
 from rlframe.replay.base import DatasetTimeoutError
 from tests.fakes import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlframe.errors import CheckpointError
-from rlframe.params import publication
-from rlframe.params.publication import VersionCounter
+from rlframe.learners import versions
+from rlframe.learners.versions import VersionCounter
 
 
 def test_versions_after_a_crash_are_higher_than_all_used_versions(tmp_path):
@@ -67,7 +67,7 @@ class Clock:
 @pytest.mark.parametrize(("seconds", "skipped"), [(0.3, 1), (0.001, 1_001)])
 def test_killed_learner_skips_few_versions_if_updates_are_slow(tmp_path, monkeypatch, seconds, skipped):
     clock = Clock()
-    monkeypatch.setattr(publication, "time", clock)
+    monkeypatch.setattr(versions, "time", clock)
     counter = VersionCounter(tmp_path)
     for _ in range(5):
         given = counter.next()

@@ -26,10 +26,9 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlframe.envs import snapshot
 from rlframe.errors import UsageError, suggest
 from rlframe.user_code.directories import INSTALLED
-from rlframe.user_code.files import import_module, is_guard, load_file, pickle_by_value
+from rlframe.user_code.files import import_module, is_guard, is_importable, load_file, pickle_by_value
 
 MAIN, LIVE = "__main__", "__live__"  # prefixes of live names
 
@@ -139,7 +138,7 @@ def object_name(target: Any) -> ObjectName:
         # With `python -m package.module`, the module's name is in `__spec__`.
         module_name = str(getattr(getattr(module, "__spec__", None), "name", MAIN))
     if file is not None and file.endswith(".py") and not _is_in_package(module, module_name, file):
-        if module_name != MAIN and not snapshot.is_importable(module):
+        if module_name != MAIN and not is_importable(module):
             pickle_by_value(module)
         return ObjectName(f"{os.path.abspath(file)}:{attribute}", target)
     return ObjectName(f"{module_name}:{attribute}", target)

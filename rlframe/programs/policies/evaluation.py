@@ -18,7 +18,7 @@ from rlframe.envs.jax_pool import env_keys
 from rlframe.errors import EnvError, RlframeError, StoppedError, UsageError
 from rlframe.inferencers import Inferencer, InferencerConfig
 from rlframe.interprocess.heartbeat import STARTING
-from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.programs.experiment import MAX_SEED, Experiment
 from rlframe.programs.options import registry
 from rlframe.programs.options.fields import convert

@@ -24,8 +24,8 @@ from rlframe import handles
 from rlframe.agents import Agent
 from rlframe.errors import CheckpointError, StoppedError, UsageError
 from rlframe.learners import Checkpointer
-from rlframe.learners.best import BestCheckpoint
 from rlframe.learners.checkpoints import SavedCheckpoint
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.learners.update import InitialState
 from rlframe.params.packing import PackedParams
 from rlframe.params.publication import LocalParams

@@ -27,7 +27,7 @@ from rlframe.engines.base import MakeWorker, StartsWorkers
 from rlframe.engines.group_rules import NO_ACCELERATOR
 from rlframe.engines.logs import NullStream
 from rlframe.errors import PeerError, StoppedError
-from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.metrics.rows import ActorCounts
 from rlframe.programs.experiment import Experiment
 from rlframe.programs.options import registry

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlframe import handles
 from rlframe.errors import PeerError
-from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations
 from rlframe.programs.policies.saved import SavedPolicy
 from rlframe.programs.run_dir.directory import Result

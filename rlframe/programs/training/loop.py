@@ -13,7 +13,7 @@ from typing import Any
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import CheckpointError, EnvError, ForcedExitError, StoppedError
 from rlframe.learners import Checkpointer
-from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.learners.update import as_numbers
 from rlframe.metrics.rows import ActorCounts, evaluation_row
 from rlframe.programs.policies.evaluation import EvaluationOutcome, Evaluations, try_evaluation

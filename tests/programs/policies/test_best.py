@@ -14,7 +14,7 @@ import rlframe
 from rlframe.cli import main
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.learners import Checkpointer
-from rlframe.learners.best import BestCheckpoint
+from rlframe.learners.saving import BestCheckpoint
 from rlframe.metrics import read_jsonl
 from rlframe.programs.run_dir.directory import Result
 
