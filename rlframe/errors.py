@@ -44,6 +44,9 @@ class CheckpointError(RlframeError):
     """A checkpoint could not be read or written. Earlier checkpoints are unchanged."""
 
 
+PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # a restart would fail in the same way
+
+
 class StaleGroupError(UsageError):
     """The trainer refused a group of trajectories because it was sampled with a policy version that is too old.
 

@@ -112,7 +112,7 @@ class Step(NamedTuple):
     timestep: TimeStep  # [B, ...]
     agent_output: AgentOutput  # [B, ...]
     agent_state: AgentState  # [B, ...], state before the step
-    params_version: int
+    params_version: Any  # int or [B] int64: version of the parameters that chose the actions
     next_timestep: TimeStep  # [B, ...]
 
 

@@ -43,7 +43,7 @@ BOXES = {
     "transport": "sockets, Courier, Ray",
     "launchpad_nodes": "guards of plain lp.launch",
     "interprocess": "shared memory, processes",
-    "basics": "files beside the packages: types, errors, extras, retry, shutdown, stop_conditions",
+    "basics": "files beside the packages: types, errors, extras, retry, sharding, shutdown, stop_conditions, streams",
     "user_code": "files and modules that a user names",
 }
 _UNSEEN = ("__main__", "testing")  # modules that the table omits, because no package imports them

@@ -21,7 +21,7 @@ from typing import Any
 import rlframe
 from rlframe import extras
 from rlframe.cli.parsing import CommandOptions, parse
-from rlframe.engines.group_rules import accelerators, how_to_use
+from rlframe.engines.group_rules import find_accelerators, how_to_use
 from rlframe.programs.options import registry
 
 _DESCRIPTION = (
@@ -159,7 +159,7 @@ def _open_files(root: pathlib.Path) -> int:
 
 
 _MACHINE: dict[str, Callable[[pathlib.Path], Any]] = {
-    "accelerators": accelerators,
+    "accelerators": find_accelerators,
     "cores": _cores,
     "memory": _memory,
     "dev_shm": _ray_memory,

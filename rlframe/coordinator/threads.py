@@ -37,6 +37,15 @@ _BACKOFF = 0.25, 5.0  # shortest and longest pause in seconds between two attemp
 _PATIENCE = 5.0  # seconds to wait for the end of all workers, in addition to the operator's grace period
 _OPERATOR_JOIN = 10.0  # seconds to wait for the end of the thread; each call to an operator takes less time
 
+# ReplayThread
+_DRAW_WAIT = 0.2  # seconds that a draw waits for enough data
+_STATS_EVERY = 0.5  # seconds between two reads of the replay buffer's counters
+_SAVE_EVERY = 30.0  # seconds between two saves of a small replay buffer
+_REPLAY_JOIN = 60.0  # seconds to wait for the last save and the end of the thread
+
+# WorkerCalls
+_MAX_CALLS = 1000  # maximum number of concurrent calls; each ends within `CALL_TIMEOUT`
+
 
 class OperatorThread:
     """A thread that carries out effects by calls to the operator, and lists the workers a few times per second.
@@ -150,12 +159,6 @@ class OperatorThread:
         if why:
             _log.warning("Some workers did not end in time: %s", why)
         return why
-
-
-_WAIT = 0.2  # seconds that a draw waits for enough data
-_STATS_EVERY = 0.5  # seconds between two reads of the replay buffer's counters
-_SAVE_EVERY = 30.0  # seconds between two saves of a small replay buffer
-_REPLAY_JOIN = 60.0  # seconds to wait for the last save and the end of the thread
 
 
 class ReplayThread:
@@ -276,7 +279,7 @@ class ReplayThread:
         why = ""
         try:
             while len(batches) < effect.count:
-                drawn = self._replay.draw(timeout=0.0 if batches else _WAIT)
+                drawn = self._replay.draw(timeout=0.0 if batches else _DRAW_WAIT)
                 if drawn is None:
                     break
                 batches.append(BatchMeta(drawn.keys, drawn.probabilities))
@@ -295,9 +298,6 @@ class ReplayThread:
             self._replay.note_update(np.concatenate([update.keys for update in effect.updates]), effect.params_version)
         if self._max_staleness is not None and effect.params_version >= 0:
             self._replay.forget_before(effect.params_version - self._max_staleness)
-
-
-_MAX_CALLS = 1000  # maximum number of concurrent calls; each ends within `CALL_TIMEOUT`
 
 
 class WorkerCalls:

@@ -145,7 +145,7 @@ def _idle_cores(groups: Mapping[str, int]) -> int:
     return max(1, len(os.sched_getaffinity(0)) - used)
 
 
-def accelerators(root: pathlib.Path = pathlib.Path("/")) -> list[str]:
+def find_accelerators(root: pathlib.Path = pathlib.Path("/")) -> list[str]:
     """Return the accelerators of this machine, whether or not JAX uses them. `root` is for tests."""
     infos = root.glob("proc/driver/nvidia/gpus/*/information")
     found = re.findall(r"Model:\s*(.+)", "\n".join(path.read_text() for path in infos))
@@ -175,7 +175,7 @@ def describe_devices(in_process: bool) -> tuple[list[str], str]:
         in_process: True if the run uses JAX in this process. If False, do not start JAX here, because it would take
             memory of the accelerators: return the accelerators of this machine.
     """
-    there = accelerators()
+    there = find_accelerators()
     if in_process:
         import jax
 

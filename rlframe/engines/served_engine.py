@@ -84,7 +84,7 @@ class ServedEngine(ResourceEngine):
 
 
 def pickle_worker(transport: Transport, address: str, make: bytes, name: str, index: int, incarnation: int) -> bytes:
-    """Pickle a worker of the topology elastic for `run_served_node`.
+    """Pickle a worker of the topology elastic for `run_served_node`. The worker's name is also its group.
 
     Args:
         transport: transport that serves the worker.

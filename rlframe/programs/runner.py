@@ -1,6 +1,6 @@
 """`run_experiment`: run one session, from its start or its checkpoint to its result, in any topology.
 
-The functions are in the order in which they are called.
+The functions are in the order in which they are called, and a function that several of them call is last.
 """
 
 from __future__ import annotations

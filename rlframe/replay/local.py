@@ -179,6 +179,7 @@ class ReplayBuffer(KeyedReplayBuffer):
         if len(self._origins) > 1:
             written_by = written_by[:, self._store.origin[starts % self._store.timeline.slots]]
         other = (keys[:, 0] != written_by[0]) | (keys[:, 1] != written_by[1])
+        # `1 in tobytes()` is `other.any()`, but several times as fast for short arrays.
         return np.where(other, -1, starts) if 1 in other.tobytes() else starts
 
     def forget_before(self, version: int) -> None:

@@ -237,6 +237,7 @@ class UniformTable(Ring):
         starts = self._draw_starts(count, rng)
         if not self.ordered:
             # Some draws may hit evicted entries. Draw again for these, so that all live items have equal probabilities.
+            # `1 in tobytes()` is `any()`, but several times as fast for short arrays.
             while 1 in (evicted_draws := self._timeline.is_evicted(starts)).tobytes():
                 starts[evicted_draws] = self._draw_starts(int(np.count_nonzero(evicted_draws)), rng)
         return starts, _full(count, 1.0 / self.size)

@@ -14,7 +14,7 @@ from rlframe.engines import group_rules
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_unused_accelerator_is_reported_with_the_install_command(monkeypatch, in_process):
-    monkeypatch.setattr(group_rules, "accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
+    monkeypatch.setattr(group_rules, "find_accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(extras, "has", lambda module: False)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     names, text = group_rules.describe_devices(in_process)
@@ -26,7 +26,7 @@ def test_unused_accelerator_is_reported_with_the_install_command(monkeypatch, in
 
 
 def test_accelerators_of_the_machine_are_the_devices_of_several_processes(monkeypatch):
-    monkeypatch.setattr(group_rules, "accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
+    monkeypatch.setattr(group_rules, "find_accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(extras, "has", lambda module: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert group_rules.describe_devices(in_process=False) == (["NVIDIA H200"] * 2, "Devices: 2 x NVIDIA H200.")

@@ -26,11 +26,10 @@ from rlframe.coordinator.messages import (
     WaitsFor,
     WorkerReply,
 )
-from rlframe.errors import CheckpointError, FencedError, NonFiniteLossError, UsageError
+from rlframe.errors import PERMANENT_ERRORS, FencedError, UsageError
 from rlframe.interprocess.heartbeat import STARTING, Phase
 
 _REPLY_WITHIN = 0.3  # seconds before a call that is still in progress gets the reply NotReady
-_PERMANENT_ERRORS = (UsageError, NonFiniteLossError, CheckpointError)  # a retry would fail in the same way
 _STUCK_SECONDS = 120.0  # work without progress for this many seconds is considered hung, unless its phase allows more
 _CLOSE_TIMEOUT = 4.0  # seconds for the current work to end when the worker is closed
 
@@ -226,9 +225,7 @@ class TaskWorker:
                 traceback.print_exc()
             if isinstance(error, FencedError):
                 self._abandon_task()
-            return Failed(
-                type(error).__name__, str(error), traceback.format_exc(), isinstance(error, _PERMANENT_ERRORS)
-            )
+            return Failed(type(error).__name__, str(error), traceback.format_exc(), isinstance(error, PERMANENT_ERRORS))
 
     def _progress_marker(self) -> Any:
         """Return a value that changes while the work makes progress or waits. The value is used to detect hung work."""

@@ -24,7 +24,7 @@ from rlframe import streams
 from rlframe.engines import logs
 from rlframe.engines.group_rules import traits_of
 from rlframe.engines.supervision.nodes import EXIT_PERMANENT, LAUNCHER_PID, STOP_SIGNAL
-from rlframe.errors import CheckpointError, JobFailedError, NonFiniteLossError, UsageError
+from rlframe.errors import PERMANENT_ERRORS, JobFailedError
 from rlframe.interprocess import heartbeat
 from rlframe.interprocess.heartbeat import ENDING, STARTING
 from rlframe.interprocess.memory import rare_garbage_collections, use_one_arena
@@ -105,7 +105,7 @@ def run_to_exit(function: Callable[[], Any]) -> NoReturn:
     code = 0
     try:
         function()
-    except (UsageError, NonFiniteLossError, CheckpointError):  # a restart would fail in the same way
+    except PERMANENT_ERRORS:
         traceback.print_exc()
         code = EXIT_PERMANENT
     except JobFailedError as error:  # a restart would fail too; the traceback has already been printed

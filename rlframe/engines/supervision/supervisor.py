@@ -295,7 +295,12 @@ class ProgramSupervisor(Supervisor):
             self._end_nodes()
 
     def _restart_or_fail(self, slot: Slot, running: RunningNode) -> None:
-        """Restart a failed node after its backoff. If a restart is not allowed or would fail, end the program."""
+        """Restart a failed node after its backoff. If a restart is not allowed or would fail, end the program.
+
+        A restarted actor continues like this: `restart_later` sets the time of the restart, `start` starts a process,
+        and `node_main.run_served_node` makes the same objects in it. `Actor.__init__` then claims the rank of the dead
+        actor again. See "A process dies or hangs" in docs/project/architecture.md.
+        """
         self.count_death(slot, running)
         reason, restarts = running.exit_reason(), slot.rules.max_restarts
         if running.code == EXIT_PERMANENT or slot.deaths > restarts:

@@ -92,6 +92,9 @@ class ReverbTables:
     def _limiter(self, limiters: Any) -> Any:
         """Return the rate limiter of the table of items.
 
+        The number of items in a full queue follows from the capacity. In a run, `makers.replay_capacity` replaces the
+        capacity of the agent's `replay_spec`.
+
         `run_ahead` is how many items inserts may run ahead of samples. In a run, `makers.add_reverb` computes it with
         `items_of_rounds`. In your own program, `ReverbReplayBuffer.tables` uses `default_run_ahead`.
         """
