@@ -42,7 +42,7 @@ class Experiment:
     num_envs: int = option(8, at_least=1)  # Total number of environments of all actors.
     env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
     eval_every: int = option(0, at_least=0, changeable=True)  # Steps between evaluations. 0 means only the final one.
-    # Steps between checkpoints. 0: only after evaluations and at the end.
+    # Steps between checkpoints. 0: only after evaluations.
     checkpoint_every: int = option(100_000, at_least=0, changeable=True)
     # Steps between log rows. 0 means 1% of the run, at most 10,000.
     log_every: int = option(0, at_least=0, changeable=True)
