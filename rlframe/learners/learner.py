@@ -52,8 +52,8 @@ class Learner:
     Args:
         cfg: see `LearnerConfig`.
         agent: the `Agent` to train.
-        replay_buffer: a `ReplayReader` in this process, or a `reverb.Client`. `run()` takes batches from
-            this buffer. `step` passes priorities to it.
+        replay_buffer: a `ReplayReader` in this process, a `LearnerReplay` or a `reverb.Client`. `run()` takes batches
+            from this buffer. `step` passes priorities to it.
         logger: any object with `write(step, values)`, used by `run()`. None writes no logs.
         check_may_write: called before anything is written to `cfg.checkpoint_dir`. If it raises, nothing is written.
             It must raise if a newer learner has replaced this one. None always allows writing.
@@ -87,7 +87,7 @@ class Learner:
         self.learner_steps = 0
         self._logs: Logs = {}  # logs of the newest checked update
         self._unchecked: UncheckedUpdate | None = None  # the newest update, until `_check_update` has checked it
-        self._replay = LearnerReplay(replay_buffer, agent, self._stop)
+        self._replay = LearnerReplay.of(replay_buffer, agent, self._stop)
         self._open_checkpoints(check_may_write)
         self._publish_initial_params()
         if cfg.resume:

@@ -33,6 +33,8 @@ class LearnerReplay:
             if the batches are made elsewhere.
         agent: the agent. If `given` is a `reverb.Client`, the agent's specs define the format of the items.
         stop: setting this event ends all waits for other processes.
+        learner_samples: False if another process draws the items, and also sets priorities, drops old items and saves
+            the buffer.
 
     Attributes:
         buffer: the wrapped buffer.
@@ -43,7 +45,7 @@ class LearnerReplay:
         UsageError: the buffer is on another node.
     """
 
-    def __init__(self, given: Any, agent: Agent, stop: threading.Event) -> None:
+    def __init__(self, given: Any, agent: Agent, stop: threading.Event, *, learner_samples: bool = True) -> None:
         target = handles.resolve(given, "replay buffer", stop=stop)
         if isinstance(target, handles.Remote):
             raise UsageError(
@@ -54,12 +56,20 @@ class LearnerReplay:
         self._is_own = self.buffer is not target
         # `self.buffer` if it is a `BaseReplayBuffer`, otherwise None.
         self._full = self.buffer if isinstance(self.buffer, BaseReplayBuffer) else None
-        self.saved = self._full if self._full is not None and self._full.is_saved_by_learner else None
+        self._learner_samples = learner_samples
+        self.saved: BaseReplayBuffer | None = None
+        if learner_samples and self._full is not None and self._full.is_saved_by_learner:
+            self.saved = self._full
         self.max_staleness = self._full.spec.max_staleness if self._full is not None else None
         self._resumed_from: int | None = None  # version of the restored checkpoint, until the next update
         self._dataset: Any = None
         self._stats_thread = threading.Thread()  # thread of `stats`; this placeholder never runs
         self._stats: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, given: Any, agent: Agent, stop: threading.Event) -> LearnerReplay:
+        """Return `given` if it is a LearnerReplay, otherwise wrap it."""
+        return given if isinstance(given, cls) else cls(given, agent, stop)
 
     # --- batches
 
@@ -108,19 +118,20 @@ class LearnerReplay:
 
     def drop_too_old(self, newest: int, *, after_update: bool = False) -> None:
         """Drop items from the buffer that are too old for the version `newest`."""
-        if self._full is not None and self.max_staleness is not None:
+        if self._learner_samples and self._full is not None and self.max_staleness is not None:
             self._full.forget_before(newest - self.max_staleness)
         if after_update:
             self._resumed_from = None
 
     def note_update(self, keys: Any, version: int) -> None:
         """See `BaseReplayBuffer`."""
-        if self._full is not None:
+        if self._learner_samples and self._full is not None:
             self._full.note_update(keys, version)
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """See `ReplayReader`."""
-        self._method("update_priorities", "The agent logs priorities")(keys, priorities)
+        if self._learner_samples:
+            self._method("update_priorities", "The agent logs priorities")(keys, priorities)
 
     def _method(self, name: str, reason: str) -> Callable[..., Any]:
         if not hasattr(self.buffer, name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,8 @@ from rlframe.coordinator.param_store import Attempt, ParamStore
 from rlframe.coordinator.workers.overrides import replaced, with_config
 from rlframe.coordinator.workers.task_worker import TaskWorker
 from rlframe.learners import Checkpointer, Learner, LearnerConfig
-from rlframe.replay import BaseReplayBuffer, as_replay_buffer
+from rlframe.learners.learner_replay import LearnerReplay
+from rlframe.replay import as_replay_buffer
 from rlframe.types import Batch
 
 _PUBLISH_EVERY = 0.005  # minimum seconds between two published versions
@@ -98,14 +100,13 @@ class LearnerWorker(TaskWorker):
         self._store.open_policy(task.policy_id, fence)
         self._buffer = as_replay_buffer(self._replay_source, lambda: self._agent)
         self._max_staleness = self._buffer.spec.max_staleness
-        self._recording_buffer = RecordingReplayBuffer(self._buffer)
+        self._replay = RecordingReplay(self._buffer, agent)
         check_may_write = functools.partial(self._store.check_not_fenced, task.policy_id, fence)
         known = max(self._store.newest_version(task.policy_id), task.options.get("min_version", -1))
         self._learner = learner = Learner(
-            self._cfg, agent, self._recording_buffer, check_may_write=check_may_write, above_version=known
+            self._cfg, agent, self._replay, check_may_write=check_may_write, above_version=known
         )
-        if self._max_staleness is not None:
-            self._recording_buffer.forget_before(learner.params_version - self._max_staleness)
+        self._replay.drop_too_old(learner.params_version)
         self._published, self._published_at = -1, 0.0
         self._publish(learner)
         steps, version = learner.learner_steps, learner.params_version
@@ -128,7 +129,7 @@ class LearnerWorker(TaskWorker):
         logs = learner.wait_for_update()
         if request.save and learner.saver is not None:
             learner.saver.save_if_due(now=True)
-        updates = self._recording_buffer.take_updates()
+        updates = self._replay.take_updates()
         if not updates and self._store.newest_version(self._policy_id) < self._published:
             self._published = -1  # publish again, because the store was restarted and lost this version
         self._publish(learner)
@@ -206,54 +207,29 @@ class LearnerWorker(TaskWorker):
         return [str(checkpointer.directory / str(step)) for step in checkpointer.steps()]
 
 
-class RecordingReplayBuffer:
-    """A replay buffer that records the keys and priorities of each update, for the coordinator.
-
-    If the coordinator draws the keys, it also sets priorities, drops old items and saves the buffer. Otherwise the
-    learner does this through this object.
+class RecordingReplay(LearnerReplay):
+    """A learner's replay buffer. It records the keys and priorities of each update for the coordinator.
 
     Args:
-        replay_buffer: The buffer that stores the data.
-
-    Attributes:
-        updates: Updates since the last `take_updates`.
+        replay_buffer: The buffer that stores the data. If it returns batches by key, the coordinator samples from it.
+        agent: See `LearnerReplay`.
     """
 
-    def __init__(self, replay_buffer: Any) -> None:
-        self._buffer = replay_buffer
-        self.is_sampler = not getattr(replay_buffer, "fetches_by_key", False)
-        self.is_saved_by_learner = self.is_sampler and getattr(replay_buffer, "is_saved_by_learner", False)
-        self.updates: list[Update] = []
+    def __init__(self, replay_buffer: Any, agent: Any) -> None:
+        learner_samples = not getattr(replay_buffer, "fetches_by_key", False)
+        super().__init__(replay_buffer, agent, threading.Event(), learner_samples=learner_samples)
+        self._updates: list[Update] = []
 
     def take_updates(self) -> tuple[Update, ...]:
         """Return the updates since the last call."""
-        updates, self.updates = self.updates, []
+        updates, self._updates = self._updates, []
         return tuple(updates)
-
-    # --- methods that record keys and priorities
 
     def note_update(self, keys: Any, version: int) -> None:
         if len(keys):
-            self.updates.append(Update(np.asarray(keys)))
-        if self.is_sampler:
-            self._buffer.note_update(keys, version)
+            self._updates.append(Update(np.asarray(keys)))
+        super().note_update(keys, version)
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
-        self.updates[-1] = Update(np.asarray(keys), np.asarray(priorities))  # the last update
-        if self.is_sampler:
-            self._buffer.update_priorities(keys, priorities)
-
-    def forget_before(self, version: int) -> None:
-        if self.is_sampler:
-            self._buffer.forget_before(version)
-
-    # --- all other methods
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._buffer, name)
-
-    def close(self) -> None:
-        """Do nothing: the buffer belongs to the caller."""
-
-
-BaseReplayBuffer.register(RecordingReplayBuffer)  # a Learner calls all methods only for a `BaseReplayBuffer`
+        self._updates[-1] = Update(np.asarray(keys), np.asarray(priorities))  # the last update
+        super().update_priorities(keys, priorities)
