@@ -79,9 +79,8 @@ class Agent:
     config_cls: type[Any] = type(None)
     network_configs: tuple[Any, ...] = ()  # network configs with this agent's default values
     takes_policy: bool = True  # whether the agent accepts a policy_factory
-    learns_from: str = (
-        "steps"  # "steps" (from a replay buffer) or "trajectories" (`TokenBatch`es from a trajectory service)
-    )
+    # "steps" (from a replay buffer) or "trajectories" (`TokenBatch`es from a trajectory service)
+    learns_from: str = "steps"
     network: Any  # object with `init` and `apply`; a subclass sets it or overrides `initial_params`
     _constructed_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -128,6 +127,20 @@ class Agent:
     def type_name(self) -> str:
         """Class name of this agent, for messages. A transform returns the class name of its inner agent."""
         return type(self).__name__
+
+    def with_config(self, cfg: Any) -> Agent:
+        """Return an agent that was made with the same arguments, except for its config.
+
+        Raises:
+            UsageError: the constructor got no config.
+        """
+        args, kwargs = self._constructed_with
+        if not any(each is self.cfg for each in (*args, *kwargs.values())):
+            raise UsageError(f"{self.type_name} takes no config in its constructor, so its config cannot be replaced.")
+        return type(self)(
+            *(cfg if each is self.cfg else each for each in args),
+            **{name: cfg if each is self.cfg else each for name, each in kwargs.items()},
+        )
 
     def with_inner(self, change: Callable[[Agent], Agent]) -> Agent:
         """Return `change(self)`. A transform overrides this to return a transform around the changed inner agent."""

@@ -40,16 +40,8 @@ def policy_overrides(found: StoredParams | None) -> dict[str, Any]:
 
 
 def _with_replaced_config(agent: Any, values: Mapping[str, Any]) -> Any:
-    args, kwargs = agent._constructed_with
-    if not any(each is agent.cfg for each in (*args, *kwargs.values())):
-        raise UsageError(
-            f"{agent.type_name} takes no config in its constructor, so it has no policy overrides: got {values!r}."
-        )
-    cfg = replaced(agent.cfg, "policy", values, [field.name for field in dataclasses.fields(agent.cfg)])
-    return type(agent)(
-        *(cfg if each is agent.cfg else each for each in args),
-        **{name: cfg if each is agent.cfg else each for name, each in kwargs.items()},
-    )
+    known = [field.name for field in dataclasses.fields(agent.cfg)] if dataclasses.is_dataclass(agent.cfg) else []
+    return agent.with_config(replaced(agent.cfg, "policy", values, known))
 
 
 _FIXED_PROPERTIES = {
