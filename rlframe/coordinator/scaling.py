@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from rlframe.coordinator.core.job import TrainingJob
 from rlframe.coordinator.states import JobState
@@ -28,6 +29,21 @@ class Load:
     env_steps: int
     waiting_share: float
     staleness: float | None = None
+
+
+class _Counters(NamedTuple):
+    """Counters since the start of the job."""
+
+    time: float  # seconds
+    learner_waited: float  # seconds in which the learner had no data
+    env_steps: int
+    collectors_worked: float  # seconds of all collectors, including those in which they waited
+    collectors_waited: float  # seconds in which collectors waited
+
+    @classmethod
+    def read(cls, job: TrainingJob, now: float) -> _Counters:
+        waited = job.learner.seconds_without_data(now)
+        return cls(now, waited, job.accounts.env_steps, job.collectors.seconds, job.collectors.seconds_waited)
 
 
 class Scaling:
@@ -58,7 +74,7 @@ class Scaling:
         self._windows_to_skip = 0
         self._load_before: Load | None = None  # load in the window before the last collector was added
         self._pause_windows = self._FIRST_PAUSE
-        self._window: tuple[float, float, int, float, float] | None = None  # counters at the start of the window
+        self._window: _Counters | None = None  # the counters at the start of the window
 
     def wanted(self, job: TrainingJob, now: float) -> int | None:
         """Return the new number of collectors, or None to keep the current number.
@@ -66,31 +82,23 @@ class Scaling:
         The number changes only at the end of a window. It never changes if a person chose it, while the job does not
         run, or while collectors start.
         """
-        steps = job.accounts.env_steps
-        here = (
-            now,
-            job.learner.seconds_without_data(now),
-            steps,
-            job.collectors.seconds,
-            job.collectors.seconds_waited,
-        )
-        if job.requests.count_is_manual or job.state is not JobState.RUNNING or self._window is None:
-            self._window = here
+        after, before = _Counters.read(job, now), self._window
+        if job.requests.count_is_manual or job.state is not JobState.RUNNING or before is None:
+            self._window = after
             return None
-        began, waited, steps_before, collected, waiting_share = self._window
-        if now - began < self._WINDOW_SECONDS:
+        if now - before.time < self._WINDOW_SECONDS:
             return None
-        self._window = here
+        self._window = after
         count = job.requests.wanted["collector"]
         if len([worker for worker in job.roster.of("collector") if worker.progress.params_version is not None]) < count:
             return None
         load = Load(
             collectors=count,
-            seconds=now - began,
-            learner_waiting_seconds=job.learner.seconds_without_data(now) - waited,
-            env_steps=steps - steps_before,
-            waiting_share=(job.collectors.seconds_waited - waiting_share)
-            / max(job.collectors.seconds - collected, 1e-9),
+            seconds=now - before.time,
+            learner_waiting_seconds=after.learner_waited - before.learner_waited,
+            env_steps=after.env_steps - before.env_steps,
+            waiting_share=(after.collectors_waited - before.collectors_waited)
+            / max(after.collectors_worked - before.collectors_worked, 1e-9),
             staleness=job.accounts.logs.get("staleness"),
         )
         wanted = self.judge(load)

@@ -5,7 +5,7 @@ now)` handles one event (`events.py` defines all events and effects):
 
 1. The event's handler changes the job. `job.emit` adds an effect; `job.queue_call` adds a worker whose next call must
    be chosen. There are two tables of handlers: `machine._EVENT_HANDLERS` has a handler for each type of event, and
-   `answers._REPLY_HANDLERS` has a handler for each type of reply.
+   `replies._REPLY_HANDLERS` has a handler for each type of reply.
 2. If the job must end, its ending starts. An ending that has started takes its next step.
 3. `next_calls.call_next` chooses the next call to each queued worker. A call is also an effect.
 4. The job's new state is computed, and the effects are returned. The coordinator carries out the effects.
@@ -16,7 +16,7 @@ counters. The functions that change a job:
 - `machine.py`: the job's state, its ending, and the requests of people;
 - `worker_tracking.py`: workers appear, reply to pings, and leave. Its docstring lists the ways in which a worker ends.
 - `next_calls.py`: the next call to each worker.
-- `answers.py`: the replies of workers.
+- `replies.py`: the replies of workers.
 - `tasks.py`: tasks end or are retried, and each evaluation gets a version. Its docstring lists the ways in which a
   task ends.
 
@@ -27,14 +27,14 @@ each function in the table, `next_calls.call_next` adds the next call to the wor
     OperatorAnswered: collector/0, incarnation 0  worker_tracking.update_from_list    Connect(collector/0), Send(ping)
     Replied(ping, Alive)                          worker_tracking.on_ping_reply       Send(resources), Send(start_task):
                                                                                       collect/2, attempt 0
-    Replied(start_task, Started)                  answers._on_started                 Send(get_data)
-    Replied(get_data, Collected: 64 steps)        answers._on_collected               Send(get_data)
+    Replied(start_task, Started)                  replies._on_started                 Send(get_data)
+    Replied(get_data, Collected: 64 steps)        replies._on_collected               Send(get_data)
     OperatorAnswered: without collector/0         worker_tracking.mark_lost           Disconnect(collector/0),
                                                                                       Replace(collector/0)
     OperatorAnswered: collector/0, incarnation 1  worker_tracking.update_from_list    Connect(collector/0), Send(ping)
     Replied(ping, Alive)                          worker_tracking.on_ping_reply       Send(resources), Send(start_task):
                                                                                       collect/2, attempt 1
-    Replied(get_data) of incarnation 0, late      answers.on_replied                  none
+    Replied(get_data) of incarnation 0, late      replies.on_replied                  none
 
 A running worker can get another task: after each reply, `TrainingJob.must_close` calls the commander. If the commander
 returns another task, the next call to the worker is `close_task`. Then the worker is idle and gets the new task.

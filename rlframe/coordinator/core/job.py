@@ -138,13 +138,13 @@ class TrainingJob:
 
         now                    `machine`: time of the newest event
         state                  `machine`
-        requests               `machine`; `answers`, if a commander's request was carried out
+        requests               `machine`; `replies`, if a commander's request was carried out
         operator               `machine`
         ending                 `machine`; other modules start it with `begin_ending` and `fail`
-        roster                 `worker_tracking`: the workers; `next_calls`: their calls and states; `answers`: reports
-        tasks                  `next_calls` starts them, `answers` records their results, `tasks` ends them
-        learner, collectors    `answers`: activity and waiting times; `worker_tracking` and `tasks` reset them
-        accounts, rows         `answers`: the counters; `tasks`: lost batches; `worker_tracking`: lost workers
+        roster                 `worker_tracking`: the workers; `next_calls`: their calls and states; `replies`: reports
+        tasks                  `next_calls` starts them, `replies` records their results, `tasks` ends them
+        learner, collectors    `replies`: activity and waiting times; `worker_tracking` and `tasks` reset them
+        accounts, rows         `replies`: the counters; `tasks`: lost batches; `worker_tracking`: lost workers
         effects                `emit`: effects of the newest event
         workers_to_call        `queue_call`: see `machine.advance`
     """

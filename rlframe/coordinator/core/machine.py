@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlframe.coordinator.core import answers, next_calls, tasks, worker_tracking
 from rlframe.coordinator.core import events as ev
+from rlframe.coordinator.core import next_calls, replies, tasks, worker_tracking
 from rlframe.coordinator.core.job import JobEnding, OperatorLink, TrainingJob
 from rlframe.coordinator.core.records import Task
 from rlframe.coordinator.messages import ROLES
@@ -261,9 +261,9 @@ _EVENT_HANDLERS: dict[type[ev.Event], Callable[[TrainingJob, Any], None]] = {
     ev.Submitted: _on_submitted,
     ev.OperatorAnswered: _on_operator_answered,
     ev.OperatorFailed: _on_operator_failed,
-    ev.Replied: answers.on_replied,
-    ev.Unanswered: answers.on_unanswered,
-    ev.BatchesDrawn: answers.on_batches_drawn,
+    ev.Replied: replies.on_replied,
+    ev.Unanswered: replies.on_unanswered,
+    ev.BatchesDrawn: replies.on_batches_drawn,
     ev.Pinned: tasks.on_pinned,
     ev.ScaleRequested: _on_scale_requested,
     ev.PauseRequested: _on_pause_requested,

@@ -1,4 +1,4 @@
-"""Choose the next call of each worker, for one worker after another. `answers.py` handles the replies."""
+"""Choose the next call of each worker, for one worker after another. `replies.py` handles the replies."""
 
 from __future__ import annotations
 

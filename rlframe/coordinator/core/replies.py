@@ -30,7 +30,7 @@ from rlframe.coordinator.messages import (
 from rlframe.coordinator.states import TaskState
 from rlframe.metrics.rows import COUNTERS, add_point, evaluation_row
 
-# Seconds between the answer `NotReady` and the next call. The worker has waited up to 0.3 s before this answer.
+# Seconds between the reply `NotReady` and the next call. The worker has waited up to 0.3 s before this reply.
 _REPEAT_AFTER = 0.02
 _DEMAND_AGAIN_AFTER = 0.05  # seconds before the next `data_demand` of a learner that can accept no batch
 _DRAW_AGAIN_AFTER = 1.0  # seconds before the next `data_demand` after the replay buffer raised
@@ -63,10 +63,10 @@ def on_replied(job: TrainingJob, event: ev.Replied) -> None:
         worker_tracking.mark_lost(job, worker, worker_tracking.REPLACED)
     else:
         worker_tracking.mark_alive(job, worker)
-        _on_answer(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
+        _handle(job, worker, worker.call, job.tasks.get(event.header.task_id), event.reply)
 
 
-def _on_answer(job: TrainingJob, worker: WorkerRecord, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
+def _handle(job: TrainingJob, worker: WorkerRecord, call: ev.Send, task: Task | None, reply: WorkerReply) -> None:
     if task is None or task.is_over:
         worker_tracking.make_idle(job, worker)
         return
