@@ -124,6 +124,7 @@ class Inferencer:
         def step(rng: jax.Array, packed: list[jax.Array], request: Any) -> list[jax.Array]:
             # Python runs this function only while JAX traces it, once for each number of rows. Later calls skip checks.
             if not isinstance(request, tuple):
+                # No two numbers of rows have the same size.
                 layout = next(each for each in self._layouts.values() if each.size == request.size)
                 request = layout.unpack_jax(request)
             call, timestep, state = request
