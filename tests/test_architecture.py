@@ -20,7 +20,7 @@ _TABLE = re.compile(r"^\| package \|.*?\n(?!\|)", re.DOTALL | re.MULTILINE)
 BOXES = {
     "cli": "commands",
     "programs": "Experiment, train, topologies/, presets/",
-    "coordinator": "elastic runs: core/ is pure",
+    "coordinator": "elastic runs: core/ does no I/O; control/ serves every run",
     "engines": "run the nodes of a program",
     "device": "rounds of JAX environments and updates, in one jitted call",
     "learners": "Learner, checkpoints",

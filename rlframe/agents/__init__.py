@@ -9,7 +9,7 @@ Contents of the files:
     networks          networks: MLP, CNN             recurrent: LSTM, GRU          net_factory: builds the network
     math              returns: GAE, V-trace, ...     losses                        dqn_heads: quantiles, categories
                       distributions (of actions)     schedules: rates, clipping    trees
-                      off_policy: replay, targets
+                      off_policy: replay, priorities
                       action_masks: legal actions    initializers: of parameters
 
 An agent stores no parameters. An `Inferencer` calls its functions for acting, and a `Learner` its functions for

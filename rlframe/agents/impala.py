@@ -107,7 +107,7 @@ class IMPALA(ActorCritic):
         entropy_cost = current(cfg, "entropy_cost", learner_state.steps)
         loss = policy_loss + cfg.value_cost * value_loss - entropy_cost * entropy
         logs = {
-            "loss": loss,
+            "loss": loss,  # in the logs, the mean replaces the sum that is differentiated
             "policy_loss": policy_loss,
             "value_loss": value_loss,
             "entropy": entropy,

@@ -91,7 +91,10 @@ class Engine(Protocol):
     def __init__(self, options: EngineOptions) -> None: ...
 
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add a node. The node constructs an object, calls its `run()`, and calls its `stop()` when the program ends.
+        """Add a node. The node constructs an object and calls its `run()`.
+
+        `run` must return soon after the end of the program. `with handles.stop_with_program(self.stop)` calls a method
+        then. Without it, a process is killed after `grace_seconds`.
 
         Args:
             group: the node's group, such as "learner" or "actor". `group_rules.py: TRAITS` has the traits of groups.

@@ -1,14 +1,15 @@
 """Parameter versions: how a learner publishes them, and how inferencers get them.
 
 A learner packs each version once and publishes the packed version in its `Publication`. An inferencer reads the newest
-version from the `Publication` in one of three ways. `ParamReader` chooses one of them.
+version in one of three ways: from a learner in its process, or through a `ParamReader` from another process.
 
     Learner -> Packing                      packing.py: packs a tree into few arrays (`PackedParams`)
             -> Publication                  publication.py: stores the newest version
                  same process:   read directly (`LocalParams`, the base class)
                  same machine:   PublicationReader, through shared memory
                  elsewhere:      a call of `get_packed`
-    ParamReader -> Refresher -> Inferencer  reader.py: chooses the way, and follows new versions
+    as_packed_source -> Refresher -> Inferencer
+                                            reader.py: chooses the way (`ParamReader`), and follows new versions
 
 Example: an inferencer gets a version from the learner in another process of the machine.
 
@@ -17,8 +18,8 @@ Example: an inferencer gets a version from the learner in another process of the
    shared memory (publication.py describes the steps). The call returns (7, `PackedParams`).
 3. The inferencer uploads the packed arrays without change, and unpacks the tree inside its jitted call.
 
-In the elastic topology, the learner sends each version to the coordinator's `ParamStore`. The `Publication` is in this
-store, because the store continues to run if the learner dies.
+In the elastic topology, the learner sends each version to a `ParamStore` (rlframe.coordinator), a node of its own. The
+`Publication` is in this store, because the store continues to run if the learner dies.
 """
 
 from rlframe.params.packing import PackedParams

@@ -138,9 +138,9 @@ class TrainingJob:
 
         now                    `machine`: time of the newest event
         state                  `machine`
-        requests               `machine`; `replies`, if a commander's request was carried out
+        requests               `machine`; `replies`, if a commander's request was carried out; `tasks`: an evaluator
         operator               `machine`
-        ending                 `machine`; other modules start it with `begin_ending` and `fail`
+        ending                 `machine`; `replies` and `tasks`: the last evaluation; others start it with `begin_ending`
         roster                 `worker_tracking`: the workers; `next_calls`: their calls and states; `replies`: reports
         tasks                  `next_calls` starts them, `replies` records their results, `tasks` ends them
         learner, collectors    `replies`: activity and waiting times; `worker_tracking` and `tasks` reset them
