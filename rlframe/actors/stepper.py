@@ -76,8 +76,10 @@ class PoolStepper:
 
     def _add(self, env_ids: np.ndarray, step: Step) -> None:
         self.is_adding = True
-        self._replay_buffer.add(env_ids, step)
-        self.is_adding = False
+        try:
+            self._replay_buffer.add(env_ids, step)
+        finally:
+            self.is_adding = False
 
 
 class SyncStepper(PoolStepper):

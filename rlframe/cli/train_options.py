@@ -58,7 +58,8 @@ class TrainOptions(CommandOptions, SessionOptions):
     json: bool = option(False, multi_run="command")  # Print the result as one JSON object in the last line.
 
 
-# The groups of options in `--help`; groups with fewer options come first. "*" stands for all options that no group lists: the agent's options.
+# The groups of options in `--help`. Groups with fewer options come first. "*" stands for all options that no group
+# lists: the agent's options.
 HELP_GROUPS = {
     "Run": (
         *("steps", "seed", "seeds", "at_once", "preset", "config", "run_dir", "resume", "resume_from", "take_over"),

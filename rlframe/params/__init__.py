@@ -18,8 +18,8 @@ Example: an inferencer gets a version from the learner in another process of the
    shared memory (publication.py describes the steps). The call returns (7, `PackedParams`).
 3. The inferencer uploads the packed arrays without change, and unpacks the tree inside its jitted call.
 
-In the elastic topology, the learner sends each version to a `ParamStore` (rlframe.coordinator), a node of its own. The
-`Publication` is in this store, because the store continues to run if the learner dies.
+In the elastic topology, the learner sends each version to a `ParamStore` (rlframe.coordinator), which is another
+node. The `Publication` is in this store, because the store continues to run if the learner dies.
 """
 
 from rlframe.params.packing import PackedParams

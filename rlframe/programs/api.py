@@ -163,7 +163,7 @@ def run_with_options(
             take_over=options.take_over,
             stop_at=options.stop_at,
             callbacks=callbacks,
-            open_loggers=lambda path: open_trackers(experiment, options, path),
+            open_trackers=lambda path: open_trackers(experiment, options, path),
             progress=progress,
             profile=profile,
             notes={"preset": preset.name if preset is not None else None},

@@ -66,7 +66,7 @@ def run_experiment(
     take_over: bool = False,
     stop_at: int | None = None,
     callbacks: Iterable[Callback] = (),
-    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
+    open_trackers: Callable[[pathlib.Path], Iterable[Logger]] | None = None,
     progress: ProgressDisplay | None = None,
     profile: Profile | None = None,
     notes: dict[str, Any] | None = None,
@@ -90,7 +90,7 @@ def run_experiment(
             `CallbackInfo`). `info.stop()` ends the run early, like the last step. If a callback raises, the run saves
             everything and ends, and this function raises the exception. If the nodes are processes, a thread calls
             the callbacks during training.
-        open_loggers: `open_loggers(run_dir)` returns additional loggers for the rows. They are closed at the end.
+        open_trackers: `open_trackers(run_dir)` returns additional loggers for the rows. They are closed at the end.
         progress: Logger that shows the progress. A single process also writes to it a few times a second, without
             values.
         profile: Measures the time of each part of a single process.
@@ -110,7 +110,7 @@ def run_experiment(
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     _check_can_run(experiment, stop_at, profile, with_control=control_address is not None)
     launcher = _Launcher(
-        directory, stop_at, Callbacks(callbacks), open_loggers, progress, profile, control_address, quiet, shared
+        directory, stop_at, Callbacks(callbacks), open_trackers, progress, profile, control_address, quiet, shared
     )
     import_env(experiment)
     with keep_files():
@@ -167,7 +167,7 @@ class _Launcher:
     directory: RunDir
     stop_at: int | None
     callbacks: Callbacks
-    open_loggers: Callable[[pathlib.Path], Iterable[Logger]] | None
+    open_trackers: Callable[[pathlib.Path], Iterable[Logger]] | None
     progress: ProgressDisplay | None
     profile: Profile | None
     control_address: ControlAddress | None
@@ -296,7 +296,7 @@ class _Launcher:
             (engine, topology, loggers): the engine that runs the nodes, the topology of a second program or None, and
             the loggers of rows. Only language models have a second program, which runs after the supervised warm-up.
         """
-        trackers = [] if self.open_loggers is None else list(self.open_loggers(self.directory.path))
+        trackers = [] if self.open_trackers is None else list(self.open_trackers(self.directory.path))
         opened.callback(MultiLogger(trackers).close)
         shown = trackers if self.progress is None else [self.progress, *trackers]
         loggers: list[Logger] = [LenientLogger([each], Exception) for each in shown]

@@ -137,10 +137,10 @@ class TrainingJob:
     The arguments and `began` (start time of the job) do not change. These modules change the other attributes:
 
         now                    `machine`: time of the newest event
-        state                  `machine`
+        state                  `machine`; `begin_ending` and `fail`, which other modules call
         requests               `machine`; `replies`, if a commander's request was carried out; `tasks`: an evaluator
         operator               `machine`
-        ending                 `machine`; `replies` and `tasks`: the last evaluation; others start it with `begin_ending`
+        ending                 `machine`; `replies`, `tasks`: the last evaluation; others start it with `begin_ending`
         roster                 `worker_tracking`: the workers; `next_calls`: their calls and states; `replies`: reports
         tasks                  `next_calls` starts them, `replies` records their results, `tasks` ends them
         learner, collectors    `replies`: activity and waiting times; `worker_tracking` and `tasks` reset them

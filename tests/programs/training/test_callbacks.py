@@ -333,7 +333,7 @@ def test_failing_tracker_does_not_end_the_run(tmp_path, caplog, place):
     where = {} if place == "single_process" else {"topology": "heavy_env", "engine": "threads"}
     fields = {"steps": 300, "num_envs": 4, "env_type": "loop", "network": "mlp", "eval_episodes": 1, "log_every": 100}
     experiment = make_experiment("impala", preset="none", unroll_length=8, batch_size=4, **fields, **where)
-    result = run_experiment(experiment, run_dir=tmp_path / "run", open_loggers=lambda path: [Broken()])
+    result = run_experiment(experiment, run_dir=tmp_path / "run", open_trackers=lambda path: [Broken()])
     assert result.return_mean is not None
     warnings = [each.getMessage() for each in caplog.records if "the tracker is unavailable" in each.getMessage()]
     assert warnings == ["A row of the logs is lost: OSError: the tracker is unavailable"]
