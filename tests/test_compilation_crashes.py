@@ -1,4 +1,4 @@
-"""Test that the process does not crash while agents act and learn with many sizes of layers and observations.
+"""Test that the process does not crash while JAX computes: with many sizes of layers, and while signals arrive.
 
 Each case runs in a separate process."""
 
@@ -46,3 +46,32 @@ def test_layer_with_150528_inputs_acts_and_learns():
 )
 def test_every_size_acts_and_learns(agent: str, shape: list[int], layers: list[int] | None):
     act_and_learn(agent=agent, shape=shape, layers=layers)
+
+
+SIGNALS = """
+import os, signal, threading, time
+import jax, numpy as np
+from rlframe import compilation
+
+received, end = [], time.monotonic() + 2.0
+signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
+
+def send():
+    while time.monotonic() < end:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.0005)
+
+threading.Thread(target=send, daemon=True).start()
+matrix = np.ones((256, 256), np.float32)
+multiply = jax.jit(lambda x: [x @ x + i for i in range(4)])
+while time.monotonic() < end:
+    jax.block_until_ready(multiply(matrix))
+    others = [np.ones(1 + len(received) % 3000) for _ in range(20)]  # use the heap
+assert len(received) > 100
+print("done")
+"""
+
+
+def test_signals_during_a_matrix_product_do_not_damage_the_heap():
+    done = subprocess.run([sys.executable, "-c", SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=120.0)
+    assert done.returncode == 0 and done.stdout == "done\n", (done.returncode, done.stdout, done.stderr)

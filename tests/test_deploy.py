@@ -71,18 +71,18 @@ class Queue:
         return self._started[-1]
 
     def begins(self, *options: str) -> subprocess.Popen:
-        """Start a job, and wait until its run has written a row to metrics.jsonl."""
+        """Start a job, and wait until its run has written a row about an update to metrics.jsonl."""
         process = self.start(*options)
-        wait_until(lambda: self.steps() > 0)
+        wait_until(lambda: self.updates() > 0)
         return process
 
-    def steps(self) -> int:
-        """Return the number of environment steps in the newest row of metrics.jsonl, or 0 if there is no row."""
+    def updates(self) -> int:
+        """Return the number of updates in the newest row of metrics.jsonl, or 0 if there is no row."""
         metrics = self.run_dir / "metrics.jsonl"
         rows = (
             [line for line in metrics.read_text().splitlines(True) if line.endswith("\n")] if metrics.exists() else []
         )
-        return json.loads(rows[-1])["step"] if rows else 0
+        return json.loads(rows[-1]).get("learner_steps", 0) if rows else 0
 
     def saved(self) -> list[int]:
         """Return the step numbers of the saved checkpoints."""

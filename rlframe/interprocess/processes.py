@@ -1,6 +1,7 @@
 """Identify processes, check whether they are alive, and start child processes that die with their parent.
 
-`environment_variable` sets an environment variable that child processes inherit.
+`environment_variable` sets an environment variable that child processes inherit. `use_signal_stack` protects the heap
+from signals.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
+_SS_DISABLE = 2
+_SIGNAL_STACK_BYTES = 1 << 16
+_signal_stack: list[Any] = []  # the memory of `use_signal_stack`
 
 
 class ProcessId(NamedTuple):
@@ -130,3 +134,25 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before
+
+
+class _Stack(ctypes.Structure):
+    """`stack_t` of Linux; see `man sigaltstack`."""
+
+    _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+def use_signal_stack() -> None:
+    """Let signal handlers use a separate stack, if this is the main thread, in which Python calls them.
+
+    While oneDNN computes a matrix product in a call of JAX, the stack pointer points into the heap. A signal would
+    overwrite a few kilobytes of the heap, and the process would crash later. Python's signal handlers use the separate
+    stack if there is one (`SA_ONSTACK`).
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return
+    libc, old = ctypes.CDLL(None, use_errno=True), _Stack()
+    if libc.sigaltstack(None, ctypes.byref(old)) != 0 or not old.flags & _SS_DISABLE:
+        return  # there is already such a stack, for example of `faulthandler`
+    _signal_stack.append(memory := ctypes.create_string_buffer(_SIGNAL_STACK_BYTES))
+    libc.sigaltstack(ctypes.byref(_Stack(ctypes.addressof(memory), 0, len(memory))), None)

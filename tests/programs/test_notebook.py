@@ -34,7 +34,8 @@ def test_progress_in_a_notebook_overwrites_one_line(tmp_path):
     client.execute()
     text = "".join(each.text for each in notebook.cells[0].outputs if each.output_type == "stream")
     assert text.count("\r") >= 2, "the progress should be drawn at least twice"
-    backend, updates, *lines = [line for line in shown(text) if line]
+    devices, backend, updates, *lines = [line for line in shown(text) if line]
+    assert devices.startswith("Devices: ")
     assert backend.startswith("The environment gymnasium:CartPole-v1 is made by Gymnasium")
     assert updates.startswith("About 31 updates of 4 items each")
     assert len(lines) == 1 and lines[0].startswith("ppo on gymnasium:CartPole-v1: steps 4,"), lines
