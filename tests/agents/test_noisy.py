@@ -47,8 +47,8 @@ def test_weight_noise_is_the_product_of_input_and_output_noise():
 
 
 def make(noisy=0.5, dueling=False, **changes) -> DQN:
-    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "epsilon": 0.0, **changes}
-    return DQN(DQNConfig(**cfg), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling, noisy=noisy))
+    cfg = {"batch_size": 16, "min_replay_size": 16, "optimizer": "adam", "epsilon": 0.0, "importance_exponent": 0.4}
+    return DQN(DQNConfig(**cfg, **changes), VECTOR, DISCRETE, MLPConfig((8,), "relu", dueling=dueling, noisy=noisy))
 
 
 def test_actor_step_uses_noise_and_eval_step_does_not():
