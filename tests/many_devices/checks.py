@@ -63,9 +63,9 @@ AGENTS = {
 }
 
 
-def mark_slow(names):
-    """Return parameters of a test. All except the fastest agents are system tests."""
-    return [name if name in ("ppo", "dqn") else pytest.param(name, marks=pytest.mark.system) for name in names]
+def mark_slow(names, fast=("ppo", "dqn")):
+    """Return parameters of a test. All except the `fast` ones are system tests."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.system) for name in names]
 
 
 def make_batch(name, size=8):
@@ -105,7 +105,7 @@ def test_four_devices_compute_the_same_as_one(name):
     assert all(len(array.sharding.device_set) == 1 for array in four[3].arrays)
 
 
-@pytest.mark.parametrize("name", mark_slow(["ppo", "dqn", "grpo"]))
+@pytest.mark.parametrize("name", mark_slow(["ppo", "dqn", "grpo"], fast=["dqn"]))
 def test_batch_that_cannot_be_divided_gives_the_same_numbers(name):
     batch = make_batch(name, 6)
     one, four = (learn(AGENTS[name], batch, LearnerDevices(count)) for count in (1, 4))
@@ -153,7 +153,9 @@ def gradient_step(name, params, batch):
     return agent.compute_gradients, batch
 
 
-@pytest.mark.parametrize("name", mark_slow(["ppo", "ppo_lstm", "impala", "pqn", "dqn", "sac", "r2d2", "grpo"]))
+@pytest.mark.parametrize(
+    "name", mark_slow(["ppo", "ppo_lstm", "impala", "pqn", "dqn", "sac", "r2d2", "grpo"], fast=["ppo"])
+)
 def test_gradient_step_moves_only_gradients_and_scalars(name):
     agent, devices = AGENTS[name], LearnerDevices(4)
     params, learner_state = started(agent)
@@ -206,7 +208,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("name", mark_slow(FUSED))
+@pytest.mark.parametrize("name", mark_slow(FUSED, fast=["dqn"]))
 def test_fused_rounds_on_four_devices_equal_those_on_one(name):
     envs = BatchedJaxEnv(make_jax_env("jax:CartPole-v1", {}), 1, 1, None)
     agent = FUSED[name]((envs.codec.observation_spec, envs.codec.action_spec))
