@@ -26,7 +26,7 @@ import numpy as np
 from rlframe.interprocess.heartbeat import COMPILING
 from rlframe.interprocess.processes import use_signal_stack
 
-use_signal_stack()
+use_signal_stack()  # JAX's matrix products need it
 
 # By default, JAX passes calls to another thread, which makes a call of 30 us take 60 us. JAX reads this setting when it
 # creates its CPU client, so this module must be imported before the first array is created.

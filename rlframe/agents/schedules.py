@@ -239,7 +239,7 @@ def descend_at_rate(config: Any) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None, *, steps: Any, **others: Any) -> tuple[Any, Any]:
         rate = current(config, "learning_rate", steps)
-        return jax.tree.map(lambda update: -rate * update, updates), state
+        return jax.tree.map(lambda leaf: -rate * leaf, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

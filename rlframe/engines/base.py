@@ -93,8 +93,8 @@ class Engine(Protocol):
     def add(self, group: str, constructor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Add a node. The node constructs an object and calls its `run()`.
 
-        `run` must return soon after the end of the program. `with handles.stop_with_program(self.stop)` calls a method
-        then. Without it, a process is killed after `grace_seconds`.
+        When the program ends, `run` must return soon. With `handles.stop_with_program(self.stop)`, the program's end
+        calls `self.stop`. A process that continues to run is killed after `grace_seconds`.
 
         Args:
             group: the node's group, such as "learner" or "actor". `group_rules.py: TRAITS` has the traits of groups.

@@ -143,7 +143,7 @@ class _Stack(ctypes.Structure):
 
 
 def use_signal_stack() -> None:
-    """Let signal handlers use a separate stack, if this is the main thread, in which Python calls them.
+    """Let signal handlers use a separate stack, if this is the main thread, which receives signals first.
 
     While oneDNN computes a matrix product in a call of JAX, the stack pointer points into the heap. A signal would
     overwrite a few kilobytes of the heap, and the process would crash later. Python's signal handlers use the separate

@@ -1,7 +1,7 @@
 """Parameter versions: how a learner publishes them, and how inferencers get them.
 
 A learner packs each version once and publishes the packed version in its `Publication`. An inferencer reads the newest
-version in one of three ways: from a learner in its process, or through a `ParamReader` from another process.
+version in one of three ways. If the learner is not in its process, a `ParamReader` chooses the way.
 
     Learner -> Packing                      packing.py: packs a tree into few arrays (`PackedParams`)
             -> Publication                  publication.py: stores the newest version

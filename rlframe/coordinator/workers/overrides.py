@@ -40,7 +40,9 @@ def policy_overrides(found: StoredParams | None) -> dict[str, Any]:
 
 
 def _with_replaced_config(agent: Any, values: Mapping[str, Any]) -> Any:
-    known = [field.name for field in dataclasses.fields(agent.cfg)] if dataclasses.is_dataclass(agent.cfg) else []
+    if not dataclasses.is_dataclass(agent.cfg):
+        raise UsageError(f"{agent.type_name} has no config, so it has no policy overrides: got {values!r}.")
+    known = [field.name for field in dataclasses.fields(agent.cfg)]
     return agent.with_config(replaced(agent.cfg, "policy", values, known))
 
 
