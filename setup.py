@@ -105,7 +105,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["rlframe", "rlframe.*"]),
-    package_data={"rlframe": ["py.typed", "http/docs.html", "*/*/page.html"]},
+    package_data={"rlframe": ["py.typed", "http/docs.html", "control/page.html", "*/*/page.html"]},
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["rlframe = rlframe.cli:main"]},

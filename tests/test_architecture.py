@@ -20,7 +20,8 @@ _TABLE = re.compile(r"^\| package \|.*?\n(?!\|)", re.DOTALL | re.MULTILINE)
 BOXES = {
     "cli": "commands",
     "programs": "Experiment, train, topologies/, presets/",
-    "coordinator": "elastic runs: core/ does no I/O; control/ serves every run",
+    "control": "status and commands of a run over HTTP",
+    "coordinator": "elastic runs: core/ does no I/O",
     "engines": "run the nodes of a program",
     "device": "rounds of JAX environments and updates, in one jitted call",
     "learners": "Learner, checkpoints",

@@ -113,7 +113,7 @@ def of_environments() -> list[str]:
 
 def endpoints() -> Inventory:
     """Return the endpoints of each HTTP service, from its OpenAPI document."""
-    from rlframe.coordinator.control.app import RUN, make_app
+    from rlframe.control.app import RUN, make_app
     from rlframe.language import ModelConfig, PolicyServer, PolicyServerConfig
     from rlframe.language.server.app import make_app as make_policy_app
     from rlframe.trajectories.config import Settings

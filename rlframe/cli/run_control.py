@@ -23,7 +23,7 @@ from rlframe.coordinator.messages import ROLES
 from rlframe.errors import PeerError, UnavailableError, UsageError, suggest
 
 if TYPE_CHECKING:
-    from rlframe.coordinator.control.client import ControlClient
+    from rlframe.control.client import ControlClient
     from rlframe.programs.run_dir.lock import Holder
 
 _STOP = "rlframe stop"
@@ -56,8 +56,8 @@ class RunOptions(ControlOptions):
 def connect(options: Any, prog: str) -> ControlClient:
     """Connect to the HTTP service of a run, for the command `prog`. Raise `UsageError` if there is no service."""
     extras.require(prog, "trajectories")
-    from rlframe.coordinator.control.address import read_control
-    from rlframe.coordinator.control.client import ControlClient
+    from rlframe.control.address import read_control
+    from rlframe.control.client import ControlClient
     from rlframe.http.config import read_token
 
     if options.run_dir is None:
@@ -78,7 +78,7 @@ def check_one_run_is_named(options: Any) -> None:
 
 def has_reachable_coordinator(run_dir: str) -> bool:
     """Return True if the run in a directory has a coordinator whose HTTP service can be reached from this host."""
-    from rlframe.coordinator.control.address import control_file, read_control
+    from rlframe.control.address import control_file, read_control
     from rlframe.programs.run_dir.status import topology_of
 
     is_elastic = topology_of(run_dir) in (None, "elastic") and control_file(run_dir).exists()
@@ -111,7 +111,7 @@ def file_status_reader(run_dir: str) -> Callable[[], dict[str, Any]]:
 
     If the coordinator wrote a final status, the function always returns this status.
     """
-    from rlframe.coordinator.control.address import read_final_status
+    from rlframe.control.address import read_final_status
     from rlframe.programs.run_dir.status import StatusReader
 
     last = read_final_status(run_dir)

@@ -1,7 +1,6 @@
 """The coordinator of the elastic topology: workers start and stop while training continues. See docs/run/elastic.md.
 
-Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it. Other runs use
-`states.py` and the HTTP service in `control` for their status.
+Only the elastic topology has a coordinator. `rlframe.programs.topologies.elastic` creates it.
 
 The objects, by process:
 
@@ -14,7 +13,6 @@ The objects, by process:
   holds the newest parameters. Both survive the death of a coordinator; the next coordinator reads the journal.
 - Worker processes (`workers`). A `LearnerWorker` learns, a `CollectorWorker` collects, an `EvaluatorWorker` evaluates.
   Each replies to calls at once, and does its work in a separate thread (`TaskWorker`).
-- The control API (`control`). An HTTP service that shows the status of the job, and can scale, pause or stop the job.
 
 Terms. A job is one session of `rlframe train`. It consists of tasks, and each task has a kind. A worker has a role, and
 works on tasks of one kind:
@@ -29,7 +27,8 @@ input of the core (a worker replied); an effect is an output of the core (call a
 people. The journal keeps the notes; `Coordinator.events` and `/events` return them.
 
 `messages.py` defines the messages between coordinator and workers. `states.py` defines the states of jobs, tasks and
-workers. Steps and parameters never pass through the coordinator.
+workers; the status of every run shows a `JobState`. Steps and parameters never pass through the coordinator. The HTTP
+service in `rlframe.control` calls the coordinator to scale, pause or stop the job.
 
 Example of one call: the core emits `Send("collector/0", "get_data")`. `WorkerCalls` calls the worker, which collects
 steps for 0.1 s and replies with `Collected`. The core receives the event `Replied`, counts the steps, and emits the

@@ -29,7 +29,7 @@ from rlframe.streams import root_handler
 
 Outcome = Union[Result, BaseException]  # a result, or the error that ended the run
 
-_SERVICE = "rlframe.coordinator.control.app"
+_SERVICE = "rlframe.control.app"
 _POLL = 0.1  # seconds between two checks for a signal
 
 

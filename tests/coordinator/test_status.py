@@ -11,7 +11,7 @@ import pytest
 
 from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import TrainOne
-from rlframe.coordinator.control import endpoints
+from rlframe.control import endpoints
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.records import Rates
 from rlframe.stop_conditions import StopReason

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from rlframe.coordinator.control.app import serve_control
+from rlframe.control.app import serve_control
 from rlframe.trajectories.config import Settings
 from rlframe.trajectories.service.app import TrajectoryServer
-from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
+from tests.control.scripted_coordinator import ScriptedCoordinator
 from tests.language.server.serving import serving_policy
 from tests.trajectories.api import Api, group
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from rlframe.coordinator.control.client import ControlClient
+from rlframe.control.client import ControlClient
 from rlframe.errors import PeerError, UnavailableError, UsageError
 from tests.programs.running_program import RunningProgram
 

@@ -298,10 +298,10 @@ def serve_run_control(
     if address is None:
         yield
         return
-    from rlframe.coordinator.control.address import make_token_file, remove_control, write_control
+    from rlframe.control.address import make_token_file, remove_control, write_control
 
     with extras.explain_import_error("--http", "trajectories"):
-        from rlframe.coordinator.control.app import COORDINATOR, RUN, serve_control
+        from rlframe.control.app import COORDINATOR, RUN, serve_control
         from rlframe.http.config import read_token
     token_file = address.token_file or make_token_file(run_dir)
     target, kind = (LocalRunTarget(run_dir), RUN) if coordinator is None else (coordinator, COORDINATOR)

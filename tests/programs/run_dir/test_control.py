@@ -16,13 +16,13 @@ pytest.importorskip("fastapi")
 import httpx
 
 from rlframe.cli import main
-from rlframe.coordinator.control.address import read_control
+from rlframe.control.address import read_control
 from rlframe.engines.base import NodeStatus
 from rlframe.programs import make_experiment, run_experiment
 from rlframe.programs.run_dir.directory import RunDir
 from rlframe.programs.run_dir.lock import RunLock
 from rlframe.programs.run_dir.status import ControlAddress, LocalRunTarget, StatusFile, serve_run_control
-from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
+from tests.control.scripted_coordinator import ScriptedCoordinator
 
 DESCRIBED = make_experiment("dqn", steps=1_000)
 

@@ -15,8 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
 from rlframe import handles
-from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
-from rlframe.coordinator.control.endpoints import REFUSED, command_router, read_families, reading_router
+from rlframe.control.calls import CoordinatorCalls, EventLog
+from rlframe.control.endpoints import REFUSED, command_router, read_families, reading_router
 from rlframe.errors import FieldError, RlframeError, UsageError
 from rlframe.http.app import make_app as make_base_app
 from rlframe.http.bodies import answer

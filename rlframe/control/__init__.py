@@ -7,6 +7,6 @@ Example: `rlframe scale RUN_DIR collector 4`.
 3. `endpoints.py` checks the body. `calls.py: CoordinatorCalls` calls `Coordinator.scale` in a thread, with a deadline.
 4. The response is `{"status": "ok"}`, or an error from `app.py`: `{"error": {"type", "message", "field"}}`.
 
-`app.py` creates the application and serves it. The same code serves a run without a coordinator. The API of such a run
-can only show the status and stop the run.
+`app.py` creates the application and serves it. Only the topology `elastic` has a coordinator. The API of other runs can
+only show the status and stop the run: `programs/run_dir/status.py: serve_run_control` starts it.
 """

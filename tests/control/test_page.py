@@ -13,12 +13,12 @@ needs("trajectories")
 import_or_skip("playwright", "pip install 'rlframe[test]'")
 from playwright.sync_api import Browser, Page, expect
 
-from rlframe.coordinator.control.app import serve_control
+from rlframe.control.app import serve_control
 from rlframe.coordinator.states import JobState
 from rlframe.errors import PeerError
 from rlframe.http.serving import ServerThread
 from tests.chromium import NEEDS_CHROMIUM, checked_pages, running_browser
-from tests.coordinator.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
+from tests.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
 
 pytestmark = NEEDS_CHROMIUM
 MARKUP = "<img/src=x/onerror=window.injected=true>"

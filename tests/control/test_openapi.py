@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from rlframe.coordinator.control.app import make_app, serve_control
-from tests.coordinator.control.scripted_coordinator import ScriptedCoordinator
+from rlframe.control.app import make_app, serve_control
+from tests.control.scripted_coordinator import ScriptedCoordinator
 
 schema = schemathesis.openapi.from_dict(make_app(ScriptedCoordinator()).openapi()).exclude(path="/events/stream")
 FUZZ = hypothesis.settings(deadline=None, derandomize=True, max_examples=30, suppress_health_check=list(HealthCheck))

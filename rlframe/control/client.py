@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from rlframe.coordinator.control.address import read_control
+from rlframe.control.address import read_control
 from rlframe.errors import ConflictError, FieldError, PeerError, RemoteError, UnavailableError, UsageError
 from rlframe.http.config import read_token
 from rlframe.shutdown import Closeable

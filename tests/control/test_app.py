@@ -15,13 +15,13 @@ from tests.extras import needs
 from tests.waiting import wait_until
 
 needs("trajectories")
-from rlframe.coordinator.control.app import serve_control
-from rlframe.coordinator.control.calls import MAX_CALLS, STATUS_MAX_AGE
-from rlframe.coordinator.control.client import ControlClient
+from rlframe.control.app import serve_control
+from rlframe.control.calls import MAX_CALLS, STATUS_MAX_AGE
+from rlframe.control.client import ControlClient
 from rlframe.coordinator.states import JobState
 from rlframe.errors import ConflictError, PeerError, UnavailableError, UsageError
 from rlframe.http.serving import ServerThread
-from tests.coordinator.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
+from tests.control.scripted_coordinator import MAX_ACTORS, ScriptedCoordinator
 
 DEADLINE = 30.0  # seconds for any response, long enough for a busy machine
 
@@ -77,7 +77,7 @@ def test_status_endpoint_returns_the_coordinators_status(coordinator, http):
 
 
 def test_concurrent_status_requests_share_one_call(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.calls.STATUS_DEADLINE", DEADLINE)
+    monkeypatch.setattr("rlframe.control.calls.STATUS_DEADLINE", DEADLINE)
     coordinator.gate.clear()
     answers: list[int] = []
     threads = [threading.Thread(target=lambda: answers.append(http.get("/status").status_code)) for _ in range(20)]
@@ -211,7 +211,7 @@ def test_unexpected_exception_of_the_coordinator_gives_503(coordinator, http):
 
 
 def test_hanging_coordinator_gives_503_after_the_deadline(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.calls.STATUS_DEADLINE", 0.3)
+    monkeypatch.setattr("rlframe.control.calls.STATUS_DEADLINE", 0.3)
     coordinator.gate.clear()
     assert "did not answer status() within 0.3 s" in error_of(http.get("/status"), 503)["message"]
     coordinator.gate.set()
@@ -262,14 +262,14 @@ def test_stream_resumes_after_the_given_event_number(coordinator, http):
 
 
 def test_stream_without_events_sends_comments(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.calls.HEARTBEAT", 0.05)
+    monkeypatch.setattr("rlframe.control.calls.HEARTBEAT", 0.05)
     with http.stream("GET", "/events/stream", params={"since": 1}) as response:
         lines = response.iter_lines()
         assert next(line for line in lines if line.startswith(":")) == ": here"
 
 
 def test_stream_continues_after_a_restart_of_the_coordinator(coordinator, http, monkeypatch):
-    monkeypatch.setattr("rlframe.coordinator.control.calls._RETRY_AFTER", 0.01)
+    monkeypatch.setattr("rlframe.control.calls._RETRY_AFTER", 0.01)
     with http.stream("GET", "/events/stream") as response:
         lines = response.iter_lines()
         read_events(lines, 1)

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
-from rlframe.coordinator.control.calls import CoordinatorCalls, EventLog
+from rlframe.control.calls import CoordinatorCalls, EventLog
 from rlframe.coordinator.messages import ROLES, Role
 from rlframe.coordinator.states import JobState, WorkerState
 from rlframe.errors import RlframeError
