@@ -8,6 +8,7 @@ The text of an option is the comment beside its field, or above it:
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import functools
 import inspect
@@ -16,7 +17,7 @@ import json
 import textwrap
 import tokenize
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import tyro
@@ -39,6 +40,7 @@ class OptionField:
         marks: tyro's marks in the annotation.
         default: value of the field; `dataclasses.MISSING` if there is none.
         text: comment beside the field.
+        group: title of its group in the help. "" means the last group, which has no title of its own.
     """
 
     name: str
@@ -47,6 +49,7 @@ class OptionField:
     marks: tuple[Any, ...]
     default: Any
     text: str
+    group: str = ""
 
     @property
     def is_positional(self) -> bool:
@@ -152,7 +155,15 @@ def option_fields(options: Any, prefix: str = "") -> Iterator[OptionField]:
             continue
         text = next((mark.help for mark in marks if getattr(mark, "help", None)), None) or texts.get(name, "")
         path = prefix + own
-        yield OptionField(path.replace("-", "_"), f"--{path}".replace("_", "-"), hint, marks, default, text)
+        flag, group = f"--{path}".replace("_", "-"), _group_of(cls, fields[name])
+        yield OptionField(path.replace("-", "_"), flag, hint, marks, default, text, group)
+
+
+def _group_of(cls: type, field: dataclasses.Field) -> str:
+    """Return the help group of a field: `option(group=...)`, or `help_group` of the class that defines the field."""
+    owners = (each for each in reversed(cls.__mro__) if field.name in getattr(each, "__dataclass_fields__", {}))
+    groups = (getattr(owner, "help_group", "") for owner in owners)
+    return field.metadata.get("group") or next(filter(None, groups), "")
 
 
 def _annotations(cls: type) -> dict[str, Any]:
@@ -217,18 +228,17 @@ def format_help(
     prog: str,
     description: str,
     width: int,
-    groups: Mapping[str, Sequence[str]] | None = None,
+    rest: str = "Options",
     last: str = "",
 ) -> str:
-    """Return the text of `--help`.
+    """Return the text of `--help`. Groups with fewer options come first.
 
     Args:
         fields: the options to show.
         prog: name of the command.
         description: first lines of the help.
         width: columns of the terminal.
-        groups: title -> names of options. The group with "*" contains all other options. Groups with fewer options
-            come first.
+        rest: title of the options without a group.
         last: last line of the help.
     """
     positional = [field for field in fields if field.is_positional]
@@ -237,16 +247,9 @@ def format_help(
     options = [field for field in fields if not field.is_positional]
     # list `--traceback` last, because every command has it and few users need it
     options.sort(key=lambda field: field.name == "traceback")
-    by_group = {"Options": options}
-    if groups is not None:
-        rest = next(title for title, names in groups.items() if "*" in names)
-        title_of = {name: title for title, names in groups.items() for name in names}
-        by_group = {}
-        for field in options:
-            by_group.setdefault(title_of.get(field.name, rest), []).append(field)
-        order = {name: place for place, name in enumerate(title_of)}
-        for members in by_group.values():
-            members.sort(key=lambda field: order.get(field.name, len(order)))
+    by_group: dict[str, list[OptionField]] = collections.defaultdict(list)
+    for field in options:
+        by_group[field.group or rest].append(field)
     arguments = [("Arguments", positional)] if positional else []
     for title, members in [*arguments, *sorted(by_group.items(), key=lambda item: len(item[1]))]:
         lines += ["", f"{title}:"]

@@ -30,7 +30,7 @@ class CommandOptions:
     `main.py` searches the raw arguments for this option, because an error may occur before they are parsed.
     """
 
-    traceback: bool = option(False, multi_run="each")  # Print the traceback of an error.
+    traceback: bool = option(False, multi_run="each", group="Logging")  # Print the traceback of an error.
 
 
 def parse(

@@ -50,6 +50,8 @@ _MALFORMED_RANGE = re.compile(rf"(?:{_NUMBER})?\.\.(?:{_NUMBER})?(?::\w*)?|{_NUM
 class SweepOptions(TrainOptions):
     """Options of `rlframe sweep`, without the options of the experiment."""
 
+    help_group = "Sweep"
+
     seeds: Union[str, None] = None  # Seeds of each trial, such as 1-3 or 1,2,7. None means only the seed of --seed.
     at_once: int = 1  # Number of runs at a time.
     resume: bool = False  # Continue the sweep in --run-dir. Only --trials, --sampler and --at-once may change.

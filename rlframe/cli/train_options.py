@@ -55,43 +55,15 @@ class TrainOptions(CommandOptions, SessionOptions):
     seeds: Union[str, None] = option(None, multi_run="command")
     # With --seeds: number of processes. None: 1, or with fused one for all seeds.
     at_once: Union[int, None] = option(None, multi_run="command")
-    json: bool = option(False, multi_run="command")  # Print the result as one JSON object in the last line.
-
-
-# The groups of options in `--help`. Groups with fewer options come first. "*" stands for all options that no group
-# lists: the agent's options.
-HELP_GROUPS = {
-    "Run": (
-        *("steps", "seed", "seeds", "at_once", "preset", "config", "run_dir", "resume", "resume_from", "take_over"),
-        *("init_from", "init_skip_mismatched"),
-        *("stop_at", "schedule_steps", "until_return", "until_learner_steps", "until_seconds", "checkpoint_every"),
-        *("replay_checkpoint_every", "eval_every", "eval_episodes", "eval_num_envs", "eval_max_episode_length"),
-        "eval_env_kwargs",
-    ),
-    "Environment": (
-        *("env", "num_envs", "env_kwargs", "env_type", "num_workers", "async", "wait_num", "answer_timeout"),
-        *("check_finite", "frame_stack", "action_repeat", "clip_rewards", "action_mask"),
-    ),
-    "Processes": (
-        *("topology", "engine", "num_actors", "num_inferencers", "num_pools", "replay", "replay_shards"),
-        *("learner_devices", "shard_params", "max_restarts", "hang_timeout", "grace_seconds", "slots"),
-        *("service_port", "policy_port", "actor_device_ids", "learner_device_ids", "matmul_precision"),
-    ),
-    "Elastic and cluster": (
-        *("operator", "min_actors", "max_actors", "mean_staleness", "ray_address", "accelerators"),
-    ),
-    "Sweep": ("vary", "trials", "sampler"),
-    "Logging": (
-        *("log_every", "wandb", "trackio", "project", "http", "http_host", "token_file", "quiet", "profile"),
-        *("profile_trace", "json", "traceback"),
-    ),
-    "Agent": ("agent", "learning_rate", "network", "*"),
-}
+    # Print the result as one JSON object in the last line.
+    json: bool = option(False, multi_run="command", group="Logging")
 
 
 @dataclasses.dataclass(frozen=True)
 class TopologyOption:
     """The option `--topology`. This class is the last base class, so that `--topology` comes first in the help."""
+
+    help_group = "Processes"
 
     # Processes of the run. heavy_env: actors that run the network; light_env: actors that call an inference service;
     # distributed: light_env on several machines; elastic: a changing number of actors. These four start actor
@@ -182,7 +154,7 @@ def _format_help(
         f"For the options of another topology, name it before --help: `{prog} --topology {other} --help`. "
         "This also works with --agent, --env and --network."
     )
-    return format_help(shown, prog, description, width, HELP_GROUPS, last)
+    return format_help(shown, prog, description, width, "Agent", last)
 
 
 def _field_name(field: OptionField) -> str:

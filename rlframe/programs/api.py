@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 from rlframe import extras, streams
 from rlframe.engines import logs
@@ -43,6 +43,8 @@ COMMAND_LINE_ONLY = {
 class SessionOptions:
     """Options of a session. They do not affect the results of a run."""
 
+    help_group: ClassVar[str] = "Run"
+
     preset: str = option("auto", multi_run="command")  # Tuned values: a name from `rlframe agents`, none, or auto.
     # config.json of the run to repeat. Other options override it.
     config: Union[str, None] = option(None, multi_run="command")
@@ -54,16 +56,20 @@ class SessionOptions:
     # With --resume: end the process that still writes to --run-dir.
     take_over: bool = option(False, multi_run="command")
     # Port of the live page and metrics. 0: any; auto: elastic only.
-    http: Union[Literal["auto"], int, None] = option("auto", multi_run="each")
-    http_host: str = option("127.0.0.1", multi_run="each")  # Address at which the HTTP service listens.
-    token_file: Union[str, None] = None  # File with the token of the HTTP service. None means RUN_DIR/token.
+    http: Union[Literal["auto"], int, None] = option("auto", multi_run="each", group="Logging")
+    # Address at which the HTTP service listens.
+    http_host: str = option("127.0.0.1", multi_run="each", group="Logging")
+    # File with the token of the HTTP service. None means RUN_DIR/token.
+    token_file: Union[str, None] = option(None, group="Logging")
     stop_at: Union[int, None] = None  # Stop and save at this step. Schedules still end at --steps.
-    quiet: bool = option(False, multi_run="command")  # Show no progress.
-    profile: bool = False  # Measure the time of each part of the run. Print a table and advice.
-    profile_trace: bool = False  # Like --profile, and write a JAX trace to RUN_DIR/trace.
-    wandb: bool = option(False, multi_run="each")  # Also log to Weights & Biases.
-    trackio: bool = option(False, multi_run="each")  # Also log to Trackio.
-    project: str = option("rlframe", multi_run="each")  # Project name in Weights & Biases or Trackio.
+    quiet: bool = option(False, multi_run="command", group="Logging")  # Show no progress.
+    # Measure the time of each part of the run. Print a table and advice.
+    profile: bool = option(False, group="Logging")
+    profile_trace: bool = option(False, group="Logging")  # Like --profile, and write a JAX trace to RUN_DIR/trace.
+    wandb: bool = option(False, multi_run="each", group="Logging")  # Also log to Weights & Biases.
+    trackio: bool = option(False, multi_run="each", group="Logging")  # Also log to Trackio.
+    # Project name in Weights & Biases or Trackio.
+    project: str = option("rlframe", multi_run="each", group="Logging")
 
 
 def train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 from rlframe.envs.gymnasium_registry import restore
 from rlframe.envs.names import backend, registration
@@ -33,19 +33,22 @@ class Experiment:
     supervised steps of the agent's config. `make_experiment` makes an experiment from keyword arguments and a preset.
     """
 
-    agent: str = "ppo"  # A name from `rlframe agents`, or file.py:Class.
-    env: str = "CartPole-v1"  # A name from `rlframe envs`, or file.py:make_env.
+    help_group: ClassVar[str] = "Run"
+
+    agent: str = option("ppo", group="Agent")  # A name from `rlframe agents`, or file.py:Class.
+    env: str = option("CartPole-v1", group="Environment")  # A name from `rlframe envs`, or file.py:make_env.
     steps: int = option(100_000, at_least=1, changeable=True)  # Environment steps; for language models, learner steps.
     # Step at which schedules end. 0 means --steps; --resume keeps it.
     schedule_steps: int = option(0, at_least=0, changeable=True)
     seed: int = 1  # Random seed.
-    num_envs: int = option(8, at_least=1)  # Total number of environments of all actors.
-    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Keyword arguments of the environment.
+    num_envs: int = option(8, at_least=1, group="Environment")  # Total number of environments of all actors.
+    # Keyword arguments of the environment.
+    env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict, metadata={"group": "Environment"})
     eval_every: int = option(0, at_least=0, changeable=True)  # Steps between evaluations. 0 means only the final one.
     # Steps between checkpoints. 0: only after evaluations.
     checkpoint_every: int = option(100_000, at_least=0, changeable=True)
     # Steps between log rows. 0 means 1% of the run, at most 10,000.
-    log_every: int = option(0, at_least=0, changeable=True)
+    log_every: int = option(0, at_least=0, changeable=True, group="Logging")
     # Start from the parameters of a run: RUN_DIR[@STEP|@best].
     init_from: Union[str, None] = None
     init_skip_mismatched: bool = False  # With --init-from: load only the arrays that fit.

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from rlframe.control import endpoints
 from rlframe.coordinator import status as statuses
 from rlframe.coordinator.commander import TrainOne
-from rlframe.control import endpoints
 from rlframe.coordinator.core import events as ev
 from rlframe.coordinator.core.records import Rates
 from rlframe.stop_conditions import StopReason
 from tests.coordinator.core.simulation import Simulation
 
-PAGE = pathlib.Path(statuses.__file__).parent / "control" / "page.html"
+PAGE = pathlib.Path(endpoints.__file__).with_name("page.html")
 DESCRIBES = {"id": "a", "agent": "dqn", "env": "CartPole-v1", "run_dir": "/runs/a", "until": 100}
 
 

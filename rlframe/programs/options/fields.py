@@ -25,6 +25,7 @@ def option(
     at_least: float | None = None,
     above: float | None = None,
     changeable: bool = False,
+    group: str = "",
     multi_run: Literal["each", "command", "refused"] = "refused",
 ) -> Any:
     """Return a dataclass field with more facts about an option: `frame_stack: int = option(1, at_least=1)`.
@@ -34,10 +35,12 @@ def option(
         at_least: inclusive lower limit for `check_numbers`.
         above: exclusive lower limit for `check_numbers`.
         changeable: True if a resumed run can change the option.
+        group: title of the option's group in `rlframe train --help`. "" means `help_group` of the dataclass, or "Agent"
+            if it has none.
         multi_run: what a command that starts several runs, such as `rlframe train --seeds`, does with an option of a
             session. "each" passes it to each run, "command" means that only the command uses it, "refused" is an error.
     """
-    facts = {"at_least": at_least, "above": above, "changeable": changeable, "multi_run": multi_run}
+    facts = {"at_least": at_least, "above": above, "changeable": changeable, "group": group, "multi_run": multi_run}
     return dataclasses.field(default=default, metadata=facts)
 
 

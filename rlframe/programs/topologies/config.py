@@ -75,6 +75,7 @@ class TopologyConfig:
         can_profile: True if `--profile` can measure the parts of a run.
         hidden: Names of inherited options that have only one valid value. `--help` does not show them.
         joins_seeds: True if `run_seeds` can run several seeds in one process.
+        help_group: Title of the options in `rlframe train --help`.
     """
 
     learns_from: ClassVar[str] = "steps"
@@ -84,6 +85,7 @@ class TopologyConfig:
     can_profile: ClassVar[bool] = False
     hidden: ClassVar[tuple[str, ...]] = ()
     joins_seeds: ClassVar[bool] = False
+    help_group: ClassVar[str] = "Processes"
 
     name: str = ""  # Name on the command line.
     learner_devices: int = option(1, at_least=1, changeable=True)  # Number of devices that share each update.
@@ -188,6 +190,7 @@ class ProgramConfig(NodeOptions, TopologyConfig):
 class EnvOptions(TopologyConfig):
     """Options of the environments. `makers.make_pool` reads them."""
 
+    help_group: ClassVar[str] = "Environment"
     env_type: EnvType = "auto"  # Environment pool; auto is the fastest
     # Threads or processes that step environments. None means one per core.
     num_workers: Union[int, None] = option(None, at_least=1, changeable=True)
@@ -199,8 +202,7 @@ class EnvOptions(TopologyConfig):
     frame_stack: int = option(1, at_least=1)  # Number of newest observations to stack.
     action_repeat: int = option(1, at_least=1)  # Times to repeat each action, as one environment step.
     action_mask: Union[str, None] = "action_mask"  # Key of the mask in a dict observation. None: no mask.
-    # Clip training rewards to +/- this value. None means no clipping.
-    clip_rewards: Union[float, None] = option(None, above=0)
+    clip_rewards: Union[float, None] = option(None, above=0)  # Clip training rewards to +/- this value. None: never.
 
     @property
     def num_actors(self) -> int:
@@ -240,6 +242,7 @@ class EnvOptions(TopologyConfig):
 class AgentOptions(TopologyConfig):
     """Options of the agent that are not in its config: network and normalization."""
 
+    help_group: ClassVar[str] = "Agent"
     network: Union[str, None] = None  # mlp, nature_cnn, lstm, gru or file.py:make_net. None: by the env.
     network_config: Any = None  # Options of a named network.
     normalize_observations: bool = False  # Subtract the running mean, divide by the deviation.
@@ -252,8 +255,8 @@ class AgentOptions(TopologyConfig):
 class EvaluationOptions(TopologyConfig):
     """Options of evaluations, both final and during training (`eval_every`). `policies/evaluation.py` reads them."""
 
-    # Changes of --env-kwargs for evaluations.
-    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    help_group: ClassVar[str] = "Run"
+    eval_env_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)  # Changes --env-kwargs in evaluations.
     eval_episodes: int = option(20, at_least=0, changeable=True)  # Episodes per evaluation. 0 means no evaluation.
     # Environments per evaluation. None means one per episode.
     eval_num_envs: Union[int, None] = option(None, at_least=1, changeable=True)
@@ -278,12 +281,11 @@ class EvaluationOptions(TopologyConfig):
 class StoppingOptions(TopologyConfig):
     """The limits that end a run before its last step."""
 
-    # End the run after this number of updates.
-    until_learner_steps: Union[int, None] = option(None, above=0, changeable=True)
+    help_group: ClassVar[str] = "Run"
+    until_learner_steps: Union[int, None] = option(None, above=0, changeable=True)  # End after this number of updates.
     # End the run after this wall time of the session, in seconds.
     until_seconds: Union[float, None] = option(None, above=0, changeable=True)
-    # End the run when an evaluation reaches this mean return.
-    until_return: Union[float, None] = option(None, changeable=True)
+    until_return: Union[float, None] = option(None, changeable=True)  # End when an evaluation reaches this mean return.
 
     @property
     def stop_conditions(self) -> StopConditions:
@@ -314,6 +316,7 @@ class GameConfig(StoppingOptions, EvaluationOptions, AgentOptions, EnvOptions):
 
     replays: ClassVar[tuple[str, ...]] = ("shared_memory", "service", "reverb")
     accepts_custom_replay: ClassVar[bool] = True
+    help_group: ClassVar[str] = "Processes"
 
     replay: str = "auto"  # Replay buffer, or file.py:Class
 

@@ -24,6 +24,8 @@ class Elastic(GameProgram):
     control_group = "coordinator"
     accepts_custom_replay = False  # elastic needs item keys, which only built-in replay buffers have
 
+    help_group = "Elastic and cluster"
+
     name: str = "elastic"
     # With elastic: operator that starts workers: local, ray or file.py:Class. auto means the operator of the engine.
     operator: str = option("auto", changeable=True)

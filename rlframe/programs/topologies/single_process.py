@@ -29,7 +29,7 @@ class SingleProcess(GameConfig):
 
     name: str = "single_process"
     # Steps between two saves of a large replay.
-    replay_checkpoint_every: int = option(1_000_000, at_least=0, changeable=True)
+    replay_checkpoint_every: int = option(1_000_000, at_least=0, changeable=True, group="Run")
 
 
 @configured_by(SingleProcess)
