@@ -48,7 +48,7 @@ _PUBLIC = {
     "EvaluatorWorker": "rlframe.coordinator.workers.game_workers",
     "LearnerWorker": "rlframe.coordinator.workers.learner_worker",
     "Limits": "rlframe.coordinator.config",
-    "LocalOperator": "rlframe.coordinator.operators.local",
+    "LocalOperator": "rlframe.coordinator.operators.supervised",
     "ParamStore": "rlframe.coordinator.param_store",
     "StartTask": "rlframe.coordinator.messages",
     "TrainOne": "rlframe.coordinator.commander",

@@ -1,6 +1,6 @@
-"""Operators, which start a coordinator's workers as processes of this machine (`local.py`) or on Ray (`ray.py`).
+"""Operators, which start a coordinator's workers.
 
-This file defines the protocol `Operator`. `supervised.py` implements everything except the start of a process:
+This file defines the protocol `Operator`. `supervised.py` implements it for processes of this machine and for Ray:
 
     operator.scale("collector", 2)          # `SupervisedOperator` adds two slots to its `Supervisor` (rlframe/engines),
                                             # and starts a node in each: collector/0 and collector/1

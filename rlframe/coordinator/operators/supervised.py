@@ -1,28 +1,44 @@
-"""The base class of operators. It extends the supervisor of nodes (`rlframe.engines.supervision.supervisor`)."""
+"""Operators whose workers are processes of this machine (`LocalOperator`) or run on Ray (`RayOperator`).
+
+Their base class extends the supervisor of nodes (`rlframe.engines.supervision.supervisor`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import pathlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
-from rlframe.coordinator.messages import Role, WorkerInfo, WorkerKey, worker_id_of
-from rlframe.engines.base import NodeState
+from rlframe.coordinator.messages import ROLES, Role, WorkerInfo, WorkerKey, worker_id_of
+from rlframe.engines.base import MakeWorker, NodeState
+from rlframe.engines.group_rules import ON_CPU, GroupRules
 from rlframe.engines.logs import NodeLogs
-from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode
+from rlframe.engines.served_engine import pickle_worker
+from rlframe.engines.supervision.node_main import run_served_node
+from rlframe.engines.supervision.nodes import EXIT_PERMANENT, RunningNode, StartableNode, StartableProcess, pickle_node
 from rlframe.engines.supervision.supervisor import Backoff, Slot, Supervisor
 from rlframe.errors import UsageError
 from rlframe.handles import Remote
+from rlframe.interprocess.heartbeat import TIMEOUT
 from rlframe.transport import Transport
+from rlframe.transport.ray import RayTransport, current_sockets
+from rlframe.transport.sockets import SocketDirectory, SocketTransport
 
+WorkerEnv = Mapping[str, "str | None"]  # environment variables; None removes a variable
 MakeNode = Callable[[int, int], StartableNode]  # function of (index, incarnation) that returns a worker's node
 
+# Only the learner uses accelerators and more than one thread.
+ENV: Mapping[str, WorkerEnv] = {role: {} if role == "learner" else ON_CPU for role in ROLES}
+
 BACKOFF = Backoff(healthy=30.0)
+_LOCAL_TRANSPORT = SocketTransport()
+_RAY_ADDRESS = "operator"  # address of a `RayOperator`, on the Ray node where it is created
 _EVERY, _GRACE = 0.1, 7.0
 _CALL_TIMEOUT = 5.0  # timeout in seconds of a call through a handle
 _START_WITHIN = 15.0  # seconds until it counts as a problem that a started worker has no process
@@ -213,3 +229,88 @@ def _exit_reason(running: RunningNode) -> str:
 
 def _wake() -> None:
     """Do nothing. As an event in the queue, this function wakes the supervisor's thread."""
+
+
+class LocalOperator(SupervisedOperator):
+    """An operator that runs workers as processes of this machine. See `Operator`.
+
+    The workers' sockets are accessible only to the current user.
+
+    Args:
+        makers: For each role, a function of (worker_id, index, incarnation) that returns a worker. The operator calls
+            it in the worker's process.
+        env: For each role, additional environment variables of the workers; None removes a variable. The default for a
+            role is `ENV[role]`.
+        output: Stream for the workers' output. The default is stderr.
+        logs: Directory for a copy of the output, in `ROLE-INDEX.log`. None writes no copy.
+        hang_timeout, backoff: See `Supervisor`.
+
+    Raises:
+        UsageError: A maker cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[Role, MakeWorker],
+        *,
+        env: Mapping[str, WorkerEnv] | None = None,
+        output: TextIO | None = None,
+        logs: pathlib.Path | None = None,
+        hang_timeout: float = TIMEOUT,
+        backoff: Backoff = BACKOFF,
+    ) -> None:
+        rules = {role: GroupRules(env=variables) for role, variables in {**ENV, **(env or {})}.items()}
+        for role, make in makers.items():
+            pickle_node(role, make)  # if a maker cannot be pickled, raise now, not at the first start
+        self._sockets = SocketDirectory()
+        super().__init__(
+            {role: functools.partial(self._node, role, make, rules[role]) for role, make in makers.items()},
+            _LOCAL_TRANSPORT,
+            f"{self._sockets.path}/operator",
+            logs=NodeLogs(logs, output),
+            hang_timeout=hang_timeout,
+            backoff=backoff,
+        )
+
+    def close(self) -> None:
+        """See `Operator`."""
+        super().close()
+        self._sockets.close()
+
+    def _node(self, role: Role, make: MakeWorker, rules: GroupRules, index: int, incarnation: int) -> StartableProcess:
+        name, address = worker_id_of(role, index), f"{self._sockets.path}/{role}-{index}-{incarnation}"
+        # Pickle only now, because Launchpad addresses in the maker cannot be resolved before the program runs.
+        pickled = pickle_worker(_LOCAL_TRANSPORT, address, pickle_node(role, make), name, index, incarnation)
+        return StartableProcess.of(name, _run_worker, pickled, rules, address)
+
+
+def _run_worker(pickled: bytes) -> None:
+    run_served_node(pickled, end=lambda: None)  # the end of a worker does not end the program
+
+
+class RayOperator(SupervisedOperator):
+    """An operator that runs workers on a Ray cluster. See `Operator`. Its process must be connected to Ray.
+
+    Args:
+        nodes: See `RayEngine.worker_nodes`.
+        output: Stream for the workers' output. The default is stderr.
+        logs: Directory for a copy of the output. None writes no copy.
+        hang_timeout: See `Supervisor`.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[Role, MakeNode],
+        *,
+        output: TextIO | None = None,
+        logs: pathlib.Path | None = None,
+        hang_timeout: float = 0.0,
+    ) -> None:
+        self._remove = current_sockets().open(current_sockets().socket(_RAY_ADDRESS))  # also removed after SIGKILL
+        super().__init__(nodes, RayTransport(), _RAY_ADDRESS, logs=NodeLogs(logs, output), hang_timeout=hang_timeout)
+
+    def close(self) -> None:
+        """See `Operator`."""
+        if not self._is_closed:
+            super().close()
+            self._remove()

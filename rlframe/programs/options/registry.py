@@ -58,8 +58,8 @@ NETWORKS = {
 # them for elastic runs.
 REPLAYS = ("local", "shared_memory", "service", "reverb")
 OPERATORS = {
-    "local": "rlframe.coordinator.operators.local:LocalOperator",
-    "ray": "rlframe.coordinator.operators.ray:RayOperator",
+    "local": "rlframe.coordinator.operators.supervised:LocalOperator",
+    "ray": "rlframe.coordinator.operators.supervised:RayOperator",
 }
 # Keys are the values of `Agent.learns_from`. The first topology is the default.
 TOPOLOGIES = {

@@ -18,7 +18,7 @@ from rlframe.coordinator.commander import TrainOne
 from rlframe.coordinator.config import CoordinatorConfig, JobRecorder, Limits
 from rlframe.coordinator.coordinator import Coordinator
 from rlframe.coordinator.operators import Operator
-from rlframe.coordinator.operators.ray import RayOperator
+from rlframe.coordinator.operators.supervised import RayOperator
 from rlframe.coordinator.param_store import ParamStore
 from rlframe.coordinator.workers.game_workers import CollectorWorker, EvaluatorWorker
 from rlframe.coordinator.workers.learner_worker import LearnerWorker

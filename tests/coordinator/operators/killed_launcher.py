@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import threading
 
-from rlframe.coordinator.operators.local import LocalOperator
+from rlframe.coordinator.operators.supervised import LocalOperator
 from tests.coordinator.operators import workers
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ import pytest
 
 from rlframe import handles
 from rlframe.coordinator.messages import WorkerInfo
-from rlframe.coordinator.operators.local import LocalOperator
-from rlframe.coordinator.operators.supervised import OperatorHandle
+from rlframe.coordinator.operators.supervised import LocalOperator, OperatorHandle
 from rlframe.engines.supervision.supervisor import Backoff
 from rlframe.errors import UsageError
 from rlframe.transport.sockets import SocketTransport

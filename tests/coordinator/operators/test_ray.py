@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rlframe import handles
-from rlframe.coordinator.operators.ray import RayOperator
+from rlframe.coordinator.operators.supervised import RayOperator
 from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.served_engine import pickle_worker
 from rlframe.engines.supervision.nodes import pickle_node
