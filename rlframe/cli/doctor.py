@@ -21,7 +21,7 @@ from typing import Any
 import rlframe
 from rlframe import extras
 from rlframe.cli.parsing import CommandOptions, parse
-from rlframe.engines.group_rules import find_accelerators, how_to_use
+from rlframe.engines.devices import find_accelerators, how_to_use
 from rlframe.programs.options import registry
 
 _DESCRIPTION = (

@@ -26,7 +26,7 @@ import numpy as np
 
 from rlframe.cli.main import one_sentence
 from rlframe.cli.train_options import TrainOptions
-from rlframe.engines.group_rules import share_memory
+from rlframe.engines.devices import share_memory
 from rlframe.engines.stopping import StopSignal
 from rlframe.errors import RlframeError, UsageError
 from rlframe.metrics.terminal import TerminalLogger, format_number, plus_minus

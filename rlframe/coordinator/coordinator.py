@@ -27,7 +27,8 @@ from rlframe.coordinator.messages import Role
 from rlframe.coordinator.operators import Operator
 from rlframe.coordinator.scaling import Scaling
 from rlframe.coordinator.states import JobState, is_over
-from rlframe.coordinator.threads import OperatorThread, ReplayThread, WorkerCalls
+from rlframe.coordinator.threads import OperatorThread, ReplayThread
+from rlframe.coordinator.worker_calls import WorkerCalls
 from rlframe.errors import JobFailedError, UsageError
 from rlframe.interprocess.files import write_atomically
 from rlframe.interprocess.heartbeat import Phase, SuspendAwareClock

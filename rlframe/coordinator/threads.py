@@ -1,35 +1,31 @@
-"""The threads in which the coordinator calls other processes, so that it never waits itself.
+"""Two threads in which the coordinator calls other processes, so that it never waits itself.
 
 `OperatorThread` calls the operator, to request workers and to list them. `ReplayThread` calls the replay buffer and the
-param store. It handles only keys of items and version numbers, never data or parameters. `WorkerCalls` calls workers
-through the operator's transport. Each call waits for its reply in a separate thread.
+param store. It handles only keys of items and version numbers, never data or parameters. `worker_calls.py` calls the
+workers.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import heapq
-import itertools
 import logging
 import pathlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from rlframe import handles
 from rlframe.coordinator.core import events as ev
-from rlframe.coordinator.messages import ROLES, BatchMeta, Failed, WorkerInfo, WorkerKey, WorkerReply
+from rlframe.coordinator.messages import ROLES, BatchMeta, WorkerInfo
 from rlframe.coordinator.operators import Operator, OperatorError
-from rlframe.errors import PeerError, RlframeError, UnavailableError, UsageError
+from rlframe.errors import PeerError, RlframeError, UsageError
 from rlframe.replay.replay_files import ReplayFiles
 from rlframe.retry import backoff
-from rlframe.transport import Client, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +38,6 @@ _DRAW_WAIT = 0.2  # seconds that a draw waits for enough data
 _STATS_EVERY = 0.5  # seconds between two reads of the replay buffer's counters
 _SAVE_EVERY = 30.0  # seconds between two saves of a small replay buffer
 _REPLAY_JOIN = 60.0  # seconds to wait for the last save and the end of the thread
-
-# WorkerCalls
-_MAX_CALLS = 1000  # maximum number of concurrent calls; each ends within `CALL_TIMEOUT`
 
 
 class OperatorThread:
@@ -298,79 +291,3 @@ class ReplayThread:
             self._replay.note_update(np.concatenate([update.keys for update in effect.updates]), effect.params_version)
         if self._max_staleness is not None and effect.params_version >= 0:
             self._replay.forget_before(effect.params_version - self._max_staleness)
-
-
-class WorkerCalls:
-    """The connections to workers, keyed by (worker_id, incarnation), and the calls to workers. Not thread-safe.
-
-    Args:
-        transport: The workers' transport.
-        put_event: Function that receives `Replied` and `Unanswered`. Other threads call it.
-    """
-
-    def __init__(self, transport: Transport, put_event: Callable[[ev.Event], None]) -> None:
-        self._transport, self._put_event = transport, put_event
-        self._clients: dict[WorkerKey, Client] = {}
-        self._delayed: list[tuple[float, int, ev.Send]] = []
-        self._order = itertools.count()
-        self._threads = ThreadPoolExecutor(_MAX_CALLS, "rlframe worker call")
-
-    def connect(self, key: WorkerKey, address: str) -> None:
-        """Connect to a worker."""
-        self._clients[key] = self._transport.connect(address)
-
-    def disconnect(self, key: WorkerKey) -> None:
-        """Drop a connection."""
-        self._clients.pop(key, None)
-
-    def close(self) -> None:
-        """Drop all connections, and the calls that have not started."""
-        self._clients.clear()
-        self._delayed.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def send(self, effect: ev.Send) -> None:
-        """Call a worker, now or after `effect.delay`."""
-        if effect.delay > 0:
-            heapq.heappush(self._delayed, (time.monotonic() + effect.delay, next(self._order), effect))
-        else:
-            self._call(effect)
-
-    def send_due(self) -> float:
-        """Make the delayed calls that are due. Return the seconds until the next delayed call."""
-        now = time.monotonic()
-        while self._delayed and self._delayed[0][0] <= now:
-            self._call(heapq.heappop(self._delayed)[2])
-        return max(self._delayed[0][0] - now, 0.0) if self._delayed else float("inf")
-
-    def _call(self, effect: ev.Send) -> None:
-        client = self._clients.get(effect.key)
-        if client is None:
-            self._put_event(ev.Unanswered(effect.key, effect.method, effect.header))
-        else:
-            self._threads.submit(self._call_and_report, client, effect)
-
-    def _call_and_report(self, client: Client, effect: ev.Send) -> None:
-        call = (effect.key, effect.method, effect.header)
-        args = effect.args if effect.header is None else (effect.header, *effect.args)
-        try:
-            self._put_event(ev.Replied(*call, call_worker(client, effect.method, *args)))
-        except UnavailableError:
-            self._put_event(ev.Unanswered(*call))
-
-
-def call_worker(client: Client, method: str, *args: Any) -> WorkerReply:
-    """Call a worker and return its reply. Return `Failed` for an exception, which is a bug of the worker.
-
-    Raises:
-        UnavailableError: No reply arrived.
-    """
-    try:
-        reply = client.call(method, *args)
-    except UnavailableError:
-        raise
-    except Exception as error:
-        return Failed(type(error).__name__, f"{method} raised: {error}")
-    if not isinstance(reply, WorkerReply):
-        return Failed("TypeError", f"{method} must return a WorkerReply, got {type(reply).__name__}")
-    return reply

@@ -33,8 +33,9 @@ The other engines run nodes elsewhere:
   on the command line, because single-node topologies use it by default.
 
 The other files: `base.py` has the contract of engines, `group_rules.py` has the rules for each group of nodes,
-`logs.py` has the logs of nodes, and `stopping.py` has the handlers of signals that end a run. `reverb_server.py` has a
-node with a Reverb server, and `reverb_node.py` has such a node for `launchpad`.
+`devices.py` finds the accelerators of this machine, `logs.py` has the logs of nodes, and `stopping.py` has the handlers
+of signals that end a run. `reverb_server.py` has a node with a Reverb server, and `reverb_node.py` has such a node for
+`launchpad`.
 
 In the topology elastic, workers start and end while the program runs. `SupervisedOperator` in
 `rlframe.coordinator.operators` supervises them with a subclass of the same `Supervisor`.

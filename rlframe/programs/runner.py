@@ -20,7 +20,8 @@ from typing import Any
 from rlframe import extras
 from rlframe.engines import Engine, EngineOptions, logs
 from rlframe.engines.base import NodeStatus
-from rlframe.engines.group_rules import describe_devices, ending_group, matmul_precision
+from rlframe.engines.devices import describe_devices, matmul_precision
+from rlframe.engines.group_rules import ending_group
 from rlframe.envs.jax_envs import SUITES
 from rlframe.envs.names import split
 from rlframe.errors import ProgramError, UsageError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlframe.coordinator.messages import Alive, Failed, WorkerReply
-from rlframe.coordinator.threads import call_worker
+from rlframe.coordinator.worker_calls import call_worker
 from rlframe.errors import UnavailableError
 from rlframe.transport import DEFAULT, Server, Transport
 from tests.extras import needs

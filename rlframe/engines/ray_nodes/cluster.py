@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlframe import extras, retry
-from rlframe.engines.group_rules import MEMORY_SHARE, GroupRules, share_memory
+from rlframe.engines.devices import MEMORY_SHARE, share_memory
+from rlframe.engines.group_rules import GroupRules
 from rlframe.engines.ray_nodes.host import CONCURRENCY, SHARED_DIRECTORY, NodeHost, NodeSnapshot, Relay
 from rlframe.engines.supervision.nodes import OnExit, RunningNode, TakeLine
 from rlframe.errors import UsageError

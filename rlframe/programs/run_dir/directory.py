@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from rlframe.engines.group_rules import describe_devices
+from rlframe.engines.devices import describe_devices
 from rlframe.errors import CheckpointError, UsageError
 from rlframe.interprocess.files import stored_id, write_atomically
 from rlframe.metrics import CSVLogger, JSONLLogger, LenientLogger, Logger, TensorBoardLogger

@@ -24,7 +24,7 @@ from rlframe.coordinator.workers.game_workers import CollectorWorker, EvaluatorW
 from rlframe.coordinator.workers.learner_worker import LearnerWorker
 from rlframe.engines import Engine
 from rlframe.engines.base import MakeWorker, StartsWorkers
-from rlframe.engines.group_rules import NO_ACCELERATOR
+from rlframe.engines.devices import NO_ACCELERATOR
 from rlframe.engines.logs import NullStream
 from rlframe.errors import PeerError, StoppedError
 from rlframe.learners.saving import BestCheckpoint

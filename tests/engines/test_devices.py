@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from rlframe import extras
-from rlframe.engines import group_rules
+from rlframe.engines import devices, group_rules
 
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_unused_accelerator_is_reported_with_the_install_command(monkeypatch, in_process):
-    monkeypatch.setattr(group_rules, "find_accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
+    monkeypatch.setattr(devices, "find_accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(extras, "has", lambda module: False)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    names, text = group_rules.describe_devices(in_process)
+    names, text = devices.describe_devices(in_process)
     assert names == ["cpu"]
     assert text == (
         "Devices: cpu. This machine has NVIDIA H200, NVIDIA H200, but JAX uses only the CPU. Fix: pip install "
@@ -26,12 +26,12 @@ def test_unused_accelerator_is_reported_with_the_install_command(monkeypatch, in
 
 
 def test_accelerators_of_the_machine_are_the_devices_of_several_processes(monkeypatch):
-    monkeypatch.setattr(group_rules, "find_accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
+    monkeypatch.setattr(devices, "find_accelerators", lambda: ["NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(extras, "has", lambda module: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert group_rules.describe_devices(in_process=False) == (["NVIDIA H200"] * 2, "Devices: 2 x NVIDIA H200.")
+    assert devices.describe_devices(in_process=False) == (["NVIDIA H200"] * 2, "Devices: 2 x NVIDIA H200.")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    names, text = group_rules.describe_devices(in_process=False)
+    names, text = devices.describe_devices(in_process=False)
     assert names == ["cpu"] and "unset JAX_PLATFORMS" in text
 
 
@@ -57,12 +57,12 @@ def test_processes_that_share_an_accelerator_get_equal_shares_of_its_memory(monk
 
 def test_precision_is_set_for_this_process_and_for_nodes_until_the_run_ends(monkeypatch):
     monkeypatch.delenv("JAX_DEFAULT_MATMUL_PRECISION", raising=False)
-    with group_rules.matmul_precision("highest", in_process=True):
+    with devices.matmul_precision("highest", in_process=True):
         assert jax.config.jax_default_matmul_precision == "highest"
         rules = group_rules.rules_by_group({"learner": 1, "actor": 2}, 3, ["learner"])
         assert {each.env["JAX_DEFAULT_MATMUL_PRECISION"] for each in rules.values()} == {"highest"}
         lowered = jax.jit(lambda x: x @ x).lower(np.ones((2, 2), np.float32)).as_text()
         assert "HIGHEST" in lowered
     assert jax.config.jax_default_matmul_precision is None and "JAX_DEFAULT_MATMUL_PRECISION" not in os.environ
-    with group_rules.matmul_precision("default", in_process=True):
+    with devices.matmul_precision("default", in_process=True):
         assert jax.config.jax_default_matmul_precision is None
