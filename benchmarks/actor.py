@@ -124,8 +124,17 @@ def _session_class() -> Any:
     return session.Session if hasattr(session, "Session") else importlib.import_module("rlframe.programs.run").Run
 
 
-def _jitted_step(inferencer: Any) -> Callable[..., Any]:
-    return inferencer._jitted_step if hasattr(inferencer, "_jitted_step") else inferencer._act
+def _jitted_call(inferencer: Any, timestep: Any, state: Any) -> Callable[[], Any]:
+    """Return a function that makes the jitted call of an Inferencer, without the Inferencer. Older versions differ."""
+    call = np.uint32(1)
+    if hasattr(inferencer, "_policy"):
+        policy = inferencer._policy
+        rng, (_, params), request = policy.rng, policy.active, (call, timestep, state)
+        return lambda: policy.step(rng, params, request)
+    act, rng, (_, params) = inferencer._jitted_step, inferencer._rng, inferencer._active_params
+    if hasattr(inferencer, "_request"):
+        return lambda: act(rng, params, (call, timestep, state))
+    return lambda: act(rng, call, params, timestep, state)
 
 
 def _table(title: str, ours: dict[str, float], bare: dict[str, float], spent: tuple[float, float]) -> Table:
@@ -195,11 +204,10 @@ def _bare_parts(loop: InlineDriver, described: Any) -> dict[str, Callable[[], An
             kept[row] = array
 
     # The function that the Inferencer calls, without the Inferencer.
-    inferencer: Any = loop.inferencer
-    act, rng, (_, params) = _jitted_step(inferencer), inferencer._rng, inferencer._active_params
+    act = _jitted_call(loop.inferencer, step.timestep, step.agent_state)
 
     def infer() -> np.ndarray:
-        return np.asarray(act(rng, np.uint32(1), params, step.timestep, step.agent_state)[0])
+        return np.asarray(act()[0])
 
     return {"inference": infer, "environment": _bare_env(described, step.agent_output.action), "replay add": copy}
 

@@ -1,4 +1,4 @@
-"""The Inferencer keeps a copy of the parameters. It computes actions from timesteps, with one jitted call."""
+"""An Inferencer fetches parameters and answers calls, also as a service. Its `JittedPolicy` makes the jitted call."""
 
 from __future__ import annotations
 
@@ -49,6 +49,124 @@ class InferencerConfig:
         check_above(self, 0, "refresh_interval", "learner_deadline")
 
 
+def call_number(rank: int, calls: int) -> np.uint32:
+    """Return the number that determines the random numbers of a call, for the `calls`-th call of an actor.
+
+    Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random numbers at
+    another position of the stream. Strides of the golden ratio keep these positions apart for any number of ranks.
+    """
+    return np.uint32((calls + rank * 0x9E3779B1) & 0xFFFFFFFF)
+
+
+class JittedPolicy:
+    """An agent and its parameters on a device: one jitted call acts on a batch of timesteps. Any thread can call it.
+
+    The random numbers of a call depend on the seed, on the number of earlier calls, and on the rank of the actor.
+
+    Args:
+        cfg: see `InferencerConfig`.
+        agent: the `Agent` that acts.
+
+    Attributes:
+        active: (version, packed parameters) in use. The version is -1 before the first parameters arrive. This is one
+            tuple, so that another thread always sees a version with its parameters.
+        calls: number of calls so far.
+    """
+
+    def __init__(self, cfg: InferencerConfig, agent: Agent) -> None:
+        self._cfg, self._agent = cfg, agent
+        self.active: tuple[int, list[jax.Array]] = (-1, [])
+        self.calls = 0
+        self._counting = threading.Lock()  # guards `calls`, so that no two calls draw the same random numbers
+        self._params_packing: Packing | None = None
+        self._layouts: dict[int, ByteLayout] = {}  # number of rows -> layout of packed requests
+        self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; each tracing adds an entry
+
+    def act(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
+        """See `Inferencer.inference`."""
+        with self._counting:
+            self.calls += 1
+            calls = self.calls
+        call = call_number(int(env_ids[0]) // ENVS_PER_RANK, calls)
+        version, params = self.active
+        with COMPUTING:
+            packed = self.step(self.rng, params, self.request(call, timestep, state))
+            output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
+        return AgentOutput(output.action, output.extras, version), state
+
+    def compile_ahead(self, rows: int) -> None:
+        """Compile the jitted call for `rows` environments in another thread. It needs parameters."""
+        timestep, state = zero_timestep(self._agent.observation_spec, rows), self._agent.initial_state(rows)
+        request = self.request(np.uint32(0), timestep, jax.tree.map(np.asarray, state))
+        self.step.compile_ahead(self.rng, self.active[1], request)
+
+    def take(self, version: int, packed: PackedParams) -> None:
+        """Use these parameters from now on."""
+        if self._params_packing is None:
+            self._params_packing = packed.packing
+        self.active = version, self._upload(packed.arrays)
+
+    def params(self) -> Tree | None:
+        """Return the parameters in use as numpy arrays, or None before the first ones arrive."""
+        return None if self._params_packing is None else self._params_packing.unpack_numpy(self.active[1])
+
+    @property
+    def compilations(self) -> int:
+        """The number of compilations so far, one for each number of rows."""
+        return len(self._output_packings)
+
+    # The cached properties are created at their first use, in the process that uses them.
+
+    @functools.cached_property
+    def rng(self) -> jax.Array:
+        """The key from which each call derives its own."""
+        return jax.device_put(jax.random.PRNGKey(self._cfg.seed), self._device)
+
+    @functools.cached_property
+    def step(self) -> compilation.jit:
+        """The jitted call: (rng, packed parameters, `request`) -> packed output and state."""
+
+        def step(rng: jax.Array, packed: list[jax.Array], request: Any) -> list[jax.Array]:
+            # Python runs this function only while JAX traces it, once for each number of rows. Later calls skip checks.
+            if not isinstance(request, tuple):
+                # No two numbers of rows have the same size.
+                layout = next(each for each in self._layouts.values() if each.size == request.size)
+                request = layout.unpack_jax(request)
+            call, timestep, state = request
+            self._agent.check_observation(timestep.observation)
+            act = self._agent.eval_step if self._cfg.greedy else self._agent.actor_step
+            assert self._params_packing is not None
+            params = self._params_packing.unpack_jax(packed)
+            output, state = act(jax.random.fold_in(rng, call), params, timestep, state)
+            answer = (output._replace(params_version=None), state)
+            packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
+            return packing.pack_jax(answer)
+
+        return compilation.jit(step, differentiates=False)
+
+    def request(self, call: np.uint32, timestep: TimeStep, state: AgentState) -> Any:
+        """Return the last argument of `step`. On an accelerator, copy it as one array, because each copy takes time."""
+        request, packs = (call, timestep, state), self._cfg.pack_requests
+        if packs is False or (packs is None and jax.default_backend() == "cpu"):
+            return request
+        layout = self._layouts.get(len(timestep.step_type))
+        if layout is None:
+            layout = self._layouts[len(timestep.step_type)] = ByteLayout(request)
+        return jax.device_put(layout.pack(request), self._device)
+
+    @functools.cached_property
+    def _device(self) -> jax.Device | None:
+        number = self._cfg.device
+        return None if number is None else local_device("An actor (actor_device_ids)", number)
+
+    @functools.cached_property
+    def _upload(self) -> Any:
+        if self._device is not None:
+            return functools.partial(jax.device_put, device=self._device)
+        # A jitted identity function copies arrays to the device ten times faster than jax.device_put.
+        return jax.jit(lambda arrays: arrays)
+
+
 class Inferencer:
     """Returns an agent's actions for batches of timesteps, with the learner's newest parameters.
 
@@ -59,16 +177,15 @@ class Inferencer:
 
             inference(env_ids, timestep, state)
               refresh                           # every `sync_interval` calls
-              _act                              # draws the call's random numbers, and unpacks the jitted call's result
-                _jitted_step                    # compiled once for each number of rows
-                  Agent.actor_step
+              JittedPolicy.act                  # draws the call's random numbers, and unpacks the jitted call's result
+                Agent.actor_step                # in a jitted function, compiled once for each number of rows
 
             answer_inference                    # from another process: calls `inference`; returns a refusal as a string
             shared_inference                    # from another process of the machine: the arrays are in the client's
               inference                         #   memory, which `share_calls` maps (shared_calls.py)
                 Batcher                         # if this is a service: joins simultaneous calls
                   _act_for_batch                # stops the service if a batch fails, and logs compilations
-                    _act
+                    JittedPolicy.act
 
     An Inferencer can be passed to an Actor in another process, because only its constructor's arguments are pickled.
 
@@ -88,17 +205,9 @@ class Inferencer:
     def __init__(self, cfg: InferencerConfig, agent: Agent, learner: ParamSource | Any) -> None:
         # Check now, where the mistake is. The Inferencer may be used in another process.
         handles.refuse_nodes(learner, "as the learner")
-        self._cfg = cfg
-        self.agent = agent
-        self._learner_or_handle = learner
-        self._calls = 0
-        # (version, packed parameters), in one tuple, so that a concurrent refresh replaces both values at once.
-        self._active_params: tuple[int, list[jax.Array]] = (-1, [])
-        self._params_packing: Packing | None = None
-        self._layouts: dict[int, ByteLayout] = {}  # number of rows -> layout of packed requests
-        self._output_packings: dict[int, Packing] = {}  # number of rows -> packing; each tracing adds an entry
+        self._cfg, self.agent, self._learner_or_handle = cfg, agent, learner
+        self._policy = JittedPolicy(cfg, agent)
         self._lock = threading.Lock()  # a call of an inline Inferencer acquires this lock
-        self._counting = threading.Lock()  # guards `_calls`, so that no two calls draw the same random numbers
         self._batcher: Batcher | None = None  # None until `run` is called
         self._failure: BaseException | None = None
         self._shared_calls = CallMemoryRegistry()
@@ -108,67 +217,10 @@ class Inferencer:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cfg, self.agent, self._learner_or_handle)
 
-    # The cached properties are created at their first use, in the process that uses them.
-
     @functools.cached_property
-    def _refresher(self) -> Refresher:
+    def _refresher(self) -> Refresher:  # created at its first use, in the process that uses it
         learner, deadline = self._learner_or_handle, self._cfg.learner_deadline
         return Refresher(learner, lambda: self.params_version, self._take, deadline, self._stop)
-
-    @functools.cached_property
-    def _rng(self) -> jax.Array:
-        return self._put(jax.random.PRNGKey(self._cfg.seed))
-
-    @functools.cached_property
-    def _jitted_step(self) -> compilation.jit:
-        def step(rng: jax.Array, packed: list[jax.Array], request: Any) -> list[jax.Array]:
-            # Python runs this function only while JAX traces it, once for each number of rows. Later calls skip checks.
-            if not isinstance(request, tuple):
-                # No two numbers of rows have the same size.
-                layout = next(each for each in self._layouts.values() if each.size == request.size)
-                request = layout.unpack_jax(request)
-            call, timestep, state = request
-            self.agent.check_observation(timestep.observation)
-            act = self.agent.eval_step if self._cfg.greedy else self.agent.actor_step
-            assert self._params_packing is not None
-            params = self._params_packing.unpack_jax(packed)
-            output, state = act(jax.random.fold_in(rng, call), params, timestep, state)
-            answer = (output._replace(params_version=None), state)
-            packing = self._output_packings[len(timestep.step_type)] = Packing(answer)
-            return packing.pack_jax(answer)
-
-        return compilation.jit(step, differentiates=False)
-
-    @functools.cached_property
-    def _upload(self) -> Any:
-        if self._cfg.device is not None:
-            return self._put
-        # A jitted identity function copies arrays to the device ten times faster than jax.device_put.
-        return jax.jit(lambda arrays: arrays)
-
-    @functools.cached_property
-    def _device(self) -> jax.Device | None:
-        number = self._cfg.device
-        return None if number is None else local_device("An actor (actor_device_ids)", number)
-
-    def _put(self, tree: Tree) -> Tree:
-        """Copy arrays to the device that acts, directly from device to device if they are on another one."""
-        return tree if self._device is None else jax.device_put(tree, self._device)
-
-    @functools.cached_property
-    def _packs_requests(self) -> bool:
-        chosen = self._cfg.pack_requests
-        return jax.default_backend() != "cpu" if chosen is None else chosen
-
-    def _request(self, call: np.uint32, timestep: TimeStep, state: AgentState) -> Any:
-        """Return the arguments of a call. On an accelerator, copy them as one array, because each copy takes time."""
-        request = (call, timestep, state)
-        if not self._packs_requests:
-            return request
-        layout = self._layouts.get(len(timestep.step_type))
-        if layout is None:
-            layout = self._layouts[len(timestep.step_type)] = ByteLayout(request)
-        return jax.device_put(layout.pack(request), self._device)
 
     def specs(self) -> AgentSpecs:
         """Return (replay_spec, step_spec) of the agent. An Actor needs them if its replay is on another node."""
@@ -177,7 +229,7 @@ class Inferencer:
     @property
     def params_version(self) -> int:
         """Version of the parameters in use; -1 before the first parameters arrive."""
-        return self._active_params[0]
+        return self._policy.active[0]
 
     def initial_state(self, batch_size: int) -> AgentState:
         """Return the agent's recurrent state for a FIRST timestep, as numpy arrays: a tree of [batch_size, ...]."""
@@ -208,9 +260,9 @@ class Inferencer:
                 raise UnavailableError("The inference service has no parameters yet: its learner has not answered.")
             return self._batcher(env_ids, timestep, state)
         with self._lock:
-            if self._calls % self._cfg.sync_interval == 0:
+            if self._policy.calls % self._cfg.sync_interval == 0:
                 self.refresh()
-            return self._act(env_ids, timestep, state)
+            return self._policy.act(env_ids, timestep, state)
 
     def compile_ahead(self, rows: int) -> None:
         """Fetch the parameters, and compile the jitted call for `rows` environments in another thread.
@@ -218,9 +270,7 @@ class Inferencer:
         The next call of `inference` waits for this thread.
         """
         self.refresh()
-        timestep, call = zero_timestep(self.agent.observation_spec, rows), np.uint32(0)
-        request = self._request(call, timestep, self.initial_state(rows))
-        self._jitted_step.compile_ahead(self._rng, self._active_params[1], request)
+        self._policy.compile_ahead(rows)
 
     def is_ready(self, timeout: float) -> bool:
         """Wait for the first parameters, for up to `timeout` seconds (at most 1). Return True if they have arrived."""
@@ -315,60 +365,34 @@ class Inferencer:
         A service also returns requests, calls, rows and padding_rows.
         """
         counts = self._batcher.counts if self._batcher is not None else {}
-        return {**counts, "compilations": len(self._output_packings), "params_version": self.params_version}
+        return {**counts, "compilations": self._policy.compilations, "params_version": self.params_version}
 
     def get_state(self) -> dict[str, Any]:
         """Return numpy arrays and ints from which a resumed Inferencer continues exactly."""
-        version, packed = self._active_params
         # With a longer interval, the learner may have replaced the parameters that are in use, so save them.
-        packing = self._params_packing if self._cfg.sync_interval > 1 else None
-        params = packing.unpack_numpy(packed) if packing is not None else None
-        return {"calls": self._calls, "version": version, "params": params}
+        params = self._policy.params() if self._cfg.sync_interval > 1 else None
+        return {"calls": self._policy.calls, "version": self.params_version, "params": params}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the state that `get_state` returned."""
-        self._calls = state["calls"]
+        self._policy.calls = state["calls"]
         if state["params"] is not None:
             self._take(state["version"], PackedParams.of(state["params"]))
 
     def _take(self, version: int, packed: PackedParams) -> None:
-        if self._params_packing is None:
-            self._params_packing = packed.packing
-        acting = version, self._upload(packed.arrays)
+        self._policy.take(version, packed)
         with self._new_version:
-            self._active_params = acting
             self._new_version.notify_all()
         self._has_params.set()
 
     def _act_for_batch(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> Any:
-        known, began = len(self._output_packings), time.perf_counter()
+        known, began = self._policy.compilations, time.perf_counter()
         try:
-            answer = self._act(env_ids, timestep, state)
+            answer = self._policy.act(env_ids, timestep, state)
         except BaseException as error:  # end `run` with this error: the shapes were checked, so no request is the cause
             self._failure = error
             self.stop()
             raise
-        if len(self._output_packings) > known:
-            seconds, rows = time.perf_counter() - began, len(timestep.step_type)
-            _log.info("Compiled inference of %d rows in %.1f s.", rows, seconds)
+        if self._policy.compilations > known:
+            _log.info("Compiled inference of %d rows in %.1f s.", len(env_ids), time.perf_counter() - began)
         return answer
-
-    def _act(self, env_ids: np.ndarray, timestep: TimeStep, state: AgentState) -> tuple[AgentOutput, AgentState]:
-        with self._counting:
-            self._calls += 1
-            calls = self._calls
-        call = call_number(int(env_ids[0]) // ENVS_PER_RANK, calls)
-        version, params = self._active_params
-        with COMPUTING:
-            packed = self._jitted_step(self._rng, params, self._request(call, timestep, state))
-            output, state = self._output_packings[len(timestep.step_type)].unpack_numpy(packed)
-        return AgentOutput(output.action, output.extras, version), state
-
-
-def call_number(rank: int, calls: int) -> np.uint32:
-    """Return the number that determines the random numbers of a call, for the `calls`-th call of an actor.
-
-    Inferencers with the same seed would draw the same numbers for all actors. So each rank starts its random numbers at
-    another position of the stream. Strides of the golden ratio keep these positions apart for any number of ranks.
-    """
-    return np.uint32((calls + rank * 0x9E3779B1) & 0xFFFFFFFF)

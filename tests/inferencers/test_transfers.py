@@ -46,12 +46,8 @@ def test_packed_request_gives_the_same_answer_with_one_upload_and_one_download(n
     jax.tree.map(np.testing.assert_array_equal, packing.inference(*call), plain.inference(*call))
     uploads, put = [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda tree, *device: uploads.append(tree) or put(tree, *device))
-    downloads, step = [], packing._jitted_step
-    monkeypatch.setattr(
-        type(packing),
-        "_jitted_step",
-        property(lambda self: lambda *args: downloads.extend(found := step(*args)) or found),
-    )
+    downloads, policy, step = [], packing._policy, packing._policy.step
+    monkeypatch.setattr(policy, "step", lambda *args: downloads.extend(found := step(*args)) or found)
     with jax.transfer_guard_host_to_device("disallow"):
         packing.inference(*make_call(agent, seed=1))
     assert [upload.dtype for upload in uploads] == [np.uint8] and len(downloads) == 1
