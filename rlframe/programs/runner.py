@@ -111,15 +111,7 @@ def run_experiment(
     directory = RunDir(run_dir if run_dir is not None else default_path(experiment))
     _check_can_run(experiment, stop_at, profile, with_control=control_address is not None)
     launcher = _Launcher(
-        directory=directory,
-        stop_at=stop_at,
-        callbacks=Callbacks(callbacks),
-        open_trackers=open_trackers,
-        progress=progress,
-        profile=profile,
-        control_address=control_address,
-        quiet=quiet,
-        shared=shared,
+        directory, stop_at, Callbacks(callbacks), open_trackers, progress, profile, control_address, quiet, shared
     )
     import_env(experiment)
     with keep_files():
